@@ -1,0 +1,48 @@
+# Every target makes .venv itself; a fresh clone needs only Python 3.11 or newer and make.
+PYTHON ?= python3
+WORKERS ?= 2
+RUN := .venv/bin/python -m
+INSTALLED := .venv/installed
+
+# One thread a worker: the workers already fill the cores.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS)
+
+.DEFAULT_GOAL := help
+.PHONY: help look test test-all test-gpu bench lint format clean
+
+help: ## what you can make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+look: $(INSTALLED) ## a sentence, what four heads do with it, and their maps, in the terminal
+	@$(RUN) headwise.cli look
+
+test: lint ## lint, types, tests, doctests and the documentation's examples
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: lint ## the same with the slow tests and more generated problems
+	HYPOTHESIS_PROFILE=thorough $(PYTEST)
+
+test-gpu: $(INSTALLED) ## the tests that need a CUDA device
+	$(RUN) pytest -m gpu
+
+bench: $(INSTALLED) ## side by side with peers on this machine's CPU
+	$(RUN) bench.cpu
+
+lint: $(INSTALLED) ## ruff, its formatter and mypy in strict mode
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: $(INSTALLED) ## let ruff rewrite what it can
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+clean: ## remove what the other targets made
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find headwise tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"headwise needs Python 3.11 or newer, and $(PYTHON) is {sys.version.split()[0]}: make PYTHON=/path/to/python3")'
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(RUN) pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	@touch $@

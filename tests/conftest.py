@@ -1,0 +1,43 @@
+"""What every test runs under: a safe CPU, few threads, repeatable generated problems."""
+
+import os
+
+# Some virtual machines advertise AMX and then die with an illegal instruction in a bf16 matrix
+# product. oneDNN reads this when torch loads it, so it comes before the import.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Without a GPU the triton engine's kernels run on triton's interpreter, which reads this when
+# triton is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+settings.register_profile(
+    "quick",
+    max_examples=30,
+    deadline=None,  # the first call of an op is slow and says nothing about the next
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, and say so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def repeatable() -> None:
+    """Every test starts from the same random numbers."""
+    torch.manual_seed(0)
