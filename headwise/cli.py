@@ -1,0 +1,156 @@
+"""The command line: it reads what was asked and prints what the rest of the package found out."""
+
+import dataclasses
+import importlib.metadata
+import json
+import sys
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        f"The command line needs {missing.name}: pip install 'headwise[cli]'"
+    ) from missing
+
+from headwise.doctor import gather
+from headwise.look import handmade, terminal
+
+app = typer.Typer(
+    name="headwise",
+    help="Attention you can see inside, at full speed.",
+    epilog="Start with: headwise look 'the cat sat on the mat because the cat was tired'",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and leave, if that was asked for."""
+    if wanted:
+        typer.echo(f"headwise {importlib.metadata.version('headwise')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """Attention you can see inside, at full speed."""
+
+
+@app.command()
+def look(
+    text: Annotated[
+        str | None,
+        typer.Argument(help="What to look at; - reads it from standard input.", show_default=False),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="Draw one head only: its number, or the start of its name.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Tokens, statistics and maps for a program to read.")
+    ] = False,
+) -> None:
+    """Look at attention: a text, its tokens, what each head does with it, and its map.
+
+    The four heads are made by hand from the text itself, so it is known what each should do:
+    look at the [b]previous token[/b], at the [b]same word[/b] said before, at the
+    [b]first token[/b], or softly at its [b]neighbours[/b].
+
+    [b]Examples[/b]
+
+    headwise look
+
+    headwise look 'to be or not to be' --head same
+
+    headwise look - --json < speech.txt
+    """
+    if text is None:
+        text = handmade.SENTENCE
+    elif text == "-":
+        text = sys.stdin.read()
+    try:
+        heads = handmade.choose(head)
+        sight = handmade.look_at(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print_json(terminal.as_dictionary(sight, heads))
+    else:
+        terminal.show(Console(), sight, heads)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same for a program to read.")
+    ] = False,
+) -> None:
+    """Say what this machine can run: versions, devices, engines, and traps known to hurt here."""
+    facts = gather()
+    if as_json:
+        print_json(dataclasses.asdict(facts))
+        return
+    console = Console()
+    section(console, "versions")
+    for package, version in facts.versions.items():
+        item(console, package, version or "not installed", "" if version else "dim")
+    section(console, "devices")
+    for device in facts.devices:
+        item(console, device.kind, device.name, "", device.detail)
+    section(console, "engines")
+    for engine, reason in facts.engines.items():
+        item(console, engine, reason or "ready", "yellow" if reason else "green")
+    section(console, "known traps of this machine")
+    for trap in facts.traps:
+        item(console, trap.name, trap.what, "yellow", trap.cure)
+    if not facts.traps:
+        item(console, "none", "nothing known to go wrong here", "green")
+
+
+def section(console: Console, title: str) -> None:
+    """Print the title of a list."""
+    console.print(Text(f"\n{title}", style="bold"))
+
+
+def item(console: Console, name: str, said: str, style: str, more: str = "") -> None:
+    """Print a name and what there is to say of it, in columns that line up across lists."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=14, style="cyan")
+    grid.add_column(overflow="fold")
+    # Text, not str: a reason such as "pip install 'headwise[triton]'" is no markup.
+    grid.add_row(Text(f"  {name}"), Text(said, style=style))
+    if more:
+        grid.add_row("", Text(more, style="dim"))
+    console.print(grid)
+
+
+def print_json(value: object) -> None:
+    """Print for programs: plain, and the same on a terminal and in a pipe."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def main() -> None:
+    """Run the command line; what `headwise` starts."""
+    # A terminal that can't show a block character shows a question mark instead of an error.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    app(prog_name="headwise")
+
+
+if __name__ == "__main__":
+    main()

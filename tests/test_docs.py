@@ -1,0 +1,68 @@
+"""Every example of the README and the handbook runs and prints what the page says it prints."""
+
+import doctest
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headwise.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")])
+BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<body>.*?)^```", re.DOTALL | re.MULTILINE)
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of a language, each with the line its code starts on, counted from 0."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, match.start("body")), match["body"])
+        for match in BLOCK.finditer(text)
+        if match["language"] == language
+    ]
+
+
+@pages
+def test_python_examples_run_in_order_and_print_what_they_show(page: Path) -> None:
+    namespace: dict[str, object] = {}
+    for line, body in blocks(page, "python"):
+        if ">>>" not in body:
+            # The empty lines in front make a traceback point into the page.
+            exec(compile("\n" * line + body, str(page), "exec"), namespace)
+            continue
+        example = doctest.DocTestParser().get_doctest(body, namespace, page.name, str(page), line)
+        report: list[str] = []
+        runner = doctest.DocTestRunner(optionflags=FLAGS)
+        runner.run(example, out=report.append, clear_globs=False)
+        namespace.update(example.globs)
+        assert not report, "".join(report)
+
+
+@pages
+def test_console_examples_print_what_they_show(page: Path) -> None:
+    for _, body in blocks(page, "console"):
+        for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+            command, _, shown = part.partition("\n")
+            words = shlex.split(command, comments=True)
+            if words[:2] != ["headwise", "look"]:  # the others install, or speak of a machine
+                continue
+            result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
+            assert plain(result.output) == plain(shown)
+
+
+def plain(text: str) -> list[str]:
+    """Lines without the space at their ends, which no reader sees."""
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+@pages
+def test_links_to_files_of_the_repository_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
