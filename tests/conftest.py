@@ -1,5 +1,6 @@
 """What every test runs under: a safe CPU, few threads, repeatable generated problems."""
 
+import importlib.util
 import os
 
 # Some virtual machines advertise AMX and then die with an illegal instruction in a bf16 matrix
@@ -10,9 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Without a GPU the triton engine's kernels run on triton's interpreter, which reads this when
-# triton is first imported.
-if not torch.cuda.is_available():
+# Without a GPU triton's kernels run on its interpreter; it reads this when it is first imported.
+if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def repeatable() -> None:
-    """Every test starts from the same random numbers."""
+def repeatable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts from the same random numbers, and an example from a reader's settings."""
     torch.manual_seed(0)
+    if isinstance(request.node, pytest.DoctestItem):
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -22,7 +22,7 @@ LABEL = 12
 MOST_ROWS = 32
 """A longer text's map is pooled down to this many rows: about a screen."""
 
-MOST_TOKENS = 80
+MOST_TOKENS = 40
 """How many tokens are listed before the rest is only counted."""
 
 LARGEST_MAP = 256
@@ -140,11 +140,13 @@ def draw_head(sight: Sight, head: int, rows: int) -> Group:
     tokens = len(sight.tokens)
     if rows < tokens:
         labels = [f"{tokens * row // rows}…" for row in range(rows)]
+        pooled = [Text(f"a cell is the largest of about {tokens // rows}² weights", style="dim")]
     else:
         labels = [f"{number:>2} {token}" for number, token in enumerate(sight.tokens)]
+        pooled = []
     name = Text(f"{head} {HEADS[head].name}", style="bold")
     question = Text(HEADS[head].asks, style="dim italic")
-    return Group(name, question, *draw(head_map(sight, head, rows), labels), Text())
+    return Group(name, question, *pooled, *draw(head_map(sight, head, rows), labels), Text())
 
 
 def draw(weights: Tensor, labels: Sequence[str]) -> list[Text]:

@@ -1,0 +1,34 @@
+"""headwise: attention you can see inside, at full speed."""
+
+from headwise import mask
+from headwise.api import attention, attention_map, explain, observe, partial
+from headwise.bias import ALiBi, RelativeBuckets
+from headwise.dropout import Dropout
+from headwise.map import AttentionMap
+from headwise.observation import STATISTICS, Observation
+from headwise.partial import Partial, merge
+from headwise.plan import Plan
+from headwise.score import Additive, Cosine, Dot, General
+
+__version__ = "0.1.0"
+__all__ = [
+    "STATISTICS",
+    "ALiBi",
+    "Additive",
+    "AttentionMap",
+    "Cosine",
+    "Dot",
+    "Dropout",
+    "General",
+    "Observation",
+    "Partial",
+    "Plan",
+    "RelativeBuckets",
+    "attention",
+    "attention_map",
+    "explain",
+    "mask",
+    "merge",
+    "observe",
+    "partial",
+]

@@ -1,0 +1,221 @@
+"""The four functions most people need: attention, observe, attention_map, explain; and partial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headwise.bias import Bias
+from headwise.dropout import Dropout
+from headwise.engines import reference, streaming
+from headwise.map import AttentionMap
+from headwise.mask import Mask
+from headwise.observation import Observation, check_statistics, sample_rows
+from headwise.partial import Partial
+from headwise.plan import Plan, choose
+from headwise.plan import plan as _plan
+from headwise.problem import Problem, pose, restate, without_dropout
+from headwise.score import Score
+from headwise.single import complete, wanted
+from headwise.sums import DISTANCE, ENTROPY, MOMENTS
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | Dropout = 0.0,
+    engine: str = "auto",
+) -> Tensor:
+    """softmax(cap(score(q, k)) + bias) v over the keys that the mask shows, on the fastest engine.
+
+    q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv) -> (B, Hq, N, Dv); Hkv divides Hq.
+    Without a batch, (H, N, D) works too. A row that sees no key gives 0.
+
+    >>> import torch, headwise as hw
+    >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind(0)
+    >>> hw.attention(q, k, v, mask=hw.mask.causal()).shape
+    torch.Size([2, 8, 5, 16])
+    """
+    four = _batched("attention", q, k, v)
+    problem = pose(
+        "attention", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+        dropout=dropout,
+    )  # fmt: skip
+    out: Tensor = choose(problem, engine).attend(problem)
+    return out if q.ndim == 4 else out[0]
+
+
+def observe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | Dropout = 0.0,
+    engine: str = "auto",
+    stats: Iterable[str] | None = None,
+    rows: int | Tensor | None = None,
+    sink_keys: int = 1,
+) -> tuple[Tensor, Observation]:
+    """What `attention` returns, and what each head did: entropy, largest logit, sinks, distance, ...
+
+    `stats` names some of the statistics; `rows=256` looks at a sample of the query rows only, which
+    `seen.rows` names. `lse` and `entropy` have gradients.
+
+    >>> import torch, headwise as hw
+    >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind(0)
+    >>> out, seen = hw.observe(q, k, v, mask=hw.mask.causal(), stats=("entropy",))
+    >>> seen.entropy.shape
+    torch.Size([2, 8, 5])
+    """
+    names = check_statistics(stats)
+    four = _batched("observe", q, k, v)
+    problem = pose(
+        "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+        dropout=dropout,
+    )  # fmt: skip
+    sampled = sample_rows(rows, problem.q.shape[2], problem.q.device)
+    if sampled is None:
+        out, values = _observe(problem, engine, names, sink_keys)
+    else:
+        out = choose(problem, engine).attend(problem)
+        _, values = _observe(without_dropout(problem.at(sampled)), engine, names, sink_keys)
+    sees = values["max_logit"] != -torch.inf
+    chosen = {name: value if q.ndim == 4 else value[0] for name, value in values.items() if name in names}
+    return out if q.ndim == 4 else out[0], Observation(chosen, sees, sampled)
+
+
+def _observe(
+    problem: Problem, engine: str, names: tuple[str, ...], sink_keys: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output and the asked-for statistics, with max_logit whether asked for or not."""
+    names = (*names, "max_logit")
+    module = choose(problem, engine, observed=True)
+    if module is reference:
+        out, values = reference.observe(problem, sink_keys)
+        return out, {name: value for name, value in values.items() if name in names}
+    sums = module.run(problem, wanted(names))
+    return sums.out, complete(problem, sums, names, sink_keys)
+
+
+def attention_map(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> AttentionMap:
+    """The attention weights as a matrix that is never stored: any part of it is exact on demand.
+
+    With v, the map can weigh by the values' norms. lse (B, Hq, N), where it is known, saves a pass.
+
+    >>> import torch, headwise as hw
+    >>> q, k = torch.randn(2, 1, 2, 100, 16).unbind(0)
+    >>> amap = hw.attention_map(q, k, mask=hw.mask.causal())
+    >>> amap[0, 1, 10:12, :11].sum(-1)
+    tensor([1.0000, 0.8862])
+    """
+    values = k[..., :0] if v is None else v
+    four = _batched("attention_map", q, k, values)
+    problem = pose(
+        "attention_map", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
+    )
+    return AttentionMap(problem, lse)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | Dropout = 0.0,
+    engine: str = "auto",
+    observed: bool = False,
+) -> Plan:
+    """Which engine would serve this call, and why not the others; `observed` for `observe`.
+
+    >>> import torch, headwise as hw
+    >>> q = torch.randn(1, 8, 5, 16)
+    >>> print(hw.explain(q, q, q, softcap=30.0))
+      triton     it needs an NVIDIA GPU (or TRITON_INTERPRET=1, to test on a CPU)
+      sdpa       they have no softcap
+    → streaming  chosen
+      reference  could, but streaming is preferred
+    """
+    four = _batched("explain", q, k, v)
+    problem = pose(
+        "explain", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+        dropout=dropout,
+    )  # fmt: skip
+    return _plan(problem, engine, observed)
+
+
+def partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    first_query: int = 0,
+    first_key: int = 0,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | Dropout = 0.0,
+) -> Partial:
+    """Attention of these queries over these keys, placed in the whole sequence, ready to `merge`.
+
+    Masks, biases and dropout speak of the whole sequence: query row r is query first_query + r, key
+    c is key first_key + c, and `causal()` without an offset means that equal numbers stand together.
+
+    >>> import torch, headwise as hw
+    >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind(0)
+    >>> parts = [hw.partial(q, k[:, :, c : c + 3], v[:, :, c : c + 3], first_key=c,
+    ...                     mask=hw.mask.causal()) for c in (0, 3)]
+    >>> torch.allclose(hw.merge(*parts).finish(), hw.attention(q, k, v, mask=hw.mask.causal()))
+    True
+    """
+    if q.ndim != 4:
+        raise ValueError(f"hw.partial needs a batch axis\n  in {restate('partial', q, k, v)}")
+    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in _batched("partial", q, k, v)]
+    problem = pose(
+        "partial", *wide, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+        dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
+    )  # fmt: skip
+    sums = streaming.run(replace(problem, sinks=None), ENTROPY | DISTANCE | MOMENTS)
+    return Partial.from_sums(sums, sinks, q.dtype)
+
+
+def _batched(call: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, H, N, D) as it is; (H, N, D) with a batch of one."""
+    if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
+        raise ValueError(
+            "q, k and v need the axes (batch, heads, length, width), or all of them without batch\n"
+            f"  in {restate(call, q, k, v)}"
+        )
+    return (q, k, v) if q.ndim == 4 else (q[None], k[None], v[None])

@@ -1,0 +1,54 @@
+"""Dropout as a function of (seed, batch, head, i, j), so that every engine drops the same weights.
+
+A weight is kept where a 32-bit hash of its place exceeds the rate. The hash is a chain of one
+mixer: seed, batch and head, query position, key position. 32-bit unsigned arithmetic throughout,
+so a kernel in any language can repeat it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """A rate and, where two calls must drop the same weights, a seed (an int or an int64 tensor)."""
+
+    rate: float
+    seed: int | Tensor | None = None
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A fresh seed from PyTorch's generator, on the device, without waiting for it."""
+    return torch.randint(0, 2**31, (), device=device, dtype=torch.int64)
+
+
+def row_hash(seed: Tensor, batch: Tensor, head: Tensor, row: Tensor) -> Tensor:
+    """The hash of a query row; arguments broadcast, int64 that holds 32 bits."""
+    place = mix(mix(seed & _WORD) ^ mix(batch * _GOLDEN & _WORD) + head & _WORD)
+    return mix(place + (row * _GOLDEN & _WORD) & _WORD)
+
+
+def keep(rows: Tensor, column: Tensor, rate: float) -> Tensor:
+    """Which weights stay: rows (..., N) from `row_hash`, column (M,) -> bool (..., N, M)."""
+    return mix(rows[..., None] ^ (column * _GOLDEN & _WORD)) >= threshold(rate)
+
+
+def threshold(rate: float) -> int:
+    """The smallest hash that is kept."""
+    return min(int(rate * 2**32), _WORD)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A 32-bit integer mixer with low bias (xor-shift and multiply, twice)."""
+    x = x ^ x >> 16
+    x = x * 0x7FEB352D & _WORD
+    x = x ^ x >> 15
+    x = x * 0x846CA68B & _WORD
+    return x ^ x >> 16

@@ -1,0 +1,119 @@
+"""The specification: every step materialised, plain PyTorch, any precision, differentiable any way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise import dropout
+from headwise.problem import Problem, Terms
+
+
+def refuses(problem: Problem, observed: bool) -> str | None:
+    """Why this engine can't serve the problem; None: it can."""
+    return None
+
+
+def attend(problem: Problem) -> Tensor:
+    """out (B, Hq, N, Dv)."""
+    return observe(problem, sink_keys=1)[0]
+
+
+def observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """out (B, Hq, N, Dv) and every statistic, (B, Hq, N) each, by its definition."""
+    terms = problem.terms()
+    wide = torch.promote_types(problem.q.dtype, torch.float32)
+    group = problem.q.shape[1] // problem.k.shape[1]
+    q = problem.q.to(wide)  # (B, Hq, N, D)
+    k = problem.k.to(wide).repeat_interleave(group, 1)  # (B, Hq, M, D)
+    v = problem.v.to(wide).repeat_interleave(group, 1)  # (B, Hq, M, Dv)
+    columns = torch.arange(k.shape[2], device=q.device)
+    i, j = terms.position[:, None, :, None], columns + terms.first_key  # (B|1, 1, N, 1), (M,)
+
+    seen = visible(terms, columns)  # (B|1, Hq|1, N, M)
+    if seen is not None:  # a key that no row sees does not exist, whatever it holds
+        unseen = ~seen.any(-2)[..., None]
+        k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    s = logits(terms, q, k, i - j)  # (B, Hq, N, M)
+    s = s if seen is None else s.masked_fill(~seen, -torch.inf)
+    seen = s != -torch.inf
+
+    sink = None if terms.sinks is None else terms.sinks.to(wide)[:, None]  # (Hq, 1)
+    max_logit = torch.amax(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    top = max_logit if sink is None else torch.maximum(max_logit, sink)
+    top = top.masked_fill(top == -torch.inf, 0).detach()  # any number does; the largest is safe
+    weight = torch.exp(s - top[..., None])
+    total = weight.sum(-1) if sink is None else weight.sum(-1) + torch.exp(sink - top)
+    empty = total == 0
+    log_total = total.masked_fill(empty, 1).log()
+    p = weight / total.masked_fill(empty, 1)[..., None]
+    log_p = (s - top[..., None] - log_total[..., None]).masked_fill(~seen, 0)
+
+    dropped = p
+    if terms.seed is not None:
+        dropped = p * keep(terms, p.shape, i, j) / (1 - terms.dropout)
+    out = (dropped @ v).to(problem.q.dtype)
+
+    entropy = -(p * log_p).sum(-1)
+    count = seen.sum(-1).clamp_min(1)
+    mean = s.masked_fill(~seen, 0).sum(-1) / count
+    centred = (s - mean[..., None]).masked_fill(~seen, 0)
+    start = problem.start()
+    start = start if isinstance(start, int) else start[..., None]
+    first_keys = (columns >= start) & (columns < start + sink_keys)
+    stats = {
+        "lse": (top + log_total).masked_fill(empty, -torch.inf),
+        "max_logit": max_logit,
+        "top_prob": p.amax(-1) if p.shape[-1] else torch.zeros_like(entropy),
+        "entropy": entropy,
+        "effective_keys": entropy.exp(),
+        "logit_mean": mean,
+        "logit_var": centred.square().sum(-1) / count,
+        "sink_mass": (p * first_keys).sum(-1),
+        "self_mass": (p * (j == i)).sum(-1),
+        "previous_mass": (p * (j == i - 1)).sum(-1),
+        "distance": (p * (i - j)).sum(-1),
+        "output_norm": out.to(wide).norm(dim=-1),
+    }
+    differentiable = ("lse", "entropy")
+    return out, {name: x if name in differentiable else x.detach() for name, x in stats.items()}
+
+
+def visible(terms: Terms, columns: Tensor) -> Tensor | None:
+    """The mask as booleans over these keys of the call, (B|1, Hq|1, N, M); None: everything."""
+    if terms.dense is not None:
+        return terms.dense.expand(*terms.dense.shape[:2], terms.position.shape[-1], len(columns))
+    if terms.intervals is None:
+        return None
+    first, last = terms.intervals[:, 0, ..., None], terms.intervals[:, 1, ..., None]
+    return ((columns >= first) & (columns < last)).any(0)
+
+
+def logits(terms: Terms, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
+    """cap(scale · score) + bias for q (B, Hq, N, D) and k (B, Hq, M, D), without the mask."""
+    if terms.additive is None:
+        s = terms.scale * (q @ k.transpose(-1, -2))
+    else:
+        pairs = torch.tanh(q[..., :, None, :] + k[..., None, :, :])  # (B, Hq, N, M, D)
+        s = (pairs * terms.additive.to(q.dtype)[:, None, None]).sum(-1)
+    if terms.softcap:
+        s = terms.softcap * torch.tanh(s / terms.softcap)
+    if terms.bias is not None:
+        s = s + terms.bias.to(s.dtype)
+    if terms.slopes is not None:
+        s = s - terms.slopes.to(s.dtype)[:, None, None] * distance.abs()
+    if terms.relative is not None:
+        reach = terms.relative.shape[1] // 2
+        row = distance.clamp(-reach, reach).long() + reach  # (B|1, 1, N, M)
+        heads = torch.arange(q.shape[1], device=q.device)[:, None, None]
+        s = s + terms.relative.to(s.dtype)[heads, row]
+    return s
+
+
+def keep(terms: Terms, shape: torch.Size, i: Tensor, j: Tensor) -> Tensor:
+    """Which weights dropout keeps, bool (B, Hq, N, M)."""
+    batch = torch.arange(shape[0], device=i.device)[:, None, None]
+    head = torch.arange(shape[1], device=i.device)[:, None]
+    assert terms.seed is not None
+    rows = dropout.row_hash(terms.seed, batch, head, i[..., 0].long())
+    return dropout.keep(rows, j.long(), terms.dropout)

@@ -1,0 +1,2 @@
+class AttentionMap:
+    def __init__(self, problem, lse=None): pass

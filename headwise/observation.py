@@ -1,0 +1,142 @@
+"""What a call's heads did: the statistics, their definitions, and their reduction to a figure a head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+class Statistic:
+    """A statistic of an `Observation`: (B, Hq, N), or (B, Hq, rows) where rows were sampled."""
+
+    def __init__(self, meaning: str) -> None:
+        self.__doc__ = meaning
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, seen: None, owner: type) -> Statistic: ...
+    @overload
+    def __get__(self, seen: Observation, owner: type) -> Tensor: ...
+    def __get__(self, seen: Observation | None, owner: type) -> Statistic | Tensor:
+        if seen is None:
+            return self
+        if self.name not in seen.values:
+            raise AttributeError(
+                f"{self.name} was not observed; this observation has {', '.join(seen.values)}. "
+                f"Ask for it with stats=({self.name!r}, ...)"
+            )
+        return seen.values[self.name]
+
+
+class Observation:
+    """The statistics of one call, a tensor (B, Hq, N) each.
+
+    >>> import torch, headwise as hw
+    >>> q, k, v = torch.zeros(3, 1, 2, 4, 8).unbind(0)
+    >>> out, seen = hw.observe(q, k, v, mask=hw.mask.causal())
+    >>> seen.effective_keys[0, 0]
+    tensor([1., 2., 3., 4.])
+    """
+
+    lse = Statistic("log Σ exp(s), the sinks included; -inf where a row sees nothing")
+    max_logit = Statistic("max s; -inf where a row sees nothing")
+    top_prob = Statistic("max p")
+    entropy = Statistic("-Σ p log p, in nats")
+    effective_keys = Statistic("exp(entropy): how many keys an even weighting would have")
+    logit_mean = Statistic("mean of s over the visible keys")
+    logit_var = Statistic("variance of s over the visible keys")
+    sink_mass = Statistic("Σ p over the first keys of the row's sequence or document")
+    self_mass = Statistic("the weight on the query's own position")
+    previous_mass = Statistic("the weight on the position before the query's")
+    distance = Statistic("Σ p (i - j)")
+    output_norm = Statistic("‖out‖")
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        sees: Tensor,
+        rows: Tensor | None = None,
+    ) -> None:
+        self.values = dict(values)
+        self.sees = sees  # (B, Hq, N) bool: the row sees at least one key
+        self.rows = rows  # which query rows were sampled, (rows,); None: all of them
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the statistics are of a sample of the rows."""
+        return self.rows is not None
+
+    def heads(self, padding: Tensor | None = None) -> dict[str, Tensor]:
+        """A figure a head, (Hq,): the mean over batch and rows that see a key, and max or min as named.
+
+        `padding` (B, N) bool is True for rows to leave out. A maximum over sampled rows is only a
+        lower bound of the true one, and is named so.
+        """
+        counted = self.sees
+        if padding is not None:
+            padding = padding if self.rows is None else padding.index_select(1, self.rows)
+            counted = counted & ~padding[:, None]
+        figures = {}
+        for name, value in self.values.items():
+            value = value.detach().double()
+            rows = counted.sum((0, 2)).clamp_min(1)
+            mean = value.masked_fill(~counted, 0).sum((0, 2)) / rows
+            figures[f"{name}_mean"] = mean.masked_fill(~counted.any(2).any(0), torch.nan)
+            if name in _EXTREMES:
+                figures |= self._extreme(name, value, counted)
+        return figures
+
+    def _extreme(self, name: str, value: Tensor, counted: Tensor) -> dict[str, Tensor]:
+        extreme = _EXTREMES[name]
+        if extreme == "max":
+            figure = value.masked_fill(~counted, -torch.inf).amax((0, 2))
+            bound = "_lower_bound"
+        else:
+            figure = value.masked_fill(~counted, torch.inf).amin((0, 2))
+            bound = "_upper_bound"
+        return {f"{name}_{extreme}{bound if self.sampled else ''}": figure}
+
+    def __repr__(self) -> str:
+        shape = tuple(self.sees.shape)
+        rows = f", {shape[2]} sampled rows" if self.sampled else ""
+        return f"Observation({', '.join(self.values)}; (B, Hq, N) = {shape}{rows})"
+
+
+STATISTICS: tuple[str, ...] = tuple(
+    name for name, value in vars(Observation).items() if isinstance(value, Statistic)
+)
+_EXTREMES = {"max_logit": "max", "entropy": "min", "logit_var": "max", "sink_mass": "max"}
+
+
+def check_statistics(stats: Iterable[str] | None) -> tuple[str, ...]:
+    """The asked-for names, all of them for None; ValueError for a name that is none."""
+    if stats is None:
+        return STATISTICS
+    names = (stats,) if isinstance(stats, str) else tuple(stats)
+    unknown = [name for name in names if name not in STATISTICS]
+    if unknown:
+        raise ValueError(f"unknown statistic {unknown[0]!r}; there are {', '.join(STATISTICS)}")
+    return names
+
+
+def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -> Tensor | None:
+    """Which rows to look at: one from each of `rows` equal strata, always the same; None: all."""
+    if rows is None:
+        return None
+    if isinstance(rows, Tensor):
+        if rows.ndim != 1:
+            raise ValueError(f"rows has shape {tuple(rows.shape)}; a number, or a vector of rows, would work")
+        return rows.to(device, torch.int64)
+    if rows < 1:
+        raise ValueError(f"rows={rows}; at least one row must be looked at")
+    if rows >= queries:
+        return None
+    # The golden ratio spreads the choice inside the strata, so no period of the input is favoured.
+    stratum = torch.arange(rows, device=device, dtype=torch.float64)
+    inside = torch.frac(stratum * 0.6180339887498949)
+    return ((stratum + inside) * (queries / rows)).long().clamp_max(queries - 1)

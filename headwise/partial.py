@@ -1,0 +1,133 @@
+"""Attention over some of the keys is a value that merges with attention over the rest.
+
+A `Partial` holds sums over the keys seen so far, all scaled by exp(-maximum). `merge` joins two of
+them and is associative, so blocks, splits of a cache, chunks of a prompt and ranks of a ring are
+one operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.sums import Sums
+
+
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """Attention of some rows over some keys, before division. Rows (...,) are any leading shape.
+
+    The sums after `values` are there where they were asked for.
+    """
+
+    maximum: Tensor  # (...): the largest logit; -inf where no key was seen
+    total: Tensor  # (...): Σ exp(s - maximum)
+    values: Tensor  # (..., Dv): Σ exp(s - maximum) v
+    shifted: Tensor | None = None  # (...): Σ exp(s - maximum) (s - maximum), for the entropy
+    reach: Tensor | None = None  # (...): Σ exp(s - maximum) (i - j), for the distance
+    count: Tensor | None = None  # (...): how many keys were seen, for the two below
+    mean: Tensor | None = None  # (...): mean of s over them
+    spread: Tensor | None = None  # (...): Σ (s - mean)² over them
+    sinks: Tensor | None = None  # broadcasts to (...): joins once, at the end
+    dtype: torch.dtype | None = None  # of the output; None: as the sums are
+
+    @staticmethod
+    def from_sums(sums: Sums, sinks: Tensor | None, dtype: torch.dtype) -> Partial:
+        """A finished pass over some keys, taken apart again; gradients flow through out, lse, entropy."""
+        unseen = sums.lse == -torch.inf
+        maximum = sums.max_logit.detach()
+        above = (sums.lse - maximum).masked_fill(unseen, -torch.inf)  # log of the total
+        total = above.exp()
+        return Partial(
+            maximum,
+            total,
+            sums.out * total[..., None],
+            total * (above.masked_fill(unseen, 0) - sums.entropy),
+            total * sums.distance,
+            sums.visible,
+            sums.logit_mean,
+            sums.logit_var * sums.visible,
+            None if sinks is None else sinks.to(total.dtype)[:, None],
+            dtype,
+        )
+
+    def lse(self) -> Tensor:
+        """log Σ exp(s), the sinks included, (...)."""
+        base, total = self._with_sinks()
+        empty = total == 0
+        return (base + total.masked_fill(empty, 1).log()).masked_fill(empty, -torch.inf)
+
+    def finish(self) -> Tensor:
+        """The output, (..., Dv): 0 where no key was seen."""
+        return (self.values * self.weight()[..., None]).to(self.dtype)
+
+    def entropy(self) -> Tensor:
+        """-Σ p log p, (...). From shifted sums, so that large logits lose nothing."""
+        if self.shifted is None:
+            raise ValueError("this partial was made without the sums for the entropy")
+        base, total = self._with_sinks()
+        unseen = self.total == 0
+        above = total.masked_fill(unseen, 1).log() + (base - self.maximum).masked_fill(unseen, 0)
+        return self.weight() * (self.total * above - self.shifted)
+
+    def weight(self) -> Tensor:
+        """exp(maximum - lse): what turns a sum over the keys into one weighted by p, (...)."""
+        base, total = self._with_sinks()
+        return torch.exp(self.maximum - base) / total.masked_fill(total == 0, 1)
+
+    def _with_sinks(self) -> tuple[Tensor, Tensor]:
+        """A finite base and Σ exp(s - base) over the keys and the sink."""
+        base = self.maximum if self.sinks is None else torch.maximum(self.maximum, self.sinks)
+        base = base.masked_fill(base == -torch.inf, 0)
+        total = self.total * torch.exp(self.maximum - base)
+        return base, total if self.sinks is None else total + torch.exp(self.sinks - base)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over a's keys and b's keys together. Associative, and commutative, to rounding.
+
+    >>> import torch, headwise as hw
+    >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind(0)
+    >>> left = hw.partial(q, k[:, :, :2], v[:, :, :2])
+    >>> right = hw.partial(q, k[:, :, 2:], v[:, :, 2:], first_key=2)
+    >>> torch.allclose(hw.merge(left, right).finish(), hw.attention(q, k, v))
+    True
+    """
+    maximum = torch.maximum(a.maximum, b.maximum)
+    base = maximum.masked_fill(maximum == -torch.inf, 0)
+    scale_a, scale_b = torch.exp(a.maximum - base), torch.exp(b.maximum - base)
+    total = a.total * scale_a + b.total * scale_b
+    values = a.values * scale_a[..., None] + b.values * scale_b[..., None]
+    count, mean, spread = _moments(a, b)
+    return Partial(
+        maximum,
+        total,
+        values,
+        _shifted(a, scale_a, base) + _shifted(b, scale_b, base) if a.shifted is not None else None,
+        a.reach * scale_a + b.reach * scale_b if a.reach is not None and b.reach is not None else None,
+        count,
+        mean,
+        spread,
+        a.sinks if a.sinks is not None else b.sinks,
+        a.dtype,
+    )
+
+
+def _shifted(part: Partial, scale: Tensor, base: Tensor) -> Tensor:
+    """Σ exp(s - base) (s - base): the sum moved from the part's maximum to a new one."""
+    assert part.shifted is not None
+    move = (part.maximum - base).masked_fill(part.total == 0, 0)
+    return scale * (part.shifted + part.total * move)
+
+
+def _moments(a: Partial, b: Partial) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Chan's formula: counts, means and sums of squares about the mean, joined without cancellation."""
+    if a.count is None or a.mean is None or a.spread is None:
+        return None, None, None
+    assert b.count is not None and b.mean is not None and b.spread is not None
+    count = a.count + b.count
+    share = b.count / count.clamp_min(1)
+    gap = b.mean - a.mean
+    return count, a.mean + gap * share, a.spread + b.spread + gap.square() * a.count * share

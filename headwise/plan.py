@@ -1,0 +1,89 @@
+"""Which engine serves a problem, and why not the others."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from headwise.engines import reference, sdpa, streaming
+from headwise.problem import Problem
+
+ENGINES = ("triton", "sdpa", "streaming", "reference")  # the first that does not refuse serves
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The engine that serves a call, and each engine's reason not to (None: it could)."""
+
+    engine: str
+    reasons: dict[str, str | None]
+
+    def __str__(self) -> str:
+        lines = []
+        for name, reason in self.reasons.items():
+            chosen = name == self.engine
+            said = "chosen" if chosen else reason or f"could, but {self.engine} is preferred"
+            lines.append(f"{'→' if chosen else ' '} {name:<10} {said}")
+        return "\n".join(lines)
+
+
+def choose(problem: Problem, engine: str = "auto", observed: bool = False) -> ModuleType:
+    """The engine's module: the first that can, or the one asked for; ValueError where it can't."""
+    if engine == "auto":
+        for name in ENGINES:
+            if refusal(name, problem, observed) is None:
+                return _module(name)
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r} is unknown; there are 'auto', {', '.join(map(repr, ENGINES))}")
+    reason = refusal(engine, problem, observed)
+    if reason is not None:
+        raise ValueError(f"engine={engine!r} can't serve this call: {reason}. engine='auto' picks one that can")
+    return _module(engine)
+
+
+def plan(problem: Problem, engine: str = "auto", observed: bool = False) -> Plan:
+    """The choice with every engine's reasons."""
+    reasons = {name: refusal(name, problem, observed) for name in ENGINES}
+    able = [name for name, reason in reasons.items() if reason is None]
+    chosen = able[0] if engine == "auto" else engine
+    return Plan(chosen, reasons)
+
+
+def refusal(name: str, problem: Problem, observed: bool) -> str | None:
+    """Why an engine can't serve the problem; None: it can."""
+    if name == "triton":
+        missing = _triton_missing(problem.q.device.type)
+        if missing is not None:
+            return missing
+    reason: str | None = _module(name).refuses(problem, observed)
+    return reason
+
+
+def engines() -> dict[str, str | None]:
+    """Every engine's name and, where it can't run on this machine at all, the reason."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {name: _triton_missing(device) if name == "triton" else None for name in ENGINES}
+
+
+def _triton_missing(device: str) -> str | None:
+    if device != "cuda" and not (device == "cpu" and interpreting()):
+        return "it needs an NVIDIA GPU (or TRITON_INTERPRET=1, to test on a CPU)"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install 'headwise[triton]'"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _module(name: str) -> ModuleType:
+    if name == "triton":
+        return importlib.import_module("headwise.engines.triton")
+    return {"sdpa": sdpa, "streaming": streaming, "reference": reference}[name]

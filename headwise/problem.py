@@ -1,0 +1,283 @@
+"""One attention call, checked and put into the one form that every engine takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.bias import ALiBi, Bias, RelativeBuckets
+from headwise.dropout import Dropout, draw_seed
+from headwise.mask import Mask, Place, check_placed, placed
+from headwise.score import Dot, Score, rewrite
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Terms(NamedTuple):
+    """Everything of a problem but q, k, v, as the flat arguments of an operator."""
+
+    additive: Tensor | None  # (Hq, D): Σ w tanh(q + k) instead of scale · q·k
+    intervals: Tensor | None  # (P, 2, B|1, Hq|1, N) int32, keys of the call, clamped to [0, M]
+    dense: Tensor | None  # (B|1, Hq|1, N|1, M|1) bool
+    position: Tensor  # (B|1, N) int32: the key position beside which each query stands
+    bias: Tensor | None  # (B|1, Hq|1, N|1, M|1)
+    slopes: Tensor | None  # (Hq,): -slope · |i - j|
+    relative: Tensor | None  # (Hq, 2R + 1): indexed by clamp(i - j, -R, R) + R
+    sinks: Tensor | None  # (Hq,)
+    seed: Tensor | None  # () int64
+    scale: float
+    softcap: float  # 0: none
+    dropout: float
+    first_key: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether a logit is nothing but scale · q·k."""
+        added = (self.additive, self.bias, self.slopes, self.relative)
+        return self.softcap == 0 and all(term is None for term in added)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A checked call: q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv) and what bends the logits."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    place: Place
+    scale: float
+    additive: Tensor | None = None
+    mask: Mask | None = None
+    bias: Bias | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    seed: Tensor | None = None
+    rows: Tensor | None = None  # the query rows that q holds, where it holds a sample of them
+
+    def at(self, rows: Tensor) -> Problem:
+        """The same problem for these query rows only."""
+        return replace(self, q=self.q.index_select(2, rows), rows=rows)
+
+    def intervals(self) -> Tensor | None:
+        """The mask as (P, 2, B|1, Hq|1, N) bounds among this call's keys; None: dense or no mask."""
+        if self.mask is None or self.mask.pieces == 0:
+            return None
+        place = self.place
+        bounds = [bound for piece in self.mask.intervals(place) for bound in piece]
+        bounds = [bound - place.first_key for bound in bounds] if place.first_key else bounds
+        shape = torch.broadcast_shapes(*(bound.shape for bound in bounds), (1, 1, place.queries))
+        whole = torch.stack([bound.expand(shape) for bound in bounds]).clamp_(0, place.keys)
+        return self._sampled(whole.unflatten(0, (self.mask.pieces, 2)), -1)
+
+    def dense(self) -> Tensor | None:
+        """The mask as booleans where it is no interval; None otherwise."""
+        if self.mask is None or self.mask.pieces:
+            return None
+        return self._sampled(self.mask.to_dense(self.place), -2)
+
+    def position(self) -> Tensor:
+        """The key position beside which each query stands, (B|1, N) int32."""
+        stated = None if self.mask is None else self.mask.alignment(self.place)
+        shift = self.place.offset if stated is None else stated
+        rows = self._sampled(self.place.rows()[None], -1)
+        return rows + (shift if isinstance(shift, int) else shift.reshape(-1, 1))
+
+    def terms(self) -> Terms:
+        """The problem as the flat arguments of an operator."""
+        bias, device = self.bias, self.q.device
+        tensor = placed(bias, self.place).to(device) if isinstance(bias, Tensor) else None
+        return Terms(
+            additive=self.additive,
+            intervals=self.intervals(),
+            dense=self.dense(),
+            position=self.position(),
+            bias=None if tensor is None else self._sampled(tensor, -2),
+            slopes=bias.slopes.to(device) if isinstance(bias, ALiBi) else None,
+            relative=bias.by_distance().to(device) if isinstance(bias, RelativeBuckets) else None,
+            sinks=self.sinks,
+            seed=self.seed,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout=self.dropout,
+            first_key=self.place.first_key,
+        )
+
+    def start(self) -> int | Tensor:
+        """The key, among the call's, at which each row's sequence begins: an int or (B|1, Hq|1, N|1)."""
+        start = 0 if self.mask is None else self.mask.start(self.place)
+        start = start - self.place.first_key
+        return start if isinstance(start, int) else self._sampled(start, -1)
+
+    def _sampled(self, tensor: Tensor, axis: int) -> Tensor:
+        """The tensor's part for `rows`, where it has one for each row."""
+        if self.rows is None or tensor.shape[axis] == 1:
+            return tensor
+        return tensor.index_select(axis, self.rows)
+
+    @property
+    def grouped(self) -> bool:
+        return self.q.shape[1] != self.k.shape[1]
+
+
+def pose(
+    call: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | Dropout = 0.0,
+    first_query: int = 0,
+    first_key: int = 0,
+    offset: int | None = None,
+) -> Problem:
+    """Check a call on four-dimensional tensors and make it a `Problem`; ValueError restates the call."""
+    try:
+        return _pose(q, k, v, score, mask, bias, softcap, sinks, dropout, first_query, first_key, offset)
+    except ValueError as error:
+        raise ValueError(f"{error}\n  in {restate(call, q, k, v, mask=mask, bias=bias)}") from None
+
+
+def _pose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score | None,
+    mask: Mask | None,
+    bias: Bias | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float | Dropout,
+    first_query: int,
+    first_key: int,
+    offset: int | None,
+) -> Problem:
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v)
+    scored = rewrite(Dot() if score is None else score, q, k)
+    batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    place = Place(
+        batch,
+        heads,
+        queries,
+        keys,
+        first_query,
+        first_key,
+        keys - queries if offset is None else offset,
+        q.device,
+    )
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            raise ValueError(
+                f"mask= takes a headwise mask such as hw.mask.causal(), not {_describe(mask)}; "
+                "hw.mask.dense(bool_tensor) wraps a tensor that is True where a query may attend"
+            )
+        mask.check(place)
+        mask = None if mask.shows_all(place) else mask
+    _check_bias(bias, place)
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; one for each query head, ({heads},), would fit")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
+    rate, seed = _dropout(dropout, q.device)
+    return Problem(
+        scored.q,
+        scored.k,
+        v,
+        place,
+        scored.scale,
+        scored.additive,
+        mask,
+        bias,
+        float(softcap or 0.0),
+        sinks,
+        rate,
+        seed,
+    )
+
+
+def without_dropout(problem: Problem) -> Problem:
+    """The same problem with its weights as they are before dropout."""
+    return replace(problem, dropout=0.0, seed=None) if problem.dropout else problem
+
+
+def restate(call: str, q: Tensor, k: Tensor, v: Tensor, **options: object) -> str:
+    """The call in words: hw.attention(q float32 (1, 8, 16, 64), ...)."""
+    parts = [f"{name} {_describe(x)}" for name, x in (("q", q), ("k", k), ("v", v))]
+    parts += [f"{name}={_describe(x)}" for name, x in options.items() if x is not None]
+    return f"hw.{call}({', '.join(parts)})"
+
+
+def _describe(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    text = repr(x) if isinstance(x, Mask | ALiBi | RelativeBuckets) else f"{type(x).__name__} {x!r}"
+    return text if len(text) <= 80 else type(x).__name__
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not (q.dtype == k.dtype == v.dtype):
+        raise ValueError(f"q, k and v have different dtypes: {q.dtype}, {k.dtype}, {v.dtype}; make them one")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"{q.dtype} is not supported; float64, float32, bfloat16 and float16 are")
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"q, k and v are on different devices: {q.device}, {k.device}, {v.device}")
+    if not (q.shape[0] == k.shape[0] == v.shape[0]):
+        raise ValueError(f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"k has {k.shape[1]} heads and {k.shape[2]} keys, v {v.shape[1]} heads and "
+            f"{v.shape[2]} keys; they must agree"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads; grouped heads "
+            "need each key head to serve as many query heads as the others"
+        )
+
+
+def _check_bias(bias: object, place: Place) -> None:
+    if bias is None:
+        return
+    if isinstance(bias, ALiBi):
+        if tuple(bias.slopes.shape) != (place.heads,):
+            raise ValueError(f"hw.ALiBi has slopes {tuple(bias.slopes.shape)}; ({place.heads},) would fit")
+    elif isinstance(bias, RelativeBuckets):
+        if bias.table.ndim != 2 or bias.table.shape[1] != place.heads:
+            raise ValueError(
+                f"hw.RelativeBuckets has a table {tuple(bias.table.shape)}; "
+                f"(buckets, {place.heads}) would fit"
+            )
+    elif isinstance(bias, Tensor):
+        if not bias.dtype.is_floating_point:
+            raise ValueError(f"bias has dtype {bias.dtype}; a boolean tensor belongs in mask=hw.mask.dense(...)")
+        check_placed("bias", bias, place)
+    else:
+        raise ValueError(f"bias={bias!r} is not a tensor, hw.ALiBi or hw.RelativeBuckets")
+
+
+def _dropout(dropout: float | Dropout, device: torch.device) -> tuple[float, Tensor | None]:
+    given = dropout if isinstance(dropout, Dropout) else Dropout(float(dropout))
+    if not 0 <= given.rate < 1:
+        raise ValueError(f"dropout={given.rate} must lie in [0, 1)")
+    if given.rate == 0:
+        return 0.0, None
+    if given.seed is None:
+        return given.rate, draw_seed(device)
+    return given.rate, torch.as_tensor(given.seed, device=device, dtype=torch.int64)

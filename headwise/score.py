@@ -1,0 +1,92 @@
+"""How a query and a key give a logit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dot:
+    """scale · q·k; the scale is 1/√d unless given."""
+
+    scale: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Additive:
+    """Σ_d w_d tanh(q_d + k_d), Bahdanau's score; weight is (D,) or (Hq, D)."""
+
+    weight: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class General:
+    """(q W)·k, Luong's bilinear score; weight is (Dq, Dk) or (Hq, Dq, Dk)."""
+
+    weight: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Cosine:
+    """temperature · cos(q, k); temperature is a number, a scalar tensor or (Hq,)."""
+
+    temperature: float | Tensor = 1.0
+
+
+Score = Dot | Additive | General | Cosine
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A score as engines take it: a scaled dot product, or the additive score's weight (Hq, D)."""
+
+    q: Tensor
+    k: Tensor
+    scale: float = 1.0
+    additive: Tensor | None = None
+
+
+def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
+    """Turn any score into one of the two that engines compute. q (B, Hq, N, Dq), k (B, Hkv, M, Dk)."""
+    heads, width = q.shape[1], q.shape[-1]
+    if isinstance(score, General):
+        weight = score.weight
+        fits = weight.ndim in (2, 3) and weight.shape[-2:] == (width, k.shape[-1])
+        if not fits or (weight.ndim == 3 and weight.shape[0] != heads):
+            raise ValueError(
+                f"hw.General's weight has shape {tuple(weight.shape)}; ({width}, {k.shape[-1]}) or "
+                f"({heads}, {width}, {k.shape[-1]}) would fit"
+            )
+        return Scored(q @ weight.to(q.dtype), k)
+    if width != k.shape[-1]:
+        raise ValueError(f"queries are {width} wide and keys {k.shape[-1]}; hw.General(weight) joins them")
+    if isinstance(score, Dot):
+        return Scored(q, k, width**-0.5 if score.scale is None else float(score.scale))
+    if isinstance(score, Additive):
+        weight = score.weight
+        if tuple(weight.shape) not in ((width,), (heads, width)):
+            raise ValueError(
+                f"hw.Additive's weight has shape {tuple(weight.shape)}; ({width},) or "
+                f"({heads}, {width}) would fit"
+            )
+        return Scored(q, k, additive=weight.expand(heads, width))
+    if isinstance(score, Cosine):
+        q, k = _unit(q), _unit(k)
+        if not isinstance(score.temperature, Tensor):
+            return Scored(q, k, float(score.temperature))
+        temperature = score.temperature
+        if tuple(temperature.shape) not in ((), (1,), (heads,)):
+            raise ValueError(
+                f"hw.Cosine's temperature has shape {tuple(temperature.shape)}; a scalar or "
+                f"({heads},) would fit"
+            )
+        return Scored(q * temperature.reshape(-1, 1, 1).to(q.dtype), k)
+    raise ValueError(f"score={score!r} is not one of hw.Dot, hw.Additive, hw.General, hw.Cosine")
+
+
+def _unit(x: Tensor) -> Tensor:
+    wide = x if x.dtype.itemsize >= 4 else x.float()
+    return F.normalize(wide, dim=-1).to(x.dtype)

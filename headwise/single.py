@@ -1,0 +1,129 @@
+"""Single weights: once lse is known, one weight a row costs one dot product, outside any loop."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise.observation import STATISTICS
+from headwise.problem import Problem, Terms
+from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums
+
+ROWS = 2048  # rows at a time, so that gathered keys take little memory
+
+_IN_LOOP = {
+    "entropy": ENTROPY,
+    "effective_keys": ENTROPY,
+    "distance": DISTANCE,
+    "logit_mean": MOMENTS,
+    "logit_var": MOMENTS,
+}
+
+
+def wanted(stats: tuple[str, ...]) -> int:
+    """The sums over pairs that these statistics need."""
+    wants = 0
+    for name in stats:
+        wants |= _IN_LOOP.get(name, 0)
+    return wants
+
+
+def complete(
+    problem: Problem, sums: Sums, stats: tuple[str, ...], sink_keys: int
+) -> dict[str, Tensor]:
+    """The asked-for statistics, (B, Hq, N) each, from an engine's sums."""
+    asked = set(stats)
+    found = {"lse": sums.lse, "max_logit": sums.max_logit, "entropy": sums.entropy}
+    found |= {"distance": sums.distance, "logit_mean": sums.logit_mean, "logit_var": sums.logit_var}
+    with torch.no_grad():
+        terms, lse = problem.terms(), sums.lse
+        if "top_prob" in asked:
+            found["top_prob"] = _power(sums.max_logit, lse)
+        if "effective_keys" in asked:
+            found["effective_keys"] = sums.entropy.exp()
+        if "output_norm" in asked:
+            wide = torch.promote_types(sums.out.dtype, torch.float32)
+            found["output_norm"] = torch.linalg.vector_norm(sums.out, dim=-1, dtype=wide)
+        own = (terms.position - terms.first_key)[:, None]  # (B|1, 1, N): the key beside the query
+        if "self_mass" in asked:
+            found["self_mass"] = weight_on(problem, terms, lse, own)
+        if "previous_mass" in asked:
+            found["previous_mass"] = weight_on(problem, terms, lse, own - 1)
+        if "sink_mass" in asked:
+            start = problem.start()
+            first = own.new_full((1, 1, 1), start) if isinstance(start, int) else start
+            found["sink_mass"] = sum(
+                (weight_on(problem, terms, lse, first + step) for step in range(sink_keys)),
+                torch.zeros_like(lse),
+            )
+    return {name: found[name] for name in STATISTICS if name in asked}
+
+
+def weight_on(problem: Problem, terms: Terms, lse: Tensor, column: Tensor) -> Tensor:
+    """The weight of each row on one key, (B, Hq, N); column (B|1, Hq|1, N|1), 0 where it is not visible."""
+    rows = problem.q.shape[2]
+    parts = []
+    for row in range(0, rows, ROWS):
+        part = slice(row, min(row + ROWS, rows))
+        at = column if column.shape[-1] == 1 else column[..., part]
+        parts.append(_part(problem, terms, lse[..., part], at.long(), part))
+    return torch.cat(parts, -1) if parts else torch.zeros_like(lse)
+
+
+def _part(problem: Problem, terms: Terms, lse: Tensor, column: Tensor, rows: slice) -> Tensor:
+    q, k = problem.q[:, :, rows].to(lse.dtype), problem.k
+    keys = k.shape[2]
+    if keys == 0:
+        return torch.zeros_like(lse)
+    inside = (column >= 0) & (column < keys)
+    column = column.clamp(0, keys - 1)
+    s = _raw(terms, q, _keys_at(k, column, q.shape[1]).to(lse.dtype))
+    if terms.softcap:
+        s = terms.softcap * torch.tanh(s / terms.softcap)
+    distance = terms.position[:, None, rows] - (column + terms.first_key)
+    if terms.bias is not None:
+        s = s + _entry(terms.bias, column, rows, q.shape[:3])
+    if terms.slopes is not None:
+        s = s - terms.slopes[:, None] * distance.abs()
+    if terms.relative is not None:
+        reach = terms.relative.shape[1] // 2
+        index = distance.clamp(-reach, reach) + reach
+        s = s + terms.relative[torch.arange(q.shape[1], device=q.device)[:, None], index]
+    seen = inside
+    if terms.dense is not None:
+        seen = seen & _entry(terms.dense, column, rows, q.shape[:3])
+    elif terms.intervals is not None:
+        first, last = terms.intervals[:, 0, ..., rows], terms.intervals[:, 1, ..., rows]
+        seen = seen & ((column >= first) & (column < last)).any(0)
+    return _power(s, lse).masked_fill(~seen, 0)
+
+
+def _raw(terms: Terms, q: Tensor, k: Tensor) -> Tensor:
+    """scale · score of each query with its one key, (B, Hq, N)."""
+    if terms.additive is None:
+        return terms.scale * (q * k).sum(-1)
+    return (torch.tanh(q + k) * terms.additive.to(q.dtype)[:, None]).sum(-1)
+
+
+def _keys_at(k: Tensor, column: Tensor, heads: int) -> Tensor:
+    """k (B, Hkv, M, D) at one key a row, (B, Hq, N|1, D)."""
+    group = heads // k.shape[1]
+    if column.shape[0] == column.shape[1] == 1:  # the same keys for every head
+        return k.index_select(2, column.flatten()).repeat_interleave(group, 1)
+    index = column.expand(k.shape[0], heads, -1)
+    grouped = index.unflatten(1, (k.shape[1], group)).flatten(2)  # (B, Hkv, G·N)
+    return k.gather(2, grouped[..., None].expand(-1, -1, -1, k.shape[3])).view(*index.shape, -1)
+
+
+def _entry(table: Tensor, column: Tensor, rows: slice, shape: torch.Size) -> Tensor:
+    """A (B|1, Hq|1, N|1, M|1) tensor at one key a row."""
+    table = table if table.shape[2] == 1 else table[:, :, rows]
+    if table.shape[3] == 1:
+        return table[..., 0]
+    index = column.expand(shape)[..., None]
+    return table.expand(*shape, table.shape[3]).gather(3, index)[..., 0]
+
+
+def _power(s: Tensor, lse: Tensor) -> Tensor:
+    """exp(s - lse): 0 in a row that sees nothing, and no more than 1 whatever rounding says."""
+    return torch.exp(s - lse.masked_fill(lse == -torch.inf, torch.inf)).clamp_max(1)
