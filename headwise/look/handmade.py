@@ -6,6 +6,7 @@ its query. So what a head does can be told from how it was made, and checked in 
 """
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass
 
@@ -116,11 +117,11 @@ def place_features(place: Tensor) -> Tensor:
     """
     frequency = 100.0 ** -torch.linspace(0, 1, HALF // 2)
     angle = place[:, None] * frequency  # (N, HALF / 2)
-    return torch.cat([angle.cos(), angle.sin()], -1) / (HALF // 2) ** 0.5
+    return torch.cat([angle.cos(), angle.sin()], -1) / math.sqrt(HALF // 2)
 
 
 def word_features(word: str) -> Tensor:
     """A direction (HALF,) for a word, hashed from its letters: the same word, the same one."""
     digest = hashlib.blake2b(word.lower().encode(), digest_size=HALF // 8).digest()
     signs = [1.0 if byte >> bit & 1 else -1.0 for byte in digest for bit in range(8)]
-    return torch.tensor(signs) / HALF**0.5
+    return torch.tensor(signs) / math.sqrt(HALF)
