@@ -1,0 +1,50 @@
+"""Fused attention that sees, for NVIDIA GPUs: one forward, statistics included, in Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise.engines.triton.call import run_forward
+from headwise.engines.triton.launch import interpreting
+from headwise.problem import Problem
+from headwise.sums import Sums
+
+WIDEST = 256  # of a head: beyond it a tile no longer fits beside its accumulators
+
+
+def refuses(problem: Problem, observed: bool) -> str | None:
+    """Why this engine can't serve the problem; None: it can."""
+    q, v = problem.q, problem.v
+    if problem.additive is not None:
+        return "its kernels compute dot scores only"
+    if torch.is_grad_enabled() and _learns(problem):
+        return "its kernels have no gradients yet"
+    if q.dtype == torch.float64:
+        return "it computes in float32 and float64 would lose precision"
+    if not 1 <= q.shape[-1] <= WIDEST or not 1 <= v.shape[-1] <= WIDEST:
+        return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
+    return None if interpreting() else _refuses_device(q.device)
+
+
+def _learns(problem: Problem) -> bool:
+    given = (problem.q, problem.k, problem.v, *problem.terms())
+    return any(isinstance(x, Tensor) and x.requires_grad for x in given)
+
+
+def _refuses_device(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return "its kernels are tuned and tested on NVIDIA GPUs only"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than Ampere"
+    return None
+
+
+def attend(problem: Problem) -> Tensor:
+    """out (B, Hq, N, Dv)."""
+    return run(problem, 0).out
+
+
+def run(problem: Problem, wants: int) -> Sums:
+    """The output and the sums that `wants` names."""
+    return run_forward(problem.q, problem.k, problem.v, problem.terms(), wants)

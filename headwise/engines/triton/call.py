@@ -1,0 +1,51 @@
+"""One call of the forward kernel, and the operators that PyTorch sees."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from headwise.engines.triton.forward import Written, forward
+from headwise.engines.triton.launch import (
+    described,
+    has_bulk_copies,
+    interpreting,
+    operands,
+    outer_strides,
+)
+from headwise.engines.triton.shapes import INTERPRETED, forward_shape
+from headwise.problem import Terms
+from headwise.sums import Sums, room
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
+    """Output and the sums that `wants` names."""
+    if interpreting() and q.dtype == torch.bfloat16:
+        # The interpreter multiplies bfloat16's bits as integers; float32 holds the same numbers.
+        sums = run_forward(q.float(), k.float(), v.float(), terms, wants)
+        return sums._replace(out=sums.out.to(q.dtype))
+    sums = room(q, v, wants)
+    if sums.lse.numel() == 0:
+        return sums
+    call = operands(q, k, v, terms)
+    flags = call.flags()
+    wide = max(flags["PADDED"], flags["PADDED_VALUES"])
+    shape = forward_shape(wide, q.itemsize, interpreting() or has_bulk_copies(q.device))
+    shape = INTERPRETED if interpreting() else shape
+    tma, (q_, k_, v_) = described((call.q, call.k, call.v), (shape.rows, shape.keys, shape.keys))
+    written = Written(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
+    grid = (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0])
+    with on(q.device):
+        forward[grid](
+            q_, k_, v_, outer_strides(call.q), outer_strides(call.k), outer_strides(call.v),
+            call.given, call.sizes, sums.out, written, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
+            num_warps=shape.warps, num_stages=shape.stages, **flags,
+        )  # fmt: skip
+    return sums
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on the tensors' own GPU, whichever is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,154 @@
+"""From tensors to a launch: how kernels get at memory, and the numbers they take."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from headwise import dropout
+from headwise.engines.triton.tiles import Given, Sizes
+from headwise.problem import Terms
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What every kernel of a call takes: the tensors, what bends their logits, the numbers."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    terms: Terms
+    given: Given
+    sizes: Sizes
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Widths of keys and values as powers of two, at least 16."""
+        return pad(self.q.shape[-1]), pad(self.v.shape[-1])
+
+    def flags(self) -> dict[str, Any]:
+        """The compile-time switches that forward and backward share."""
+        terms = self.terms
+        width, values = self.padded
+        bent = not terms.plain or terms.scale <= 0  # a maximum moves through a positive scale only
+        return {
+            "WIDTH": self.q.shape[-1],
+            "VALUES": self.v.shape[-1],
+            "PADDED": width,
+            "PADDED_VALUES": values,
+            "PRECISION": precision(self.q.dtype),
+            "PIECES": 0 if terms.intervals is None else terms.intervals.shape[0],
+            "PLAIN": not bent,
+            "CAP": terms.softcap > 0,
+            "FAST": False,
+        }
+
+
+def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
+    """Gather what the kernels of a call take."""
+    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
+    intervals = None if terms.intervals is None else terms.intervals.contiguous()
+    step = batch = head = 0
+    if intervals is not None:
+        step = intervals.stride(1)
+        batch = intervals.stride(2) if intervals.shape[2] > 1 else 0
+        head = intervals.stride(3) if intervals.shape[3] > 1 else 0
+    position = terms.position.contiguous()
+    dense = None if terms.dense is None else terms.dense.view(torch.int8)
+    given = Given(
+        intervals,
+        dense,
+        None if dense is None else broadcast_strides(dense),
+        terms.bias,
+        None if terms.bias is None else broadcast_strides(terms.bias),
+        position,
+        None if terms.slopes is None else terms.slopes.contiguous(),
+        None if terms.relative is None else terms.relative.contiguous(),
+        None if terms.sinks is None else terms.sinks.contiguous(),
+        terms.seed,
+    )
+    sizes = Sizes(
+        q.shape[2],
+        k.shape[2],
+        q.shape[1] // k.shape[1],
+        terms.first_key,
+        0 if terms.relative is None else terms.relative.shape[1] // 2,
+        step,
+        batch,
+        head,
+        position.stride(0) if position.shape[0] > 1 else 0,
+        dropout.threshold(terms.dropout),
+        terms.scale,
+        terms.softcap,
+        1 / (1 - terms.dropout),
+    )
+    return Operands(q, k, v, terms, given, sizes)
+
+
+def broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides that stay where the tensor is one wide."""
+    return tuple(
+        0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def outer_strides(x: Tensor) -> tuple[int, int, int]:
+    """Of batch, head and row."""
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def described(tensors: tuple[Tensor, ...], rows: tuple[int, ...]) -> tuple[bool, list[Any]]:
+    """The tensors as descriptors of (rows, padded width) blocks, where the copy engine takes all.
+
+    Otherwise as they are; the kernels then compute addresses.
+    """
+    if not all(_fits_descriptor(x) for x in tensors):
+        return False, list(tensors)
+    found = []
+    for x, count in zip(tensors, rows, strict=True):
+        block = [1, 1, count, pad(x.shape[-1])]
+        found.append(TensorDescriptor(x, list(x.shape), _regular_strides(x), block))
+    return True, found
+
+
+def _fits_descriptor(x: Tensor) -> bool:
+    if x.numel() == 0 or x.data_ptr() % 16 or not (interpreting() or has_bulk_copies(x.device)):
+        return False
+    strides = _regular_strides(x)
+    return all(stride > 0 and stride * x.itemsize % 16 == 0 for stride in strides[:-1])
+
+
+def _regular_strides(x: Tensor) -> list[int]:
+    """Strides, with a lawful one where an axis is one wide and its stride says nothing."""
+    strides, least = [], 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        strides.append(stride if size > 1 else least)
+        least = max(least, strides[-1] * size)
+    return strides[::-1]
+
+
+def pad(width: int) -> int:
+    """The power of two that holds a head's width."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 is multiplied: as PyTorch's own switch says."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def has_bulk_copies(device: torch.device) -> bool:
+    """Whether the GPU is Hopper or later."""
+    return torch.cuda.get_device_capability(device)[0] >= 9

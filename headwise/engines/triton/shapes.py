@@ -1,0 +1,29 @@
+"""Block shapes by what a kernel has to hold: a small table, measured, so that no call is tuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A kernel's tile, rows by keys, its warps, and how many loads it keeps in flight."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+INTERPRETED = Shape(32, 32, 4, 1)  # small, so that small problems have edges and a middle
+
+
+def forward_shape(width: int, itemsize: int, hopper: bool) -> Shape:
+    """For padded head width, bytes an element, and whether the GPU has the bulk copy engine."""
+    if itemsize == 4:
+        return Shape(64, 32, 4, 2) if width <= 128 else Shape(32, 32, 4, 2)
+    if not hopper:
+        return Shape(128, 64, 4, 3) if width <= 64 else Shape(64 if width > 128 else 128, 32, 4, 3)
+    if width <= 64:
+        return Shape(64, 128, 4, 3)
+    return Shape(128, 128, 8, 3) if width <= 128 else Shape(128, 64, 8, 2)

@@ -1,0 +1,177 @@
+"""One tile of the score matrix, inside a kernel: loads, what bends a logit, masks, dropout.
+
+Kernels are written for tiles of (rows, keys), and for their transposes where the backward wants
+keys first: every function here takes positions that broadcast, so one text serves both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+GOLDEN = tl.constexpr(0x9E3779B9)
+NOTHING = tl.constexpr(float("-inf"))
+
+
+class Given(NamedTuple):
+    """What bends the logits, as a kernel takes it. None costs a kernel nothing."""
+
+    intervals: Tensor | None  # (P, 2, B|1, Hq|1, N) int32, contiguous
+    dense: Tensor | None  # (B|1, Hq|1, N|1, M|1) as int8
+    dense_strides: tuple[int, ...] | None
+    bias: Tensor | None
+    bias_strides: tuple[int, ...] | None
+    position: Tensor  # (B|1, N) int32
+    slopes: Tensor | None  # (Hq,)
+    relative: Tensor | None  # (Hq, 2R + 1)
+    sinks: Tensor | None  # (Hq,)
+    seed: Tensor | None  # () int64
+
+
+class Sizes(NamedTuple):
+    """The numbers of a call. A kernel is not compiled again for others."""
+
+    queries: int
+    keys: int
+    group: int  # query heads a key head
+    first_key: int
+    reach: int  # R of the relative table
+    interval_step: int  # from `first` to `last`, and on to the next piece
+    interval_batch: int
+    interval_head: int
+    position_batch: int
+    threshold: int  # the smallest hash that dropout keeps
+    scale: float
+    softcap: float
+    kept_share: float  # 1 / (1 - dropout)
+
+
+@triton.jit
+def load_tile(
+    x, strides, b, h, first, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows [first, first + ROWS) of x[b, h], (ROWS, PADDED); zeros outside of (limit, WIDTH)."""
+    if TMA:
+        tile = x.load([b, h, first, 0]).reshape(ROWS, PADDED)
+    else:
+        start = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        start += first.to(tl.int64) * strides[2]
+        row = tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, PADDED)[None, :]
+        inside = (row < limit - first) & (column < WIDTH)
+        tile = tl.load(start + row * strides[2] + column, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """From one exponential, absolute error 1e-7; FAST: the hardware's, relative error 2^-11."""
+    if FAST:
+        y = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    return y
+
+
+@triton.jit
+def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr, FAST: tl.constexpr):
+    """cap(scale · s) + bias for rows i and keys j of the call, and tanh where there is a cap."""
+    s = s * z.scale
+    bent = s
+    if CAP:
+        bent = tanh(s / z.softcap, FAST)
+        s = bent * z.softcap
+    if t.bias is not None:
+        inside = (i < z.queries) & (j < z.keys)
+        s += tl.load(_entry(t.bias, t.bias_strides, b, h, i, j), mask=inside, other=0.0).to(
+            tl.float32
+        )
+    if t.slopes is not None:
+        away = tl.abs(position - (j + z.first_key)).to(tl.float32)
+        s -= tl.load(t.slopes + h).to(tl.float32) * away
+    if t.relative is not None:
+        index = tl.minimum(tl.maximum(position - (j + z.first_key), -z.reach), z.reach) + z.reach
+        s += tl.load(t.relative + h * (2 * z.reach + 1) + index).to(tl.float32)
+    return s, bent
+
+
+@triton.jit
+def _entry(x, strides, b, h, i, j):
+    """Where x[b, h, i, j] is; broadcast axes have stride 0."""
+    start = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return start + i.to(tl.int64) * strides[2] + j * strides[3]
+
+
+@triton.jit
+def dense_seen(t, z, b, h, i, j):
+    """The dense mask's part for rows i and keys j."""
+    inside = (i < z.queries) & (j < z.keys)
+    return tl.load(_entry(t.dense, t.dense_strides, b, h, i, j), mask=inside, other=0) != 0
+
+
+@triton.jit
+def interval(t, z, piece: tl.constexpr, b, h, i):
+    """[first, last) of each row i in one piece; rows past the end repeat the last one."""
+    start = t.intervals + b.to(tl.int64) * z.interval_batch + h.to(tl.int64) * z.interval_head
+    start += tl.minimum(i, z.queries - 1)
+    return tl.load(start + 2 * piece * z.interval_step), tl.load(
+        start + (2 * piece + 1) * z.interval_step
+    )
+
+
+@triton.jit
+def positions(t, z, b, i):
+    """The key position beside which each row i stands."""
+    row = tl.minimum(i, z.queries - 1)
+    return tl.load(t.position + b.to(tl.int64) * z.position_batch + row)
+
+
+@triton.jit
+def extent(first, last, M, BLOCK: tl.constexpr):
+    """The key blocks of some rows' intervals: where they start, how many, and those without a mask.
+
+    Blocks are counted from the first key that any row sees; [inner, outer) are seen whole by all.
+    """
+    empty = first >= last
+    low = tl.min(tl.where(empty, M, first), 0)
+    high = tl.max(tl.where(empty, 0, last), 0)
+    blocks = tl.maximum(tl.cdiv(high - low, BLOCK), 0)
+    all_low = tl.max(first, 0)
+    all_high = tl.min(tl.where(empty, 0, last), 0)
+    inner = tl.cdiv(tl.maximum(all_low - low, 0), BLOCK)
+    outer = tl.maximum(all_high - low, 0) // BLOCK
+    some = (outer > inner) & (blocks > 0)
+    return low, blocks, tl.where(some, inner, blocks), tl.where(some, outer, blocks)
+
+
+@triton.jit
+def mix(x):
+    """The mixer of headwise.dropout, on 32-bit words."""
+    x = x ^ (x >> 16)
+    x = x * tl.full([], 0x7FEB352D, tl.uint32)
+    x = x ^ (x >> 15)
+    x = x * tl.full([], 0x846CA68B, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_hash(seed, b, h, position):
+    """headwise.dropout.row_hash for the rows at these positions."""
+    golden = tl.full([], GOLDEN, tl.uint32)
+    word = mix(tl.load(seed).to(tl.uint32))
+    place = mix(word ^ (mix(b.to(tl.uint32) * golden) + h.to(tl.uint32)))
+    return mix(place + position.to(tl.uint32) * golden)
+
+
+@triton.jit
+def kept(rows, j, threshold):
+    """headwise.dropout.keep for hashed rows and key positions j."""
+    return mix(rows ^ (j.to(tl.uint32) * tl.full([], GOLDEN, tl.uint32))) >= threshold
