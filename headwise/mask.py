@@ -233,8 +233,10 @@ class Documents(Mask):
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         starts, ends = self._bounds(place)
-        position = (place.rows() + place.offset).long().clamp(0, starts.shape[-1] - 1)
-        return (_three(starts[..., position][:, None], ends[..., position][:, None]),)
+        stands = (place.rows() + place.offset).long()
+        position = stands.clamp(0, max(0, starts.shape[-1] - 1))
+        last = ends[..., position].masked_fill(stands != position, 0)  # outside every document
+        return (_three(starts[..., position][:, None], last[:, None]),)
 
     def start(self, place: Place) -> Tensor:
         return self.intervals(place)[0][0]
