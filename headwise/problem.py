@@ -181,7 +181,10 @@ def _pose(
                 "hw.mask.dense(bool_tensor) wraps a tensor that is True where a query may attend"
             )
         mask.check(place)
-        mask = None if mask.shows_all(place) else mask
+        stated = mask.alignment(place)
+        if mask.shows_all(place) and not isinstance(stated, Tensor):
+            # it hides nothing, but still says where the queries stand
+            mask, place = None, place if stated is None else replace(place, offset=stated)
     _check_bias(bias, place)
     if sinks is not None and tuple(sinks.shape) != (heads,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}; one for each query head, ({heads},), would fit")
