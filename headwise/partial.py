@@ -1,8 +1,8 @@
 """Attention over some of the keys is a value that merges with attention over the rest.
 
-A `Partial` holds sums over the keys seen so far, all scaled by exp(-maximum). `merge` joins two of
-them and is associative, so blocks, splits of a cache, chunks of a prompt and ranks of a ring are
-one operation.
+A `Partial` holds sums over the keys seen so far, all scaled by exp(-base), where base is at or near
+the largest logit. `merge` joins two of them and is associative, so blocks, splits of a cache,
+chunks of a prompt and ranks of a ring are one operation.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from headwise.sums import Sums
 
+Moments = tuple[Tensor, Tensor, Tensor]  # count, mean and Σ (s - mean)² of a row's visible logits
+
 
 @dataclass(frozen=True, eq=False)
 class Partial:
@@ -22,11 +24,12 @@ class Partial:
     The sums after `values` are there where they were asked for.
     """
 
+    base: Tensor  # (...): finite; what the sums are scaled by
     maximum: Tensor  # (...): the largest logit; -inf where no key was seen
-    total: Tensor  # (...): Σ exp(s - maximum)
-    values: Tensor  # (..., Dv): Σ exp(s - maximum) v
-    shifted: Tensor | None = None  # (...): Σ exp(s - maximum) (s - maximum), for the entropy
-    reach: Tensor | None = None  # (...): Σ exp(s - maximum) (i - j), for the distance
+    total: Tensor  # (...): Σ exp(s - base)
+    values: Tensor  # (..., Dv): Σ exp(s - base) v
+    shifted: Tensor | None = None  # (...): Σ exp(s - base) (s - base), for the entropy
+    reach: Tensor | None = None  # (...): Σ exp(s - base) (i - j), for the distance
     count: Tensor | None = None  # (...): how many keys were seen, for the two below
     mean: Tensor | None = None  # (...): mean of s over them
     spread: Tensor | None = None  # (...): Σ (s - mean)² over them
@@ -38,9 +41,11 @@ class Partial:
         """A finished pass over some keys, taken apart again; gradients flow through out, lse, entropy."""
         unseen = sums.lse == -torch.inf
         maximum = sums.max_logit.detach()
-        above = (sums.lse - maximum).masked_fill(unseen, -torch.inf)  # log of the total
+        base = maximum.masked_fill(unseen, 0)
+        above = sums.lse - base  # log of the total
         total = above.exp()
         return Partial(
+            base,
             maximum,
             total,
             sums.out * total[..., None],
@@ -68,21 +73,22 @@ class Partial:
         if self.shifted is None:
             raise ValueError("this partial was made without the sums for the entropy")
         base, total = self._with_sinks()
-        unseen = self.total == 0
-        above = total.masked_fill(unseen, 1).log() + (base - self.maximum).masked_fill(unseen, 0)
+        above = total.masked_fill(total == 0, 1).log()
+        above = above if self.sinks is None else above + (base - self.base)  # lse - self.base
         return self.weight() * (self.total * above - self.shifted)
 
     def weight(self) -> Tensor:
-        """exp(maximum - lse): what turns a sum over the keys into one weighted by p, (...)."""
+        """exp(base - lse): what turns a sum over the keys into one weighted by p, (...)."""
         base, total = self._with_sinks()
-        return torch.exp(self.maximum - base) / total.masked_fill(total == 0, 1)
+        total = total.masked_fill(total == 0, 1)
+        return total.reciprocal() if self.sinks is None else _scale(self, base) / total
 
     def _with_sinks(self) -> tuple[Tensor, Tensor]:
-        """A finite base and Σ exp(s - base) over the keys and the sink."""
-        base = self.maximum if self.sinks is None else torch.maximum(self.maximum, self.sinks)
-        base = base.masked_fill(base == -torch.inf, 0)
-        total = self.total * torch.exp(self.maximum - base)
-        return base, total if self.sinks is None else total + torch.exp(self.sinks - base)
+        """A base and Σ exp(s - base) over the keys and the sink."""
+        if self.sinks is None:
+            return self.base, self.total
+        base = torch.maximum(self.base.masked_fill(self.total == 0, -torch.inf), self.sinks)
+        return base, self.total * _scale(self, base) + torch.exp(self.sinks - base)
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -95,14 +101,18 @@ def merge(a: Partial, b: Partial) -> Partial:
     >>> torch.allclose(hw.merge(left, right).finish(), hw.attention(q, k, v))
     True
     """
-    maximum = torch.maximum(a.maximum, b.maximum)
-    base = maximum.masked_fill(maximum == -torch.inf, 0)
-    scale_a, scale_b = torch.exp(a.maximum - base), torch.exp(b.maximum - base)
+    # The higher base serves both; that of a row which saw nothing says nothing.
+    base = torch.maximum(
+        a.base.masked_fill(a.total == 0, -torch.inf), b.base.masked_fill(b.total == 0, -torch.inf)
+    )
+    base = base.masked_fill(base == -torch.inf, 0)
+    scale_a, scale_b = _scale(a, base), _scale(b, base)
     total = a.total * scale_a + b.total * scale_b
     values = a.values * scale_a[..., None] + b.values * scale_b[..., None]
     count, mean, spread = _moments(a, b)
     return Partial(
-        maximum,
+        base,
+        torch.maximum(a.maximum, b.maximum),
         total,
         values,
         _shifted(a, scale_a, base) + _shifted(b, scale_b, base) if a.shifted is not None else None,
@@ -115,19 +125,27 @@ def merge(a: Partial, b: Partial) -> Partial:
     )
 
 
+def _scale(part: Partial, base: Tensor) -> Tensor:
+    """exp(part.base - base), 0 for rows that saw nothing."""
+    return torch.exp((part.base - base).masked_fill(part.total == 0, -torch.inf))
+
+
 def _shifted(part: Partial, scale: Tensor, base: Tensor) -> Tensor:
-    """Σ exp(s - base) (s - base): the sum moved from the part's maximum to a new one."""
+    """Σ exp(s - base) (s - base): the sum moved from the part's base to a new one."""
     assert part.shifted is not None
-    move = (part.maximum - base).masked_fill(part.total == 0, 0)
-    return scale * (part.shifted + part.total * move)
+    return scale * (part.shifted + part.total * (part.base - base))
+
+
+def join_moments(a: Moments, b: Moments) -> Moments:
+    """Chan's formula: the moments of both together, without cancellation."""
+    count = a[0] + b[0]
+    share = b[0] / count.clamp_min(1)
+    gap = b[1] - a[1]
+    return count, a[1] + gap * share, a[2] + b[2] + gap.square() * a[0] * share
 
 
 def _moments(a: Partial, b: Partial) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Chan's formula: counts, means and sums of squares about the mean, joined without cancellation."""
     if a.count is None or a.mean is None or a.spread is None:
         return None, None, None
     assert b.count is not None and b.mean is not None and b.spread is not None
-    count = a.count + b.count
-    share = b.count / count.clamp_min(1)
-    gap = b.mean - a.mean
-    return count, a.mean + gap * share, a.spread + b.spread + gap.square() * a.count * share
+    return join_moments((a.count, a.mean, a.spread), (b.count, b.mean, b.spread))

@@ -20,10 +20,11 @@ WINDOW_ROWS = 128  # fewer rows where the visible stretch is short, so less of i
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys [c0, c1) of a block, and whether some of its rows do not see some of them."""
+    """Some keys of a block: a part of a stretch of keys that its rows see, all of them or not all."""
 
     columns: slice
-    masked: bool
+    stretch: slice
+    masked: bool  # some of the rows do not see some of the stretch
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,17 @@ class Schedule:
 
     def __init__(self, shape: Shape, intervals: Tensor | None, dense: bool) -> None:
         self.shape, self.dense = shape, dense
-        reach = _reach(intervals, shape.keys)
-        rows = WINDOW_ROWS if reach <= KEYS else ROWS
+        reach = _reach(intervals, shape.keys)  # the most keys that a row sees at a stretch
+        rows = WINDOW_ROWS if reach <= KEYS // 2 else ROWS
         self.rows = max(1, min(shape.queries, max(16, rows // shape.group)))
-        lines = self.rows * shape.group
-        self.keys = max(1, min(shape.keys, max(KEYS, min(8 * KEYS, BLOCK // (2 * lines)))))
+        widest = max(1, min(shape.keys, reach + self.rows))
+        self.keys = min(widest, max(KEYS, BLOCK // (4 * self.rows * shape.group)))
         self.bounds = None if intervals is None else _Bounds(intervals, self.rows, shape.group)
 
     def units(self) -> Iterator[Unit]:
         """Units of heads whose blocks fit the budget, batch entries together where heads are few."""
         shape = self.shape
-        fit = max(1, BLOCK // (self.rows * shape.group * min(self.keys, max(1, shape.keys))))
+        fit = max(1, BLOCK // (self.rows * shape.group * self.keys))
         heads = min(shape.heads, fit)
         entries = max(1, min(shape.batch, fit // shape.heads))
         for b in range(0, shape.batch, entries):
@@ -71,11 +72,11 @@ class Schedule:
         else:
             stretches = self.bounds.stretches(unit, rows.start // self.rows)
         for first, last, masked in stretches:
-            # Cut at multiples of the block, so that different rows meet the same stretches of keys.
             start = first
             while start < last:
-                stop = min(last, (start // self.keys + 1) * self.keys)
-                yield Segment(slice(start, stop), masked)
+                # Cut at multiples of the block, so that different rows meet the same stretches.
+                stop = last if last - start <= self.keys else (start // self.keys + 1) * self.keys
+                yield Segment(slice(start, stop), slice(first, last), masked)
                 start = stop
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headwise.engines.loops import hide_unseen, seen_keys
+from headwise.engines.loop import hide_unseen, seen_keys
 from headwise.mask import Causal
 from headwise.problem import Problem
 
