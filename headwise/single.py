@@ -82,13 +82,14 @@ def _part(problem: Problem, terms: Terms, lse: Tensor, column: Tensor, rows: sli
         s = terms.softcap * torch.tanh(s / terms.softcap)
     distance = terms.position[:, None, rows] - (column + terms.first_key)
     if terms.bias is not None:
-        s = s + _entry(terms.bias, column, rows, q.shape[:3])
+        s = s + _entry(terms.bias, column, rows, q.shape[:3]).to(s.dtype)
     if terms.slopes is not None:
-        s = s - terms.slopes[:, None] * distance.abs()
+        s = s - terms.slopes.to(s.dtype)[:, None] * distance.abs()
     if terms.relative is not None:
         reach = terms.relative.shape[1] // 2
         index = distance.clamp(-reach, reach) + reach
-        s = s + terms.relative[torch.arange(q.shape[1], device=q.device)[:, None], index]
+        heads = torch.arange(q.shape[1], device=q.device)[:, None]
+        s = s + terms.relative.to(s.dtype)[heads, index]
     seen = inside
     if terms.dense is not None:
         seen = seen & _entry(terms.dense, column, rows, q.shape[:3])
