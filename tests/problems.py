@@ -313,13 +313,14 @@ class Call:
         named = {name: getattr(self, name) for name in ("q", "k", "v", "weight", "table", "sinks")}
         return {name: x for name, x in named.items() if x is not None}
 
-    def copy(self, dtype: torch.dtype | None = None) -> Call:
+    def copy(
+        self, dtype: torch.dtype | None = None, device: str = "cpu", learn: bool = True
+    ) -> Call:
         """The same call on leaves that ask for gradients, of another dtype if given."""
         made = {}
         for name, x in self.learnable().items():
-            # clone(preserve) would turn an expanded tensor into a packed one
-            leaf = x.detach().requires_grad_() if dtype is None else x.detach().to(dtype).clone()
-            made[name] = leaf.requires_grad_()
+            leaf = x.detach() if dtype is None else x.detach().to(dtype)  # the layout stays
+            made[name] = leaf.to(device).requires_grad_(learn)
         return replace(self, **made)
 
     def attention(self, engine: str) -> Tensor:
@@ -364,8 +365,9 @@ class Recipe:
         numbers = torch.Generator().manual_seed(dice.getrandbits(32))
         dtype = getattr(torch, self.dtype)
         size = {"usual": 1.0, "huge": HUGE, "tiny": TINY}[self.logits]
-        narrow = self.score == "general" and dice.random() < 0.5  # keys of another width
-        width = sizes.width + (3 if narrow else 0)
+        width = sizes.width
+        if self.score == "general" and dice.random() < 0.5:  # keys of another width
+            width, sizes = width + 3, replace(sizes, value_width=sizes.value_width + 3)
 
         def tensor(heads: int, length: int, last: int, times: float = 1.0) -> Tensor:
             return _laid_out(self.layout, (sizes.batch, heads, length, last), times, dtype, numbers)

@@ -1,0 +1,248 @@
+"""Every engine gives the reference's answer: values, statistics and gradients, problem by problem.
+
+The truth is `reference` in float64. An engine's own dtype decides how far it may be off: see
+`tests/rounding.py`. To test another engine, name it in ENGINES with what it can do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import headwise as hw
+from tests.oracle import answer
+from tests.problems import KINDS, Call, Recipe, every_pair, recipes, small_blocks
+from tests.rounding import Grads, bounds, close, gradient_bounds
+
+EVERYTHING: dict[str, tuple[str, ...]] = {}
+FUSED = {  # what PyTorch's kernels do exactly
+    "score": ("dot", "scaled", "general", "cosine"),
+    "bias": ("none", "tensor", "hiding"),
+    "softcap": ("none",),
+    "sinks": ("none",),
+    "dropout": ("none",),
+    "widths": ("equal",),
+    "parameters": ("same dtype",),
+}
+ENGINES = {"reference": EVERYTHING, "streaming": EVERYTHING, "sdpa": FUSED}
+OBSERVING = ("reference", "streaming")
+DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
+
+pairs = [
+    pytest.param(engine, recipe, id=f"{engine}-{recipe.seed}")
+    for engine, kinds in ENGINES.items()
+    for recipe in every_pair(**kinds)
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gave: out and every statistic, and the gradient of every learnable part."""
+
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def outcome(call: Call, engine: str, grads: Grads) -> Outcome:
+    """Run a call forward and back on its own leaves."""
+    if engine in OBSERVING:
+        out, seen = call.observe(engine)
+        values = {"out": out} | {name: getattr(seen, name) for name in hw.STATISTICS}
+    else:
+        values = {"out": call.attention(engine)}
+    backward(values, grads)
+    gradients = {
+        name: torch.zeros_like(x) if x.grad is None else x.grad
+        for name, x in call.learnable().items()
+        if x.requires_grad
+    }
+    return Outcome(
+        {name: x.detach().cpu() for name, x in values.items()},
+        {name: x.cpu() for name, x in gradients.items()},
+    )
+
+
+def backward(values: dict[str, Tensor], grads: Grads) -> None:
+    """Send the gradients into out and, where they were observed, into lse and entropy."""
+    given = [(values["out"], grads.out)]
+    if "lse" in values:
+        given += [(values["lse"], grads.lse), (values["entropy"], grads.entropy)]
+    given = [(x, grad.to(x)) for x, grad in given if x.requires_grad]
+    torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
+
+
+def some_grads(call: Call, observed: bool) -> Grads:
+    """Gradients that arrive from outside, exact in the call's dtype."""
+    numbers = torch.Generator().manual_seed(7)
+    rows = call.sizes.batch, call.sizes.heads, call.sizes.queries
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=numbers).to(call.q.dtype).double()
+
+    out, lse, entropy = normal(*rows, call.sizes.value_width), normal(*rows), normal(*rows)
+    return Grads(out, lse, entropy) if observed else Grads(out, 0 * lse, 0 * entropy)
+
+
+def assert_agrees(recipe: Recipe, engine: str) -> None:
+    """The engine's outcome is within rounding of the reference's in float64."""
+    call = recipe.call()
+    observed = engine in OBSERVING
+    grads = some_grads(call, observed)
+    leaves = call.copy(device=DEVICES.get(engine, "cpu"))
+    if not observed and leaves.table is not None:
+        leaves.table.requires_grad_(False)
+    found = outcome(leaves, engine, grads)
+    truth = outcome(call.copy(torch.float64), "reference", grads)
+    with torch.no_grad():
+        exact = answer(call)
+        allowed = bounds(call, exact)
+        allowed_gradients = gradient_bounds(call, exact, grads)
+    wrong = {name: close(x, truth.values[name], allowed[name]) for name, x in found.values.items()}
+    wrong |= {
+        f"gradient of {name}": close(x, truth.gradients[name], allowed_gradients[name])
+        for name, x in found.gradients.items()
+    }
+    wrong = {name: text for name, text in wrong.items() if text}
+    assert not wrong, f"{engine} on {recipe}"
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    assert found.values.pop("out").dtype == call.q.dtype
+    assert all(x.dtype == wide for x in found.values.values())
+    assert all(x.dtype == leaves.learnable()[n].dtype for n, x in found.gradients.items())
+
+
+@pytest.mark.parametrize(("engine", "recipe"), pairs)
+def test_every_pair_of_options_agrees_with_the_reference(engine: str, recipe: Recipe) -> None:
+    with small_blocks():
+        assert_agrees(recipe, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@given(data=st.data())
+def test_any_problem_agrees_with_the_reference(engine: str, data: st.DataObject) -> None:
+    recipe = data.draw(recipes(**ENGINES[engine]))
+    sizes = st.sampled_from(((16, 8, 1), (16, 5, 1 << 10), (32, 16, 1 << 19), (256, 1024, 1 << 19)))
+    with small_blocks(*data.draw(sizes)):
+        assert_agrees(recipe, engine)
+
+
+LONG = ("none", "causal", "window", "prefix-lm", "documents", "sinks and window", "padding")
+
+
+@pytest.mark.parametrize("mask", LONG)
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "reference"])
+def test_problems_longer_than_a_real_block_agree(engine: str, mask: str) -> None:
+    # Long enough for a second block of rows and of keys, with the sizes that users meet.
+    queries, keys = 300, 1100
+    numbers = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=numbers)
+
+    q, k, v = normal(1, 4, queries, 16), normal(1, 2, keys, 16), normal(1, 2, keys, 16)
+    made = {
+        "none": None,
+        "causal": hw.mask.causal(),
+        "window": hw.mask.causal() & hw.mask.window(70),
+        "prefix-lm": hw.mask.causal(0) | hw.mask.prefix(500),
+        "documents": hw.mask.documents(torch.arange(keys)[None] // 190),
+        "sinks and window": hw.mask.causal() & (hw.mask.window(70) | hw.mask.prefix(4)),
+        "padding": hw.mask.lengths(1050),
+    }[mask]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    grad = normal(1, 4, queries, 16)
+    found = hw.attention(*leaves, mask=made, engine=engine)
+    truth = hw.attention(*wide, mask=made, engine="reference")
+    found.backward(grad)
+    truth.backward(grad.double())
+    # Rows mix up to 1100 keys whose logits are sums of 16 products: a few dozen units of rounding.
+    unit = torch.finfo(torch.float32).eps
+    assert not close(found, truth, 40 * unit * truth.abs().max())
+    for leaf, exact in zip(leaves, wide, strict=True):
+        assert not close(leaf.grad, exact.grad, 200 * unit * exact.grad.abs().max())
+
+
+@pytest.mark.parametrize("part", ["out", "lse", "entropy"])
+@pytest.mark.parametrize("engine", [name for name in OBSERVING if name != "reference"])
+@given(recipe=recipes(dtype="float64", longest=20))
+def test_out_lse_and_entropy_each_have_a_gradient_of_their_own(
+    engine: str, part: str, recipe: Recipe
+) -> None:
+    call = recipe.call()
+    grads = some_grads(call, observed=True)
+    zeros = {n: 0 * getattr(grads, n) for n in ("out", "lse", "entropy") if n != part}
+    grads = replace(grads, **zeros)
+    leaves, wide = call.copy(), call.copy()
+    for copy, name in ((leaves, engine), (wide, "reference")):
+        out, seen = copy.observe(name)
+        value = out if part == "out" else getattr(seen, part)
+        value.backward(getattr(grads, part).to(value.dtype))
+    with torch.no_grad():
+        allowed = gradient_bounds(call, answer(call), grads)
+    for name, leaf in leaves.learnable().items():
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        exact = wide.learnable()[name].grad
+        exact = torch.zeros_like(leaf) if exact is None else exact
+        assert not close(grad, exact, allowed[name]), f"{name} on {recipe}"
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "reference"])
+@given(data=st.data())
+def test_a_part_that_alone_asks_for_a_gradient_gets_the_same_one(
+    engine: str, data: st.DataObject
+) -> None:
+    recipe = data.draw(recipes(dtype="float64", longest=20, **ENGINES[engine]))
+    call = recipe.call()
+    parts = [x for x in call.learnable() if not (engine == "sdpa" and x == "table")]
+    part = data.draw(st.sampled_from(parts))
+    grads = some_grads(call, observed=False)
+    leaves, wide = call.copy(learn=False), call.copy()
+    leaves.learnable()[part].requires_grad_()
+    leaves.attention(engine).backward(grads.out)
+    wide.attention("reference").backward(grads.out)
+    with torch.no_grad():
+        allowed = gradient_bounds(call, answer(call), grads)[part]
+    grad, exact = leaves.learnable()[part].grad, wide.learnable()[part].grad
+    assert not close(grad, exact, allowed), f"{part} on {recipe}"
+    assert [name for name, x in leaves.learnable().items() if x.grad is not None] == [part]
+
+
+@given(recipe=recipes(dtype=("float64", "bfloat16")), engine=st.sampled_from(OBSERVING))
+def test_the_answer_is_the_same_whether_or_not_anyone_looks(recipe: Recipe, engine: str) -> None:
+    call = recipe.call()
+    looked, _ = call.observe(engine)
+    few, _ = call.observe(engine, stats=("max_logit",))
+    sampled, _ = call.observe(engine, rows=2)
+    plain = call.attention(engine)
+    with torch.no_grad():
+        allowed = bounds(call, answer(call))["out"]
+    for out in (looked, few, sampled):
+        assert not close(out, plain, allowed)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@given(data=st.data())
+def test_rows_that_see_nothing_give_zero_and_take_zero(engine: str, data: st.DataObject) -> None:
+    kinds = ENGINES[engine] | {"mask": ("blind rows", "between", "any", "dense", "padding")}
+    call = data.draw(recipes(dtype=("float64", "float32", "bfloat16"), **kinds)).call().copy()
+    if engine == "sdpa" and call.table is not None:
+        call.table.requires_grad_(False)
+    with torch.no_grad():
+        blind = ~answer(call).seen.any(-1)
+    out = call.attention(engine)
+    (out * torch.randn_like(out)).sum().backward()
+    assert (out[blind] == 0).all()
+    assert (call.q.grad[blind] == 0).all()
+    assert all(x.grad is None or x.grad.isfinite().all() for x in call.learnable().values())
+
+
+def test_every_kind_of_every_option_is_among_the_pairs() -> None:
+    for engine, kinds in ENGINES.items():
+        made = [param.values[1] for param in pairs if param.values[0] == engine]
+        for name, known in (KINDS | kinds).items():
+            assert {getattr(recipe, name) for recipe in made} == set(known)
