@@ -1,0 +1,32 @@
+"""What importing headwise costs someone who installed nothing but torch."""
+
+import subprocess
+import sys
+
+OPTIONAL = (
+    "typer",
+    "rich",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "sacrebleu",
+    "PIL",
+)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter, where warnings are errors too."""
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_importing_headwise_imports_nothing_optional() -> None:
+    loaded = python(f"import sys, headwise; print([m for m in {OPTIONAL} if m in sys.modules])")
+    assert loaded.stdout == "[]\n", loaded.stderr
+
+
+def test_the_command_line_without_its_extra_says_what_to_install() -> None:
+    refused = python("import sys; sys.modules['typer'] = None; import headwise.cli")
+    assert refused.returncode == 1
+    assert refused.stderr == "The command line needs typer: pip install 'headwise[cli]'\n"
