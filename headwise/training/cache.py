@@ -77,7 +77,9 @@ def fetch(corpus: Corpus) -> None:
             contents = corpus.extract(archives)
             store(corpus, contents, home)
     except CorpusUnavailableError as error:
-        raise CorpusUnavailableError(f"{corpus.name} is not available: {error}{by_hand(corpus)}") from error
+        raise CorpusUnavailableError(
+            f"{corpus.name} is not available: {error}{by_hand(corpus)}"
+        ) from error
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise CorpusUnavailableError(

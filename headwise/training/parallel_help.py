@@ -1,4 +1,4 @@
-"""LibreOffice's help in two languages, joined paragraph by paragraph: every page keeps the same ids."""
+"""LibreOffice's help in two languages, joined by the ids its paragraphs have in both."""
 
 import html
 import re
@@ -45,8 +45,9 @@ def read(tape: tarfile.TarFile, member: tarfile.TarInfo) -> str:
 
 
 def join(english: Path, other: Path) -> bytes:
-    """Lines `english TAB other`, each pair once, in the order of pages and ids; sides that are equal
-    were never translated and are left out.
+    """Lines `english TAB other`, each pair once, in the order of pages and ids.
+
+    Sides that are equal were never translated and are left out.
     """
     theirs = pages(other)
     seen: dict[tuple[str, str], None] = {}

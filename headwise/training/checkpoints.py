@@ -1,0 +1,151 @@
+"""The whole state of a run in one safetensors file: replaced in one move, exact on resume."""
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import headwise
+
+try:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save as serialise
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        "checkpoints need the package safetensors: pip install 'headwise[train]'", name=missing.name
+    ) from missing
+
+FORMAT = 1
+"""What the files look like; a reader refuses a number it does not know."""
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A model's tensors by name, those that have two names once.
+
+    >>> list(weights(nn.Linear(2, 1)))
+    ['weight', 'bias']
+    """
+    unique: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        unique.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(unique.values())
+
+
+def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], origin: Path) -> None:
+    """Copy tensors into a model of the same shape, or say how the two differ and change nothing."""
+    into = weights(model)
+    differences = [f"{name} is missing" for name in into.keys() - tensors.keys()]
+    differences += [f"{name} has no place" for name in tensors.keys() - into.keys()]
+    differences += [
+        f"{name} is {tuple(tensors[name].shape)} and should be {tuple(into[name].shape)}"
+        for name in into.keys() & tensors.keys()
+        if tensors[name].shape != into[name].shape
+    ]
+    if differences:
+        some = "; ".join(sorted(differences)[:3])
+        raise ValueError(
+            f"{origin} holds another model: {some} ({len(differences)} differences in all)"
+        )
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(tensors[name])
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and what is to be said of them; the old file stays until the new is whole."""
+    about = {"format": FORMAT, "version": headwise.__version__, **about}
+    cleaned = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(serialise(cleaned, metadata={"headwise": json.dumps(about)}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        kept = "the last checkpoint is untouched" if path.exists() else "there is no checkpoint yet"
+        raise OSError(f"could not write {path}: {reason}; {kept}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename outlast a power cut, where folders can be opened (not on Windows)."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete what a run that was killed while writing left beside its checkpoint."""
+    for leftover in path.parent.glob(f".{path.name}-*"):
+        leftover.unlink(missing_ok=True)
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a file, on the CPU, and what was said of them."""
+    if not path.is_file():
+        raise ValueError(f"there is no checkpoint {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = (file.metadata() or {}).get("headwise")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    if said is None:
+        raise ValueError(f"{path} was not written by headwise: it carries no description")
+    about: dict[str, Any] = json.loads(said)
+    if about.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has format {about.get('format')!r} (headwise {about.get('version')}), and "
+            f"this headwise, {headwise.__version__}, reads format {FORMAT}"
+        )
+    return tensors, about
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything the next step depends on: weights, the optimiser's memory, the random numbers."""
+    tensors = {f"model/{name}": tensor for name, tensor in weights(model).items()}
+    for number, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{number}/{name}": value for name, value in state.items()}
+    tensors["random/cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["random/cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def restore(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], origin: Path
+) -> None:
+    """Put back what `capture` took."""
+    put_weights(model, below("model/", tensors), origin)
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in below("optimizer/", tensors).items():
+        number, _, key = name.partition("/")
+        states.setdefault(int(number), {})[key] = tensor
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    torch.set_rng_state(tensors["random/cpu"])
+    if torch.cuda.is_available() and "random/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random/cuda"])
+
+
+def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose name starts with a prefix, by the rest of their name."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }

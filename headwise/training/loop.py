@@ -1,0 +1,273 @@
+"""The training loop: batches in, updates out, and every so often a measurement and a checkpoint."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from headwise.training import checkpoints
+from headwise.training.recipe import Recipe
+from headwise.training.runs import Run
+
+Batch = TypeVar("Batch")
+Answer = TypeVar("Answer")
+
+
+class Task(Protocol[Batch]):
+    """What is learnt. Batch number n must be the same whenever it is asked for."""
+
+    def build(self) -> nn.Module:
+        """A new model, from the random numbers as they stand."""
+        ...
+
+    def batch(self, number: int, device: torch.device) -> Batch:
+        """Batch number n to learn from."""
+        ...
+
+    def count(self, batch: Batch) -> int:
+        """How many predictions the batch asks for."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
+        """The sum of the losses of these predictions."""
+        ...
+
+    def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        """What to watch while training, on the part to choose by."""
+        ...
+
+    def judge(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
+        """The final figures, on the part to be judged by."""
+        ...
+
+
+class DivergedError(RuntimeError):
+    """The loss is no longer a number."""
+
+
+def _never() -> bool:
+    return False
+
+
+def _silent(measured: dict[str, Any]) -> None:
+    return None
+
+
+@dataclass
+class Loop(Generic[Batch]):
+    """One run of a task by a recipe, in a folder."""
+
+    task: Task[Batch]
+    recipe: Recipe
+    run: Run
+    asked: dict[str, Any]
+    device: torch.device
+    report: Callable[[dict[str, Any]], None] = _silent
+    should_stop: Callable[[], bool] = _never
+
+    def train(self) -> nn.Module | None:
+        """Train from the run's last checkpoint, or from the start, to the end of the recipe.
+
+        None if it was asked to stop before the end; a checkpoint is there to go on from.
+        """
+        model, optimizer, start = self.begin()
+        call = torch.compile(model) if self.recipe.compile else model
+        assert isinstance(call, nn.Module)
+        meter = Meter(self.device)
+        saved = start
+        for step in range(start, self.recipe.steps):
+            loss, norm, count = self.step(call, optimizer, step)
+            meter.add(loss, norm, count)
+            done = step + 1
+            last = done == self.recipe.steps
+            stopping = self.should_stop()
+            if done % self.recipe.log_every == 0 or last or stopping:
+                self.measured(done, {**meter.read(saved), "rate": self.recipe.rate(step)})
+            if done % self.recipe.evaluate_every == 0 or last:
+                with meter.away():
+                    self.measured(done, self.evaluated(model))
+            if done % self.recipe.checkpoint_every == 0 or last or stopping:
+                meter.check(saved)
+                with meter.away():
+                    self.save(model, optimizer, done)
+                saved = done
+            if stopping and not last:
+                return None
+        self.finish(model)
+        return model
+
+    def begin(self) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+        """The model, its optimiser, and the step to go on from."""
+        torch.manual_seed(self.recipe.seed)
+        model = self.task.build().to(self.device)
+        optimizer = self.recipe.optimizer(model)
+        if not self.run.state.exists():
+            return model, optimizer, 0
+        tensors, about = checkpoints.load(self.run.state)
+        refuse_another_run(self.asked, about["asked"], self.run)
+        checkpoints.restore(model, optimizer, tensors, self.run.state)
+        self.run.forget_after(about["step"])
+        return model, optimizer, int(about["step"])
+
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """One update: the mean loss, the gradient's norm before clipping, how many predictions."""
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = self.recipe.rate(step)
+        first = step * self.recipe.accumulate
+        numbers = range(first, first + self.recipe.accumulate)
+        batches = [self.task.batch(number, self.device) for number in numbers]
+        count = sum(self.task.count(batch) for batch in batches)
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            with autocast(self.device):
+                # Divided by the count of all batches: accumulating equals one large batch.
+                loss = self.task.loss(model, batch, self.recipe.label_smoothing) / count
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total, norm, count
+
+    def evaluated(self, model: nn.Module) -> dict[str, float]:
+        """What the task says of the model; training goes on as if it had not been asked."""
+        return undisturbed(lambda: self.task.evaluate(model, self.device), model, self.device)
+
+    def measured(self, step: int, values: dict[str, Any]) -> None:
+        """Write a line and show it."""
+        self.run.record({"step": step, **values})
+        self.report({"step": step, "steps": self.recipe.steps, **values})
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Checkpoint."""
+        tensors = checkpoints.capture(model, optimizer)
+        checkpoints.save(self.run.state, tensors, {"step": step, "asked": self.asked})
+
+    def finish(self, model: nn.Module) -> None:
+        """Judge the model and leave its weights alone in a file."""
+        checkpoints.save(
+            self.run.model,
+            checkpoints.weights(model),
+            {"step": self.recipe.steps, "asked": self.asked},
+        )
+        judged = undisturbed(lambda: self.task.judge(model, self.device), model, self.device)
+        self.measured(self.recipe.steps, {"test": judged})
+
+
+class Meter:
+    """Loss and speed since the last reading, without making the device wait at every step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = self.norm = torch.zeros((), device=device)
+        self.steps = self.count = 0
+        self.since = time.perf_counter()
+
+    def add(self, loss: Tensor, norm: Tensor, count: int) -> None:
+        """Take in a step."""
+        self.loss, self.norm = self.loss + loss, torch.maximum(self.norm, norm)
+        self.steps, self.count = self.steps + 1, self.count + count
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Leave the time of something other than training out."""
+        begun = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - begun
+
+    def check(self, saved: int) -> None:
+        """Refuse to go on, and above all to save, once the loss is no number."""
+        if not math.isfinite(float(self.loss)):
+            raise DivergedError(
+                "the loss is not finite any more; a lower learning rate or a longer warm-up may "
+                f"help (the last checkpoint, of step {saved}, is untouched)"
+            )
+
+    def read(self, saved: int) -> dict[str, float]:
+        """Means since the last reading, which starts anew."""
+        self.check(saved)
+        loss, norm = float(self.loss) / self.steps, float(self.norm)
+        now = time.perf_counter()
+        speed = round(self.count / max(now - self.since, 1e-9), 1)
+        self.loss, self.norm = torch.zeros_like(self.loss), torch.zeros_like(self.norm)
+        self.steps = self.count = 0
+        self.since = now
+        return {"loss": loss, "gradient_norm": norm, "per_second": speed}
+
+
+def undisturbed(ask: Callable[[], Answer], model: nn.Module, device: torch.device) -> Answer:
+    """Ask a model something in eval mode; its mode and the random numbers stay as they were."""
+    training = model.training
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad(), autocast(device):
+        model.eval()
+        try:
+            return ask()
+        finally:
+            model.train(training)
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """bf16 where the GPU has it, float32 elsewhere."""
+    if device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.autocast("cuda", torch.bfloat16)
+    return nullcontext()
+
+
+def refuse_another_run(asked: dict[str, Any], before: dict[str, Any], run: Run) -> None:
+    """A checkpoint goes on with what it was started with, to the letter."""
+    if asked == before:
+        return
+    flat, other = flatten(asked), flatten(before)
+    names = [name for name in sorted(flat | other) if flat.get(name) != other.get(name)]
+    some = "; ".join(f"{name} was {other.get(name)} and is {flat.get(name)}" for name in names[:3])
+    raise ValueError(f"{run.state} is a checkpoint of another run: {some}")
+
+
+def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names.
+
+    >>> flatten({"recipe": {"steps": 3}})
+    {'recipe.steps': 3}
+    """
+    flat: dict[str, Any] = {}
+    for name, each in value.items():
+        if isinstance(each, dict):
+            flat |= flatten(each, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = each
+    return flat
+
+
+def steps_within(loop: Loop[Batch], minutes: float, warm: int = 20, timed: int = 30) -> int:
+    """How many steps fit into this time, by the speed of the first ones; nothing is kept of them.
+
+    A tenth of the time is left for evaluation and checkpoints.
+    """
+    started = time.perf_counter()
+    torch.manual_seed(loop.recipe.seed)
+    model = loop.task.build().to(loop.device)
+    optimizer = loop.recipe.optimizer(model)
+    call = torch.compile(model) if loop.recipe.compile else model
+    assert isinstance(call, nn.Module)
+    trial = replace(loop, recipe=replace(loop.recipe, steps=warm + timed))
+    for step in range(warm + timed):
+        if step == warm:
+            begun = _now(loop.device)
+        trial.step(call, optimizer, step)
+    seconds = (_now(loop.device) - begun) / timed
+    left = minutes * 60 - (time.perf_counter() - started)
+    return max(1, int(0.9 * left / seconds))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
