@@ -1,6 +1,6 @@
 """headwise: attention you can see inside, at full speed."""
 
-from headwise import mask
+from headwise import mask, models, nn
 from headwise.api import attention, attention_map, explain, observe, partial
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.dropout import Dropout
@@ -29,6 +29,8 @@ __all__ = [
     "explain",
     "mask",
     "merge",
+    "models",
+    "nn",
     "observe",
     "partial",
 ]

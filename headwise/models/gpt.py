@@ -1,0 +1,238 @@
+"""GPT: a decoder-only language model, from GPT-2's shape to today's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise import mask as masks
+from headwise.mask import Mask
+from headwise.models.config import Config
+from headwise.models.generate import Greedy, Strategy, evaluating, generate
+from headwise.nn.caches import Cache, GrowingCache
+from headwise.nn.feed_forward import FeedForward, SwiGLU
+from headwise.nn.multi_head import MultiHeadAttention
+from headwise.nn.norms import Norm, RMSNorm
+from headwise.nn.positions import Position, Rotary
+from headwise.nn.projections import Projections, Separate
+from headwise.nn.residual import PreNorm, Residual
+from headwise.nn.scores import LearnedScore
+from headwise.score import Dot, Score
+
+
+@dataclass(frozen=True)
+class GPTConfig(Config):
+    """A language model over `vocabulary` tokens, trained on sequences of `context` tokens.
+
+    `window` limits every layer to the last tokens; `tied` makes the output layer the embedding.
+    """
+
+    vocabulary: int
+    context: int = 1024
+    d_model: int = 384
+    layers: int = 6
+    heads: int = 6
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    position: Position | None = Rotary()
+    feed_forward: FeedForward = SwiGLU(1024)
+    norm: Norm = RMSNorm()
+    qk_norm: Norm | None = None
+    projections: Projections = Separate()
+    score: Score | LearnedScore = Dot()
+    softcap: float | None = None
+    sinks: bool = False
+    window: int | None = None
+    bias: bool = False
+    tied: bool = True
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    end: int | None = None
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each with a path around it; keeps (B, N, d_model)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        inside = config.position if config.position and not config.position.at_input else None
+        causal = masks.causal()
+        self.attention = MultiHeadAttention(
+            config.d_model,
+            config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            bias=config.bias,
+            projections=config.projections,
+            score=config.score,
+            position=inside,
+            qk_norm=config.qk_norm,
+            mask=causal if config.window is None else causal & masks.window(config.window - 1),
+            softcap=config.softcap,
+            sinks=config.sinks,
+            dropout=config.attention_dropout,
+        )
+        self.feed_forward = config.feed_forward.build(config.d_model, config.bias)
+        width, norm, dropout = config.d_model, config.norm, config.dropout
+        self.around_attention = Residual(width, PreNorm(), norm, dropout)
+        self.around_feed_forward = Residual(width, PreNorm(), norm, dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask | None = None,
+        cache: Cache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        x = self.around_attention(
+            x, lambda y: self.attention(y, mask=mask, cache=cache, positions=positions)
+        )
+        out: Tensor = self.around_feed_forward(x, self.feed_forward)
+        return out
+
+
+class GPT(nn.Module):
+    """tokens (B, N) -> logits (B, N, vocabulary) of the next ones.
+
+    >>> import torch
+    >>> from headwise.models import GPT, GPTConfig
+    >>> model = GPT(GPTConfig(vocabulary=256, d_model=64, layers=2, heads=4))
+    >>> model(torch.randint(256, (2, 10))).shape
+    torch.Size([2, 10, 256])
+    >>> model.generate(torch.randint(256, (2, 10)), 5).shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.d_model)
+        position = config.position
+        self.position = None
+        if position is not None and position.at_input:
+            self.position = position.build(config.d_model, config.heads, config.head_dim or 0)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = config.norm.build(config.d_model)
+        self.head = None
+        if not config.tied:
+            self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-2's start: normal weights, those that end in the path around smaller with depth."""
+        deep = 0.02 / (2 * max(1, self.config.layers)) ** 0.5
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                ends = name.endswith(("attention.out", "feed_forward.2", "feed_forward.down"))
+                nn.init.normal_(module.weight, std=deep if ends else 0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        mask: Mask | None = None,
+        caches: Sequence[Cache] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, N, vocabulary); mask=hw.mask.documents(ids) keeps packed documents apart."""
+        return self.logits(self.features(tokens, mask=mask, caches=caches, positions=positions))
+
+    def features(
+        self,
+        tokens: Tensor,
+        *,
+        mask: Mask | None = None,
+        caches: Sequence[Cache] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """What the blocks make of tokens (B, N): (B, N, d_model)."""
+        x = self.embedding(tokens)
+        if self.position is not None:
+            if positions is None:
+                start = 0 if not caches else caches[0].length
+                positions = torch.arange(tokens.shape[1], device=tokens.device) + start
+            x, positions = self.position.add(x, positions), None
+        x = self.dropout(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, mask, None if caches is None else caches[layer], positions)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def logits(self, features: Tensor) -> Tensor:
+        """(..., d_model) -> (..., vocabulary)."""
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(features, weight)
+
+    def generate(
+        self,
+        prompt: Tensor,
+        count: int,
+        *,
+        strategy: Strategy = Greedy(),
+        lengths: Tensor | None = None,
+        cache: Cache | None = GrowingCache(),
+    ) -> Tensor:
+        """The tokens (B, <= count) that follow prompt (B, N), which `lengths` (B,) may cut short.
+
+        `cache` is a pattern for each layer's; None computes everything anew for every token.
+        """
+        with evaluating(self):
+            padding = None if lengths is None else prompt.shape[1] - lengths
+            prompt = prompt if lengths is None else _left_padded(prompt, lengths)
+            decoder = GPTDecoder(self, cache, padding)
+            return generate(decoder, prompt, count, strategy, self.config.end)
+
+
+class GPTDecoder:
+    """A GPT in the middle of sequences that start after `padding` (B,) tokens."""
+
+    def __init__(self, model: GPT, cache: Cache | None, padding: Tensor | None = None) -> None:
+        self.model, self.padding = model, padding
+        self.caches = None if cache is None else [cache.fresh() for _ in model.blocks]
+        self.tokens: Tensor | None = None  # (B, n), all of them
+        self._turns = isinstance(model.config.position, Rotary)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Take in tokens (B, n); the logits (B, vocabulary) of what follows them."""
+        before = 0 if self.tokens is None else self.tokens.shape[1]
+        self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), 1)
+        if self.caches is None:
+            tokens, before = self.tokens, 0
+        mask = positions = None
+        if self.padding is not None:
+            start = self.padding[:, None, None]
+            mask = masks.between(start, torch.full_like(start, torch.iinfo(torch.int32).max))
+            numbers = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+            if self._turns or self.model.position is not None:
+                positions = (numbers - self.padding[:, None]).clamp_min(0)
+        features = self.model.features(tokens, mask=mask, caches=self.caches, positions=positions)
+        return self.model.logits(features[:, -1])
+
+    def reorder(self, index: Tensor) -> None:
+        """Let batch entry b continue entry index[b]."""
+        for cache in self.caches or ():
+            cache.reorder(index)
+        self.tokens = None if self.tokens is None else self.tokens.index_select(0, index)
+        self.padding = None if self.padding is None else self.padding.index_select(0, index)
+
+
+def _left_padded(prompt: Tensor, lengths: Tensor) -> Tensor:
+    """Tokens (B, N) whose first lengths[b] count, moved to the right end."""
+    longest = prompt.shape[1]
+    fits = tuple(lengths.shape) == prompt.shape[:1]
+    if not fits or not bool(((lengths > 0) & (lengths <= longest)).all()):
+        raise ValueError(
+            f"lengths {lengths.tolist()} do not fit a prompt of shape {tuple(prompt.shape)}; a "
+            f"number from 1 to {longest} for each entry would"
+        )
+    column = torch.arange(longest, device=prompt.device) - (longest - lengths)[:, None]
+    return prompt.gather(1, column % longest)

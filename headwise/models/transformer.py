@@ -1,0 +1,246 @@
+"""The Transformer of the 2017 paper: an encoder, a decoder, and attention between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise import mask as masks
+from headwise.mask import Mask
+from headwise.models.config import Config
+from headwise.models.generate import Beam, Strategy, evaluating, generate
+from headwise.nn.caches import Cache, GrowingCache, Memory
+from headwise.nn.feed_forward import FeedForward, ReLU
+from headwise.nn.multi_head import MultiHeadAttention
+from headwise.nn.norms import LayerNorm, Norm
+from headwise.nn.positions import Position, Sinusoidal
+from headwise.nn.projections import Projections, Separate
+from headwise.nn.residual import Arrangement, PostNorm, PreNorm, Residual
+from headwise.nn.scores import LearnedScore
+from headwise.score import Dot, Score
+
+
+@dataclass(frozen=True)
+class TransformerConfig(Config):
+    """Two languages over one `vocabulary`; the defaults are the paper's base model.
+
+    With 37,000 tokens it has 63.1 million parameters, where the paper prints 65. `tied` shares one
+    matrix between both embeddings and the output.
+    """
+
+    vocabulary: int
+    d_model: int = 512
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    heads: int = 8
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    position: Position | None = Sinusoidal()
+    feed_forward: FeedForward = ReLU(2048)
+    arrangement: Arrangement = PostNorm()
+    norm: Norm = LayerNorm()
+    qk_norm: Norm | None = None
+    projections: Projections = Separate()
+    score: Score | LearnedScore = Dot()
+    softcap: float | None = None
+    bias: bool = True
+    tied: bool = True
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    padding: int = 0
+    start: int = 1
+    end: int = 2
+
+    def attention(self, mask: Mask | None = None, placed: bool = True) -> MultiHeadAttention:
+        """One attention of this model; `placed` where it may know positions."""
+        position = self.position if placed and self.position else None
+        return MultiHeadAttention(
+            self.d_model,
+            self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            bias=self.bias,
+            projections=self.projections,
+            score=self.score,
+            position=None if position is None or position.at_input else position,
+            qk_norm=self.qk_norm,
+            mask=mask,
+            softcap=self.softcap,
+            dropout=self.attention_dropout,
+        )
+
+    def residual(self) -> Residual:
+        """The path around one sublayer of this model."""
+        return Residual(self.d_model, self.arrangement, self.norm, self.dropout)
+
+
+class EncoderLayer(nn.Module):
+    """Every source token looks at every other: (B, S, d_model) -> the same."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention = config.attention()
+        self.feed_forward = config.feed_forward.build(config.d_model, config.bias)
+        self.around_attention, self.around_feed_forward = config.residual(), config.residual()
+
+    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
+        x = self.around_attention(x, lambda y: self.attention(y, mask=mask))
+        out: Tensor = self.around_feed_forward(x, self.feed_forward)
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Target tokens look back at themselves, then at the source: (B, T, d_model) -> the same."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention = config.attention(masks.causal())
+        self.cross_attention = config.attention(placed=False)
+        self.feed_forward = config.feed_forward.build(config.d_model, config.bias)
+        self.around_attention, self.around_cross = config.residual(), config.residual()
+        self.around_feed_forward = config.residual()
+
+    def forward(
+        self,
+        x: Tensor,
+        source: Tensor | Memory,
+        mask: Mask | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x = self.around_attention(x, lambda y: self.attention(y, cache=cache))
+        x = self.around_cross(x, lambda y: self.cross_attention(y, source, mask=mask))
+        out: Tensor = self.around_feed_forward(x, self.feed_forward)
+        return out
+
+
+class Transformer(nn.Module):
+    """source (B, S), target (B, T) -> logits (B, T, vocabulary) of the target's next tokens.
+
+    >>> import torch
+    >>> from headwise.models import Transformer, TransformerConfig
+    >>> config = TransformerConfig(100, d_model=32, encoder_layers=2, decoder_layers=2, heads=4)
+    >>> model = Transformer(config)
+    >>> source, target = torch.randint(3, 100, (2, 7)), torch.randint(3, 100, (2, 5))
+    >>> model(source, target, source_lengths=torch.tensor([7, 4])).shape
+    torch.Size([2, 5, 100])
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.d_model)
+        self.target_embedding = self.head = None
+        if not config.tied:
+            self.target_embedding = nn.Embedding(config.vocabulary, config.d_model)
+            self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
+        position = config.position
+        self.position = None
+        if position is not None and position.at_input:
+            self.position = position.build(config.d_model, config.heads, config.head_dim or 0)
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        last = isinstance(config.arrangement, PreNorm)  # nothing else norms the last layer's sum
+        self.encoder_norm = config.norm.build(config.d_model) if last else nn.Identity()
+        self.decoder_norm = config.norm.build(config.d_model) if last else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Glorot's uniform weights; embeddings so that √d_model of them has entries of size one."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for embedding in (self.embedding, self.target_embedding):
+            if embedding is not None:
+                nn.init.normal_(embedding.weight, std=self.config.d_model**-0.5)
+
+    def forward(
+        self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None
+    ) -> Tensor:
+        encoded = self.encode(source, source_lengths)
+        return self.decode(target, [encoded] * len(self.decoder), source_lengths)
+
+    def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
+        """source (B, S) -> (B, S, d_model)."""
+        mask = None if source_lengths is None else masks.lengths(source_lengths)
+        x = self._embedded(source, self.embedding, 0)
+        for layer in self.encoder:
+            x = layer(x, mask)
+        out: Tensor = self.encoder_norm(x)
+        return out
+
+    def decode(
+        self,
+        target: Tensor,
+        memories: Sequence[Tensor | Memory],
+        source_lengths: Tensor | None = None,
+        caches: Sequence[Cache] | None = None,
+    ) -> Tensor:
+        """target (B, T) and, for each layer, the encoded source -> logits (B, T, vocabulary)."""
+        mask = None if source_lengths is None else masks.lengths(source_lengths)
+        embedding = self.embedding if self.target_embedding is None else self.target_embedding
+        x = self._embedded(target, embedding, 0 if not caches else caches[0].length)
+        for number, layer in enumerate(self.decoder):
+            x = layer(x, memories[number], mask, None if caches is None else caches[number])
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(self.decoder_norm(x), weight)
+
+    def _embedded(self, tokens: Tensor, embedding: nn.Embedding, start: int | Tensor) -> Tensor:
+        x = embedding(tokens) * self.config.d_model**0.5
+        if self.position is not None:
+            numbers = torch.arange(tokens.shape[1], device=tokens.device) + start
+            x = self.position.add(x, numbers)
+        out: Tensor = self.dropout(x)
+        return out
+
+    def generate(
+        self,
+        source: Tensor,
+        count: int,
+        *,
+        source_lengths: Tensor | None = None,
+        strategy: Strategy = Beam(),
+        cache: Cache | None = GrowingCache(),
+    ) -> Tensor:
+        """Translate source (B, S) into at most `count` tokens (B, T); `end` follows the last one.
+
+        `cache` is a pattern for each layer's; None computes everything anew for every token.
+        """
+        with evaluating(self), torch.no_grad():
+            decoder = TransformerDecoder(self, source, source_lengths, cache)
+            start = torch.full_like(source[:, :1], self.config.start)
+            return generate(decoder, start, count, strategy, self.config.end)
+
+
+class TransformerDecoder:
+    """A Transformer that has read its sources and is in the middle of its targets."""
+
+    def __init__(
+        self, model: Transformer, source: Tensor, lengths: Tensor | None, cache: Cache | None
+    ) -> None:
+        self.model, self.lengths = model, lengths
+        encoded = model.encode(source, lengths)
+        crossing = [layer.cross_attention for layer in model.decoder]
+        self.memories: list[Memory] = [attn.remember(encoded) for attn in crossing]  # type: ignore[operator, union-attr]
+        self.caches = None if cache is None else [cache.fresh() for _ in model.decoder]
+        self.tokens: Tensor | None = None  # (B, n), all of them
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Take in tokens (B, n); the logits (B, vocabulary) of what follows them."""
+        self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), 1)
+        tokens = tokens if self.caches is not None else self.tokens
+        return self.model.decode(tokens, self.memories, self.lengths, self.caches)[:, -1]
+
+    def reorder(self, index: Tensor) -> None:
+        """Let batch entry b continue entry index[b]."""
+        for cache in self.caches or ():
+            cache.reorder(index)
+        self.memories = [memory.reorder(index) for memory in self.memories]
+        self.lengths = None if self.lengths is None else self.lengths.index_select(0, index)
+        self.tokens = None if self.tokens is None else self.tokens.index_select(0, index)

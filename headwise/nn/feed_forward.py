@@ -1,0 +1,78 @@
+"""The layer between two attentions, the same for every position: descriptions that build it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ReLU:
+    """max(0, x W₁ + b₁) W₂ + b₂, as in the 2017 paper; `width` is the inner one.
+
+    >>> ReLU(2048).build(512)[0]
+    Linear(in_features=512, out_features=2048, bias=True)
+    """
+
+    width: int
+
+    def build(self, d_model: int, bias: bool = True) -> nn.Sequential:
+        """The layer from and to vectors of width d_model."""
+        return _two_layers(d_model, self.width, nn.ReLU(), bias)
+
+
+@dataclass(frozen=True)
+class GELU:
+    """gelu(x W₁ + b₁) W₂ + b₂; GPT-2 has `approximate="tanh"`.
+
+    >>> GELU(3072).build(768)[1]
+    GELU(approximate='none')
+    """
+
+    width: int
+    approximate: Literal["none", "tanh"] = "none"
+
+    def build(self, d_model: int, bias: bool = True) -> nn.Sequential:
+        """The layer from and to vectors of width d_model."""
+        return _two_layers(d_model, self.width, nn.GELU(self.approximate), bias)
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """(silu(x W_g) * x W_u) W_d: three matrices, the first of which opens and closes the second.
+
+    >>> sum(p.numel() for p in SwiGLU(1024).build(384, bias=False).parameters()) == 3 * 384 * 1024
+    True
+    """
+
+    width: int
+
+    def build(self, d_model: int, bias: bool = True) -> Gated:
+        """The layer from and to vectors of width d_model."""
+        return Gated(d_model, self.width, bias)
+
+
+FeedForward = ReLU | GELU | SwiGLU
+
+
+class Gated(nn.Module):
+    """The layer that `SwiGLU` describes: (..., d_model) -> (..., d_model)."""
+
+    def __init__(self, d_model: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, width, bias=bias)
+        self.up = nn.Linear(d_model, width, bias=bias)
+        self.down = nn.Linear(width, d_model, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+def _two_layers(d_model: int, width: int, activation: nn.Module, bias: bool) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(d_model, width, bias=bias), activation, nn.Linear(width, d_model, bias=bias)
+    )

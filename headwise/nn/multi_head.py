@@ -1,0 +1,322 @@
+"""Multi-head attention as a layer: projections around `hw.attention`, and nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.api import attention, attention_map, observe
+from headwise.bias import Bias
+from headwise.map import AttentionMap
+from headwise.mask import Mask
+from headwise.nn.caches import Cache, Memory
+from headwise.nn.dropping import DroppedHeads, gate_without
+from headwise.nn.norms import Norm
+from headwise.nn.positions import Position, PositionModule
+from headwise.nn.projections import Projections, Separate, Shared
+from headwise.nn.scores import LEARNED, LearnedScore
+from headwise.nn.weights import translate
+from headwise.nn.widths import Widths, check_call
+from headwise.observation import Observation
+from headwise.score import Dot, Score
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention with learned projections: x (B, N, d_model) -> (B, N, d_model).
+
+    Heads are d_model / heads wide unless `head_dim` says otherwise (`head_dim=d_model`: full-width
+    heads); values are as wide unless `value_dim` does. `kv_heads` key and value heads are shared by
+    groups of query heads. `context_dim` is the width of another sequence to attend to, or a pair
+    where keys and values are made from different ones. `mask` is what every call may see at most; a
+    call's own mask narrows it. Weights of nn.MultiheadAttention, and of BERT, GPT-2, Llama and Qwen
+    layers of transformers, load with `load_state_dict`.
+
+    >>> import torch, headwise as hw
+    >>> attn = hw.nn.MultiHeadAttention(64, 8, mask=hw.mask.causal(), position=hw.nn.Rotary())
+    >>> attn(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    >>> sum(p.numel() for p in attn.parameters()) == 4 * 64**2 + 4 * 64
+    True
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        context_dim: int | tuple[int, int] | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        projections: Projections = Separate(),
+        score: Score | LearnedScore = Dot(),
+        position: Position | None = None,
+        qk_norm: Norm | None = None,
+        mask: Mask | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        dropout: float = 0.0,
+        engine: str = "auto",
+    ) -> None:
+        super().__init__()
+        widths = Widths.of(d_model, heads, kv_heads, head_dim, value_dim, context_dim)
+        widths.check(projections)
+        self.widths, self.projections = widths, projections
+        self.d_model, self.heads, self.kv_heads = d_model, heads, widths.kv_heads
+        self.head_dim, self.value_dim = widths.head_dim, widths.value_dim
+        self.mask, self.softcap, self.dropout, self.engine = mask, softcap, dropout, engine
+        self.query: nn.Module = nn.Identity()
+        self.key: nn.Module | None = None  # None: as queries are made
+        if isinstance(projections, Separate | Shared):
+            self.query = nn.Linear(d_model, heads * self.head_dim, bias=bias)
+        if isinstance(projections, Separate):
+            self.key = nn.Linear(widths.context[0], self.kv_heads * self.head_dim, bias=bias)
+        self.value = nn.Linear(widths.context[1], self.kv_heads * self.value_dim, bias=bias)
+        out_bias = bias if out_bias is None else out_bias
+        self.out = nn.Linear(heads * self.value_dim, d_model, bias=out_bias)
+        self.score: nn.Module | Score
+        self.score = score.build(heads, self.head_dim) if isinstance(score, LEARNED) else score
+        self.position: PositionModule | None = None
+        if position is not None:
+            self.position = position.build(d_model, heads, self.head_dim)
+        self.query_norm = None if qk_norm is None else qk_norm.build(self.head_dim)
+        self.key_norm = None if qk_norm is None else qk_norm.build(self.head_dim)
+        self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
+        self.head_gate: Tensor | None  # (heads,): what each head's output is multiplied with
+        self.register_buffer("head_gate", None, persistent=False)
+        self.register_load_state_dict_pre_hook(translate)  # type: ignore[no-untyped-call]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start the projections anew: Glorot's uniform weights, biases zero."""
+        for module in (self.query, self.key, self.value, self.out):
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | Memory | None = None,
+        *,
+        values: Tensor | None = None,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        cache: Cache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, N, d_model) or (N, d_model) attends to itself, or to `context` (B, M, context_dim).
+
+        `values` (B, M, context_dim) replace the context where values are made. `mask` and `bias`
+        speak of the whole sequence, what the `cache` holds included. `positions` (N,) or (B, N)
+        number x where it does not simply go on.
+        """
+        call = self._call(x, context, values, mask, bias, cache, positions)
+        return self._join(attention(call.q, call.k, call.v, **self._options(call)))
+
+    def observe(
+        self,
+        x: Tensor,
+        context: Tensor | Memory | None = None,
+        *,
+        values: Tensor | None = None,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        cache: Cache | None = None,
+        positions: Tensor | None = None,
+        stats: Iterable[str] | None = None,
+        rows: int | Tensor | None = None,
+        sink_keys: int = 1,
+    ) -> tuple[Tensor, Observation]:
+        """What a call returns, and what each head did; `hw.observe` explains the other options.
+
+        >>> import torch, headwise as hw
+        >>> out, seen = hw.nn.MultiHeadAttention(64, 8).observe(torch.randn(2, 10, 64))
+        >>> seen.entropy.shape
+        torch.Size([2, 8, 10])
+        """
+        call = self._call(x, context, values, mask, bias, cache, positions)
+        looked: dict[str, Any] = {"stats": stats, "rows": rows, "sink_keys": sink_keys}
+        out, seen = observe(call.q, call.k, call.v, **self._options(call), **looked)
+        return self._join(out), seen
+
+    def attention_map(
+        self,
+        x: Tensor,
+        context: Tensor | Memory | None = None,
+        *,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        positions: Tensor | None = None,
+    ) -> AttentionMap:
+        """The weights of a call as a matrix that is never stored; `hw.attention_map` explains it.
+
+        >>> import torch, headwise as hw
+        >>> amap = hw.nn.MultiHeadAttention(64, 8).attention_map(torch.randn(2, 10, 64))
+        >>> amap[0, 3, :2, :].sum(-1)
+        tensor([1.0000, 1.0000], grad_fn=<SumBackward1>)
+        """
+        call = self._call(x, context, None, mask, bias, None, positions)
+        options = self._options(call)
+        del options["dropout"], options["engine"]  # a map is of the weights before dropout
+        return attention_map(call.q, call.k, call.v, **options)
+
+    def remember(self, context: Tensor, values: Tensor | None = None) -> Memory:
+        """Project a context (B, M, context_dim) once, to be attended to many times.
+
+        >>> import torch, headwise as hw
+        >>> attn = hw.nn.MultiHeadAttention(64, 8)
+        >>> x, context = torch.randn(2, 3, 64), torch.randn(2, 10, 64)
+        >>> torch.equal(attn(x, attn.remember(context)), attn(x, context))
+        True
+        """
+        projection = self.query if self.key is None else self.key
+        k = self._heads(projection(context), self.head_dim, self.key_norm)
+        v = self._heads(self.value(context if values is None else values), self.value_dim)
+        if self.position is not None and self.position.turns:
+            k = self.position.turn(k, self.position.waves(_numbers(k), k.shape[-2]))
+        return Memory(k, v)
+
+    def drop_heads(self, heads: Iterable[int]) -> DroppedHeads:
+        """Switch heads off: what they saw no longer reaches the output, until `restore()`.
+
+        As a context manager it restores by itself. For importance by gradient, set `head_gate` to
+        ones (heads,) that require one.
+
+        >>> import torch, headwise as hw
+        >>> attn, x = hw.nn.MultiHeadAttention(64, 8), torch.randn(1, 4, 64)
+        >>> whole = attn(x)
+        >>> with attn.drop_heads([0, 3]):
+        ...     print(torch.equal(attn(x), whole))
+        False
+        >>> torch.equal(attn(x), whole)
+        True
+        """
+        before = self.head_gate
+        self.head_gate = gate_without(before, heads, self.heads, self.out.weight)
+        return DroppedHeads(self, before)
+
+    def _call(
+        self,
+        x: Tensor,
+        context: Tensor | Memory | None,
+        values: Tensor | None,
+        mask: Mask | None,
+        bias: Bias | None,
+        cache: Cache | None,
+        positions: Tensor | None,
+    ) -> Call:
+        """All that stands around the attention itself: projections, positions, the cache."""
+        check_call(self, x, context, cache, positions)
+        at = positions
+        if self.position is not None:
+            at = _numbers(x) + (0 if cache is None else cache.length) if at is None else at
+            x = self.position.add(x, at)
+        projected = self.query(x)
+        q = self._heads(projected, self.head_dim, self.query_norm)
+        if isinstance(context, Memory):
+            k, v = context.keys, context.values
+        else:
+            source = x if context is None else context
+            if self.key is not None:
+                projected = self.key(source)
+            elif context is not None:
+                projected = self.query(source)
+            k = self._heads(projected, self.head_dim, self.key_norm)
+            v = self._heads(self.value(source if values is None else values), self.value_dim)
+        q, k, v = self._placed(q, k, v, at, context, cache)
+        if self.mask is not None:
+            mask = self.mask if mask is None else self.mask & mask
+        if cache is not None:
+            mask = cache.place(mask, q.shape[-2])
+            bias = cache.place_bias(bias) if isinstance(bias, Tensor) else bias
+        return Call(q, k, v, mask, self._bias(bias))
+
+    def _heads(self, x: Tensor, width: int, norm: nn.Module | None = None) -> Tensor:
+        """(..., N, H·width) as (..., H, N, width). H is read from the tensor: it may be a shard."""
+        x = x.unflatten(-1, (-1, width)).transpose(-2, -3)
+        if x.shape[-3] == 1 != self.kv_heads:  # heads that all see the whole input
+            x = x.expand(*x.shape[:-3], self.heads, -1, -1)
+        return x if norm is None else norm(x)
+
+    def _placed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at: Tensor | None,
+        context: Tensor | Memory | None,
+        cache: Cache | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys turned to their positions, and what the cache held before them."""
+        position = self.position
+        if position is None or not position.turns:
+            return (q, k, v) if cache is None else (q, *cache.append(k, v))
+        assert at is not None
+        length = at.max() + 1 if position.turns_late else None
+        waves = position.waves(at, length)
+        q = position.turn(q, waves)
+        if cache is not None and position.turns_late:
+            k, v = cache.append(k, v)
+            return q, position.turn(k, position.waves(_numbers(k) + cache.first, length)), v
+        if context is None:
+            k = position.turn(k, waves)
+        elif isinstance(context, Tensor):
+            k = position.turn(k, position.waves(_numbers(k), length))
+        return (q, k, v) if cache is None else (q, *cache.append(k, v))
+
+    def _bias(self, bias: Bias | None) -> Bias | None:
+        own = None if self.position is None else self.position.bias()
+        if own is not None and bias is not None:
+            raise ValueError(
+                f"bias= can't join the bias that {self.position} is; add them up as one tensor, "
+                "and build the module without position="
+            )
+        return bias if own is None else own
+
+    def _options(self, call: Call) -> dict[str, Any]:
+        return {
+            "score": self.score() if isinstance(self.score, nn.Module) else self.score,
+            "mask": call.mask,
+            "bias": call.bias,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "dropout": self.dropout if self.training else 0.0,
+            "engine": self.engine,
+        }
+
+    def _join(self, out: Tensor) -> Tensor:
+        """The heads' outputs (..., Hq, N, Dv) side by side, through the last projection."""
+        if self.head_gate is not None:
+            out = out * self.head_gate.to(out.dtype)[:, None, None]
+        joined: Tensor = self.out(out.transpose(-2, -3).flatten(-2))
+        return joined
+
+    def extra_repr(self) -> str:
+        said = [f"d_model={self.d_model}, heads={self.heads}"]
+        if self.kv_heads != self.heads:
+            said.append(f"kv_heads={self.kv_heads}")
+        if self.mask is not None:
+            said.append(f"mask={self.mask}")
+        return ", ".join(said)
+
+
+class Call(NamedTuple):
+    """What a call hands to `hw.attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    bias: Bias | None
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """0, 1, ... for the positions of x (..., N, width)."""
+    return torch.arange(x.shape[-2], device=x.device)

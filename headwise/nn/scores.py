@@ -1,0 +1,81 @@
+"""Scores with something to learn: descriptions, from which a module makes the parameters.
+
+`hw.Additive(weight)` is what a function takes; `hw.nn.Additive()` is a module's wish for one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headwise import score
+
+
+@dataclass(frozen=True)
+class Additive:
+    """Σ_d w_d tanh(q_d + k_d) with a learned w for each head: heads · head_dim parameters."""
+
+    def build(self, heads: int, head_dim: int) -> LearnedAdditive:
+        """The parameters for this many heads of this width."""
+        return LearnedAdditive(heads, head_dim)
+
+
+@dataclass(frozen=True)
+class General:
+    """(q W)·k with a learned W for each head, heads · head_dim² parameters; starts scaled dot."""
+
+    def build(self, heads: int, head_dim: int) -> LearnedGeneral:
+        """The parameters for this many heads of this width."""
+        return LearnedGeneral(heads, head_dim)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """t · cos(q, k) with a learned temperature t for each head, which starts at `temperature`."""
+
+    temperature: float = 10.0
+
+    def build(self, heads: int, head_dim: int) -> LearnedCosine:
+        """The parameters for this many heads of this width."""
+        return LearnedCosine(heads, self.temperature)
+
+
+LearnedScore = Additive | General | Cosine
+LEARNED = (Additive, General, Cosine)
+
+
+class LearnedAdditive(nn.Module):
+    """The weight (heads, head_dim) of an additive score; calling it gives `hw.Additive`."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, head_dim))
+        nn.init.uniform_(self.weight, -(head_dim**-0.5), head_dim**-0.5)
+
+    def forward(self) -> score.Score:
+        return score.Additive(self.weight)
+
+
+class LearnedGeneral(nn.Module):
+    """The weight (heads, head_dim, head_dim) of a bilinear score; calling it gives `hw.General`."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        start: Tensor = torch.eye(head_dim) * head_dim**-0.5
+        self.weight = nn.Parameter(start.repeat(heads, 1, 1))
+
+    def forward(self) -> score.Score:
+        return score.General(self.weight)
+
+
+class LearnedCosine(nn.Module):
+    """The temperature (heads,) of a cosine score; calling it gives `hw.Cosine`."""
+
+    def __init__(self, heads: int, temperature: float) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.full((heads,), temperature))
+
+    def forward(self) -> score.Score:
+        return score.Cosine(self.temperature)
