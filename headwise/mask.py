@@ -38,6 +38,7 @@ class Place:
     first_key: int = 0
     offset: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    whole: bool = True  # False: a part, so tensors of the whole sequence may be longer
 
     def rows(self) -> Tensor:
         """The queries' numbers in the whole sequence, (N,)."""
@@ -187,7 +188,7 @@ class Between(Mask):
     def check(self, place: Place) -> None:
         for name, bound in (("first", self.first), ("last", self.last)):
             wanted = (place.batch, place.heads, place.first_query + place.queries)
-            if bound.ndim > 3 or not _fits(bound.shape, wanted, exact=place.first_query == 0):
+            if bound.ndim > 3 or not _fits(bound.shape, wanted, exact=place.whole):
                 raise ValueError(
                     f"hw.mask.between: {name} has shape {tuple(bound.shape)}, which does not "
                     f"broadcast to (batch, heads, queries) = {wanted}"
@@ -223,8 +224,7 @@ class Documents(Mask):
 
     def check(self, place: Place) -> None:
         shape, keys = tuple(self.ids.shape), place.first_key + place.keys
-        whole = place.first_query == place.first_key == 0
-        fits = len(shape) in (1, 2) and (shape[-1] == keys if whole else shape[-1] >= keys)
+        fits = len(shape) in (1, 2) and (shape[-1] == keys if place.whole else shape[-1] >= keys)
         if not fits or (len(shape) == 2 and shape[0] not in (1, place.batch)):
             raise ValueError(
                 f"hw.mask.documents: ids have shape {shape}; they number every key, so "
@@ -420,8 +420,7 @@ def check_placed(name: str, tensor: Tensor, place: Place) -> None:
     """Raise ValueError unless the tensor broadcasts to (B, Hq, N, M) of the whole sequence."""
     rows, columns = place.first_query + place.queries, place.first_key + place.keys
     wanted = (place.batch, place.heads, rows, columns)
-    exact = place.first_query == place.first_key == 0
-    if tensor.ndim > 4 or not _fits(tensor.shape, wanted, exact):
+    if tensor.ndim > 4 or not _fits(tensor.shape, wanted, exact=place.whole):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to "
             f"(batch, query heads, queries, keys) = {wanted}"

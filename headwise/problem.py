@@ -173,6 +173,7 @@ def _pose(
         first_key,
         keys - queries if offset is None else offset,
         q.device,
+        whole=offset is None,
     )
     if mask is not None:
         if not isinstance(mask, Mask):
