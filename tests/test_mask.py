@@ -1,0 +1,222 @@
+"""A mask shows exactly the keys that its words say, and its intervals say so without waste."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import headwise as hw
+from headwise.mask import Mask, Place
+from tests import problems
+from tests.problems import KINDS, Rule, Sizes
+
+MASKS = [kind for kind in KINDS["mask"] if kind != "none"]
+
+
+@st.composite
+def rules(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(MASKS)) -> tuple[Sizes, Rule]:
+    """A mask of any kind for a drawn shape."""
+    queries, keys = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    sizes = Sizes(draw(st.integers(1, 3)), 4, 2, queries, keys)
+    dice = random.Random(draw(st.integers(0, 2**32 - 1)))
+    return sizes, problems.rule(draw(st.sampled_from(kinds)), sizes, dice)
+
+
+def place_of(sizes: Sizes) -> Place:
+    return Place(sizes.batch, sizes.heads, sizes.queries, sizes.keys, offset=sizes.offset)
+
+
+def shown(mask: Mask, place: Place) -> torch.Tensor:
+    """The mask as booleans for every batch entry and head."""
+    shape = place.batch, place.heads, place.queries, place.keys
+    return mask.to_dense(place).expand(shape)
+
+
+def rows_of(mask: Mask, queries: int, keys: int) -> list[str]:
+    """The mask of one head, a string a row."""
+    place = Place(1, 1, queries, keys, offset=keys - queries)
+    return ["".join(".#"[int(x)] for x in row) for row in shown(mask, place)[0, 0].tolist()]
+
+
+@given(rules())
+def test_a_mask_shows_what_its_words_say_pair_by_pair(drawn: tuple[Sizes, Rule]) -> None:
+    sizes, rule = drawn
+    rule.mask.check(place_of(sizes))
+    assert torch.equal(shown(rule.mask, place_of(sizes)), rule.matrix(sizes))
+
+
+@given(rules())
+def test_the_intervals_of_a_row_hold_each_visible_key_once(drawn: tuple[Sizes, Rule]) -> None:
+    sizes, rule = drawn
+    assert rule.mask.pieces == rule.pieces
+    if rule.pieces == 0:
+        return
+    place = place_of(sizes)
+    intervals = rule.mask.intervals(place)
+    assert len(intervals) == rule.pieces <= 2
+    columns = place.columns()
+    count = torch.zeros(sizes.batch, sizes.heads, sizes.queries, sizes.keys, dtype=torch.int64)
+    for first, last in intervals:
+        assert first.dtype == last.dtype == torch.int32
+        count += (columns >= first[..., None]) & (columns < last[..., None])
+    assert torch.equal(count, rule.matrix(sizes).long())
+
+
+@given(rules(), st.data())
+def test_a_part_of_the_sequence_sees_its_part_of_the_mask(
+    drawn: tuple[Sizes, Rule], data: st.DataObject
+) -> None:
+    sizes, rule = drawn
+    first_query = data.draw(st.integers(0, sizes.queries - 1))
+    queries = data.draw(st.integers(1, sizes.queries - first_query))
+    first_key = data.draw(st.integers(0, sizes.keys - 1))
+    keys = data.draw(st.integers(1, sizes.keys - first_key))
+    spot = first_query, first_key, sizes.offset
+    part = Place(sizes.batch, 4, queries, keys, *spot, whole=False)
+    rule.mask.check(part)
+    whole = rule.matrix(sizes)
+    wanted = whole[:, :, first_query : first_query + queries, first_key : first_key + keys]
+    assert torch.equal(shown(rule.mask, part), wanted)
+
+
+@given(rules())
+def test_what_a_mask_promises_without_reading_tensors_is_true(drawn: tuple[Sizes, Rule]) -> None:
+    sizes, rule = drawn
+    matrix, place = rule.matrix(sizes), place_of(sizes)
+    if rule.mask.shows_all(place):
+        assert matrix.all()
+    if rule.mask.rows_alike:
+        assert (matrix == matrix[:, :, :1]).all()
+    stated = rule.mask.alignment(place)
+    if stated is not None:
+        shift = torch.as_tensor(stated).reshape(-1, 1)
+        assert torch.equal(
+            (shift + torch.arange(sizes.queries)).expand(sizes.batch, -1).long(),
+            rule.positions(sizes),
+        )
+
+
+@given(
+    rules(("causal", "offsets", "window", "padding", "between", "documents", "dense")), st.data()
+)
+def test_both_and_either_are_and_and_or(drawn: tuple[Sizes, Rule], data: st.DataObject) -> None:
+    sizes, a = drawn
+    dice = random.Random(data.draw(st.integers(0, 2**32 - 1)))
+    b = problems.rule(data.draw(st.sampled_from(("causal", "padding", "between"))), sizes, dice)
+    left, right, place = a.matrix(sizes), b.matrix(sizes), place_of(sizes)
+    assert torch.equal(shown(a.mask & b.mask, place), left & right)
+    assert torch.equal(shown(a.mask | b.mask, place), left | right)
+
+
+def test_causal_masks_align_the_last_query_with_the_last_key() -> None:
+    assert rows_of(hw.mask.causal(), 3, 3) == ["#..", "##.", "###"]
+    assert rows_of(hw.mask.causal(), 2, 4) == ["###.", "####"]
+    assert rows_of(hw.mask.causal(), 4, 2) == ["..", "..", "#.", "##"]
+    assert rows_of(hw.mask.causal(0), 2, 4) == ["#...", "##.."]
+
+
+def test_an_offset_may_be_a_number_a_list_or_a_tensor() -> None:
+    place = Place(2, 1, 3, 6, offset=3)
+    same = [hw.mask.causal(1), hw.mask.causal([1, 1]), hw.mask.causal(torch.tensor([1, 1]))]
+    for mask in same:
+        assert torch.equal(shown(mask, place), shown(same[0], place))
+    each = shown(hw.mask.causal([0, 2]), place)
+    assert torch.equal(each[:1], shown(hw.mask.causal(0), Place(1, 1, 3, 6)))
+    assert torch.equal(each[1:], shown(hw.mask.causal(2), Place(1, 1, 3, 6)))
+
+
+def test_windows_count_from_the_query_to_both_sides() -> None:
+    assert rows_of(hw.mask.window(1), 4, 4) == ["#...", "##..", ".##.", "..##"]
+    assert rows_of(hw.mask.window(0, 1), 3, 3) == ["##.", ".##", "..#"]
+    assert rows_of(hw.mask.window(-1, 2), 4, 4) == [".##.", "..##", "...#", "...."]
+    nine = rows_of(hw.mask.causal() & hw.mask.window(8), 20, 20)
+    assert max(row.count("#") for row in nine) == 9
+
+
+def test_a_prefix_language_model_sees_its_prefix_whole_and_the_rest_causally() -> None:
+    mask = hw.mask.causal() | hw.mask.prefix(2)
+    assert rows_of(mask, 4, 4) == ["##..", "##..", "###.", "####"]
+
+
+def test_sinks_and_a_window_are_two_intervals_that_meet_without_counting_a_key_twice() -> None:
+    mask = hw.mask.causal() & (hw.mask.window(1) | hw.mask.prefix(2))
+    assert mask.pieces == 2
+    assert rows_of(mask, 6, 6) == ["#.....", "##....", "###...", "####..", "##.##.", "##..##"]
+
+
+def test_equal_ids_that_are_not_neighbours_are_different_documents() -> None:
+    mask = hw.mask.documents(torch.tensor([7, 7, 2, 7, 7]))
+    assert rows_of(mask, 5, 5) == ["##...", "##...", "..#..", "...##", "...##"]
+
+
+def test_the_queries_of_a_cache_are_the_last_of_the_documents() -> None:
+    mask = hw.mask.causal() & hw.mask.documents(torch.tensor([[0, 0, 1, 1]]))
+    assert rows_of(mask, 2, 4) == ["..#.", "..##"]
+
+
+def test_a_query_before_the_first_key_belongs_to_no_document() -> None:
+    assert rows_of(hw.mask.documents(torch.tensor([[0, 0]])), 3, 2) == ["..", "##", "##"]
+
+
+def test_padding_on_the_left_is_an_interval_too() -> None:
+    first = torch.tensor([2, 0]).reshape(2, 1, 1)
+    mask = hw.mask.causal() & hw.mask.between(first, torch.tensor(4))
+    dense = shown(mask, Place(2, 1, 4, 4))
+    assert dense[0, 0, :, :2].sum() == 0
+    assert torch.equal(dense[1, 0], torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+def test_a_sequence_starts_where_its_document_or_its_padding_says() -> None:
+    place = Place(1, 1, 5, 5)
+    documents = hw.mask.documents(torch.tensor([0, 0, 1, 1, 1]))
+    assert documents.start(place).flatten().tolist() == [0, 0, 2, 2, 2]
+    assert (hw.mask.causal() & documents).start(place).flatten().tolist() == [0, 0, 2, 2, 2]
+    padded = hw.mask.between(torch.tensor([3]), torch.tensor([5]))
+    assert (hw.mask.causal() & padded).start(place).flatten().tolist() == [3]
+    assert hw.mask.causal().start(place) == 0
+
+
+def test_interval_masks_take_memory_for_rows_and_not_for_pairs() -> None:
+    place = Place(1, 8, 1000, 1000)
+    mask = hw.mask.causal() & (hw.mask.window(9) | hw.mask.prefix(4))
+    assert sum(bound.numel() for piece in mask.intervals(place) for bound in piece) <= 4 * 1000
+
+
+def test_more_than_two_intervals_a_row_are_an_error_that_says_what_would_work() -> None:
+    a, b, c = hw.mask.window(1), hw.mask.prefix(2), hw.mask.lengths(5)
+    with pytest.raises(ValueError, match=r"3 intervals a row.*at most two.*hw\.mask\.dense"):
+        (a | b) | c
+    with pytest.raises(ValueError, match="4 intervals a row"):
+        (a | b) & (b | c)
+    assert ((a | b) & c).pieces == 2
+
+
+def test_dense_with_anything_is_dense() -> None:
+    dense = hw.mask.dense(torch.eye(3, dtype=torch.bool))
+    two = hw.mask.window(1) | hw.mask.prefix(2)
+    for mask in (dense & two, two & dense, dense | two, two | dense, dense & dense | two):
+        assert mask.pieces == 0
+
+
+def test_a_dense_mask_takes_booleans_only() -> None:
+    with pytest.raises(ValueError, match=r"True = may attend.*float32.*bias="):
+        hw.mask.dense(torch.zeros(3, 3))
+
+
+def test_a_window_that_shows_no_key_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"window\(left=-2, right=1\)"):
+        hw.mask.window(-2, 1)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_can_be_copied_deeply_and_printed(kind: str) -> None:
+    sizes = Sizes()
+    rule = problems.rule(kind, sizes, random.Random(3))
+    twin = copy.deepcopy(rule.mask)
+    assert torch.equal(shown(twin, place_of(sizes)), rule.matrix(sizes))
+    assert type(rule.mask).__name__ in repr(rule.mask)
