@@ -50,6 +50,7 @@ class Blocks:
         self.dense = None if terms.dense is None else per_head(terms.dense)
         self.bias = None if terms.bias is None else per_head(terms.bias)
         self.position = terms.position[:, None, None, :]  # (B|1, 1, 1, N)
+        self.columns = torch.arange(k.shape[2], device=k.device, dtype=torch.int32)
         self.slopes = self._heads_only(terms.slopes)  # (1, Hkv, G)
         self.relative = self._heads_only(terms.relative)  # (1, Hkv, G, 2R + 1)
         self.additive = self._heads_only(terms.additive)  # (1, Hkv, G, D)
@@ -114,7 +115,7 @@ class Blocks:
             return _cut(_cut(unit.of(self.dense), -2, rows), -1, columns)
         if self.intervals is None:
             return None
-        j = torch.arange(columns.start, columns.stop, device=self.q.device, dtype=torch.int32)
+        j = self.columns[columns]
         seen = None
         for first, last in self.intervals.unflatten(0, (-1, 2)):
             first, last = unit.of(first)[..., rows, None], unit.of(last)[..., rows, None]

@@ -115,13 +115,15 @@ class _Bounds:
         found.sort()
         if len(found) == 2 and found[1][0] < found[0][1]:  # the pieces of different rows overlap
             return [(found[0][0], max(found[0][1], found[1][1]), True)]
-        return [part for piece in found for part in _split(*piece)]
+        return [part for piece in found for part in _split(*piece, worth=KEYS // 2)]
 
 
-def _split(low: int, high: int, inner_low: int, inner_high: int) -> list[tuple[int, int, bool]]:
-    """A stretch as edge, middle that all rows see, edge; as one where the middle is not worth it."""
-    if inner_high - inner_low < (high - low) // 4:
-        return [(low, high, True)]
+def _split(
+    low: int, high: int, inner_low: int, inner_high: int, worth: int
+) -> list[tuple[int, int, bool]]:
+    """A stretch as edge, middle that all rows see, edge; as one where the middle is short."""
+    if inner_high - inner_low < worth:
+        return [(low, high, not low == inner_low < inner_high == high)]
     parts = [(low, inner_low, True), (inner_low, inner_high, False), (inner_high, high, True)]
     return [part for part in parts if part[0] < part[1]]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.block import Unit
-from headwise.engines.loop import Loop
+from headwise.engines.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
 from headwise.problem import Terms
 from headwise.schedule import Segment
 
@@ -30,7 +30,8 @@ class Backward(Loop):
         super().__init__(q, k, v, terms)
         wide = self.blocks.wide
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
-        self.lse = lse.masked_fill(lse == -torch.inf, 0)  # such a row's weights are 0 all the same
+        # In units of log 2; a row that sees nothing has weights of 0 all the same.
+        self.lse = (lse * LOG2_E).masked_fill_(lse == -torch.inf, 0)
         # ds = p (dP - row): all of a row's constants, gathered once
         row = (grad_out.to(wide) * out.to(wide)).sum(-1)
         row = row if grad_lse is None else row - grad_lse
@@ -39,6 +40,7 @@ class Backward(Loop):
             seen = 1.0 if sink_share is None else 1 - sink_share
             row = row + grad_entropy * (entropy + 1 - seen)
         self.row = row
+        self.scale = terms.scale if terms.additive is None else 1.0
         self.grad_sinks = self._grad_sinks(sink_share, entropy)
         self.grad_q = torch.empty_like(q)
         self.grad_k = torch.zeros_like(k, dtype=wide)
@@ -65,25 +67,25 @@ class Backward(Loop):
 
     def run(self) -> None:
         for unit in self.schedule.units():
+            self.enter(unit)
             for rows in self.schedule.row_blocks():
-                q = self.blocks.queries(unit, rows)
+                q = self.queries(unit, rows)
                 grad_q = torch.zeros_like(q)
                 grad_out = self.per_row(unit, rows, self.grad_out).to(self.blocks.wide)
                 for segment in self.schedule.segments(unit, rows):
                     grad_q += self.block(unit, rows, segment, q, grad_out)
-                scale = self.terms.scale if self.terms.additive is None else 1.0
-                self.put(unit, rows, self.grad_q, grad_q * scale)
+                self.put(unit, rows, self.grad_q, grad_q * self.scale)
 
     def block(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor, grad_out: Tensor
     ) -> Tensor:
         """Add the block's share to every gradient; return that of its queries."""
         columns = segment.columns
-        k, v = self.blocks.keys(unit, columns), self.values(unit, columns)
-        s, slope = self.logits_and_slope(unit, rows, segment, q, k)
-        s.sub_(self.per_row(unit, rows, self.lse)[..., None])  # log p
-        p = torch.exp(s, out=self.buffer(1, *s.shape))
-        grad_p = torch.bmm(grad_out, v.transpose(1, 2), out=self.buffer(2, *s.shape))
+        k, v = self.k[:, columns], self.v[:, columns]
+        s, slope = self.logits_and_slope(unit, rows, segment, q)
+        s.sub_(self.per_row(unit, rows, self.lse)[..., None])  # log₂ p
+        p = torch.exp2(s, out=self.buffer(1, s.shape))
+        grad_p = torch.bmm(grad_out, v.transpose(1, 2), out=self.buffer(2, s.shape))
         kept = None
         if self.terms.seed is not None:
             kept = self.blocks.keep(unit, rows, columns).to(p.dtype).div_(1 - self.terms.dropout)
@@ -91,17 +93,15 @@ class Backward(Loop):
         self.add(unit, columns, self.grad_v, grad_out, p if kept is None else p * kept)
         grad_p.sub_(self.per_row(unit, rows, self.row)[..., None])
         if self.grad_entropy is not None:
-            share = self.per_row(unit, rows, self.grad_entropy)[..., None]
-            s = s if self.clean and not segment.masked else s.masked_fill_(s == -torch.inf, 0)
-            grad_p.sub_(s.mul_(share))
+            share = self.per_row(unit, rows, self.grad_entropy)[..., None] * LN_2
+            grad_p.sub_(s.clamp_min_(NO_WEIGHT).mul_(share))
         grad_s = grad_p.mul_(p)
-        if segment.masked or not self.clean:  # what is not seen gives no gradient, whatever v held
-            grad_s.masked_fill_(p == 0, 0)
         self.added_terms(unit, rows, columns, grad_s)
         grad_s = grad_s if slope is None else grad_s.mul_(slope)
         grad_q, grad_k, grad_weight = self.blocks.raw_backward(unit, q, k, grad_s)
         target = self.grad_k[unit.b0 : unit.b1, unit.h0 : unit.h1, columns]
-        target += grad_k.view(target.shape)
+        # plain queries carry the unit of the logits, which is no part of the key's gradient
+        target.add_(grad_k.view(target.shape), alpha=LN_2 if self.terms.plain else 1.0)
         if grad_weight is not None:
             assert self.grad_additive is not None
             five = self.blocks.five(unit, grad_weight).sum((0, 3))  # (h, G, D)
@@ -109,14 +109,14 @@ class Backward(Loop):
         return grad_q
 
     def logits_and_slope(
-        self, unit: Unit, rows: slice, segment: Segment, q: Tensor, k: Tensor
+        self, unit: Unit, rows: slice, segment: Segment, q: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The logits, and the derivative of the cap where there is one."""
         cap = self.terms.softcap
         if not cap:
-            return self.logits(unit, rows, segment, q, k), None
-        shape = q.shape[0], q.shape[1], k.shape[1]
-        s = self.blocks.raw(unit, q, k, out=self.buffer(0, *shape))
+            return self.logits(unit, rows, segment, q), None
+        k = self.k[:, segment.columns]
+        s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         slope = 1 - torch.tanh(s / cap).square_()
         return self.bend(unit, rows, segment, s), slope
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from headwise.block import Unit
-from headwise.engines.loop import Loop
+from headwise.engines.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
 from headwise.engines.moments import KeyMoments, logit_moments
 from headwise.partial import Moments, Partial, join_moments, merge
 from headwise.problem import Terms
 from headwise.schedule import Segment
 from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums, room
 
-HEADROOM = 20.0  # how far above its base a logit may rise: exp(20) is far from overflow
+HEADROOM = 30.0  # how far above its base a logit may rise: 2 ** 30 is far from overflow
 
 
 class Forward(Loop):
@@ -25,21 +25,23 @@ class Forward(Loop):
         super().__init__(q, k, v, terms)
         self.wants = wants
         self.sums = room(q, v, wants)
-        self.key_moments = KeyMoments(self.blocks)
+        self.key_moments = KeyMoments(self.k)
         self.numbers = torch.arange(k.shape[2], device=k.device, dtype=self.blocks.wide)
 
     def run(self) -> Sums:
         """Every row, unit by unit."""
         for unit in self.schedule.units():
-            self.key_moments.clear()
+            self.enter(unit)
+            self.key_moments = KeyMoments(self.k)
             for rows in self.schedule.row_blocks():
                 self.finish(unit, rows, _Rows(self, unit, rows).run())
         return self.sums
 
     def finish(self, unit: Unit, rows: slice, seen: _Rows) -> None:
         """Divide, and write the rows' results."""
-        sums, part = self.sums, seen.part
-        part = part if self.terms.sinks is None else replace(part, sinks=self.sinks(unit, part.total))
+        sums, part = self.sums, seen.finished()
+        if self.terms.sinks is not None:
+            part = replace(part, sinks=self.sinks(unit, part.total))
         weight = part.weight()
         self.put(unit, rows, sums.out, part.values.mul_(weight[..., None]))
         self.put(unit, rows, sums.lse, part.lse())
@@ -47,12 +49,14 @@ class Forward(Loop):
         if self.wants & ENTROPY:
             self.put(unit, rows, sums.entropy, part.entropy())
         if self.wants & DISTANCE:
-            self.put(unit, rows, sums.distance, seen.reach() * weight)
+            assert part.reach is not None
+            self.put(unit, rows, sums.distance, part.reach * weight)
         if self.wants & MOMENTS:
+            assert seen.moments is not None
             count, mean, spread = seen.moments
             self.put(unit, rows, sums.visible, count)
-            self.put(unit, rows, sums.logit_mean, mean)
-            self.put(unit, rows, sums.logit_var, spread / count.clamp_min(1))
+            self.put(unit, rows, sums.logit_mean, mean * LN_2)
+            self.put(unit, rows, sums.logit_var, spread / count.clamp_min(1) * LN_2**2)
 
     def sinks(self, unit: Unit, like: Tensor) -> Tensor:
         """The sink of each row, (heads, G·R)."""
@@ -63,24 +67,17 @@ class Forward(Loop):
 
 
 class _Rows:
-    """One block of rows on its way over the keys."""
+    """One block of rows on its way over the keys. Sums are as in `Partial`, in units of log 2."""
 
     def __init__(self, loop: Forward, unit: Unit, rows: slice) -> None:
         self.loop, self.unit, self.rows = loop, unit, rows
-        self.q = loop.blocks.queries(unit, rows)
-        zero = self.q.new_zeros(self.q.shape[:-1])
-        self.part = Partial(
-            zero,
-            zero - torch.inf,
-            zero,
-            self.q.new_zeros(*zero.shape, loop.v.shape[-1]),
-            zero if loop.wants & ENTROPY else None,
-            zero if loop.wants & DISTANCE else None,
-        )
-        self.moments: Moments = zero, zero, zero
-        self.limit: Tensor | None = None  # logits up to here can be summed on the part's base
+        self.q = loop.queries(unit, rows)
         # Distances are counted from a key near the rows, so that small ones stay exact.
-        self.origin = rows.start + loop.blocks.k.shape[2] - loop.blocks.q.shape[3]
+        self.origin = rows.start + loop.k.shape[1] - loop.blocks.q.shape[3]
+        self.steps = self.origin - loop.numbers if loop.wants & DISTANCE else loop.numbers
+        self.moments: Moments | None = None
+        self.part: Partial | None = None
+        self.base = self.limit = self.q  # both set with the first part
 
     def run(self) -> _Rows:
         """Meet every key that some of the rows see."""
@@ -90,72 +87,92 @@ class _Rows:
 
     def meet(self, segment: Segment) -> None:
         """Merge the block of these keys into the part."""
-        loop, unit, rows = self.loop, self.unit, self.rows
-        k = loop.blocks.keys(unit, segment.columns)
-        s = loop.logits(unit, rows, segment, self.q, k)
+        loop, wants = self.loop, self.loop.wants
+        s = loop.logits(self.unit, self.rows, segment, self.q)
         clean = loop.clean and not segment.masked
-        if loop.wants & MOMENTS:
+        if wants & MOMENTS:
             self.count_moments(segment, s, clean)
         maximum = s.amax(-1)
-        shared = self.limit is not None and bool((maximum <= self.limit).all())
-        base = self.part.base
+        shared = self.part is not None and bool((maximum <= self.limit).all())
         if not shared:
-            base = maximum if clean else maximum.masked_fill(maximum == -torch.inf, 0)
-        s.sub_(base[..., None])
-        weight = torch.exp(s, out=loop.buffer(1, *s.shape))
+            self.base = maximum if clean else maximum.masked_fill(maximum == -torch.inf, 0)
+        s.sub_(self.base[..., None])
+        weight = torch.exp2(s, out=loop.buffer(1, s.shape))
         total = weight.sum(-1)
         shifted = reach = None
-        if loop.wants & ENTROPY:
-            s = s if clean else s.masked_fill_(s == -torch.inf, 0)
+        if wants & ENTROPY:
+            s = s if clean else s.clamp_min_(NO_WEIGHT)
             shifted = s.mul_(weight).sum(-1)
-        if loop.wants & DISTANCE:
-            reach = torch.matmul(weight, self.origin - loop.numbers[segment.columns])
+        if wants & DISTANCE:
+            reach = torch.matmul(weight, self.steps[segment.columns])
         if loop.terms.seed is not None:
-            kept = loop.blocks.keep(unit, rows, segment.columns)
+            kept = loop.blocks.keep(self.unit, self.rows, segment.columns)
             weight.mul_(kept).mul_(1 / (1 - loop.terms.dropout))
-        v = loop.values(unit, segment.columns)
-        if shared:
-            self.add(maximum, total, torch.baddbmm(self.part.values, weight, v), shifted, reach)
+        if shared and self.part is not None:  # on one base, to merge is to add
+            add(self.part, maximum, total, shifted, reach)
+            self.part.values.baddbmm_(weight, loop.v[:, segment.columns])
         else:
-            block = Partial(base, maximum, total, torch.bmm(weight, v), shifted, reach)
-            self.part = block if self.limit is None else merge(self.part, block)
-            self.limit = self.part.base + HEADROOM
-            if not clean:  # a row that saw nothing yet has no base to share
-                self.limit.masked_fill_(self.part.maximum == -torch.inf, -torch.inf)
+            values = torch.bmm(weight, loop.v[:, segment.columns])
+            self.join(Partial(self.base, maximum, total, values, shifted, reach), clean)
 
-    def add(
-        self,
-        maximum: Tensor,
-        total: Tensor,
-        values: Tensor,
-        shifted: Tensor | None,
-        reach: Tensor | None,
-    ) -> None:
-        """`merge` where the base is the part's own: sums add up. `values` are summed already."""
-        part = self.part
-        self.part = Partial(
-            part.base,
-            torch.maximum(part.maximum, maximum),
-            part.total + total,
-            values,
-            None if shifted is None or part.shifted is None else part.shifted + shifted,
-            None if reach is None or part.reach is None else part.reach + reach,
-        )
+    def join(self, block: Partial, clean: bool) -> None:
+        """Merge a block on a base of its own."""
+        if self.part is None:
+            self.part = replace(block, maximum=block.maximum.clone())
+        else:
+            self.part = _in_log2(merge(_in_nats(self.part), _in_nats(block)))
+        self.base = self.part.base
+        self.limit = self.base + HEADROOM
+        if not clean:  # a row that saw nothing yet has no base to share
+            self.limit.masked_fill_(self.part.maximum == -torch.inf, -torch.inf)
+
+    def finished(self) -> Partial:
+        """What the rows saw, in nats and with distances from the rows themselves."""
+        loop, part = self.loop, self.part
+        if part is None:
+            zero = self.q.new_zeros(self.q.shape[:-1])
+            values = self.q.new_zeros(*zero.shape, loop.v.shape[-1])
+            self.moments = zero, zero, zero
+            return Partial(zero, zero - torch.inf, zero, values, zero, zero)
+        if part.reach is not None:
+            position = self.unit.of(loop.blocks.position)[..., self.rows]
+            above = position - (loop.terms.first_key + self.origin)
+            total = loop.blocks.five(self.unit, part.total[..., None])[..., 0]
+            part.reach.add_((total * above).view_as(part.reach))
+        return _in_nats(part)
 
     def count_moments(self, segment: Segment, s: Tensor, clean: bool) -> None:
         """Mean and variance of the logits: from the keys' own where that is possible."""
-        if clean and self.loop.terms.plain:
-            if segment.columns.start == segment.stretch.start:  # once for the whole stretch
-                new = self.loop.key_moments.of_rows(self.unit, segment.stretch, self.q)
-                self.moments = join_moments(self.moments, new)
+        if not (clean and self.loop.terms.plain):
+            new = logit_moments(s)
+        elif segment.columns.start == segment.stretch.start:  # once for the whole stretch
+            new = self.loop.key_moments.of_rows(segment.stretch, self.q)
         else:
-            self.moments = join_moments(self.moments, logit_moments(s))
+            return
+        self.moments = new if self.moments is None else join_moments(self.moments, new)
 
-    def reach(self) -> Tensor:
-        """Σ exp(s - base) (i - j), (heads, G·R)."""
-        blocks, part = self.loop.blocks, self.part
-        assert part.reach is not None
-        first_key = self.loop.terms.first_key
-        above = self.unit.of(blocks.position)[..., self.rows] - (first_key + self.origin)
-        total = blocks.five(self.unit, part.total[..., None])[..., 0]
-        return part.reach + (total * above).view_as(part.reach)
+
+def add(
+    part: Partial, maximum: Tensor, total: Tensor, shifted: Tensor | None, reach: Tensor | None
+) -> None:
+    """Add a block's sums to a part's, in place."""
+    torch.maximum(part.maximum, maximum, out=part.maximum)
+    part.total.add_(total)
+    if shifted is not None and part.shifted is not None:
+        part.shifted.add_(shifted)
+    if reach is not None and part.reach is not None:
+        part.reach.add_(reach)
+
+
+def _in_nats(part: Partial) -> Partial:
+    return _in_units(part, LN_2)
+
+
+def _in_log2(part: Partial) -> Partial:
+    return _in_units(part, LOG2_E)
+
+
+def _in_units(part: Partial, size: float) -> Partial:
+    """The part with its logits multiplied by a number."""
+    shifted = None if part.shifted is None else part.shifted * size
+    return replace(part, base=part.base * size, maximum=part.maximum * size, shifted=shifted)

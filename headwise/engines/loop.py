@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,45 +12,63 @@ from headwise.problem import Terms
 from headwise.schedule import BLOCK, Schedule, Segment, Shape
 
 
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
+NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and it is safe to multiply, unlike -inf
+
+
 class Loop:
-    """What forward and backward share: the blocks, their order, and two buffers to work in."""
+    """The blocks of a problem, their order, and buffers that they use in turn.
+
+    Logits are in units of log 2 here, because PyTorch's exp2 takes the same time for any argument
+    where its exp takes up to a hundred times as long for those that underflow.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
         k, v = hide_unseen(terms, k, v)
-        self.blocks, self.v, self.terms = Blocks(q, k, terms), v, terms
+        self.blocks, self._values, self.terms = Blocks(q, k, terms), v, terms
         blocks = self.blocks
         shape = Shape(q.shape[0], blocks.heads, blocks.group, q.shape[2], k.shape[2])
         self.schedule = Schedule(shape, terms.intervals, terms.dense is not None)
         self.clean = terms.bias is None  # nothing but a mask can hide a key
-        self._buffers: list[Tensor] = []
+        self.k = self.v = self.nothing = q.new_zeros((), dtype=blocks.wide)
+        self.hidden = self.nothing - torch.inf
+        self._buffers: dict[int, Tensor] = {}
+        self._views: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
-    def buffer(self, number: int, *shape: int) -> Tensor:
+    def enter(self, unit: Unit) -> None:
+        """Lay out a unit's keys and values, (heads, M, D) and (heads, M, Dv), for its blocks."""
+        self.k = unit.flat(self.blocks.k).to(self.blocks.wide)
+        self.v = unit.flat(self._values).to(self.blocks.wide)
+
+    def buffer(self, number: int, shape: tuple[int, ...]) -> Tensor:
         """Working memory that blocks use in turn."""
-        size = 1
-        for axis in shape:
-            size *= axis
-        while len(self._buffers) <= number:
-            self._buffers.append(self.v.new_empty(0, dtype=self.blocks.wide))
-        if self._buffers[number].numel() < size:
-            self._buffers[number] = self.v.new_empty(max(size, BLOCK), dtype=self.blocks.wide)
-        return self._buffers[number][:size].view(shape)
+        view = self._views.get((number, shape))
+        if view is None:
+            size = math.prod(shape)
+            if number not in self._buffers or self._buffers[number].numel() < size:
+                self._buffers[number] = self.nothing.new_empty(max(size, BLOCK))
+                self._views = {key: x for key, x in self._views.items() if key[0] != number}
+            view = self._views[number, shape] = self._buffers[number][:size].view(shape)
+        return view
 
-    def values(self, unit: Unit, columns: slice) -> Tensor:
-        return unit.flat(self.v[..., columns, :]).to(self.blocks.wide)
+    def queries(self, unit: Unit, rows: slice) -> Tensor:
+        """These rows' queries; for plain dot scores the unit of the logits is in them already."""
+        q = self.blocks.queries(unit, rows)
+        return q.mul_(LOG2_E) if self.terms.plain else q
 
-    def logits(self, unit: Unit, rows: slice, segment: Segment, q: Tensor, k: Tensor) -> Tensor:
+    def logits(self, unit: Unit, rows: slice, segment: Segment, q: Tensor) -> Tensor:
         """The block's logits, -inf where a row does not see a key, (heads, G·R, C)."""
-        shape = q.shape[0], q.shape[1], k.shape[1]
-        s = self.blocks.raw(unit, q, k, out=self.buffer(0, *shape))
+        k = self.k[:, segment.columns]
+        s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         return self.bend(unit, rows, segment, s)
 
     def bend(self, unit: Unit, rows: slice, segment: Segment, s: Tensor) -> Tensor:
         if not self.terms.plain:
-            self.blocks.bend(unit, rows, segment.columns, s)
+            self.blocks.bend(unit, rows, segment.columns, s).mul_(LOG2_E)
         if segment.masked:
             seen = self.blocks.visible(unit, rows, segment.columns)
-            if seen is not None:
-                self.blocks.five(unit, s).masked_fill_(~seen, -torch.inf)
+            if seen is not None:  # added, not filled in: a filled broadcast mask is many times slower
+                self.blocks.five(unit, s).add_(torch.where(seen, self.nothing, self.hidden))
         return s
 
     def per_row(self, unit: Unit, rows: slice, tensor: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.block import Blocks, Unit
 from headwise.partial import Moments
 from headwise.schedule import KEYS
 
@@ -18,34 +17,30 @@ def logit_moments(s: Tensor) -> Moments:
 
 
 class KeyMoments:
-    """Count, mean and scatter matrix of stretches of keys, for one unit of heads at a time."""
+    """Count, mean and scatter matrix of stretches of keys; k (heads, M, D)."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        self.blocks = blocks
+    def __init__(self, k: Tensor) -> None:
+        self.k = k
         self._known: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = {}
 
-    def clear(self) -> None:
-        """Forget, before the next unit."""
-        self._known.clear()
-
-    def of_rows(self, unit: Unit, keys: slice, q: Tensor) -> Moments:
+    def of_rows(self, keys: slice, q: Tensor) -> Moments:
         """The moments of q·k over a stretch that every row sees whole; q (heads, G·R, D)."""
-        count, mean, scatter = self._stretch(unit, keys.start, keys.stop)
+        count, mean, scatter = self._stretch(keys.start, keys.stop)
         mean_logit = torch.bmm(q, mean[..., None])[..., 0]
         return torch.full_like(mean_logit, count), mean_logit, (torch.bmm(q, scatter) * q).sum(-1)
 
-    def _stretch(self, unit: Unit, first: int, last: int) -> tuple[int, Tensor, Tensor]:
+    def _stretch(self, first: int, last: int) -> tuple[int, Tensor, Tensor]:
         """Count, mean (heads, D) and scatter about it (heads, D, D); long stretches from shorter ones."""
         if (first, last) in self._known:
             return self._known[first, last]
         cut = (last - 1) // KEYS * KEYS
         if cut <= first:
-            k = self.blocks.keys(unit, slice(first, last))
+            k = self.k[:, first:last]
             mean = k.mean(1)
             centred = k - mean[:, None]
             found = last - first, mean, torch.bmm(centred.transpose(1, 2), centred)
         else:
-            found = _join_keys(self._stretch(unit, first, cut), self._stretch(unit, cut, last))
+            found = _join_keys(self._stretch(first, cut), self._stretch(cut, last))
         self._known[first, last] = found
         return found
 
