@@ -13,13 +13,13 @@ from headwise import mask as masks
 from headwise.mask import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
+from headwise.nn.block import Block
 from headwise.nn.caches import Cache, GrowingCache
 from headwise.nn.feed_forward import FeedForward, SwiGLU
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import Norm, RMSNorm
 from headwise.nn.positions import Position, Rotary
 from headwise.nn.projections import Projections, Separate
-from headwise.nn.residual import PreNorm, Residual
 from headwise.nn.scores import LearnedScore
 from headwise.score import Dot, Score
 
@@ -53,46 +53,27 @@ class GPTConfig(Config):
     attention_dropout: float = 0.0
     end: int | None = None
 
-
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each with a path around it; keeps (B, N, d_model)."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        inside = config.position if config.position and not config.position.at_input else None
+    def block(self) -> Block:
+        """One layer of this model."""
+        inside = self.position if self.position and not self.position.at_input else None
         causal = masks.causal()
-        self.attention = MultiHeadAttention(
-            config.d_model,
-            config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            bias=config.bias,
-            projections=config.projections,
-            score=config.score,
+        attention = MultiHeadAttention(
+            self.d_model,
+            self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            bias=self.bias,
+            projections=self.projections,
+            score=self.score,
             position=inside,
-            qk_norm=config.qk_norm,
-            mask=causal if config.window is None else causal & masks.window(config.window - 1),
-            softcap=config.softcap,
-            sinks=config.sinks,
-            dropout=config.attention_dropout,
+            qk_norm=self.qk_norm,
+            mask=causal if self.window is None else causal & masks.window(self.window - 1),
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=self.attention_dropout,
         )
-        self.feed_forward = config.feed_forward.build(config.d_model, config.bias)
-        width, norm, dropout = config.d_model, config.norm, config.dropout
-        self.around_attention = Residual(width, PreNorm(), norm, dropout)
-        self.around_feed_forward = Residual(width, PreNorm(), norm, dropout)
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Mask | None = None,
-        cache: Cache | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        x = self.around_attention(
-            x, lambda y: self.attention(y, mask=mask, cache=cache, positions=positions)
-        )
-        out: Tensor = self.around_feed_forward(x, self.feed_forward)
-        return out
+        feed_forward = self.feed_forward.build(self.d_model, self.bias)
+        return Block(self.d_model, attention, feed_forward, norm=self.norm, dropout=self.dropout)
 
 
 class GPT(nn.Module):
@@ -116,7 +97,7 @@ class GPT(nn.Module):
         if position is not None and position.at_input:
             self.position = position.build(config.d_model, config.heads, config.head_dim or 0)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(config.block() for _ in range(config.layers))
         self.norm = config.norm.build(config.d_model)
         self.head = None
         if not config.tied:
@@ -163,7 +144,8 @@ class GPT(nn.Module):
             x, positions = self.position.add(x, positions), None
         x = self.dropout(x)
         for layer, block in enumerate(self.blocks):
-            x = block(x, mask, None if caches is None else caches[layer], positions)
+            cache = None if caches is None else caches[layer]
+            x = block(x, mask=mask, cache=cache, positions=positions)
         normed: Tensor = self.norm(x)
         return normed
 

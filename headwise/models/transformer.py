@@ -13,6 +13,7 @@ from headwise import mask as masks
 from headwise.mask import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
+from headwise.nn.block import Block
 from headwise.nn.caches import Cache, GrowingCache, Memory
 from headwise.nn.feed_forward import FeedForward, ReLU
 from headwise.nn.multi_head import MultiHeadAttention
@@ -77,20 +78,16 @@ class TransformerConfig(Config):
         """The path around one sublayer of this model."""
         return Residual(self.d_model, self.arrangement, self.norm, self.dropout)
 
-
-class EncoderLayer(nn.Module):
-    """Every source token looks at every other: (B, S, d_model) -> the same."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.attention = config.attention()
-        self.feed_forward = config.feed_forward.build(config.d_model, config.bias)
-        self.around_attention, self.around_feed_forward = config.residual(), config.residual()
-
-    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
-        x = self.around_attention(x, lambda y: self.attention(y, mask=mask))
-        out: Tensor = self.around_feed_forward(x, self.feed_forward)
-        return out
+    def encoder_block(self) -> Block:
+        """One layer of the encoder: every source token looks at every other."""
+        return Block(
+            self.d_model,
+            self.attention(),
+            self.feed_forward.build(self.d_model, self.bias),
+            norm=self.norm,
+            arrangement=self.arrangement,
+            dropout=self.dropout,
+        )
 
 
 class DecoderLayer(nn.Module):
@@ -142,7 +139,7 @@ class Transformer(nn.Module):
         if position is not None and position.at_input:
             self.position = position.build(config.d_model, config.heads, config.head_dim or 0)
         self.dropout = nn.Dropout(config.dropout)
-        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.encoder = nn.ModuleList(config.encoder_block() for _ in range(config.encoder_layers))
         self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         last = isinstance(config.arrangement, PreNorm)  # nothing else norms the last layer's sum
         self.encoder_norm = config.norm.build(config.d_model) if last else nn.Identity()
@@ -171,7 +168,7 @@ class Transformer(nn.Module):
         mask = None if source_lengths is None else masks.lengths(source_lengths)
         x = self._embedded(source, self.embedding, 0)
         for layer in self.encoder:
-            x = layer(x, mask)
+            x = layer(x, mask=mask)
         out: Tensor = self.encoder_norm(x)
         return out
 

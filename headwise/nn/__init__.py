@@ -1,5 +1,6 @@
 """Layers made of attention: `MultiHeadAttention`, its parts, its caches and its rivals."""
 
+from headwise.nn.block import Block
 from headwise.nn.caches import Cache, FixedCache, GrowingCache, Memory, SlidingCache
 from headwise.nn.feed_forward import GELU, FeedForward, ReLU, SwiGLU
 from headwise.nn.multi_head import MultiHeadAttention
@@ -15,6 +16,7 @@ __all__ = [
     "ALiBi",
     "Additive",
     "Arrangement",
+    "Block",
     "Cache",
     "Cosine",
     "DynamicNTK",

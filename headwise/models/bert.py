@@ -1,0 +1,115 @@
+"""BERT: an encoder that fills in masked words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise import mask as masks
+from headwise.mask import Mask
+from headwise.models.config import Config
+from headwise.nn.block import Block
+from headwise.nn.feed_forward import GELU, FeedForward
+from headwise.nn.multi_head import MultiHeadAttention
+from headwise.nn.norms import LayerNorm, Norm
+from headwise.nn.residual import PostNorm
+
+
+@dataclass(frozen=True)
+class BertConfig(Config):
+    """Sequences of up to `context` tokens in up to `segments` parts; the defaults are BERT base."""
+
+    vocabulary: int = 30522
+    context: int = 512
+    segments: int = 2
+    d_model: int = 768
+    layers: int = 12
+    heads: int = 12
+    feed_forward: FeedForward = GELU(3072)
+    norm: Norm = LayerNorm(1e-12)
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+
+    def block(self) -> Block:
+        """One layer of this model."""
+        return Block(
+            self.d_model,
+            MultiHeadAttention(self.d_model, self.heads, dropout=self.attention_dropout),
+            self.feed_forward.build(self.d_model),
+            norm=self.norm,
+            arrangement=PostNorm(),
+            dropout=self.dropout,
+        )
+
+
+class Bert(nn.Module):
+    """tokens (B, N) -> logits (B, N, vocabulary) of the words that stood there.
+
+    >>> import torch
+    >>> from headwise.models import Bert, BertConfig
+    >>> model = Bert(BertConfig(vocabulary=100, d_model=32, layers=2, heads=4))
+    >>> model(torch.randint(100, (2, 10)), lengths=torch.tensor([10, 6])).shape
+    torch.Size([2, 10, 100])
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.d_model)
+        self.positions = nn.Embedding(config.context, config.d_model)
+        self.segments = nn.Embedding(config.segments, config.d_model)
+        self.norm = config.norm.build(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(config.block() for _ in range(config.layers))
+        # The words are read out by the embedding, after one more layer.
+        self.readout = nn.Linear(config.d_model, config.d_model)
+        self.readout_norm = config.norm.build(config.d_model)
+        self.readout_bias = nn.Parameter(torch.zeros(config.vocabulary))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """BERT's start: normal weights, biases zero."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        mask: Mask | None = None,
+    ) -> Tensor:
+        """Logits (B, N, vocabulary); `lengths` (B,) leaves padding out; `segments` (B, N)."""
+        x = self.features(tokens, lengths=lengths, segments=segments, mask=mask)
+        x = self.readout_norm(F.gelu(self.readout(x)))
+        return F.linear(x, self.embedding.weight, self.readout_bias)
+
+    def features(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        mask: Mask | None = None,
+    ) -> Tensor:
+        """What the blocks make of tokens (B, N): (B, N, d_model)."""
+        count, context = tokens.shape[1], self.config.context
+        if count > context:
+            raise ValueError(f"{count} tokens are more than the {context} this model was built for")
+        if lengths is not None:
+            known = masks.lengths(lengths)
+            mask = known if mask is None else known & mask
+        part = torch.zeros_like(tokens) if segments is None else segments
+        x = self.embedding(tokens) + self.positions.weight[:count] + self.segments(part)
+        x = self.dropout(self.norm(x))
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        out: Tensor = x
+        return out
