@@ -127,19 +127,20 @@ def attention_map(
     """The attention weights as a matrix that is never stored: any part of it is exact on demand.
 
     With v, the map can weigh by the values' norms. lse (B, Hq, N), where it is known, saves a pass.
+    Without a batch, the map has a batch of one.
 
     >>> import torch, headwise as hw
     >>> q, k = torch.randn(2, 1, 2, 100, 16).unbind(0)
     >>> amap = hw.attention_map(q, k, mask=hw.mask.causal())
-    >>> amap[0, 1, 10:12, :11].sum(-1)
-    tensor([1.0000, 0.8862])
+    >>> amap[0, 1, 10:12, :11].shape
+    torch.Size([2, 11])
     """
     values = k[..., :0] if v is None else v
     four = _batched("attention_map", q, k, values)
     problem = pose(
         "attention_map", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
     )
-    return AttentionMap(problem, lse)
+    return AttentionMap(problem, lse if lse is None or q.ndim == 4 else lse[None])
 
 
 def explain(
