@@ -79,10 +79,21 @@ class Problem:
             return None
         return self._sampled(self.mask.to_dense(self.place), -2)
 
+    def shift(self) -> int | Tensor:
+        """Query i of the whole sequence stands beside key i + shift."""
+        stated = None if self.mask is None else self.mask.alignment(self.place)
+        return self.place.offset if stated is None else stated
+
+    def diagonal(self) -> int | None:
+        """Row i of the call stands beside key i + diagonal of the call; None: not one number."""
+        shift = self.shift()
+        if self.rows is not None or not isinstance(shift, int):
+            return None
+        return self.place.first_query + shift - self.place.first_key
+
     def position(self) -> Tensor:
         """The key position beside which each query stands, (B|1, N) int32."""
-        stated = None if self.mask is None else self.mask.alignment(self.place)
-        shift = self.place.offset if stated is None else stated
+        shift = self.shift()
         rows = self._sampled(self.place.rows()[None], -1)
         return rows + (shift if isinstance(shift, int) else shift.reshape(-1, 1))
 

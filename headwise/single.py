@@ -9,7 +9,7 @@ from headwise.observation import STATISTICS
 from headwise.problem import Problem, Terms
 from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums
 
-ROWS = 2048  # rows at a time, so that gathered keys take little memory
+PART = 1 << 20  # elements of a part's queries, so that their keys take little memory
 
 _IN_LOOP = {
     "entropy": ENTROPY,
@@ -46,9 +46,11 @@ def complete(
             found["output_norm"] = torch.linalg.vector_norm(sums.out, dim=-1, dtype=wide)
         own = (terms.position - terms.first_key)[:, None]  # (B|1, 1, N): the key beside the query
         if "self_mass" in asked:
-            found["self_mass"] = weight_on(problem, terms, lse, own)
+            found["self_mass"] = weight_on(problem, terms, lse, own, problem.diagonal())
         if "previous_mass" in asked:
-            found["previous_mass"] = weight_on(problem, terms, lse, own - 1)
+            diagonal = problem.diagonal()
+            before = None if diagonal is None else diagonal - 1
+            found["previous_mass"] = weight_on(problem, terms, lse, own - 1, before)
         if "sink_mass" in asked:
             start = problem.start()
             first = own.new_full((1, 1, 1), start) if isinstance(start, int) else start
@@ -59,25 +61,40 @@ def complete(
     return {name: found[name] for name in STATISTICS if name in asked}
 
 
-def weight_on(problem: Problem, terms: Terms, lse: Tensor, column: Tensor) -> Tensor:
-    """The weight of each row on one key, (B, Hq, N); column (B|1, Hq|1, N|1), 0 where it is not visible."""
-    rows = problem.q.shape[2]
-    parts = []
-    for row in range(0, rows, ROWS):
-        part = slice(row, min(row + ROWS, rows))
+def weight_on(
+    problem: Problem, terms: Terms, lse: Tensor, column: Tensor, diagonal: int | None = None
+) -> Tensor:
+    """The weight of each row on one key, (B, Hq, N), 0 where it is not visible.
+
+    column (B|1, Hq|1, N|1) numbers the keys; `diagonal` says that row i's is i + diagonal.
+    """
+    batch, heads, rows, width = problem.q.shape
+    step = max(1, PART // max(1, batch * heads * width))
+    first, last = 0, rows
+    if diagonal is not None:  # rows whose key is there; the others have none
+        first, last = max(0, -diagonal), max(0, min(rows, problem.k.shape[2] - diagonal))
+    weights = torch.zeros_like(lse)
+    for row in range(first, last, step):
+        part = slice(row, min(row + step, last))
         at = column if column.shape[-1] == 1 else column[..., part]
-        parts.append(_part(problem, terms, lse[..., part], at.long(), part))
-    return torch.cat(parts, -1) if parts else torch.zeros_like(lse)
+        weights[..., part] = _part(problem, terms, lse[..., part], at.long(), part, diagonal)
+    return weights
 
 
-def _part(problem: Problem, terms: Terms, lse: Tensor, column: Tensor, rows: slice) -> Tensor:
+def _part(
+    problem: Problem, terms: Terms, lse: Tensor, column: Tensor, rows: slice, diagonal: int | None
+) -> Tensor:
     q, k = problem.q[:, :, rows].to(lse.dtype), problem.k
-    keys = k.shape[2]
+    keys, group = k.shape[2], q.shape[1] // k.shape[1]
     if keys == 0:
         return torch.zeros_like(lse)
     inside = (column >= 0) & (column < keys)
     column = column.clamp(0, keys - 1)
-    s = _raw(terms, q, _keys_at(k, column, q.shape[1]).to(lse.dtype))
+    if diagonal is None:
+        k = _keys_at(k, column, q.shape[1])  # (B, Hkv, G|1, N|1, D)
+    else:
+        k = k[:, :, None, rows.start + diagonal : rows.stop + diagonal]
+    s = _raw(terms, q.unflatten(1, (-1, group)), k.to(lse.dtype)).flatten(1, 2)
     if terms.softcap:
         s = terms.softcap * torch.tanh(s / terms.softcap)
     distance = terms.position[:, None, rows] - (column + terms.first_key)
@@ -100,20 +117,23 @@ def _part(problem: Problem, terms: Terms, lse: Tensor, column: Tensor, rows: sli
 
 
 def _raw(terms: Terms, q: Tensor, k: Tensor) -> Tensor:
-    """scale · score of each query with its one key, (B, Hq, N)."""
-    if terms.additive is None:
-        return terms.scale * (q * k).sum(-1)
-    return (torch.tanh(q + k) * terms.additive.to(q.dtype)[:, None]).sum(-1)
+    """scale · score of queries (B, Hkv, G, N, D) with one key each, (B, Hkv, G, N)."""
+    if terms.additive is not None:
+        weight = terms.additive.to(q.dtype).unflatten(0, (q.shape[1], -1))
+        return (torch.tanh(q + k) * weight[:, :, None]).sum(-1)
+    if k.shape[3] == 1:
+        return terms.scale * torch.matmul(q, k.transpose(-1, -2))[..., 0]
+    return (q * k).sum(-1).mul_(terms.scale)
 
 
 def _keys_at(k: Tensor, column: Tensor, heads: int) -> Tensor:
-    """k (B, Hkv, M, D) at one key a row, (B, Hq, N|1, D)."""
+    """k (B, Hkv, M, D) at one key a row, (B, Hkv, G|1, N|1, D)."""
     group = heads // k.shape[1]
     if column.shape[0] == column.shape[1] == 1:  # the same keys for every head
-        return k.index_select(2, column.flatten()).repeat_interleave(group, 1)
-    index = column.expand(k.shape[0], heads, -1)
-    grouped = index.unflatten(1, (k.shape[1], group)).flatten(2)  # (B, Hkv, G·N)
-    return k.gather(2, grouped[..., None].expand(-1, -1, -1, k.shape[3])).view(*index.shape, -1)
+        return k.index_select(2, column.flatten())[:, :, None]
+    index = column.expand(k.shape[0], heads, -1).unflatten(1, (k.shape[1], group))
+    found = k.gather(2, index.flatten(2)[..., None].expand(-1, -1, -1, k.shape[3]))
+    return found.unflatten(2, (group, -1))
 
 
 def _entry(table: Tensor, column: Tensor, rows: slice, shape: torch.Size) -> Tensor:
