@@ -82,7 +82,7 @@ def test_look_gives_programs_the_tokens_the_figures_and_the_map() -> None:
     assert weights.shape == (6, 6)
     torch.testing.assert_close(weights.sum(-1), torch.ones(6))
     previous = weights.diagonal(-1).sum() / 6  # the first row has no previous token
-    assert head["statistics"]["previous_mass_mean"] == pytest.approx(float(previous), abs=1e-6)
+    assert head["statistics"]["previous_mass_mean"] == pytest.approx(float(previous), abs=1e-4)
 
 
 def test_a_long_text_gives_programs_a_pooled_map_that_says_so() -> None:

@@ -29,10 +29,7 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 
 @pages
-def test_python_examples_run_in_order_and_print_what_they_show(
-    page: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the tests' setting, not a reader's
+def test_python_examples_run_in_order_and_print_what_they_show(page: Path) -> None:
     namespace: dict[str, object] = {}
     for line, body in blocks(page, "python"):
         if ">>>" not in body:

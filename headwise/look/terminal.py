@@ -121,8 +121,8 @@ def as_dictionary(sight: Sight, heads: Sequence[int]) -> dict[str, object]:
 def head_map(sight: Sight, head: int, size: int) -> Tensor:
     """A head's weights (size, size): all of them, or the largest of each cell in a longer text."""
     if size < len(sight.tokens):
-        return sight.maps.pool(size, how="max")[0, head]
-    return sight.maps[0, head, :, :]
+        return sight.maps.head(0, head).pool(size, how="max")[0, 0]
+    return sight.maps[0, head]
 
 
 def maps_side_by_side(sight: Sight, heads: Sequence[int], width: int) -> Table:

@@ -1,4 +1,4 @@
-"""What every test runs under: a safe CPU, few threads, repeatable generated problems."""
+"""What every test and every example runs under: a safe CPU, few threads, repeatable problems."""
 
 import importlib.util
 import os
@@ -39,7 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def repeatable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts from the same random numbers, and an example from a reader's settings."""
+    """Every test starts from the same random numbers.
+
+    The interpreter is for tests that name triton; the others choose engines as users do.
+    """
     torch.manual_seed(0)
-    if isinstance(request.node, pytest.DoctestItem):
+    if "triton" not in request.node.nodeid:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
