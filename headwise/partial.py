@@ -101,6 +101,11 @@ def merge(a: Partial, b: Partial) -> Partial:
     >>> torch.allclose(hw.merge(left, right).finish(), hw.attention(q, k, v))
     True
     """
+    if a.values.shape != b.values.shape:  # broadcasting would count some rows twice
+        raise ValueError(
+            f"hw.merge joins parts of the same queries; these have values of shape "
+            f"{tuple(a.values.shape)} and {tuple(b.values.shape)}"
+        )
     # The higher base serves both; that of a row which saw nothing says nothing.
     base = torch.maximum(
         a.base.masked_fill(a.total == 0, -torch.inf), b.base.masked_fill(b.total == 0, -torch.inf)
