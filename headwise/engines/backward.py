@@ -42,7 +42,7 @@ class Backward(Loop):
         self.row = row
         self.scale = terms.scale if terms.additive is None else 1.0
         self.grad_sinks = self._grad_sinks(sink_share, entropy)
-        self.grad_q = torch.empty_like(q)
+        self.grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.grad_k = torch.zeros_like(k, dtype=wide)
         self.grad_v = torch.zeros_like(v, dtype=wide)
         self.grad_additive = _zeros(terms.additive, wide)
@@ -74,7 +74,7 @@ class Backward(Loop):
                 grad_out = self.per_row(unit, rows, self.grad_out).to(self.blocks.wide)
                 for segment in self.schedule.segments(unit, rows):
                     grad_q += self.block(unit, rows, segment, q, grad_out)
-                self.put(unit, rows, self.grad_q, grad_q * self.scale)
+                self.put(unit, rows, self.blocks.grouped(self.grad_q), grad_q * self.scale)
 
     def block(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor, grad_out: Tensor
@@ -83,6 +83,7 @@ class Backward(Loop):
         columns = segment.columns
         k, v = self.k[:, columns], self.v[:, columns]
         s, slope = self.logits_and_slope(unit, rows, segment, q)
+        s = self.hide(unit, s, self.seen(unit, rows, segment))
         s.sub_(self.per_row(unit, rows, self.lse)[..., None])  # log₂ p
         p = torch.exp2(s, out=self.buffer(1, s.shape))
         grad_p = torch.bmm(grad_out, v.transpose(1, 2), out=self.buffer(2, s.shape))

@@ -25,6 +25,8 @@ class Forward(Loop):
         super().__init__(q, k, v, terms)
         self.wants = wants
         self.sums = room(q, v, wants)
+        group = self.blocks.grouped
+        self.places = Sums(*(group(x) if x.ndim > 1 else x for x in self.sums))  # to write into
         self.key_moments = KeyMoments(self.k)
         self.numbers = torch.arange(k.shape[2], device=k.device, dtype=self.blocks.wide)
 
@@ -39,11 +41,12 @@ class Forward(Loop):
 
     def finish(self, unit: Unit, rows: slice, seen: _Rows) -> None:
         """Divide, and write the rows' results."""
-        sums, part = self.sums, seen.finished()
+        sums, part = self.places, seen.finished()
         if self.terms.sinks is not None:
             part = replace(part, sinks=self.sinks(unit, part.total))
         weight = part.weight()
-        self.put(unit, rows, sums.out, part.values.mul_(weight[..., None]))
+        place = sums.out[unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
+        torch.mul(part.values.view(place.shape), weight.view(*place.shape[:-1], 1), out=place)
         self.put(unit, rows, sums.lse, part.lse())
         self.put(unit, rows, sums.max_logit, part.maximum)
         if self.wants & ENTROPY:
@@ -89,9 +92,11 @@ class _Rows:
         """Merge the block of these keys into the part."""
         loop, wants = self.loop, self.loop.wants
         s = loop.logits(self.unit, self.rows, segment, self.q)
-        clean = loop.clean and not segment.masked
+        seen = loop.seen(self.unit, self.rows, segment)
+        clean = loop.clean and seen is None
         if wants & MOMENTS:
-            self.count_moments(segment, s, clean)
+            self.count_moments(segment, s, seen)
+        loop.hide(self.unit, s, seen)
         maximum = s.amax(-1)
         shared = self.part is not None and bool((maximum <= self.limit).all())
         if not shared:
@@ -141,12 +146,19 @@ class _Rows:
             part.reach.add_((total * above).view_as(part.reach))
         return _in_nats(part)
 
-    def count_moments(self, segment: Segment, s: Tensor, clean: bool) -> None:
+    def count_moments(self, segment: Segment, s: Tensor, seen: Tensor | None) -> None:
         """Mean and variance of the logits: from the keys' own where that is possible."""
-        if not (clean and self.loop.terms.plain):
-            new = logit_moments(s)
-        elif segment.columns.start == segment.stretch.start:  # once for the whole stretch
-            new = self.loop.key_moments.of_rows(segment.stretch, self.q)
+        loop = self.loop
+        stretch, width = segment.stretch, self.q.shape[-1]
+        long = stretch.stop - stretch.start > 4 * width  # for fewer keys their moments cost more
+        if seen is not None or not long or not loop.terms.plain:
+            five, room = (loop.blocks.five(self.unit, x) for x in (s, loop.buffer(1, s.shape)))
+            if not loop.clean:  # a bias of -inf hides a key too
+                open_keys = five != -torch.inf
+                seen = open_keys if seen is None else seen & open_keys
+            new = logit_moments(five, seen, room)
+        elif segment.columns.start == stretch.start:  # once for the whole stretch
+            new = loop.key_moments.of_rows(stretch, self.q)
         else:
             return
         self.moments = new if self.moments is None else join_moments(self.moments, new)

@@ -57,18 +57,25 @@ class Loop:
         return q.mul_(LOG2_E) if self.terms.plain else q
 
     def logits(self, unit: Unit, rows: slice, segment: Segment, q: Tensor) -> Tensor:
-        """The block's logits, -inf where a row does not see a key, (heads, G·R, C)."""
+        """The block's logits before the mask, (heads, G·R, C)."""
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         return self.bend(unit, rows, segment, s)
 
     def bend(self, unit: Unit, rows: slice, segment: Segment, s: Tensor) -> Tensor:
-        if not self.terms.plain:
-            self.blocks.bend(unit, rows, segment.columns, s).mul_(LOG2_E)
-        if segment.masked:
-            seen = self.blocks.visible(unit, rows, segment.columns)
-            if seen is not None:  # added, not filled in: a filled broadcast mask is many times slower
-                self.blocks.five(unit, s).add_(torch.where(seen, self.nothing, self.hidden))
+        """Cap and bias, in place; plain logits are in their unit already."""
+        if self.terms.plain:
+            return s
+        return self.blocks.bend(unit, rows, segment.columns, s).mul_(LOG2_E)
+
+    def seen(self, unit: Unit, rows: slice, segment: Segment) -> Tensor | None:
+        """The mask of the block, broadcastable to (b, h, G, R, C); None: all rows see all of it."""
+        return self.blocks.visible(unit, rows, segment.columns) if segment.masked else None
+
+    def hide(self, unit: Unit, s: Tensor, seen: Tensor | None) -> Tensor:
+        """-inf where a row does not see a key: added, as filling a broadcast mask in is far slower."""
+        if seen is not None:
+            self.blocks.five(unit, s).add_(torch.where(seen, self.nothing, self.hidden))
         return s
 
     def per_row(self, unit: Unit, rows: slice, tensor: Tensor) -> Tensor:
@@ -77,8 +84,8 @@ class Loop:
         return five.flatten(0, 1).flatten(1, 2)
 
     def put(self, unit: Unit, rows: slice, target: Tensor, part: Tensor) -> None:
-        """Write (heads, G·R, ...) into a (B, Hq, N, ...) tensor."""
-        place = unit.of(self.blocks.grouped(target))[:, :, :, rows]
+        """Write (heads, G·R, ...) into a (B, Hkv, G, N, ...) tensor."""
+        place = target[unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
         place.copy_(part.view(place.shape))
 
 

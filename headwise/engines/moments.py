@@ -8,12 +8,23 @@ from torch import Tensor
 from headwise.partial import Moments
 from headwise.schedule import KEYS
 
-def logit_moments(s: Tensor) -> Moments:
-    """The moments of each row of a block over its visible logits; s (..., C), -inf where hidden."""
-    hidden = s == -torch.inf
-    count = s.shape[-1] - hidden.sum(-1).to(s.dtype)
-    mean = s.masked_fill(hidden, 0).sum(-1) / count.clamp_min(1)
-    return count, mean, (s - mean[..., None]).masked_fill_(hidden, 0).square_().sum(-1)
+def logit_moments(s: Tensor, seen: Tensor | None, room: Tensor) -> Moments:
+    """The moments of each row of a block (b, h, G, R, C) over its visible logits, (b·h, G·R) each.
+
+    `room` is as large as s, to work in. A hidden logit may be -inf, where `seen` is as large as s.
+    """
+    if seen is None:
+        count = s.new_full(s.shape[:-1], s.shape[-1])
+        mean = s.mean(-1)
+        spread = torch.sub(s, mean[..., None], out=room).square_().sum(-1)
+    else:
+        share = seen.to(s.dtype)
+        count = share.sum(-1).expand(s.shape[:-1])
+        s = s.masked_fill(~seen, 0) if seen.shape == s.shape else s
+        mean = torch.mul(s, share, out=room).sum(-1) / count.clamp_min(1)
+        spread = torch.sub(s, mean[..., None], out=room).mul_(share).square_().sum(-1)
+    flat = [x.flatten(2).flatten(0, 1) for x in (count, mean, spread)]
+    return flat[0], flat[1], flat[2]
 
 
 class KeyMoments:
