@@ -18,8 +18,9 @@ from headwise.nn.caches import Cache, GrowingCache
 from headwise.nn.feed_forward import FeedForward, SwiGLU
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import Norm, RMSNorm
-from headwise.nn.positions import Position, Rotary
+from headwise.nn.positions import Position
 from headwise.nn.projections import Projections, Separate
+from headwise.nn.rotary import Rotary
 from headwise.nn.scores import LearnedScore
 from headwise.score import Dot, Score
 

@@ -1,15 +1,20 @@
 """Layers made of attention: `MultiHeadAttention`, its parts, its caches and its rivals."""
 
 from headwise.nn.block import Block
-from headwise.nn.caches import Cache, FixedCache, GrowingCache, Memory, SlidingCache
+from headwise.nn.caches import Cache, GrowingCache, Memory
+from headwise.nn.call import Call
 from headwise.nn.feed_forward import GELU, FeedForward, ReLU, SwiGLU
+from headwise.nn.fixed_cache import FixedCache
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm, RMSNorm
-from headwise.nn.positions import ALiBi, Learned, Position, RelativeBuckets, Rotary, Sinusoidal
+from headwise.nn.positions import ALiBi, Learned, Position, RelativeBuckets, Sinusoidal
 from headwise.nn.projections import Projections, Separate, Shared, Unprojected
 from headwise.nn.residual import Arrangement, PostNorm, PreNorm, Residual
+from headwise.nn.rotary import Rotary
 from headwise.nn.scalings import DynamicNTK, Linear, Llama3, Scaling, YaRN
 from headwise.nn.scores import Additive, Cosine, General, LearnedScore
+from headwise.nn.sliding_cache import SlidingCache
+from headwise.nn.swap import TorchCall, restore_attention, swap_attention
 
 __all__ = [
     "GELU",
@@ -18,6 +23,7 @@ __all__ = [
     "Arrangement",
     "Block",
     "Cache",
+    "Call",
     "Cosine",
     "DynamicNTK",
     "FeedForward",
@@ -47,6 +53,9 @@ __all__ = [
     "Sinusoidal",
     "SlidingCache",
     "SwiGLU",
+    "TorchCall",
     "Unprojected",
     "YaRN",
+    "restore_attention",
+    "swap_attention",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,11 @@ from headwise.bias import Bias
 from headwise.map import AttentionMap
 from headwise.mask import Mask
 from headwise.nn.caches import Cache, Memory
+from headwise.nn.call import Call, numbers, placed
 from headwise.nn.dropping import DroppedHeads, gate_without
 from headwise.nn.norms import Norm
-from headwise.nn.positions import Position, PositionModule
+from headwise.nn.placement import PositionModule
+from headwise.nn.positions import Position
 from headwise.nn.projections import Projections, Separate, Shared
 from headwise.nn.scores import LEARNED, LearnedScore
 from headwise.nn.weights import translate
@@ -117,8 +119,16 @@ class MultiHeadAttention(nn.Module):
         speak of the whole sequence, what the `cache` holds included. `positions` (N,) or (B, N)
         number x where it does not simply go on.
         """
-        call = self._call(x, context, values, mask, bias, cache, positions)
-        return self._join(attention(call.q, call.k, call.v, **self._options(call)))
+        call = self.prepare(
+            x,
+            context,
+            values=values,
+            mask=mask,
+            bias=bias,
+            cache=cache,
+            positions=positions,
+        )
+        return self._join(attention(call.q, call.k, call.v, **call.options()))
 
     def observe(
         self,
@@ -141,9 +151,17 @@ class MultiHeadAttention(nn.Module):
         >>> seen.entropy.shape
         torch.Size([2, 8, 10])
         """
-        call = self._call(x, context, values, mask, bias, cache, positions)
+        call = self.prepare(
+            x,
+            context,
+            values=values,
+            mask=mask,
+            bias=bias,
+            cache=cache,
+            positions=positions,
+        )
         looked: dict[str, Any] = {"stats": stats, "rows": rows, "sink_keys": sink_keys}
-        out, seen = observe(call.q, call.k, call.v, **self._options(call), **looked)
+        out, seen = observe(call.q, call.k, call.v, **call.options(), **looked)
         return self._join(out), seen
 
     def attention_map(
@@ -160,10 +178,10 @@ class MultiHeadAttention(nn.Module):
         >>> import torch, headwise as hw
         >>> amap = hw.nn.MultiHeadAttention(64, 8).attention_map(torch.randn(2, 10, 64))
         >>> amap[0, 3, :2, :].sum(-1)
-        tensor([1.0000, 1.0000], grad_fn=<SumBackward1>)
+        tensor([1.0000, 1.0000])
         """
-        call = self._call(x, context, None, mask, bias, None, positions)
-        options = self._options(call)
+        call = self.prepare(x, context, mask=mask, bias=bias, positions=positions)
+        options = call.options()
         del options["dropout"], options["engine"]  # a map is of the weights before dropout
         return attention_map(call.q, call.k, call.v, **options)
 
@@ -180,7 +198,7 @@ class MultiHeadAttention(nn.Module):
         k = self._heads(projection(context), self.head_dim, self.key_norm)
         v = self._heads(self.value(context if values is None else values), self.value_dim)
         if self.position is not None and self.position.turns:
-            k = self.position.turn(k, self.position.waves(_numbers(k), k.shape[-2]))
+            k = self.position.turn(k, self.position.waves(numbers(k), k.shape[-2]))
         return Memory(k, v)
 
     def drop_heads(self, heads: Iterable[int]) -> DroppedHeads:
@@ -202,21 +220,30 @@ class MultiHeadAttention(nn.Module):
         self.head_gate = gate_without(before, heads, self.heads, self.out.weight)
         return DroppedHeads(self, before)
 
-    def _call(
+    def prepare(
         self,
         x: Tensor,
-        context: Tensor | Memory | None,
-        values: Tensor | None,
-        mask: Mask | None,
-        bias: Bias | None,
-        cache: Cache | None,
-        positions: Tensor | None,
+        context: Tensor | Memory | None = None,
+        *,
+        values: Tensor | None = None,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        cache: Cache | None = None,
+        positions: Tensor | None = None,
     ) -> Call:
-        """All that stands around the attention itself: projections, positions, the cache."""
+        """What a call hands to `hw.attention`: q, k, v as they are projected, placed and cached.
+
+        >>> import torch, headwise as hw
+        >>> attn, x = hw.nn.MultiHeadAttention(64, 8), torch.randn(2, 10, 64)
+        >>> call = attn.prepare(x)
+        >>> out = hw.attention(call.q, call.k, call.v, **call.options())
+        >>> torch.equal(attn.out(out.transpose(1, 2).flatten(2)), attn(x))
+        True
+        """
         check_call(self, x, context, cache, positions)
         at = positions
         if self.position is not None:
-            at = _numbers(x) + (0 if cache is None else cache.length) if at is None else at
+            at = numbers(x) + (0 if cache is None else cache.length) if at is None else at
             x = self.position.add(x, at)
         projected = self.query(x)
         q = self._heads(projected, self.head_dim, self.query_norm)
@@ -230,13 +257,24 @@ class MultiHeadAttention(nn.Module):
                 projected = self.query(source)
             k = self._heads(projected, self.head_dim, self.key_norm)
             v = self._heads(self.value(source if values is None else values), self.value_dim)
-        q, k, v = self._placed(q, k, v, at, context, cache)
+        q, k, v = placed(self.position, (q, k, v), at, context, cache)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
         if cache is not None:
             mask = cache.place(mask, q.shape[-2])
             bias = cache.place_bias(bias) if isinstance(bias, Tensor) else bias
-        return Call(q, k, v, mask, self._bias(bias))
+        return Call(
+            q,
+            k,
+            v,
+            score=self.score() if isinstance(self.score, nn.Module) else self.score,
+            mask=mask,
+            bias=self._bias(bias),
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=self.dropout if self.training else 0.0,
+            engine=self.engine,
+        )
 
     def _heads(self, x: Tensor, width: int, norm: nn.Module | None = None) -> Tensor:
         """(..., N, H·width) as (..., H, N, width). H is read from the tensor: it may be a shard."""
@@ -244,32 +282,6 @@ class MultiHeadAttention(nn.Module):
         if x.shape[-3] == 1 != self.kv_heads:  # heads that all see the whole input
             x = x.expand(*x.shape[:-3], self.heads, -1, -1)
         return x if norm is None else norm(x)
-
-    def _placed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        at: Tensor | None,
-        context: Tensor | Memory | None,
-        cache: Cache | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys turned to their positions, and what the cache held before them."""
-        position = self.position
-        if position is None or not position.turns:
-            return (q, k, v) if cache is None else (q, *cache.append(k, v))
-        assert at is not None
-        length = at.max() + 1 if position.turns_late else None
-        waves = position.waves(at, length)
-        q = position.turn(q, waves)
-        if cache is not None and position.turns_late:
-            k, v = cache.append(k, v)
-            return q, position.turn(k, position.waves(_numbers(k) + cache.first, length)), v
-        if context is None:
-            k = position.turn(k, waves)
-        elif isinstance(context, Tensor):
-            k = position.turn(k, position.waves(_numbers(k), length))
-        return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
     def _bias(self, bias: Bias | None) -> Bias | None:
         own = None if self.position is None else self.position.bias()
@@ -279,17 +291,6 @@ class MultiHeadAttention(nn.Module):
                 "and build the module without position="
             )
         return bias if own is None else own
-
-    def _options(self, call: Call) -> dict[str, Any]:
-        return {
-            "score": self.score() if isinstance(self.score, nn.Module) else self.score,
-            "mask": call.mask,
-            "bias": call.bias,
-            "softcap": self.softcap,
-            "sinks": self.sinks,
-            "dropout": self.dropout if self.training else 0.0,
-            "engine": self.engine,
-        }
 
     def _join(self, out: Tensor) -> Tensor:
         """The heads' outputs (..., Hq, N, Dv) side by side, through the last projection."""
@@ -305,18 +306,3 @@ class MultiHeadAttention(nn.Module):
         if self.mask is not None:
             said.append(f"mask={self.mask}")
         return ", ".join(said)
-
-
-class Call(NamedTuple):
-    """What a call hands to `hw.attention`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Mask | None
-    bias: Bias | None
-
-
-def _numbers(x: Tensor) -> Tensor:
-    """0, 1, ... for the positions of x (..., N, width)."""
-    return torch.arange(x.shape[-2], device=x.device)

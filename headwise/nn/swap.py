@@ -1,0 +1,204 @@
+"""Every `torch.nn.MultiheadAttention` of a model made one of ours, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from headwise import mask as masks
+from headwise.mask import Mask, Place
+from headwise.nn.call import Call
+from headwise.nn.multi_head import MultiHeadAttention
+from headwise.nn.projections import Separate
+from headwise.nn.widths import Widths
+
+
+def swap_attention(model: nn.Module) -> nn.Module:
+    """Replace every nn.MultiheadAttention in the model by ours, in place; the model is returned.
+
+    Weights are copied, calls stay as they were (`TorchCall` takes their arguments and masks), and
+    adapters and hooks on the projections start to work. Make the optimiser afterwards.
+
+    >>> import torch, headwise as hw
+    >>> model = torch.nn.TransformerEncoderLayer(64, 8, batch_first=True).eval()
+    >>> x = torch.randn(2, 5, 64)
+    >>> before = model(x)
+    >>> torch.allclose(hw.nn.swap_attention(model)(x), before, atol=1e-6)
+    True
+    >>> type(hw.nn.restore_attention(model).self_attn).__name__
+    'MultiheadAttention'
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and not hasattr(module, "nested_before"):
+            # Its fast path would hand nested tensors to layers it takes for its own.
+            module.__dict__["nested_before"] = module.use_nested_tensor
+            module.use_nested_tensor = False
+    return _replaced(model, nn.MultiheadAttention, TorchCall.of)
+
+
+def restore_attention(model: nn.Module) -> nn.Module:
+    """Undo `swap_attention`: nn.MultiheadAttention with the weights as they are now, in place."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and hasattr(module, "nested_before"):
+            module.use_nested_tensor = module.__dict__.pop("nested_before")
+    return _replaced(model, TorchCall, TorchCall.back)
+
+
+class TorchCall(nn.Module):
+    """Our attention behind nn.MultiheadAttention's call: its arguments, masks and results."""
+
+    # What PyTorch's encoder layers ask for; without a packed bias they leave their fast path alone.
+    in_proj_bias: None = None
+    in_proj_weight: None = None
+    _qkv_same_embed_dim = False
+
+    def __init__(self, attention: MultiHeadAttention, batch_first: bool) -> None:
+        super().__init__()
+        self.attention, self.batch_first = attention, batch_first
+        self.embed_dim, self.num_heads = attention.d_model, attention.heads
+
+    @classmethod
+    def of(cls, theirs: nn.MultiheadAttention, name: str = "") -> TorchCall:
+        """Ours with the weights, dropout, mode, dtype and device of one of theirs."""
+        if theirs.bias_k is not None or theirs.add_zero_attn:
+            option = "add_zero_attn" if theirs.bias_k is None else "add_bias_kv"
+            raise ValueError(
+                f"{name or 'this attention'} uses {option}, which has no equal in headwise"
+            )
+        weight = theirs.out_proj.weight
+        with torch.device("meta"):
+            ours = MultiHeadAttention(
+                theirs.embed_dim,
+                theirs.num_heads,
+                context_dim=(theirs.kdim, theirs.vdim),
+                bias=theirs.in_proj_bias is not None,
+                dropout=theirs.dropout,
+            )
+        ours = ours.to(weight.dtype).to_empty(device=weight.device)
+        ours.load_state_dict(theirs.state_dict())
+        ours.requires_grad_(weight.requires_grad)
+        return cls(ours, theirs.batch_first).train(theirs.training)
+
+    def back(self, name: str = "") -> nn.MultiheadAttention:
+        """One of theirs with our weights; ValueError where it could not compute the same."""
+        ours = self.attention
+        plain = MultiHeadAttention(ours.d_model, ours.heads, context_dim=ours.widths.context)
+        extra = set(dict(ours.named_modules())) - set(dict(plain.named_modules()))
+        wanted = Widths.of(ours.d_model, ours.heads, context_dim=ours.widths.context)
+        if extra or ours.widths != wanted or not isinstance(ours.projections, Separate):
+            raise ValueError(
+                f"{name or 'this attention'} was changed into what torch has no equal for"
+            )
+        weight, (keys, values) = ours.out.weight, ours.widths.context
+        theirs = nn.MultiheadAttention(
+            ours.d_model,
+            ours.heads,
+            dropout=ours.dropout,
+            bias=ours.out.bias is not None,
+            kdim=keys,
+            vdim=values,
+            batch_first=self.batch_first,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        theirs.load_state_dict(_packed(ours, theirs.in_proj_weight is not None))
+        theirs.requires_grad_(weight.requires_grad)
+        return theirs.train(self.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """nn.MultiheadAttention's call; in its masks True means hidden."""
+        batch_second = query.ndim == 3 and not self.batch_first
+        if batch_second:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal=True is a hint about attn_mask, and there is none")
+        mask, bias = _read_masks(attn_mask, key_padding_mask, is_causal, self.num_heads)
+        same = key is query and value is query
+        context, values = None if same else key, None if value is key else value
+        out = self.attention(query, context, values=values, mask=mask, bias=bias)
+        weights = None
+        if need_weights:
+            weights = _weights(self.attention.prepare(query, context, mask=mask, bias=bias))
+            weights = weights.mean(-3) if average_attn_weights else weights
+        return out.transpose(0, 1) if batch_second else out, weights
+
+
+def _weights(call: Call) -> Tensor:
+    """The weights (..., H, N, M) before dropout: all at once, and with gradients, as theirs."""
+    s = call.q @ call.k.mT * call.q.shape[-1] ** -0.5
+    seen = torch.ones_like(s, dtype=torch.bool)
+    if isinstance(call.bias, Tensor):
+        s, seen = s + call.bias, seen & (call.bias != -torch.inf)
+    if call.mask is not None:
+        batch, offset = s.shape[0] if s.ndim == 4 else 1, s.shape[-1] - s.shape[-2]
+        heads, queries, keys = s.shape[-3:]
+        place = Place(batch, heads, queries, keys, offset=offset, device=s.device)
+        dense = call.mask.to_dense(place)
+        seen = seen & (dense if s.ndim == 4 else dense[0])
+    p: Tensor = s.masked_fill(~seen, torch.finfo(s.dtype).min).softmax(-1) * seen
+    return p
+
+
+def _replaced(model: nn.Module, kind: type[nn.Module], make: Callable[..., nn.Module]) -> nn.Module:
+    """The model with each module of a kind made anew; one that is used twice stays one."""
+    made: dict[int, nn.Module] = {}
+    places = [
+        (parent, f"{path}.{name}" if path else name, name, child)
+        for path, parent in model.named_modules()
+        for name, child in parent.named_children()
+        if isinstance(child, kind)
+    ]
+    for parent, path, name, child in places:
+        if id(child) not in made:
+            made[id(child)] = make(child, path)
+        setattr(parent, name, made[id(child)])
+    return make(model) if isinstance(model, kind) else model
+
+
+def _packed(ours: MultiHeadAttention, together: bool) -> dict[str, Tensor]:
+    """Our weights under nn.MultiheadAttention's names."""
+    state = ours.state_dict()
+    packed = {key.replace("out.", "out_proj."): x for key, x in state.items() if key[:4] == "out."}
+    made = ("query", "key", "value")
+    if together:
+        packed["in_proj_weight"] = torch.cat([state[f"{name}.weight"] for name in made])
+    else:
+        packed |= {f"{name[0]}_proj_weight": state[f"{name}.weight"] for name in made}
+    if "query.bias" in state:
+        packed["in_proj_bias"] = torch.cat([state[f"{name}.bias"] for name in made])
+    return packed
+
+
+def _read_masks(
+    attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, heads: int
+) -> tuple[Mask | None, Tensor | None]:
+    """(N, M) or (B·H, N, M), and (B, M), True = hidden or added to the logits, as mask and bias."""
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    if is_causal:
+        mask, attn_mask = masks.causal(offset=0), None
+    if attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unflatten(0, (-1, heads))
+    if padding is not None:
+        padding = padding[:, None, None] if padding.ndim == 2 else padding
+    for given in (attn_mask, padding):
+        if given is None:
+            continue
+        if given.dtype == torch.bool:
+            seen = masks.dense(~given)
+            mask = seen if mask is None else mask & seen
+        else:
+            bias = given if bias is None else bias + given
+    return mask, bias
