@@ -71,7 +71,7 @@ def observe(
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
 ) -> tuple[Tensor, Observation]:
-    """What `attention` returns, and what each head did: entropy, largest logit, sinks, distance, ...
+    """What `attention` returns, and what each head did: entropy, largest logit, distance, ...
 
     `stats` names some of the statistics; `rows=256` looks at a sample of the query rows only, which
     `seen.rows` names. `lse` and `entropy` have gradients.
@@ -95,7 +95,9 @@ def observe(
         out = choose(problem, engine).attend(problem)
         _, values = _observe(without_dropout(problem.at(sampled)), engine, names, sink_keys)
     sees = values["max_logit"] != -torch.inf
-    chosen = {name: value if q.ndim == 4 else value[0] for name, value in values.items() if name in names}
+    chosen = {
+        name: value if q.ndim == 4 else value[0] for name, value in values.items() if name in names
+    }
     return out if q.ndim == 4 else out[0], Observation(chosen, sees, sampled)
 
 
@@ -191,8 +193,8 @@ def partial(
 ) -> Partial:
     """Attention of these queries over these keys, placed in the whole sequence, ready to `merge`.
 
-    Masks, biases and dropout speak of the whole sequence: query row r is query first_query + r, key
-    c is key first_key + c, and `causal()` without an offset means that equal numbers stand together.
+    Masks, biases and dropout speak of the whole sequence: row r is query first_query + r, column c
+    is key first_key + c, and `causal()` without an offset lets equal numbers stand together.
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind(0)

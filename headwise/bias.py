@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ALiBi:
-    """-slope · |i - j|. Give the number of heads for the usual slopes, or slopes (Hq,), learnable too.
+    """-slope · |i - j|. From the number of heads, or from slopes (Hq,), learnable too.
 
     >>> ALiBi(4).slopes
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
@@ -38,10 +38,8 @@ class RelativeBuckets:
     max_distance: int = 128
 
     def by_distance(self) -> Tensor:
-        """The bias for every distance i - j from -max_distance to max_distance, (Hq, 2·max_distance + 1)."""
-        distance = torch.arange(
-            -self.max_distance, self.max_distance + 1, device=self.table.device
-        )
+        """The bias for distances i - j from -max_distance to max_distance, (Hq, 2R + 1)."""
+        distance = torch.arange(-self.max_distance, self.max_distance + 1, device=self.table.device)
         return self.table[self.bucket(distance)].transpose(0, 1)
 
     def bucket(self, distance: Tensor) -> Tensor:
@@ -56,7 +54,9 @@ class RelativeBuckets:
             distance = distance.clamp_min(0)
         exact = buckets // 2
         # float32, as the published models were trained: the bucket edges depend on it
-        ratio = torch.log(distance.clamp_min(1).float() / exact) / math.log(self.max_distance / exact)
+        ratio = torch.log(distance.clamp_min(1).float() / exact) / math.log(
+            self.max_distance / exact
+        )
         wide = (exact + (ratio * (buckets - exact)).long()).clamp_max(buckets - 1)
         return offset + torch.where(distance < exact, distance, wide)
 

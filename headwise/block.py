@@ -46,7 +46,9 @@ class Blocks:
         self.heads, self.group = k.shape[1], q.shape[1] // k.shape[1]
         self.q, self.k, self.terms = self.grouped(q), k, terms
         per_head = self.grouped
-        self.intervals = None if terms.intervals is None else self._grouped_intervals(terms.intervals)
+        self.intervals = (
+            None if terms.intervals is None else self._grouped_intervals(terms.intervals)
+        )
         self.dense = None if terms.dense is None else per_head(terms.dense)
         self.bias = None if terms.bias is None else per_head(terms.bias)
         self.position = terms.position[:, None, None, :]  # (B|1, 1, 1, N)
@@ -59,14 +61,16 @@ class Blocks:
         """(B|1, Hq|1, ...) as (B|1, Hkv|1, G|1, ...)."""
         if tensor.shape[1] == 1 and self.heads * self.group > 1:
             return tensor[:, :, None]
-        return tensor.unflatten(1, (self.heads, self.group))
+        grouped: Tensor = tensor.unflatten(1, (self.heads, self.group))
+        return grouped
 
     def _grouped_intervals(self, intervals: Tensor) -> Tensor:
         """(P, 2, B|1, Hq|1, N) as (2P, B|1, Hkv|1, G|1, N)."""
         flat = intervals.flatten(0, 1)
         if flat.shape[2] == 1:
             return flat[:, :, :, None]
-        return flat.unflatten(2, (self.heads, self.group))
+        grouped: Tensor = flat.unflatten(2, (self.heads, self.group))
+        return grouped
 
     def _heads_only(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.unflatten(0, (self.heads, self.group))[None]
@@ -167,7 +171,7 @@ class Blocks:
     def raw_backward(
         self, unit: Unit, q: Tensor, k: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients for q (of `queries`, so the scale still to come), k and the additive weight's rows."""
+        """Gradients for q (the scale still to come), k and the additive weight of each row."""
         if self.additive is None:
             return torch.bmm(grad, k), torch.bmm(grad.transpose(1, 2), q), None
         weight = self._row_weights(unit, q)
@@ -175,7 +179,9 @@ class Blocks:
         for part in _row_parts(q, k):
             pairs = (q[:, part, None, :] + k[:, None, :, :]).tanh_()
             grad_w[:, part] = torch.einsum("hrc,hrcd->hrd", grad[:, part], pairs)
-            slope = pairs.square_().neg_().add_(1).mul_(grad[:, part, :, None])  # (heads, rows, C, D)
+            slope = (
+                pairs.square_().neg_().add_(1).mul_(grad[:, part, :, None])
+            )  # (heads, rows, C, D)
             grad_q[:, part] = slope.sum(2) * weight[:, part]
             grad_k += torch.einsum("hrcd,hrd->hcd", slope, weight[:, part])
         return grad_q, grad_k, grad_w

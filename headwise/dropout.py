@@ -18,7 +18,7 @@ _GOLDEN = 0x9E3779B9
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """A rate and, where two calls must drop the same weights, a seed (an int or an int64 tensor)."""
+    """A rate and, where two calls must drop the same weights, a seed (an int or a tensor)."""
 
     rate: float
     seed: int | Tensor | None = None

@@ -97,11 +97,14 @@ class Mask:
         return Either(self, other)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Causal(Mask):
     """Query i sees keys j <= i + offset."""
 
     offset: PerBatch | None = None
+
+    def __repr__(self) -> str:
+        return f"causal({_said(offset=self.offset)})"
 
     def check(self, place: Place) -> None:
         _check_per_batch("causal(offset=...)", self.offset, place)
@@ -128,13 +131,18 @@ class Causal(Mask):
         return _alignment(self.offset, place)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Window(Mask):
     """Query i sees keys i + offset - left <= j <= i + offset + right."""
 
     left: int
     right: int = 0
     offset: PerBatch | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"window({self.left}{_said(right=self.right or None, offset=self.offset, more=True)})"
+        )
 
     def check(self, place: Place) -> None:
         _check_per_batch("window(..., offset=...)", self.offset, place)
@@ -147,7 +155,10 @@ class Window(Mask):
         shift = self.alignment(place)
         if not isinstance(shift, int):
             return False
-        first_row, last_row = place.first_query + shift, place.first_query + place.queries - 1 + shift
+        first_row, last_row = (
+            place.first_query + shift,
+            place.first_query + place.queries - 1 + shift,
+        )
         past = place.first_key + place.keys
         return last_row - self.left <= place.first_key and first_row + self.right + 1 >= past
 
@@ -155,12 +166,15 @@ class Window(Mask):
         return _alignment(self.offset, place)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Lengths(Mask):
     """Every row sees keys j < n: padding on the right, or a prefix."""
 
     n: PerBatch
     word: str = "lengths"
+
+    def __repr__(self) -> str:
+        return f"{self.word}({_short(self.n)})"
 
     def check(self, place: Place) -> None:
         _check_per_batch(f"{self.word}(n)", self.n, place)
@@ -178,12 +192,15 @@ class Lengths(Mask):
         return True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Between(Mask):
     """Row i sees keys first[..., i] <= j < last[..., i]."""
 
     first: Tensor
     last: Tensor
+
+    def __repr__(self) -> str:
+        return f"between({_short(self.first)}, {_short(self.last)})"
 
     def check(self, place: Place) -> None:
         for name, bound in (("first", self.first), ("last", self.last)):
@@ -206,7 +223,8 @@ class Between(Mask):
         first, last = torch.broadcast_tensors(first, last)
         unseen = torch.iinfo(torch.int32).max
         start = first.masked_fill(first >= last, unseen).amin(-1, keepdim=True)
-        return start.masked_fill(start == unseen, 0)
+        found: Tensor = start.masked_fill(start == unseen, 0)
+        return found
 
     @staticmethod
     def _rows(bound: Tensor, place: Place) -> Tensor:
@@ -216,11 +234,14 @@ class Between(Mask):
         return bound
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
     """A query sees the keys of its own document; the queries are the last N positions."""
 
     ids: Tensor
+
+    def __repr__(self) -> str:
+        return f"documents({_short(self.ids)})"
 
     def check(self, place: Place) -> None:
         shape, keys = tuple(self.ids.shape), place.first_key + place.keys
@@ -254,12 +275,15 @@ class Documents(Mask):
         return starts.cummax(-1).values, ends.flip(-1).cummin(-1).values.flip(-1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     """Any boolean tensor, True where the query may see the key; broadcast to (B, Hq, N, M)."""
 
     seen: Tensor
     pieces: int = field(default=0, init=False)
+
+    def __repr__(self) -> str:
+        return f"dense({_short(self.seen)})"
 
     def check(self, place: Place) -> None:
         check_placed("mask", self.seen, place)
@@ -268,7 +292,7 @@ class Dense(Mask):
         return placed(self.seen.to(place.device), place)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Both(Mask):
     """Keys that both masks show."""
 
@@ -278,6 +302,9 @@ class Both(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", _counted(self.a.pieces * self.b.pieces, "&"))
+
+    def __repr__(self) -> str:
+        return f"({self.a!r} & {self.b!r})"
 
     def check(self, place: Place) -> None:
         self.a.check(place)
@@ -307,7 +334,7 @@ class Both(Mask):
         return self.a.to_dense(place) & self.b.to_dense(place)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Either(Mask):
     """Keys that at least one mask shows, none counted twice."""
 
@@ -319,6 +346,9 @@ class Either(Mask):
         dense = self.a.pieces == 0 or self.b.pieces == 0
         count = 0 if dense else _counted(self.a.pieces + self.b.pieces, "|")
         object.__setattr__(self, "pieces", count)
+
+    def __repr__(self) -> str:
+        return f"({self.a!r} | {self.b!r})"
 
     def check(self, place: Place) -> None:
         self.a.check(place)
@@ -407,7 +437,7 @@ def dense(seen: Tensor) -> Mask:
 
 
 def placed(tensor: Tensor, place: Place) -> Tensor:
-    """The part of a whole-sequence (B, Hq, N, M) tensor that belongs to this call, four-dimensional."""
+    """The part of a whole-sequence (B, Hq, N, M) tensor that belongs to this call."""
     tensor = _four(tensor)
     if tensor.shape[-2] > 1:
         tensor = tensor[..., place.first_query : place.first_query + place.queries, :]
@@ -429,7 +459,9 @@ def check_placed(name: str, tensor: Tensor, place: Place) -> None:
 
 def _fits(shape: Sequence[int], wanted: Sequence[int], exact: bool) -> bool:
     """Whether shape broadcasts to wanted; if not exact, the sequence axes may be longer."""
-    for have, want, axis in zip(reversed(shape), reversed(wanted), range(len(wanted)), strict=False):
+    for have, want, axis in zip(
+        reversed(shape), reversed(wanted), range(len(wanted)), strict=False
+    ):
         longer = not exact and axis < len(wanted) - 2 and have >= want
         if have not in (1, want) and not longer:
             return False
@@ -480,6 +512,17 @@ def _check_per_batch(call: str, values: PerBatch | None, place: Place) -> None:
             f"hw.mask.{call} has shape {shape}; an int or one number for each of the "
             f"{place.batch} batch entries would work"
         )
+
+
+def _short(value: object) -> str:
+    """A value in an error message: a tensor by its shape."""
+    return f"tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _said(*, more: bool = False, **options: object) -> str:
+    """The keywords that were given, after others where `more`."""
+    said = [f"{name}={_short(value)}" for name, value in options.items() if value is not None]
+    return ", ".join(["", *said] if more and said else said)
 
 
 def _first_stated(a: int | Tensor | None, b: int | Tensor | None) -> int | Tensor | None:

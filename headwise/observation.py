@@ -1,4 +1,4 @@
-"""What a call's heads did: the statistics, their definitions, and their reduction to a figure a head."""
+"""What a call's heads did: the statistics, and their reduction to a figure a head."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Observation:
         return self.rows is not None
 
     def heads(self, padding: Tensor | None = None) -> dict[str, Tensor]:
-        """A figure a head, (Hq,): the mean over batch and rows that see a key, and max or min as named.
+        """A figure a head, (Hq,): the mean over rows that see a key, and max or min as named.
 
         `padding` (B, N) bool is True for rows to leave out. A maximum over sampled rows is only a
         lower bound of the true one, and is named so.
@@ -130,7 +130,9 @@ def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -
         return None
     if isinstance(rows, Tensor):
         if rows.ndim != 1:
-            raise ValueError(f"rows has shape {tuple(rows.shape)}; a number, or a vector of rows, would work")
+            raise ValueError(
+                f"rows has shape {tuple(rows.shape)}; a number, or a vector of rows, would work"
+            )
         return rows.to(device, torch.int64)
     if rows < 1:
         raise ValueError(f"rows={rows}; at least one row must be looked at")

@@ -38,7 +38,7 @@ class Partial:
 
     @staticmethod
     def from_sums(sums: Sums, sinks: Tensor | None, dtype: torch.dtype) -> Partial:
-        """A finished pass over some keys, taken apart again; gradients flow through out, lse, entropy."""
+        """A finished pass, taken apart again; gradients flow through out, lse and entropy."""
         unseen = sums.lse == -torch.inf
         maximum = sums.max_logit.detach()
         base = maximum.masked_fill(unseen, 0)
@@ -121,7 +121,9 @@ def merge(a: Partial, b: Partial) -> Partial:
         total,
         values,
         _shifted(a, scale_a, base) + _shifted(b, scale_b, base) if a.shifted is not None else None,
-        a.reach * scale_a + b.reach * scale_b if a.reach is not None and b.reach is not None else None,
+        a.reach * scale_a + b.reach * scale_b
+        if a.reach is not None and b.reach is not None
+        else None,
         count,
         mean,
         spread,

@@ -39,10 +39,14 @@ def choose(problem: Problem, engine: str = "auto", observed: bool = False) -> Mo
             if refusal(name, problem, observed) is None:
                 return _module(name)
     if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is unknown; there are 'auto', {', '.join(map(repr, ENGINES))}")
+        raise ValueError(
+            f"engine={engine!r} is unknown; there are 'auto', {', '.join(map(repr, ENGINES))}"
+        )
     reason = refusal(engine, problem, observed)
     if reason is not None:
-        raise ValueError(f"engine={engine!r} can't serve this call: {reason}. engine='auto' picks one that can")
+        raise ValueError(
+            f"engine={engine!r} can't serve this call: {reason}. engine='auto' picks one that can"
+        )
     return _module(engine)
 
 

@@ -42,7 +42,7 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A checked call: q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv) and what bends the logits."""
+    """A checked call: q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv) and the rest."""
 
     q: Tensor
     k: Tensor
@@ -63,7 +63,7 @@ class Problem:
         return replace(self, q=self.q.index_select(2, rows), rows=rows)
 
     def intervals(self) -> Tensor | None:
-        """The mask as (P, 2, B|1, Hq|1, N) bounds among this call's keys; None: dense or no mask."""
+        """The mask as (P, 2, B|1, Hq|1, N) bounds among the call's keys; None: dense or none."""
         if self.mask is None or self.mask.pieces == 0:
             return None
         place = self.place
@@ -118,7 +118,7 @@ class Problem:
         )
 
     def start(self) -> int | Tensor:
-        """The key, among the call's, at which each row's sequence begins: an int or (B|1, Hq|1, N|1)."""
+        """The call's key at which each row's sequence begins: an int or (B|1, Hq|1, N|1)."""
         start = 0 if self.mask is None else self.mask.start(self.place)
         start = start - self.place.first_key
         return start if isinstance(start, int) else self._sampled(start, -1)
@@ -150,9 +150,11 @@ def pose(
     first_key: int = 0,
     offset: int | None = None,
 ) -> Problem:
-    """Check a call on four-dimensional tensors and make it a `Problem`; ValueError restates the call."""
+    """Check a call and make it a `Problem`; a ValueError restates the call."""
     try:
-        return _pose(q, k, v, score, mask, bias, softcap, sinks, dropout, first_query, first_key, offset)
+        return _pose(
+            q, k, v, score, mask, bias, softcap, sinks, dropout, first_query, first_key, offset
+        )
     except ValueError as error:
         raise ValueError(f"{error}\n  in {restate(call, q, k, v, mask=mask, bias=bias)}") from None
 
@@ -199,7 +201,9 @@ def _pose(
             mask, place = None, place if stated is None else replace(place, offset=stated)
     _check_bias(bias, place)
     if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; one for each query head, ({heads},), would fit")
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}; one for each query head, ({heads},), would fit"
+        )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
     rate, seed = _dropout(dropout, q.device)
@@ -248,7 +252,9 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (q.dtype == k.dtype == v.dtype):
-        raise ValueError(f"q, k and v have different dtypes: {q.dtype}, {k.dtype}, {v.dtype}; make them one")
+        raise ValueError(
+            f"q, k and v have different dtypes: {q.dtype}, {k.dtype}, {v.dtype}; make them one"
+        )
     if q.dtype not in DTYPES:
         raise ValueError(f"{q.dtype} is not supported; float64, float32, bfloat16 and float16 are")
     if not (q.device == k.device == v.device):
@@ -272,7 +278,9 @@ def _check_bias(bias: object, place: Place) -> None:
         return
     if isinstance(bias, ALiBi):
         if tuple(bias.slopes.shape) != (place.heads,):
-            raise ValueError(f"hw.ALiBi has slopes {tuple(bias.slopes.shape)}; ({place.heads},) would fit")
+            raise ValueError(
+                f"hw.ALiBi has slopes {tuple(bias.slopes.shape)}; ({place.heads},) would fit"
+            )
     elif isinstance(bias, RelativeBuckets):
         if bias.table.ndim != 2 or bias.table.shape[1] != place.heads:
             raise ValueError(
@@ -281,7 +289,9 @@ def _check_bias(bias: object, place: Place) -> None:
             )
     elif isinstance(bias, Tensor):
         if not bias.dtype.is_floating_point:
-            raise ValueError(f"bias has dtype {bias.dtype}; a boolean tensor belongs in mask=hw.mask.dense(...)")
+            raise ValueError(
+                f"bias has dtype {bias.dtype}; a boolean tensor belongs in mask=hw.mask.dense(...)"
+            )
         check_placed("bias", bias, place)
     else:
         raise ValueError(f"bias={bias!r} is not a tensor, hw.ALiBi or hw.RelativeBuckets")

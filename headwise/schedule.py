@@ -20,7 +20,7 @@ WINDOW_ROWS = 128  # fewer rows where the visible stretch is short, so less of i
 
 @dataclass(frozen=True)
 class Segment:
-    """Some keys of a block: a part of a stretch of keys that its rows see, all of them or not all."""
+    """Some keys of a block: part of a stretch of keys that its rows see, all or not all."""
 
     columns: slice
     stretch: slice
@@ -51,7 +51,7 @@ class Schedule:
         self.bounds = None if intervals is None else _Bounds(intervals, self.rows, shape.group)
 
     def units(self) -> Iterator[Unit]:
-        """Units of heads whose blocks fit the budget, batch entries together where heads are few."""
+        """Units of heads whose blocks fit the budget, batch entries together where few."""
         shape = self.shape
         fit = max(1, BLOCK // (self.rows * shape.group * self.keys))
         heads = min(shape.heads, fit)

@@ -50,7 +50,7 @@ class Scored:
 
 
 def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
-    """Turn any score into one of the two that engines compute. q (B, Hq, N, Dq), k (B, Hkv, M, Dk)."""
+    """Turn any score into one that engines compute. q (B, Hq, N, Dq), k (B, Hkv, M, Dk)."""
     heads, width = q.shape[1], q.shape[-1]
     if isinstance(score, General):
         weight = score.weight
@@ -62,7 +62,9 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
             )
         return Scored(q @ weight.to(q.dtype), k)
     if width != k.shape[-1]:
-        raise ValueError(f"queries are {width} wide and keys {k.shape[-1]}; hw.General(weight) joins them")
+        raise ValueError(
+            f"queries are {width} wide and keys {k.shape[-1]}; hw.General(weight) joins them"
+        )
     if isinstance(score, Dot):
         return Scored(q, k, width**-0.5 if score.scale is None else float(score.scale))
     if isinstance(score, Additive):

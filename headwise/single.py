@@ -120,7 +120,8 @@ def _raw(terms: Terms, q: Tensor, k: Tensor) -> Tensor:
     """scale · score of queries (B, Hkv, G, N, D) with one key each, (B, Hkv, G, N)."""
     if terms.additive is not None:
         weight = terms.additive.to(q.dtype).unflatten(0, (q.shape[1], -1))
-        return (torch.tanh(q + k) * weight[:, :, None]).sum(-1)
+        s: Tensor = (torch.tanh(q + k) * weight[:, :, None]).sum(-1)
+        return s
     if k.shape[3] == 1:
         return terms.scale * torch.matmul(q, k.transpose(-1, -2))[..., 0]
     return (q * k).sum(-1).mul_(terms.scale)
@@ -133,7 +134,8 @@ def _keys_at(k: Tensor, column: Tensor, heads: int) -> Tensor:
         return k.index_select(2, column.flatten())[:, :, None]
     index = column.expand(k.shape[0], heads, -1).unflatten(1, (k.shape[1], group))
     found = k.gather(2, index.flatten(2)[..., None].expand(-1, -1, -1, k.shape[3]))
-    return found.unflatten(2, (group, -1))
+    per_row: Tensor = found.unflatten(2, (group, -1))
+    return per_row
 
 
 def _entry(table: Tensor, column: Tensor, rows: slice, shape: torch.Size) -> Tensor:

@@ -1,1 +1,1 @@
-"""The ways to compute attention. Each engine is a module with `refuses`, `attend` and, if it can, more."""
+"""The ways to compute attention. Each engine is a module with `refuses`, `attend` and `run`."""

@@ -121,9 +121,7 @@ class Backward(Loop):
         slope = 1 - torch.tanh(s / cap).square_()
         return self.bend(unit, rows, segment, s), slope
 
-    def add(
-        self, unit: Unit, columns: slice, target: Tensor, rows: Tensor, weight: Tensor
-    ) -> None:
+    def add(self, unit: Unit, columns: slice, target: Tensor, rows: Tensor, weight: Tensor) -> None:
         """target[columns] += weightᵀ rows."""
         place = target[unit.b0 : unit.b1, unit.h0 : unit.h1, columns]
         place += torch.bmm(weight.transpose(1, 2), rows).view(place.shape)
@@ -148,7 +146,8 @@ class Backward(Loop):
 
     def heads_of(self, unit: Unit, tensor: Tensor) -> Tensor:
         """A (Hq, ...) tensor's part as (h, G, ...)."""
-        return tensor.unflatten(0, (self.blocks.heads, self.blocks.group))[unit.h0 : unit.h1]
+        heads: Tensor = tensor.unflatten(0, (self.blocks.heads, self.blocks.group))
+        return heads[unit.h0 : unit.h1]
 
 
 def _zeros(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

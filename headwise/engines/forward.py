@@ -66,7 +66,8 @@ class Forward(Loop):
         assert self.terms.sinks is not None
         sinks = self.terms.sinks.to(like.dtype).unflatten(0, (self.blocks.heads, -1))
         five = self.blocks.five(unit, like[..., None])[..., 0]  # (b, h, G, R)
-        return sinks[unit.h0 : unit.h1, :, None].expand_as(five).reshape(like.shape)
+        per_row: Tensor = sinks[unit.h0 : unit.h1, :, None].expand_as(five).reshape(like.shape)
+        return per_row
 
 
 class _Rows:

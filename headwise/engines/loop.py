@@ -1,4 +1,4 @@
-"""What the streaming engine's forward and backward share: blocks, their order, and room to work in."""
+"""What the streaming engine's forward and backward share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from headwise.block import Blocks, Unit
 from headwise.problem import Terms
 from headwise.schedule import BLOCK, Schedule, Segment, Shape
-
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and it is safe to multiply, unlike -inf
@@ -73,7 +72,7 @@ class Loop:
         return self.blocks.visible(unit, rows, segment.columns) if segment.masked else None
 
     def hide(self, unit: Unit, s: Tensor, seen: Tensor | None) -> Tensor:
-        """-inf where a row does not see a key: added, as filling a broadcast mask in is far slower."""
+        """-inf where a row sees no key: added, as filling a broadcast mask in is far slower."""
         if seen is not None:
             self.blocks.five(unit, s).add_(torch.where(seen, self.nothing, self.hidden))
         return s
@@ -109,7 +108,7 @@ def seen_keys(terms: Terms, k: Tensor) -> Tensor | None:
     if terms.dense is not None:
         seen = terms.dense.any(-2).expand(-1, -1, keys)
     elif terms.intervals is not None:
-        # +1 where an interval starts, -1 where it ends: the running sum counts the rows that see a key
+        # +1 where an interval starts, -1 where it ends: the running sum counts a key's rows
         first, last = (bound.long() for bound in terms.intervals.unbind(1))  # (P, B|1, Hq|1, N)
         step = torch.ones_like(first, dtype=torch.int32).masked_fill_(first >= last, 0)
         edges = step.new_zeros(*first.shape[:-1], keys + 1)

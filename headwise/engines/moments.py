@@ -1,4 +1,4 @@
-"""Mean and variance of logits without visiting pairs: for dot scores they follow from the keys' own."""
+"""Mean and variance of logits; for dot scores from the keys' own, without visiting pairs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headwise.partial import Moments
 from headwise.schedule import KEYS
+
 
 def logit_moments(s: Tensor, seen: Tensor | None, room: Tensor) -> Moments:
     """The moments of each row of a block (b, h, G, R, C) over its visible logits, (b·h, G·R) each.
@@ -41,7 +42,7 @@ class KeyMoments:
         return torch.full_like(mean_logit, count), mean_logit, (torch.bmm(q, scatter) * q).sum(-1)
 
     def _stretch(self, first: int, last: int) -> tuple[int, Tensor, Tensor]:
-        """Count, mean (heads, D) and scatter about it (heads, D, D); long stretches from shorter ones."""
+        """Count, mean (heads, D), scatter about it (heads, D, D); long stretches from shorter."""
         if (first, last) in self._known:
             return self._known[first, last]
         cut = (last - 1) // KEYS * KEYS

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwise import flops
 from headwise.problem import Terms
 from headwise.sums import Sums, room
 
@@ -137,6 +138,8 @@ def operators(
 
     forward.register_autograd(gradient, setup_context=_setup)
     backward.register_autograd(no_second)
+    ops = torch.ops.headwise
+    flops.register(getattr(ops, engine), getattr(ops, f"{engine}_backward"))
     return forward
 
 

@@ -1,4 +1,4 @@
-"""The specification: every step materialised, plain PyTorch, any precision, differentiable any way."""
+"""The specification: every step materialised, plain PyTorch, differentiable in every way."""
 
 from __future__ import annotations
 

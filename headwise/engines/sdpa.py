@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headwise import flops
 from headwise.engines.loop import hide_unseen, seen_keys
 from headwise.mask import Causal
 from headwise.problem import Problem
+
+flops.register_cpu_sdpa()
 
 SMALL = 1 << 22  # pairs for which a dense mask is cheaper than skipping blocks
 
@@ -37,6 +40,8 @@ def _refuses_bias(problem: Problem) -> str | None:
         return None
     if not isinstance(problem.bias, Tensor):
         return f"they would need {type(problem.bias).__name__} as a tensor of all pairs"
+    if problem.bias.dtype.itemsize > problem.q.dtype.itemsize:
+        return f"they would round the {problem.bias.dtype} bias to {problem.q.dtype}"
     if problem.bias.requires_grad and torch.is_grad_enabled():
         return "they give a bias no gradient"
     return None

@@ -102,6 +102,7 @@ class Weights(Loop):
                 q, lse = self.queries(unit, rows), self.per_row(unit, rows, self.lse)
                 for segment in self.schedule.segments(unit, rows):
                     s = self.logits(unit, rows, segment, q).sub_(lse[..., None])
+                    s = self.hide(unit, s, self.seen(unit, rows, segment))
                     s.clamp_max_(0)  # a weight is at most 1, whatever rounding says
                     s = s.mul_(LN_2) if logarithm else s.exp2_()
                     if self.weighted:
