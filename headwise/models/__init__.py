@@ -1,18 +1,27 @@
 """Whole models, one readable file each, a frozen configuration beside each."""
 
 from headwise.models.bert import Bert, BertConfig
+from headwise.models.conv import Conv, ConvConfig
+from headwise.models.fixed import FixedGPT, FixedGPTConfig
 from headwise.models.generate import Beam, Greedy, Sample, Strategy
 from headwise.models.gpt import GPT, GPTConfig
+from headwise.models.lstm import LSTM, LSTMConfig
 from headwise.models.transformer import Transformer, TransformerConfig
 from headwise.models.vit import ViT, ViTConfig
 
 __all__ = [
     "GPT",
+    "LSTM",
     "Beam",
     "Bert",
     "BertConfig",
+    "Conv",
+    "ConvConfig",
+    "FixedGPT",
+    "FixedGPTConfig",
     "GPTConfig",
     "Greedy",
+    "LSTMConfig",
     "Sample",
     "Strategy",
     "Transformer",

@@ -16,7 +16,7 @@ _DESCRIPTIONS: dict[str, type] = {
         *(nn.Rotary, nn.ALiBi, nn.RelativeBuckets, nn.Learned, nn.Sinusoidal),
         *(nn.Linear, nn.DynamicNTK, nn.YaRN, nn.Llama3),
         *(nn.Separate, nn.Shared, nn.Unprojected),
-        *(Dot, nn.Additive, nn.General, nn.Cosine),
+        *(Dot, nn.Additive, nn.General, nn.Cosine, nn.Bahdanau),
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,30 @@ class GPTConfig(Config):
         return Block(self.d_model, attention, feed_forward, norm=self.norm, dropout=self.dropout)
 
 
+class LanguageConfig(Protocol):
+    """What a GPT asks of its configuration: a few numbers, and how to make one layer."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def position(self) -> Position | None: ...
+    @property
+    def norm(self) -> Norm: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def end(self) -> int | None: ...
+    def block(self) -> Block: ...
+
+
 class GPT(nn.Module):
     """tokens (B, N) -> logits (B, N, vocabulary) of the next ones.
 
@@ -89,14 +114,14 @@ class GPT(nn.Module):
     torch.Size([2, 5])
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         position = config.position
         self.position = None
         if position is not None and position.at_input:
-            self.position = position.build(config.d_model, config.heads, config.head_dim or 0)
+            self.position = position.build(config.d_model, config.heads, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(config.block() for _ in range(config.layers))
         self.norm = config.norm.build(config.d_model)

@@ -137,7 +137,7 @@ class Transformer(nn.Module):
         position = config.position
         self.position = None
         if position is not None and position.at_input:
-            self.position = position.build(config.d_model, config.heads, config.head_dim or 0)
+            self.position = position.build(config.d_model, config.heads, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = nn.ModuleList(config.encoder_block() for _ in range(config.encoder_layers))
         self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))

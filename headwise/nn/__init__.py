@@ -1,9 +1,11 @@
 """Layers made of attention: `MultiHeadAttention`, its parts, its caches and its rivals."""
 
+from headwise.nn.additive import AdditiveAttention, Bahdanau
 from headwise.nn.block import Block
 from headwise.nn.caches import Cache, GrowingCache, Memory
 from headwise.nn.call import Call
 from headwise.nn.feed_forward import GELU, FeedForward, ReLU, SwiGLU
+from headwise.nn.fixed import FixedAttention
 from headwise.nn.fixed_cache import FixedCache
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm, RMSNorm
@@ -20,13 +22,16 @@ __all__ = [
     "GELU",
     "ALiBi",
     "Additive",
+    "AdditiveAttention",
     "Arrangement",
+    "Bahdanau",
     "Block",
     "Cache",
     "Call",
     "Cosine",
     "DynamicNTK",
     "FeedForward",
+    "FixedAttention",
     "FixedCache",
     "General",
     "GrowingCache",

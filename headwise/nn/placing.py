@@ -16,7 +16,7 @@ def shifted(mask: Mask, first: int, keys: int) -> Mask:
 
     >>> from headwise import mask
     >>> shifted(mask.lengths(10), 4, 8)
-    Lengths(n=6, word='lengths')
+    lengths(6)
     """
     if first == 0:
         return mask
@@ -40,8 +40,8 @@ def aligned(mask: Mask, offset: Tensor, keys: int) -> Mask:
     """The mask with query 0 beside key `offset`, where there is room for `keys` keys.
 
     >>> from headwise import mask
-    >>> aligned(mask.causal(), torch.tensor(3), 8)
-    Causal(offset=tensor(3))
+    >>> aligned(mask.causal(), torch.tensor(3), 8).offset
+    tensor(3)
     """
     if isinstance(mask, Causal | Window):
         return replace(mask, offset=offset) if mask.offset is None else mask
@@ -55,9 +55,9 @@ def aligned(mask: Mask, offset: Tensor, keys: int) -> Mask:
 
 
 def padded(pairs: Tensor, keys: int) -> Tensor:
-    """A tensor (..., N, M) over pairs with room for `keys` keys; what is added is zero or False."""
+    """A tensor (..., N, M) over pairs for `keys` keys; what is added is zero or False."""
     missing = keys - pairs.shape[-1]
-    return pairs if pairs.shape[-1] == 1 or missing <= 0 else F.pad(pairs, (0, missing))
+    return pairs if pairs.shape[-1] == 1 or missing == 0 else F.pad(pairs, (0, missing))
 
 
 def _less(values: object, first: int) -> int | Tensor:

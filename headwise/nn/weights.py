@@ -77,7 +77,8 @@ def _from_columns(state: dict[str, Tensor], prefix: str) -> None:
         return
     for kind in ("weight", "bias"):
         theirs = {name: f"{prefix}{name}.{kind}" for name in ("c_attn", "c_proj", "q_attn")}
-        turned = {name: state.pop(key).T for name, key in theirs.items() if key in state}
+        found = {name: state.pop(key) for name, key in theirs.items() if key in state}
+        turned = {name: x.T if x.ndim == 2 else x for name, x in found.items()}
         if "q_attn" in turned:  # cross-attention: only keys and values are packed
             state[f"{prefix}query.{kind}"] = turned["q_attn"]
             keys, values = turned["c_attn"].chunk(2)
