@@ -91,28 +91,45 @@ class Weights(Loop):
     def __init__(self, region: Region, lse: Tensor) -> None:
         norms = region.k[..., :0] if region.norms is None else region.norms
         super().__init__(region.q, region.k, norms, region.terms)
-        # In units of log 2; a row that sees nothing has no weights.
-        self.lse = (lse * LOG2_E).masked_fill_(lse == -torch.inf, torch.inf)
         self.weighted = region.norms is not None
+        # Where a row sees nothing, +inf makes its weights 0.
+        self.lse = (lse * LOG2_E).masked_fill_(lse == -torch.inf, torch.inf)
 
     def tiles(self, logarithm: bool) -> Iterator[Tile]:
+        """Every block that the mask does not hide: weights, or their logarithms to base 2."""
         for unit in self.schedule.units():
             self.enter(unit)
             for rows in self.schedule.row_blocks():
                 q, lse = self.queries(unit, rows), self.per_row(unit, rows, self.lse)
                 for segment in self.schedule.segments(unit, rows):
                     s = self.logits(unit, rows, segment, q).sub_(lse[..., None])
-                    s = self.hide(unit, s, self.seen(unit, rows, segment))
                     s.clamp_max_(0)  # a weight is at most 1, whatever rounding says
-                    s = s.mul_(LN_2) if logarithm else s.exp2_()
+                    self.hide(unit, s, self.seen(unit, rows, segment))
+                    s = s if logarithm else s.exp2_()
                     if self.weighted:
                         norms = self.v[:, segment.columns].transpose(1, 2)
                         s = s.add_(_log(norms)) if logarithm else s.mul_(norms)
                     yield Tile(unit, rows, segment.columns, self.blocks.five(unit, s))
 
 
+def tiles(self, logarithm: bool) -> Iterator[Tile]:
+    for unit in self.schedule.units():
+        self.enter(unit)
+        for rows in self.schedule.row_blocks():
+            q, lse = self.queries(unit, rows), self.per_row(unit, rows, self.lse)
+            for segment in self.schedule.segments(unit, rows):
+                s = self.logits(unit, rows, segment, q).sub_(lse[..., None])
+                s = self.hide(unit, s, self.seen(unit, rows, segment))
+                s.clamp_max_(0)  # a weight is at most 1, whatever rounding says
+                s = s.mul_(LN_2) if logarithm else s.exp2_()
+                if self.weighted:
+                    norms = self.v[:, segment.columns].transpose(1, 2)
+                    s = s.add_(_log(norms)) if logarithm else s.mul_(norms)
+                yield Tile(unit, rows, segment.columns, self.blocks.five(unit, s))
+
+
 def tiles(region: Region, lse: Tensor, logarithm: bool = False) -> Iterator[Tile]:
-    """The blocks of a region that the mask does not hide, or the logarithms of their weights."""
+    """The blocks of a region that the mask does not hide, none where there is no pair."""
     return Weights(region, lse).tiles(logarithm) if all(region.box.shape) else iter(())
 
 
@@ -165,7 +182,7 @@ def top(region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
         both, choice = torch.cat([best, new], -1).topk(count)
         key.copy_(torch.cat([key, index], -1).gather(-1, choice))
         best.copy_(both)
-    return weights.exp_().flatten(1, 2), found.flatten(1, 2)
+    return weights.exp2_().flatten(1, 2), found.flatten(1, 2)
 
 
 def _zeros(region: Region, *shape: int) -> Tensor:
@@ -176,4 +193,4 @@ def _zeros(region: Region, *shape: int) -> Tensor:
 
 def _log(norms: Tensor) -> Tensor:
     """Finite: a key whose value is 0 is still a key."""
-    return norms.clamp_min(torch.finfo(norms.dtype).tiny).log()
+    return norms.clamp_min(torch.finfo(norms.dtype).tiny).log2()
