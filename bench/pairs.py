@@ -1,0 +1,91 @@
+"""Interleaved pairs: ours and the peer in turn, so that noise meets both; the ratio is what counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of a table: a figure, what it should be, and whether it is."""
+
+    name: str
+    value: float
+    unit: str
+    target: str
+    met: bool
+    detail: str = ""
+
+
+def ratio(ours: Callable[[], object], peer: Callable[[], object], pairs: int = 30) -> float:
+    """The median of ours / peer over interleaved pairs, after one warm-up of each."""
+    ours(), peer()
+    found = [_seconds(ours) / _seconds(peer) for _ in range(pairs)]
+    return statistics.median(found)
+
+
+def median_seconds(work: Callable[[], object], times: int = 30) -> float:
+    """The median time of a piece of work, after a warm-up."""
+    work()
+    return statistics.median(_seconds(work) for _ in range(times))
+
+
+def at_most(name: str, value: float, target: float, unit: str = "×", detail: str = "") -> Figure:
+    """A figure that should not exceed its target."""
+    return Figure(name, value, unit, f"≤ {target:g}", value <= target, detail)
+
+
+def at_least(name: str, value: float, target: float, unit: str = "×", detail: str = "") -> Figure:
+    """A figure that should reach its target."""
+    return Figure(name, value, unit, f"≥ {target:g}", value >= target, detail)
+
+
+def report(figures: list[Figure], file: str) -> None:
+    """Print the table and write bench/results/<file>."""
+    width = max(len(figure.name) for figure in figures)
+    for figure in figures:
+        said = "met" if figure.met else "MISSED"
+        value = f"{figure.value:8.2f} {figure.unit:<3}"
+        print(f"{figure.name:<{width}} {value} {figure.target:>8}  {said}  {figure.detail}")
+    RESULTS.mkdir(exist_ok=True)
+    content = {"machine": machine(), "figures": [asdict(figure) for figure in figures]}
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    (RESULTS / file).write_text(text + "\n", encoding="utf-8")
+    print(f"{sum(figure.met for figure in figures)} of {len(figures)} targets met; {RESULTS / file}")
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
