@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise.block import Unit
 from headwise.engines.forward import Forward
-from headwise.engines.loop import LN_2, LOG2_E, Loop
+from headwise.engines.loop import LOG2_E, Loop
 from headwise.region import Region
 
 How = Literal["mean", "max"]
@@ -110,22 +110,6 @@ class Weights(Loop):
                         norms = self.v[:, segment.columns].transpose(1, 2)
                         s = s.add_(_log(norms)) if logarithm else s.mul_(norms)
                     yield Tile(unit, rows, segment.columns, self.blocks.five(unit, s))
-
-
-def tiles(self, logarithm: bool) -> Iterator[Tile]:
-    for unit in self.schedule.units():
-        self.enter(unit)
-        for rows in self.schedule.row_blocks():
-            q, lse = self.queries(unit, rows), self.per_row(unit, rows, self.lse)
-            for segment in self.schedule.segments(unit, rows):
-                s = self.logits(unit, rows, segment, q).sub_(lse[..., None])
-                s = self.hide(unit, s, self.seen(unit, rows, segment))
-                s.clamp_max_(0)  # a weight is at most 1, whatever rounding says
-                s = s.mul_(LN_2) if logarithm else s.exp2_()
-                if self.weighted:
-                    norms = self.v[:, segment.columns].transpose(1, 2)
-                    s = s.add_(_log(norms)) if logarithm else s.mul_(norms)
-                yield Tile(unit, rows, segment.columns, self.blocks.five(unit, s))
 
 
 def tiles(region: Region, lse: Tensor, logarithm: bool = False) -> Iterator[Tile]:
