@@ -21,9 +21,10 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_importing_headwise_imports_nothing_optional() -> None:
-    loaded = python(f"import sys, headwise; print([m for m in {OPTIONAL} if m in sys.modules])")
-    assert loaded.stdout == "[]\n", loaded.stderr
+def test_importing_headwise_needs_nothing_optional() -> None:
+    # Made unimportable rather than looked for: torch itself loads triton where it finds it.
+    hidden = f"import sys; sys.modules |= dict.fromkeys({OPTIONAL}); import headwise"
+    assert python(hidden).stderr == ""
 
 
 def test_the_command_line_without_its_extra_says_what_to_install() -> None:
