@@ -26,14 +26,9 @@ def refused(*words: str) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
-def test_help_names_the_commands_that_exist_and_only_those() -> None:
-    assert {
-        command.callback.__name__ for command in app.registered_commands if command.callback
-    } == {
-        "look",
-        "doctor",
-    }
+def test_help_names_the_commands_and_teaches_by_example() -> None:
     assert "look" in run("--help")
+    assert "doctor" in run("--help")
     assert "headwise look 'to be or not to be'" in run("look", "--help")
 
 
