@@ -18,7 +18,7 @@ from headwise.nn.dropping import DroppedHeads, gate_without
 from headwise.nn.norms import Norm
 from headwise.nn.placement import PositionModule
 from headwise.nn.positions import Position
-from headwise.nn.projections import Projections, Separate, Shared
+from headwise.nn.projections import Projections, Separate, Shared, Unprojected
 from headwise.nn.scores import LEARNED, LearnedScore
 from headwise.nn.weights import translate
 from headwise.nn.widths import Widths, check_call
@@ -195,8 +195,8 @@ class MultiHeadAttention(nn.Module):
         True
         """
         projection = self.query if self.key is None else self.key
-        k = self._heads(projection(context), self.head_dim, self.key_norm)
-        v = self._heads(self.value(context if values is None else values), self.value_dim)
+        k = self._compared(projection(context), self.key_norm)
+        v = _split(self.value(context if values is None else values), self.value_dim)
         if self.position is not None and self.position.turns:
             k = self.position.turn(k, self.position.waves(numbers(k), k.shape[-2]))
         return Memory(k, v)
@@ -246,7 +246,7 @@ class MultiHeadAttention(nn.Module):
             at = numbers(x) + (0 if cache is None else cache.length) if at is None else at
             x = self.position.add(x, at)
         projected = self.query(x)
-        q = self._heads(projected, self.head_dim, self.query_norm)
+        q = self._compared(projected, self.query_norm)
         if isinstance(context, Memory):
             k, v = context.keys, context.values
         else:
@@ -255,8 +255,8 @@ class MultiHeadAttention(nn.Module):
                 projected = self.key(source)
             elif context is not None:
                 projected = self.query(source)
-            k = self._heads(projected, self.head_dim, self.key_norm)
-            v = self._heads(self.value(source if values is None else values), self.value_dim)
+            k = self._compared(projected, self.key_norm)
+            v = _split(self.value(source if values is None else values), self.value_dim)
         q, k, v = placed(self.position, (q, k, v), at, context, cache)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
@@ -276,11 +276,11 @@ class MultiHeadAttention(nn.Module):
             engine=self.engine,
         )
 
-    def _heads(self, x: Tensor, width: int, norm: nn.Module | None = None) -> Tensor:
-        """(..., N, H·width) as (..., H, N, width). H is read from the tensor: it may be a shard."""
-        x = x.unflatten(-1, (-1, width)).transpose(-2, -3)
-        if x.shape[-3] == 1 != self.kv_heads:  # heads that all see the whole input
-            x = x.expand(*x.shape[:-3], self.heads, -1, -1)
+    def _compared(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Queries or keys: (..., N, H·D) as (..., H, N, D), with their norm."""
+        x = _split(x, self.head_dim)
+        if isinstance(self.projections, Unprojected) and self.head_dim == self.d_model:
+            x = x.expand(*x.shape[:-3], self.heads, -1, -1)  # every head sees the whole input
         return x if norm is None else norm(x)
 
     def _bias(self, bias: Bias | None) -> Bias | None:
@@ -306,3 +306,8 @@ class MultiHeadAttention(nn.Module):
         if self.mask is not None:
             said.append(f"mask={self.mask}")
         return ", ".join(said)
+
+
+def _split(x: Tensor, width: int) -> Tensor:
+    """(..., N, H·width) as (..., H, N, width). H is read from the tensor: it may be a shard."""
+    return x.unflatten(-1, (-1, width)).transpose(-2, -3)
