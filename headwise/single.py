@@ -9,7 +9,7 @@ from headwise.observation import STATISTICS
 from headwise.problem import Problem, Terms
 from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums
 
-PART = 1 << 20  # elements of a part's queries, so that their keys take little memory
+PART = 1 << 22  # elements of a part's queries, so that their keys take little memory
 
 _IN_LOOP = {
     "entropy": ENTROPY,
