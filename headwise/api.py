@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,14 +14,16 @@ from headwise.dropout import Dropout
 from headwise.engines import reference, streaming
 from headwise.map import AttentionMap
 from headwise.mask import Mask
-from headwise.observation import Observation, check_statistics, sample_rows
+from headwise.observation import Observation, check_sink_keys, check_statistics, sample_rows
 from headwise.partial import Partial
 from headwise.plan import Plan, choose
 from headwise.plan import plan as _plan
-from headwise.problem import Problem, pose, restate, without_dropout
+from headwise.problem import Problem, pose, restate
 from headwise.score import Score
 from headwise.single import complete, wanted
 from headwise.sums import DISTANCE, ENTROPY, MOMENTS
+
+Found = TypeVar("Found")
 
 
 def attention(
@@ -51,7 +54,7 @@ def attention(
         "attention", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout,
     )  # fmt: skip
-    out: Tensor = choose(problem, engine).attend(problem)
+    out: Tensor = _restating("attention", four, choose, problem, engine).attend(problem)
     return out if q.ndim == 4 else out[0]
 
 
@@ -82,18 +85,19 @@ def observe(
     >>> seen.entropy.shape
     torch.Size([2, 8, 5])
     """
-    names = check_statistics(stats)
     four = _batched("observe", q, k, v)
+    names = _restating("observe", four, check_statistics, stats)
+    _restating("observe", four, check_sink_keys, sink_keys)
     problem = pose(
         "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout,
     )  # fmt: skip
-    sampled = sample_rows(rows, problem.q.shape[2], problem.q.device)
+    sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
     if sampled is None:
         out, values = _observe(problem, engine, names, sink_keys)
     else:
-        out = choose(problem, engine).attend(problem)
-        _, values = _observe(without_dropout(problem.at(sampled)), engine, names, sink_keys)
+        out = _restating("observe", four, choose, problem, engine).attend(problem)
+        _, values = _observe(problem.at(sampled), engine, names, sink_keys)
     sees = values["max_logit"] != -torch.inf
     chosen = {
         name: value if q.ndim == 4 else value[0] for name, value in values.items() if name in names
@@ -106,7 +110,8 @@ def _observe(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output and the asked-for statistics, with max_logit whether asked for or not."""
     names = (*names, "max_logit")
-    module = choose(problem, engine, observed=True)
+    tensors = problem.q, problem.k, problem.v
+    module = _restating("observe", tensors, choose, problem, engine, True)
     if module is reference:
         out, values = reference.observe(problem, sink_keys)
         return out, {name: value for name, value in values.items() if name in names}
@@ -174,7 +179,7 @@ def explain(
         "explain", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout,
     )  # fmt: skip
-    return _plan(problem, engine, observed)
+    return _restating("explain", four, _plan, problem, engine, observed)
 
 
 def partial(
@@ -222,3 +227,13 @@ def _batched(call: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
             f"  in {restate(call, q, k, v)}"
         )
     return (q, k, v) if q.ndim == 4 else (q[None], k[None], v[None])
+
+
+def _restating(
+    call: str, tensors: tuple[Tensor, Tensor, Tensor], ask: Callable[..., Found], *given: object
+) -> Found:
+    """What `ask` returns; its ValueError restates the call."""
+    try:
+        return ask(*given)
+    except ValueError as error:
+        raise ValueError(f"{error}\n  in {restate(call, *tensors)}") from None

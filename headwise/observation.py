@@ -124,21 +124,31 @@ def check_statistics(stats: Iterable[str] | None) -> tuple[str, ...]:
     return names
 
 
+def check_sink_keys(sink_keys: int) -> None:
+    """ValueError unless at least one key is looked at."""
+    if sink_keys < 1:
+        raise ValueError(f"sink_keys={sink_keys}; at least one key must be looked at")
+
+
 def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -> Tensor | None:
     """Which rows to look at: one from each of `rows` equal strata, always the same; None: all."""
     if rows is None:
         return None
     if isinstance(rows, Tensor):
-        if rows.ndim != 1:
+        if rows.ndim != 1 or rows.dtype.is_floating_point or rows.dtype == torch.bool:
             raise ValueError(
-                f"rows has shape {tuple(rows.shape)}; a number, or a vector of rows, would work"
+                f"rows is {rows.dtype} of shape {tuple(rows.shape)}; a number, or a vector of row "
+                "numbers, would work"
             )
+        out_of_range = not torch.compiler.is_compiling() and ((rows < 0) | (rows >= queries)).any()
+        if out_of_range:
+            raise ValueError(f"rows has numbers outside the {queries} queries")
         return rows.to(device, torch.int64)
     if rows < 1:
         raise ValueError(f"rows={rows}; at least one row must be looked at")
     if rows >= queries:
         return None
     # The golden ratio spreads the choice inside the strata, so no period of the input is favoured.
-    stratum = torch.arange(rows, device=device, dtype=torch.float64)
-    inside = torch.frac(stratum * 0.6180339887498949)
-    return ((stratum + inside) * (queries / rows)).long().clamp_max(queries - 1)
+    edges = torch.arange(rows + 1, device=device) * queries // rows
+    inside = torch.frac(torch.arange(rows, device=device, dtype=torch.float64) * 0.6180339887498949)
+    return edges[:-1] + (inside * edges.diff()).long()

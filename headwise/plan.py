@@ -51,7 +51,9 @@ def choose(problem: Problem, engine: str = "auto", observed: bool = False) -> Mo
 
 
 def plan(problem: Problem, engine: str = "auto", observed: bool = False) -> Plan:
-    """The choice with every engine's reasons."""
+    """The choice with every engine's reasons; ValueError where the one asked for can't."""
+    if engine != "auto":
+        choose(problem, engine, observed)
     reasons = {name: refusal(name, problem, observed) for name in ENGINES}
     able = [name for name, reason in reasons.items() if reason is None]
     chosen = able[0] if engine == "auto" else engine
