@@ -310,4 +310,5 @@ class MultiHeadAttention(nn.Module):
 
 def _split(x: Tensor, width: int) -> Tensor:
     """(..., N, H·width) as (..., H, N, width). H is read from the tensor: it may be a shard."""
-    return x.unflatten(-1, (-1, width)).transpose(-2, -3)
+    heads: Tensor = x.unflatten(-1, (-1, width))
+    return heads.transpose(-2, -3)
