@@ -48,7 +48,9 @@ class Schedule:
         self.rows = max(1, min(shape.queries, max(16, rows // shape.group)))
         widest = max(1, min(shape.keys, reach + self.rows))
         self.keys = min(widest, max(KEYS, BLOCK // (4 * self.rows * shape.group)))
-        self.bounds = None if intervals is None else _Bounds(intervals, self.rows, shape.group)
+        self.bounds: _Bounds | None = None
+        if intervals is not None and intervals.numel():
+            self.bounds = _Bounds(intervals, self.rows, shape.group)
 
     def units(self) -> Iterator[Unit]:
         """Units of heads whose blocks fit the budget, batch entries together where few."""

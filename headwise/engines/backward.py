@@ -32,6 +32,8 @@ class Backward(Loop):
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
         # In units of log 2; a row that sees nothing has weights of 0 all the same.
         self.lse = (lse * LOG2_E).masked_fill_(lse == -torch.inf, 0)
+        # Of so large logits float32 knows no fraction: a weight could come out far above 1.
+        self.coarse = bool((self.lse.abs() > 1e4).any())
         # ds = p (dP - row): all of a row's constants, gathered once
         row = (grad_out.to(wide) * out.to(wide)).sum(-1)
         row = row if grad_lse is None else row - grad_lse
@@ -85,6 +87,7 @@ class Backward(Loop):
         s, slope = self.logits_and_slope(unit, rows, segment, q)
         s = self.hide(unit, s, self.seen(unit, rows, segment))
         s.sub_(self.per_row(unit, rows, self.lse)[..., None])  # log₂ p
+        s = s.clamp_max_(0) if self.coarse else s
         p = torch.exp2(s, out=self.buffer(1, s.shape))
         grad_p = torch.bmm(grad_out, v.transpose(1, 2), out=self.buffer(2, s.shape))
         kept = None

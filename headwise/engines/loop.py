@@ -96,10 +96,16 @@ def hide_unseen(terms: Terms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     seen = seen_keys(terms, k)
     if seen is None or bool(seen.all()):
         return k, v
-    used = seen.flatten(0, 1).any(0).nonzero()
-    if len(used) and bool(seen[..., int(used[0]) : int(used[-1]) + 1].all()):
-        return k, v  # the schedule never reaches outside that stretch
+    used = used_stretch(seen)
+    if terms.dense is None and bool(seen[..., used].all()):
+        return k, v  # the schedule of an interval mask never reaches outside that stretch
     return k.masked_fill(~seen[..., None], 0), v.masked_fill(~seen[..., None], 0)
+
+
+def used_stretch(seen: Tensor) -> slice:
+    """The keys from the first to the last that any row of any head sees; seen (B|1, Hkv|1, M)."""
+    used = seen.flatten(0, 1).any(0).nonzero()
+    return slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
 
 
 def seen_keys(terms: Terms, k: Tensor) -> Tensor | None:

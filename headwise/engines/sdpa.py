@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise import flops
-from headwise.engines.loop import hide_unseen, seen_keys
+from headwise.engines.loop import seen_keys, used_stretch
 from headwise.mask import Causal
 from headwise.problem import Problem
 
@@ -40,7 +40,7 @@ def _refuses_bias(problem: Problem) -> str | None:
         return None
     if not isinstance(problem.bias, Tensor):
         return f"they would need {type(problem.bias).__name__} as a tensor of all pairs"
-    if problem.bias.dtype.itemsize > problem.q.dtype.itemsize:
+    if torch.promote_types(problem.bias.dtype, problem.q.dtype) != problem.q.dtype:
         return f"they would round the {problem.bias.dtype} bias to {problem.q.dtype}"
     if problem.bias.requires_grad and torch.is_grad_enabled():
         return "they give a bias no gradient"
@@ -83,28 +83,32 @@ def attend(problem: Problem) -> Tensor:
     causal = isinstance(mask, Causal) and mask.is_lower_triangle(place) and bias is None
     added = None
     if mask is not None and not causal:
-        k, v = _existing(problem)
         added = mask.to_dense(place)
     if bias is not None:
         bias = bias.to(q.dtype)
         added = bias if added is None else bias.masked_fill(~added, -torch.inf)
     if added is not None:
         added = added.expand(*added.shape[:2], place.queries, place.keys)
+        k, v, added = _existing(problem, added)
     with _backend(q.device, q.dtype):
         return F.scaled_dot_product_attention(
             q, k, v, added, is_causal=causal, scale=problem.scale, enable_gqa=problem.grouped
         )
 
 
-def _existing(problem: Problem) -> tuple[Tensor, Tensor]:
-    """k and v without what keys that no row sees may hold."""
-    terms = problem.terms()
-    if not torch.compiler.is_compiling():
-        return hide_unseen(terms, problem.k, problem.v)
-    seen = seen_keys(terms, problem.k)
+def _existing(problem: Problem, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v and the mask without the keys that no row sees, which may hold anything."""
+    k, v = problem.k, problem.v
+    seen = seen_keys(problem.terms(), k)
     if seen is None:
-        return problem.k, problem.v
-    return problem.k.masked_fill(~seen[..., None], 0), problem.v.masked_fill(~seen[..., None], 0)
+        return k, v, added
+    if not torch.compiler.is_compiling():
+        used = used_stretch(seen)
+        if used.start < used.stop:
+            k, v, added, seen = k[:, :, used], v[:, :, used], added[..., used], seen[..., used]
+        if bool(seen.all()):
+            return k, v, added
+    return k.masked_fill(~seen[..., None], 0), v.masked_fill(~seen[..., None], 0), added
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
