@@ -18,6 +18,7 @@ except ModuleNotFoundError as missing:
 
 from headwise.doctor import gather
 from headwise.look import handmade, terminal
+from headwise.training import commands as training_commands
 
 app = typer.Typer(
     name="headwise",
@@ -28,6 +29,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
+
+
+app.add_typer(training_commands.app)
 
 
 def print_version(wanted: bool) -> None:

@@ -37,7 +37,7 @@ class Task(Protocol[Batch]):
         """The sum of the losses of these predictions."""
         ...
 
-    def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
         """What to watch while training, on the part to choose by."""
         ...
 
@@ -137,7 +137,7 @@ class Loop(Generic[Batch]):
         optimizer.zero_grad(set_to_none=True)
         return total, norm, count
 
-    def evaluated(self, model: nn.Module) -> dict[str, float]:
+    def evaluated(self, model: nn.Module) -> dict[str, Any]:
         """What the task says of the model; training goes on as if it had not been asked."""
         return undisturbed(lambda: self.task.evaluate(model, self.device), model, self.device)
 

@@ -1,0 +1,250 @@
+"""`headwise train`: what was asked at a terminal, and what is shown there while it happens."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+if TYPE_CHECKING:
+    from headwise.training.setups import Setup
+
+app = typer.Typer(
+    name="train",
+    help="Train a small model: translate, continue text, or name images.",
+    epilog="Start with: headwise train translate --preset tiny --out runs/first",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Preset = Annotated[
+    str, typer.Option(help="tiny learns on two cores in minutes; small wants a GPU.")
+]
+Out = Annotated[Path, typer.Option(help="The run's folder.", show_default=False)]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
+Data = Annotated[
+    str | None, typer.Option(help="A corpus by its name, or your own file.", show_default=False)
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Another number of steps.")]
+Minutes = Annotated[float | None, typer.Option(help="As many steps as fit into this time.")]
+Seed = Annotated[int | None, typer.Option(help="Another seed.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU if there is one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Every measurement as a line of JSON.")]
+
+
+@app.command()
+def translate(
+    out: Out,
+    preset: Preset = "tiny",
+    data: Data = None,
+    resume: Resume = False,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    seed: Seed = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Translate: --data takes lines [b]english TAB translation[/b]."""
+    start("translate", preset, out, data, resume, steps, minutes, seed, device, as_json)
+
+
+@app.command()
+def language(
+    out: Out,
+    preset: Preset = "tiny",
+    data: Data = None,
+    resume: Resume = False,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    seed: Seed = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue text: --data takes any UTF-8 file."""
+    start("language", preset, out, data, resume, steps, minutes, seed, device, as_json)
+
+
+@app.command()
+def vision(
+    out: Out,
+    preset: Preset = "tiny",
+    data: Data = None,
+    resume: Resume = False,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    seed: Seed = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Name images: --data takes mnist or cifar-10."""
+    start("vision", preset, out, data, resume, steps, minutes, seed, device, as_json)
+
+
+@app.command()
+def score(
+    what: Annotated[str, typer.Argument(help="gpt, translate, or a run's folder.")],
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge a trained model on the test part of what it was trained on."""
+    with told():
+        from headwise.training.judging import judge
+
+        figures = judge(what, device)
+    show_result(figures, as_json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    out: Annotated[Path, typer.Option(help="Where to put the model.", show_default=False)],
+) -> None:
+    """Leave all but the weights behind, in half precision: a folder for headwise.load."""
+    with told():
+        from headwise.training.judging import export as write
+
+        size = write(run, out)
+    typer.echo(f"{out}: {size / 1e6:.1f} MB")
+
+
+def start(
+    task: str,
+    preset: str,
+    out: Path,
+    data: str | None,
+    resume: bool,
+    steps: int | None,
+    minutes: float | None,
+    seed: int | None,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Train as asked, show it, and say how to go on where it was interrupted."""
+    with told():
+        from headwise.training.training import train
+
+        setup = None if resume else chosen(task, preset, data, steps, seed)
+        with stopping() as should_stop, shown(as_json) as report:
+            model = train(
+                setup,
+                out,
+                device=device,
+                minutes=minutes,
+                report=report,
+                should_stop=should_stop,
+            )
+    if model is None:
+        typer.echo(f"stopped; headwise train {task} --out {out} --resume goes on", err=True)
+        raise typer.Exit(130)
+
+
+def chosen(
+    task: str, preset: str, data: str | None, steps: int | None, seed: int | None
+) -> "Setup":
+    """The preset, with what was asked otherwise."""
+    from headwise.training import presets
+
+    setup = presets.preset(task, preset)
+    recipe = setup.recipe
+    recipe = recipe if steps is None else replace(recipe, steps=steps)
+    recipe = recipe if seed is None else replace(recipe, seed=seed)
+    return replace(setup, recipe=recipe, data=setup.data if data is None else data)
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What goes wrong for a known reason is told in a sentence, not in a traceback."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"{error.name} is missing: pip install 'headwise[train]'"
+        ) from error
+    except (ValueError, OSError, RuntimeError) as error:
+        if type(error) is RuntimeError:  # torch's: a traceback says more
+            raise
+        typer.echo(f"headwise train: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@contextmanager
+def stopping() -> Iterator[Any]:
+    """Whether an interrupt or a request to end came: the step is finished and saved first."""
+    asked = False
+
+    def remember(*_: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    signals = [signal.SIGINT, signal.SIGTERM]
+    before = [signal.signal(each, remember) for each in signals]
+    try:
+        yield lambda: asked
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
+
+
+@contextmanager
+def shown(as_json: bool) -> Iterator[Any]:
+    """Measurements as lines of JSON, or as a bar with the latest figures beside it."""
+    if as_json:
+        yield lambda measured: typer.echo(json.dumps(measured, ensure_ascii=False))
+        return
+    console = Console()
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        bar: TaskID = progress.add_task("reading the data", total=None)
+
+        def report(measured: dict[str, Any]) -> None:
+            step, steps = measured["step"], measured["steps"]
+            if "loss" in measured:
+                text = f"loss {measured['loss']:.3f} · {measured['per_second']:,.0f}/s"
+                progress.update(bar, completed=step, total=steps, description=text)
+                return
+            figures = measured.get("test", measured)
+            rest = {k: v for k, v in figures.items() if k not in ("step", "steps", "samples")}
+            title = "test" if "test" in measured else f"step {step}"
+            console.print(f"{title:>12}  {told_briefly(rest)}", highlight=False, markup=False)
+            for source, said in figures.get("samples", []):
+                console.print(f"{'':>12}  {source} → {said}", highlight=False, markup=False)
+
+        yield report
+
+
+def told_briefly(figures: dict[str, Any]) -> str:
+    """Figures on a line.
+
+    >>> told_briefly({"valid_loss": 3.14159, "sentences": 12})
+    'valid_loss 3.142 · sentences 12'
+    """
+    return " · ".join(
+        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in figures.items()
+    )
+
+
+def show_result(figures: dict[str, Any], as_json: bool) -> None:
+    """Print figures for a program or for a reader."""
+    if as_json:
+        typer.echo(json.dumps(figures, indent=2, ensure_ascii=False))
+        return
+    for name, value in figures.items():
+        typer.echo(
+            f"{name:>16}  {value:.4f}" if isinstance(value, float) else f"{name:>16}  {value}"
+        )

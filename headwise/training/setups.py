@@ -1,0 +1,136 @@
+"""What a run is asked to do: the data, the model, the batches and the recipe of each task."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, ClassVar
+
+from headwise.models import GPT, GPTConfig, Transformer, TransformerConfig, ViT, ViTConfig
+from headwise.training import images, pairs, texts
+from headwise.training.language import Language
+from headwise.training.recipe import Recipe
+from headwise.training.runs import Run
+from headwise.training.tokenisers import Tokeniser, chunks
+from headwise.training.translation import Translation
+from headwise.training.vision import Vision
+
+
+@dataclass(frozen=True)
+class TranslateSetup:
+    """Translate the pairs of a corpus or a file; `pairs` takes only so many to learn from.
+
+    The model's vocabulary and special tokens are those of the tokeniser, whatever it says here.
+    """
+
+    data: str
+    vocabulary: int
+    model: TransformerConfig
+    recipe: Recipe
+    tokens: int
+    longest: int = 64
+    pairs: int | None = None
+    task: ClassVar[str] = "translate"
+
+    def prepare(self, run: Run) -> Translation:
+        """Read the data, learn the subwords or take the run's, and set the task."""
+        split = pairs.split(pairs.read(self.data))
+        split = replace(split, train=split.train[: self.pairs])
+        tokeniser = subwords(run, chain.from_iterable(split.train), self.vocabulary)
+        config = replace(
+            self.model,
+            vocabulary=tokeniser.size,
+            padding=tokeniser.pad,
+            start=tokeniser.start,
+            end=tokeniser.end,
+        )
+        return Translation(split, tokeniser, config, self.tokens, self.longest, self.recipe.seed)
+
+
+@dataclass(frozen=True)
+class LanguageSetup:
+    """Continue the text of a corpus or a file, `batch` stretches of the model's context a step."""
+
+    data: str
+    vocabulary: int
+    model: GPTConfig
+    recipe: Recipe
+    batch: int
+    task: ClassVar[str] = "language"
+
+    def prepare(self, run: Run) -> Language:
+        """Read the data, learn the subwords or take the run's, and set the task."""
+        text = texts.read(self.data)
+        some = islice(chunks(text.train), 160)  # ten million characters show the common words
+        tokeniser = subwords(run, some, self.vocabulary)
+        config = replace(self.model, vocabulary=tokeniser.size, end=tokeniser.end)
+        return Language(text, tokeniser, config, config.context, self.batch, self.recipe.seed)
+
+
+@dataclass(frozen=True)
+class VisionSetup:
+    """Name the images of a corpus."""
+
+    data: str
+    model: ViTConfig
+    recipe: Recipe
+    batch: int
+    task: ClassVar[str] = "vision"
+
+    def prepare(self, run: Run) -> Vision:
+        """Read the data and set the task."""
+        found = images.read(self.data)
+        return Vision(
+            found, self.model, self.model.classes, self.batch, self.recipe.seed,
+            photographs=found.train[0].shape[1] == 3,
+        )  # fmt: skip
+
+
+Setup = TranslateSetup | LanguageSetup | VisionSetup
+SETUPS: dict[str, type[TranslateSetup] | type[LanguageSetup] | type[VisionSetup]] = {
+    kind.task: kind for kind in (TranslateSetup, LanguageSetup, VisionSetup)
+}
+CONFIGS: dict[str, type[TransformerConfig] | type[GPTConfig] | type[ViTConfig]] = {
+    "translate": TransformerConfig,
+    "language": GPTConfig,
+    "vision": ViTConfig,
+}
+
+
+def build(config: TransformerConfig | GPTConfig | ViTConfig) -> Transformer | GPT | ViT:
+    """A model by its configuration."""
+    if isinstance(config, TransformerConfig):
+        return Transformer(config)
+    return GPT(config) if isinstance(config, GPTConfig) else ViT(config)
+
+
+def to_dict(setup: Setup) -> dict[str, Any]:
+    """A setup as JSON can say it."""
+    plain = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
+    return {
+        "task": setup.task,
+        **plain,
+        "model": setup.model.to_dict(),
+        "recipe": setup.recipe.to_dict(),
+    }
+
+
+def from_dict(said: dict[str, Any]) -> Setup:
+    """From what `to_dict` gave."""
+    said = dict(said)
+    task = said.pop("task", None)
+    if task not in SETUPS:
+        raise ValueError(f"there is no task {task!r}; there are {', '.join(SETUPS)}")
+    said["model"] = CONFIGS[task].from_dict(said["model"])
+    said["recipe"] = Recipe.from_dict(said["recipe"])
+    return SETUPS[task](**said)
+
+
+def subwords(run: Run, texts: Iterator[str], size: int) -> Tokeniser:
+    """The run's tokeniser, learnt from these texts the first time."""
+    if run.config.exists():
+        return Tokeniser.load(run.tokeniser)
+    tokeniser = Tokeniser.learn(texts, size)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    tokeniser.save(run.tokeniser)
+    return tokeniser

@@ -1,0 +1,54 @@
+"""Start a run, or go on with one: what `headwise train` does."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.training import setups
+from headwise.training.loop import Loop, steps_within
+from headwise.training.runs import Run
+from headwise.training.setups import Setup
+
+
+def train(
+    setup: Setup | None,
+    out: Path | str,
+    *,
+    device: str | None = None,
+    minutes: float | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda measured: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> nn.Module | None:
+    """Train in a folder by a setup; without one, go on with the folder's run.
+
+    `minutes` replaces the setup's number of steps by as many as fit. The result is the trained
+    model, or None where `should_stop` ended the run early; both leave a checkpoint.
+    """
+    run = Run(Path(out))
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with run.locked():
+        beginning = setup is not None
+        if setup is None:
+            setup = setups.from_dict(run.asked()["setup"])
+        elif run.config.exists():
+            run.begin({})  # says why not
+        task: Any = setup.prepare(run)
+        loop: Loop[Any] = Loop(task, setup.recipe, run, {}, where, report, should_stop)
+        task.batch(0, where)  # data of no use is refused before anything is written
+        if beginning:
+            if minutes is not None:
+                steps = steps_within(loop, minutes)
+                setup = replace(setup, recipe=replace(setup.recipe, steps=steps))
+            loop.recipe = setup.recipe
+            run.begin(asked(setup, task))
+        loop.asked = asked(setup, task)
+        return loop.train()
+
+
+def asked(setup: Setup, task: Any) -> dict[str, Any]:
+    """What is written into config.json: all it takes to load the model, and to train it again."""
+    return {"task": setup.task, "model": task.config.to_dict(), "setup": setups.to_dict(setup)}
