@@ -35,9 +35,7 @@ class Plan:
 def choose(problem: Problem, engine: str = "auto", observed: bool = False) -> ModuleType:
     """The engine's module: the first that can, or the one asked for; ValueError where it can't."""
     if engine == "auto":
-        for name in ENGINES:
-            if refusal(name, problem, observed) is None:
-                return _module(name)
+        return _module(_first(problem, observed))
     if engine not in ENGINES:
         raise ValueError(
             f"engine={engine!r} is unknown; there are 'auto', {', '.join(map(repr, ENGINES))}"
@@ -55,9 +53,14 @@ def plan(problem: Problem, engine: str = "auto", observed: bool = False) -> Plan
     if engine != "auto":
         choose(problem, engine, observed)
     reasons = {name: refusal(name, problem, observed) for name in ENGINES}
-    able = [name for name, reason in reasons.items() if reason is None]
-    chosen = able[0] if engine == "auto" else engine
-    return Plan(chosen, reasons)
+    return Plan(_first(problem, observed) if engine == "auto" else engine, reasons)
+
+
+def _first(problem: Problem, observed: bool) -> str:
+    """The first engine that can. Triton's interpreter serves whom asks for it, and nobody else."""
+    interpreted = problem.q.device.type == "cpu"
+    able = (name for name in ENGINES if not (name == "triton" and interpreted))
+    return next(name for name in able if refusal(name, problem, observed) is None)
 
 
 def refusal(name: str, problem: Problem, observed: bool) -> str | None:

@@ -19,7 +19,7 @@ def logit_moments(s: Tensor, seen: Tensor | None, room: Tensor) -> Moments:
         mean = s.mean(-1)
         spread = torch.sub(s, mean[..., None], out=room).square_().sum(-1)
     else:
-        share = seen.to(s.dtype)
+        share = seen.to(s.dtype).expand(*seen.shape[:-1], s.shape[-1])
         count = share.sum(-1).expand(s.shape[:-1])
         s = s.masked_fill(~seen, 0) if seen.shape == s.shape else s
         mean = torch.mul(s, share, out=room).sum(-1) / count.clamp_min(1)
