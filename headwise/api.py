@@ -208,9 +208,11 @@ def partial(
     >>> torch.allclose(hw.merge(*parts).finish(), hw.attention(q, k, v, mask=hw.mask.causal()))
     True
     """
+    four = _batched("partial", q, k, v)
     if q.ndim != 4:
         raise ValueError(f"hw.partial needs a batch axis\n  in {restate('partial', q, k, v)}")
-    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in _batched("partial", q, k, v)]
+    half = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
+    wide = [x.float() for x in four] if half else four
     problem = pose(
         "partial", *wide, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
@@ -221,6 +223,8 @@ def partial(
 
 def _batched(call: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, H, N, D) as it is; (H, N, D) with a batch of one."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        raise ValueError(f"q, k and v need to be tensors\n  in {restate(call, q, k, v)}")
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         raise ValueError(
             "q, k and v need the axes (batch, heads, length, width), or all of them without batch\n"

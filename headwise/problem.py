@@ -175,6 +175,10 @@ def _pose(
 ) -> Problem:
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
+    if first_query < 0 or first_key < 0:
+        raise ValueError(
+            f"first_query={first_query} and first_key={first_key} count from the sequence's start"
+        )
     scored = rewrite(Dot() if score is None else score, q, k)
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     place = Place(
@@ -251,6 +255,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if 0 in (q.shape[-1], k.shape[-1]):
+        raise ValueError("queries and keys of width 0 have no score")
     if not (q.dtype == k.dtype == v.dtype):
         raise ValueError(
             f"q, k and v have different dtypes: {q.dtype}, {k.dtype}, {v.dtype}; make them one"
