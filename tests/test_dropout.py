@@ -1,0 +1,190 @@
+"""Dropout is a function of seed, batch entry, head, query and key: random, and repeatable."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import headwise as hw
+from headwise.dropout import keep, mix, row_hash, threshold
+from tests import oracle
+from tests.problems import Recipe, recipes
+
+ENGINES = ("streaming", "reference")
+
+
+def kept(
+    rate: float, seed: int = 0, batch: int = 2, heads: int = 3, queries: int = 64, keys: int = 64
+) -> Tensor:
+    """Which weights stay, bool (B, H, N, M), as an engine shows it."""
+    q = torch.zeros(batch, heads, queries, 4)
+    k = torch.zeros(batch, heads, keys, 4)
+    v = torch.eye(keys).expand(batch, heads, keys, keys)
+    return hw.attention(q, k, v, dropout=hw.Dropout(rate, seed), engine="reference") != 0
+
+
+@given(
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 10_000),
+    st.integers(0, 500),
+    st.integers(-100, 1 << 20),
+    st.integers(0, 1 << 20),
+    st.sampled_from((0.0, 0.1, 0.5, 0.999)),
+)
+def test_a_weight_is_kept_where_the_published_hash_says(
+    seed: int, batch: int, head: int, i: int, j: int, rate: float
+) -> None:
+    numbers = [torch.tensor(x) for x in (seed, batch, head, i)]
+    found = keep(row_hash(*numbers)[None], torch.tensor([j]), rate)
+    assert bool(found) == oracle.kept(seed, batch, head, i, j, rate)
+
+
+def test_the_mixer_is_a_permutation_of_32_bit_words() -> None:
+    x = torch.arange(1 << 16) * 65537 & 0xFFFFFFFF
+    mixed = mix(x)
+    assert int(mixed.min()) >= 0
+    assert int(mixed.max()) < 1 << 32
+    assert len(torch.unique(mixed)) == 1 << 16
+
+
+def test_the_threshold_leaves_the_rate_below_it() -> None:
+    assert threshold(0.0) == 0
+    assert threshold(0.5) == 1 << 31
+    assert threshold(1 - 2**-40) <= (1 << 32) - 1
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.5, 0.9])
+def test_the_share_of_weights_kept_is_one_minus_the_rate(rate: float) -> None:
+    stays = kept(rate, queries=128, keys=128)
+    # a binomial's deviation; 5 of them happen once in two million
+    deviation = math.sqrt(rate * (1 - rate) / stays.numel())
+    assert abs(float(stays.float().mean()) - (1 - rate)) < 5 * deviation
+
+
+@pytest.mark.parametrize("axis", range(4), ids=["batch", "head", "query", "key"])
+def test_the_share_is_the_same_along_every_axis(axis: int) -> None:
+    stays = kept(0.3, batch=4, heads=8)
+    others = [a for a in range(4) if a != axis]
+    share = stays.double().mean(others)
+    deviation = math.sqrt(0.3 * 0.7 / (stays.numel() / stays.shape[axis]))
+    assert (share - 0.7).abs().max() < 5 * deviation
+
+
+def agreement(a: Tensor, b: Tensor) -> float:
+    """How far apart two masks of rate 1/2 are from independence, in deviations."""
+    return abs(float((a == b).double().mean()) - 0.5) * 2 * math.sqrt(a.numel())
+
+
+def test_rows_heads_entries_and_keys_are_dropped_independently() -> None:
+    stays = kept(0.5, batch=3, heads=4)
+    for axis in range(4):
+        for step in (1, 2):
+            a = stays.narrow(axis, 0, stays.shape[axis] - step)
+            b = stays.narrow(axis, step, stays.shape[axis] - step)
+            assert agreement(a, b) < 5, (axis, step)
+    # neighbours on the diagonals too: a hash of i + j or of i - j would fail here
+    assert agreement(stays[..., 1:, 1:], stays[..., :-1, :-1]) < 5
+    assert agreement(stays[..., 1:, :-1], stays[..., :-1, 1:]) < 5
+    assert agreement(stays, stays.transpose(2, 3)) < 5
+
+
+def test_heads_and_entries_do_not_share_masks() -> None:
+    stays = kept(0.5, batch=8, heads=8, queries=16, keys=16).flatten(0, 1).flatten(1)
+    assert len(torch.unique(stays, dim=0)) == 64
+    for a, b in itertools.islice(itertools.combinations(stays, 2), 300):
+        assert agreement(a, b) < 6
+
+
+def test_neighbouring_seeds_give_independent_masks() -> None:
+    masks = [kept(0.5, seed) for seed in (0, 1, 2, 1 << 30)]
+    for a, b in itertools.combinations(masks, 2):
+        assert agreement(a, b) < 5
+
+
+def test_any_eight_neighbouring_weights_take_every_pattern_equally_often() -> None:
+    stays = kept(0.5, batch=2, heads=4, queries=128, keys=128).reshape(-1, 8)
+    pattern = (stays.long() << torch.arange(8)).sum(-1)
+    count = torch.bincount(pattern, minlength=256).double()
+    expected = len(pattern) / 256
+    chi = float(((count - expected) ** 2 / expected).sum())
+    assert abs(chi - 255) < 5 * math.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_what_stays_is_scaled_so_that_the_mean_is_the_undropped_output(rate: float) -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 16, dtype=torch.float64).unbind(0)
+    plain = hw.attention(q, k, v)
+    outs = [hw.attention(q, k, v, dropout=hw.Dropout(rate, seed)) for seed in range(400)]
+    mean, deviation = torch.stack(outs).mean(0), torch.stack(outs).std(0) / math.sqrt(400)
+    assert ((mean - plain).abs() < 5 * deviation).all()
+
+
+@given(recipes(dropout="dropout", longest=24))
+def test_every_engine_drops_the_same_weights(recipe: Recipe) -> None:
+    # Values that are unit vectors show the weights themselves, and so which of them are gone.
+    call = recipe.call()
+    keys = call.sizes.keys
+    eye = torch.eye(keys, dtype=call.q.dtype)
+    eye = eye.expand(call.sizes.batch, call.sizes.key_heads, keys, keys)
+    options = call.options()
+    with torch.no_grad():
+        found = [hw.attention(call.q, call.k, eye, engine=e, **options) for e in ENGINES]
+        truth = oracle.answer(call)
+    seen = truth.p * truth.kept
+    for out in found:
+        large = truth.p > 1e-2
+        assert torch.equal((out != 0) & large, (seen != 0) & large), str(recipe)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_gradient_drops_what_the_output_dropped(engine: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind(0)
+    v.requires_grad_()
+    out = hw.attention(q, k, v, dropout=hw.Dropout(0.5, seed=2), engine=engine)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    eye = torch.eye(6, dtype=torch.float64).expand(1, 2, 6, 6)
+    weights = hw.attention(q, k, eye, dropout=hw.Dropout(0.5, seed=2), engine=engine)
+    torch.testing.assert_close(v.grad, weights.transpose(-1, -2) @ grad)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_without_a_seed_every_call_draws_one_from_pytorchs_generator(engine: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
+    torch.manual_seed(1)
+    first, second = (hw.attention(q, k, v, dropout=0.5, engine=engine) for _ in range(2))
+    torch.manual_seed(1)
+    again = hw.attention(q, k, v, dropout=0.5, engine=engine)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_a_seed_may_be_a_number_or_a_tensor() -> None:
+    q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
+    a = hw.attention(q, k, v, dropout=hw.Dropout(0.5, 12))
+    b = hw.attention(q, k, v, dropout=hw.Dropout(0.5, torch.tensor(12)))
+    assert torch.equal(a, b)
+
+
+def test_a_rate_of_zero_is_no_dropout_and_draws_nothing() -> None:
+    q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
+    before = torch.get_rng_state()
+    out = hw.attention(q, k, v, dropout=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(out, hw.attention(q, k, v))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_dropped_weight_depends_on_where_it_stands_and_on_nothing_else(engine: str) -> None:
+    # The last queries of a sequence drop what they dropped when all of it was there.
+    q, k, v = torch.randn(3, 2, 2, 12, 8, dtype=torch.float64).unbind(0)
+    dropout, mask = hw.Dropout(0.4, 9), hw.mask.causal()
+    whole = hw.attention(q, k, v, mask=mask, dropout=dropout, engine=engine)
+    late = hw.attention(q[:, :, 8:], k, v, mask=mask, dropout=dropout, engine=engine)
+    torch.testing.assert_close(late, whole[:, :, 8:])

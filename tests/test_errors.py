@@ -1,0 +1,183 @@
+"""Bad input gets a ValueError that restates the call: its shapes, the option, what would work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+
+q = torch.randn(2, 4, 5, 8)
+k = torch.randn(2, 2, 6, 8)
+v = torch.randn(2, 2, 6, 8)
+CALLS: dict[str, Callable[..., object]] = {
+    "attention": hw.attention,
+    "observe": hw.observe,
+    "explain": hw.explain,
+    "partial": hw.partial,
+}
+
+TENSORS: dict[str, tuple[Tensor, Tensor, Tensor, str]] = {
+    "two axes": (q[0, 0], k[0, 0], v[0, 0], "need the axes"),
+    "five axes": (q[None], k[None], v[None], "need the axes"),
+    "mixed axes": (q, k[0], v[0], "need the axes"),
+    "batch sizes": (q[:1], k, v, "batch sizes differ: q 1, k 2, v 2"),
+    "head counts": (q[:, :3], k, v, "3 query heads are no multiple of 2 key heads"),
+    "no key heads": (q, k[:, :0], v[:, :0], "no multiple of 0 key heads"),
+    "heads of k and v": (q, k, v[:, :1], "k has 2 heads and 6 keys, v 1 heads and 6 keys"),
+    "lengths of k and v": (q, k, v[:, :, :4], "k has 2 heads and 6 keys, v 2 heads and 4 keys"),
+    "widths": (q[..., :5], k, v, "queries are 5 wide and keys 8"),
+    "dtypes": (q, k.double(), v, "different dtypes: torch.float32, torch.float64, torch.float32"),
+    "integers": (q.long(), k.long(), v.long(), "torch.int64 is not supported"),
+    "complex": (q.cfloat(), k.cfloat(), v.cfloat(), "torch.complex64 is not supported"),
+    "devices": (q, k.to("meta"), v, "different devices: cpu, meta, cpu"),
+    "no width": (q[..., :0], k[..., :0], v, "width"),
+}
+
+OPTIONS: dict[str, tuple[dict[str, object], str]] = {
+    "mask is a tensor": (
+        {"mask": torch.ones(5, 6, dtype=torch.bool)},
+        "hw.mask.dense(bool_tensor)",
+    ),
+    "mask is a word": ({"mask": "causal"}, "hw.mask.causal()"),
+    "mask of another length": (
+        {"mask": hw.mask.dense(torch.ones(5, 7, dtype=torch.bool))},
+        "(5, 7), which does not broadcast to (batch, query heads, queries, keys) = (2, 4, 5, 6)",
+    ),
+    "mask of key heads": (
+        {"mask": hw.mask.dense(torch.ones(2, 2, 5, 6, dtype=torch.bool))},
+        "(2, 2, 5, 6), which does not broadcast",
+    ),
+    "mask of five axes": (
+        {"mask": hw.mask.dense(torch.ones(1, 1, 1, 5, 6, dtype=torch.bool))},
+        "(1, 1, 1, 5, 6), which does not broadcast",
+    ),
+    "lengths of another batch": ({"mask": hw.mask.lengths([1, 2, 3])}, "2 batch entries"),
+    "offsets of another batch": ({"mask": hw.mask.causal([1, 2, 3])}, "2 batch entries"),
+    "window offsets": ({"mask": hw.mask.window(1, 0, [1, 2, 3])}, "2 batch entries"),
+    "prefix of another batch": ({"mask": hw.mask.prefix([1, 2, 3])}, "prefix(n) has shape (3,)"),
+    "documents of another length": (
+        {"mask": hw.mask.documents(torch.zeros(2, 5))},
+        "(batch or 1, keys) = (2, 6) would work",
+    ),
+    "documents of another batch": ({"mask": hw.mask.documents(torch.zeros(3, 6))}, "(2, 6)"),
+    "bounds of another length": (
+        {"mask": hw.mask.between(torch.zeros(6), torch.ones(6))},
+        "(batch, heads, queries) = (2, 4, 5)",
+    ),
+    "a bad mask inside a good one": (
+        {"mask": hw.mask.causal() & (hw.mask.window(1) | hw.mask.lengths([1, 2, 3]))},
+        "2 batch entries",
+    ),
+    "bias of another length": ({"bias": torch.zeros(7, 6)}, "(7, 6), which does not broadcast"),
+    "boolean bias": ({"bias": torch.ones(5, 6, dtype=torch.bool)}, "mask=hw.mask.dense(...)"),
+    "bias is a number": ({"bias": 3.0}, "not a tensor, hw.ALiBi or hw.RelativeBuckets"),
+    "slopes": ({"bias": hw.ALiBi(3)}, "slopes (3,); (4,) would fit"),
+    "table": ({"bias": hw.RelativeBuckets(torch.zeros(8, 3))}, "(buckets, 4) would fit"),
+    "flat table": ({"bias": hw.RelativeBuckets(torch.zeros(8))}, "(buckets, 4) would fit"),
+    "no softcap": ({"softcap": 0.0}, "softcap=0.0 must be positive"),
+    "negative softcap": ({"softcap": -2.0}, "softcap=-2.0 must be positive"),
+    "softcap is not a number": ({"softcap": float("nan")}, "softcap=nan must be positive"),
+    "sinks of key heads": ({"sinks": torch.zeros(2)}, "(2,); one for each query head, (4,)"),
+    "sinks is a number": ({"sinks": torch.tensor(1.0)}, "one for each query head"),
+    "dropout of one": ({"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
+    "negative dropout": ({"dropout": -0.1}, "dropout=-0.1 must lie in [0, 1)"),
+    "dropout is not a number": ({"dropout": float("nan")}, "dropout=nan must lie in [0, 1)"),
+    "score is a word": ({"score": "cosine"}, "not one of hw.Dot, hw.Additive"),
+    "additive weight": ({"score": hw.Additive(torch.ones(7))}, "(8,) or (4, 8) would fit"),
+    "general weight": ({"score": hw.General(torch.ones(8, 7))}, "(8, 8) or (4, 8, 8) would fit"),
+    "general heads": ({"score": hw.General(torch.ones(2, 8, 8))}, "(4, 8, 8) would fit"),
+    "temperature": ({"score": hw.Cosine(torch.ones(2))}, "a scalar or (4,) would fit"),
+}
+
+OBSERVING: dict[str, tuple[dict[str, object], str]] = {
+    "unknown statistic": ({"stats": ("entropi",)}, "unknown statistic 'entropi'; there are lse,"),
+    "no rows": ({"rows": 0}, "rows=0"),
+    "rows of a matrix": ({"rows": torch.zeros(2, 2, dtype=torch.int64)}, "(2, 2)"),
+    "boolean rows": ({"rows": torch.ones(5, dtype=torch.bool)}, "torch.bool"),
+    "rows beyond the queries": ({"rows": torch.tensor([1, 5])}, "outside the 5 queries"),
+    "negative rows": ({"rows": torch.tensor([-1])}, "outside the 5 queries"),
+    "no sink keys": ({"sink_keys": 0}, "sink_keys=0"),
+    "fused kernels": ({"engine": "sdpa"}, "statistics"),
+}
+
+
+def assert_restates(call: str, tensors: tuple[Tensor, ...], text: str, **options: object) -> None:
+    """The call raises a ValueError that holds the text, and says the call as it was made."""
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        CALLS[call](*tensors, **options)
+    said = str(caught.value)
+    assert f"hw.{call}(q {str(tensors[0].dtype).removeprefix('torch.')} " in said
+    for name, x in zip("qkv", tensors, strict=True):
+        shapes = {str(tuple(x.shape)), str((1, *x.shape))}
+        assert any(re.search(rf"{name} \w+ {re.escape(shape)}", said) for shape in shapes), said
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("case", TENSORS)
+@pytest.mark.parametrize("call", CALLS)
+def test_tensors_that_do_not_fit_are_restated(call: str, case: str) -> None:
+    *tensors, text = TENSORS[case]
+    assert_restates(call, tuple(tensors), text)
+
+
+LONGER = ("mask of another length", "documents of another length", "bias of another length")
+LONGER += ("bounds of another length",)  # a part takes the tensors of a longer sequence
+options = [
+    (call, case) for call in CALLS for case in OPTIONS if call != "partial" or case not in LONGER
+]
+
+
+@pytest.mark.parametrize(("call", "case"), options)
+def test_an_option_that_does_not_fit_is_restated(call: str, case: str) -> None:
+    given, text = OPTIONS[case]
+    assert_restates(call, (q, k, v), text, **given)
+
+
+@pytest.mark.parametrize("case", OBSERVING)
+def test_what_cannot_be_observed_is_restated(case: str) -> None:
+    options, text = OBSERVING[case]
+    assert_restates("observe", (q, k, v), text, **options)
+
+
+@pytest.mark.parametrize("call", ["attention", "observe", "explain"])
+def test_an_unknown_engine_is_restated(call: str) -> None:
+    assert_restates(call, (q, k, v), "engine='flash' is unknown", engine="flash")
+
+
+def test_a_part_needs_a_batch_axis() -> None:
+    with pytest.raises(ValueError, match=r"hw\.partial needs a batch axis"):
+        hw.partial(q[0], k[0], v[0])
+
+
+def test_a_part_beyond_its_mask_is_restated() -> None:
+    short = torch.ones(5, 6, dtype=torch.bool)
+    assert_restates(
+        "partial", (q, k, v), "does not broadcast", mask=hw.mask.dense(short), first_key=3
+    )
+    assert_restates("partial", (q, k, v), "does not broadcast", bias=short.float(), first_query=1)
+    ids = torch.zeros(1, 6, dtype=torch.int64)
+    assert_restates("partial", (q, k, v), "(2, 9)", mask=hw.mask.documents(ids), first_key=3)
+
+
+@pytest.mark.parametrize("place", [{"first_query": -1}, {"first_key": -2}])
+def test_a_part_cannot_stand_before_the_sequence(place: dict[str, int]) -> None:
+    assert_restates("partial", (q, k, v), next(iter(place)), **place)
+
+
+def test_a_mask_is_restated_by_its_shape_and_not_number_by_number() -> None:
+    mask = hw.mask.causal() & hw.mask.documents(torch.arange(1000)[None])
+    with pytest.raises(ValueError, match=r"mask=.*documents.*\(1, 1000\)") as caught:
+        hw.attention(q, k, v, mask=mask)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_tensor_is_restated(call: str) -> None:
+    with pytest.raises(ValueError, match=rf"need to be tensors\n  in hw\.{call}\(q list \[1\.0\]"):
+        CALLS[call]([1.0], k, v)
