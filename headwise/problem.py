@@ -131,7 +131,10 @@ class Problem:
 
     @property
     def grouped(self) -> bool:
-        return self.q.shape[1] != self.k.shape[1]
+        """Whether key heads serve more than one query head each."""
+        if self.q.shape[1] != self.k.shape[1]:  # noqa: SIM103 (a symbol under a compiler)
+            return True
+        return False
 
 
 def pose(
