@@ -85,31 +85,23 @@ class FixedAttention(nn.Module):
     ) -> Call:
         """What a call hands to `hw.attention`: scores of zero, and the logits as their bias."""
         v = self.value(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, D)
-        start = 0 if cache is None else cache.length
-        queries = x.shape[1]
         nothing = v.new_zeros(()).expand(*v.shape[:3], 1)
+        start, queries = 0 if cache is None else cache.length, x.shape[1]
+        columns = start + queries if isinstance(start, int) else self.length
+        if columns > self.length:
+            raise ValueError(
+                f"{columns} positions need weights and {self.length} have learned any; "
+                f"FixedAttention(..., length={columns}) would serve them"
+            )
+        rows = torch.arange(queries, device=x.device) + start if positions is None else positions
+        bias = self.logits.index_select(1, rows)[None, ..., :columns]  # (1, H, N, M)
         k = nothing
-        columns = self.length
         if cache is not None:
             k, v = cache.append(k, v)
-        if isinstance(start, int):
-            columns = start + queries
-            self._check(columns)
-        rows = positions
-        if rows is None:
-            rows = torch.arange(queries, device=x.device) + start
-        bias = self.logits.index_select(1, rows)[None, ..., :columns]  # (1, H, N, M)
         mask = self.mask if mask is None else mask if self.mask is None else self.mask & mask
         if cache is not None:
             bias, mask = cache.place_bias(bias), cache.place(mask, queries)
         return Call(nothing, k, v, Dot(), mask, bias, None, None, 0.0, self.engine)
-
-    def _check(self, needed: int) -> None:
-        if needed > self.length:
-            raise ValueError(
-                f"{needed} positions need weights and {self.length} have learned any; "
-                f"FixedAttention(..., length={needed}) would serve them"
-            )
 
     def _join(self, out: Tensor) -> Tensor:
         joined: Tensor = self.out(out.transpose(1, 2).flatten(2))

@@ -27,7 +27,7 @@ class FixedCache(Cache):
 
     @property
     def length(self) -> int | Tensor:
-        return 0 if self._length is None else self._length
+        return 0 if self._length is None else self._length.clone()  # the own one is written to
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
         """Make room for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv) such as these."""

@@ -64,9 +64,8 @@ class TorchCall(nn.Module):
         """Ours with the weights, dropout, mode, dtype and device of one of theirs."""
         if theirs.bias_k is not None or theirs.add_zero_attn:
             option = "add_zero_attn" if theirs.bias_k is None else "add_bias_kv"
-            raise ValueError(
-                f"{name or 'this attention'} uses {option}, which has no equal in headwise"
-            )
+            said = name or "this attention"
+            raise ValueError(f"{said} uses {option}, which has no equal in headwise")
         weight = theirs.out_proj.weight
         with torch.device("meta"):
             ours = MultiHeadAttention(
@@ -88,9 +87,8 @@ class TorchCall(nn.Module):
         extra = set(dict(ours.named_modules())) - set(dict(plain.named_modules()))
         wanted = Widths.of(ours.d_model, ours.heads, context_dim=ours.widths.context)
         if extra or ours.widths != wanted or not isinstance(ours.projections, Separate):
-            raise ValueError(
-                f"{name or 'this attention'} was changed into what torch has no equal for"
-            )
+            said = name or "this attention"
+            raise ValueError(f"{said} has become what nn.MultiheadAttention has no equal for")
         weight, (keys, values) = ours.out.weight, ours.widths.context
         theirs = nn.MultiheadAttention(
             ours.d_model,
@@ -157,7 +155,7 @@ def _replaced(model: nn.Module, kind: type[nn.Module], make: Callable[..., nn.Mo
     places = [
         (parent, f"{path}.{name}" if path else name, name, child)
         for path, parent in model.named_modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()  # named_children() leaves out a second place
         if isinstance(child, kind)
     ]
     for parent, path, name, child in places:
