@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -251,10 +252,21 @@ def _describe(x: object) -> str:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+    if not _autocasting(kind) or q.dtype == torch.float64:
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _autocasting(kind: str) -> bool:
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Where sums stay in float32: autocast has made the inputs what they are, and is done."""
+    if not _autocasting(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from headwise import flops
-from headwise.problem import Terms
-from headwise.sums import Sums, room
+from headwise.problem import Terms, without_autocast
+from headwise.sums import ENTROPY, Sums, room
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 
@@ -65,7 +65,8 @@ def operators(
             additive, intervals, dense, position, bias, slopes, relative, sinks, seed,
             scale, softcap, dropout, first_key,
         )  # fmt: skip
-        return run(q, k, v, terms, wants)
+        with without_autocast(q.device):
+            return run(q, k, v, terms, wants)
 
     @forward.register_fake
     def _(q, k, v, *terms_and_wants):  # type: ignore[no-untyped-def]
@@ -100,10 +101,12 @@ def operators(
             additive, intervals, dense, position, bias, slopes, relative, sinks, seed,
             scale, softcap, dropout, first_key,
         )  # fmt: skip
-        found = differentiate(q, k, v, terms, out, lse, entropy, grad_out, grad_lse, grad_entropy)
+        asked = (out, lse, entropy, grad_out, grad_lse, grad_entropy)
+        with without_autocast(q.device):
+            found = differentiate(q, k, v, terms, *asked)
         given = (q, k, v, additive, bias, slopes, relative, sinks)
         return [
-            grad.to(x.dtype)
+            grad.to(x.dtype).contiguous()  # as the shapes below promise
             for grad, x in zip(found, given, strict=True)
             if grad is not None and x is not None
         ]
@@ -119,6 +122,7 @@ def operators(
 
     def gradient(ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
         *tensors, out, lse, entropy = ctx.saved_tensors
+        grad_entropy = grad_entropy if ctx.wants & ENTROPY else None  # there is none to flow into
         grads: list[Tensor | None] = [None] * 17
         if grad_out is None and grad_lse is None and grad_entropy is None:
             return tuple(grads)
@@ -145,7 +149,7 @@ def operators(
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     tensors, numbers = inputs[:12], inputs[12:16]
-    ctx.numbers = numbers
+    ctx.numbers, ctx.wants = numbers, inputs[16]
     ctx.mark_non_differentiable(output[2], *output[4:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[0], output[1], output[3])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise import dropout
-from headwise.problem import Problem, Terms
+from headwise.problem import Problem, Terms, without_autocast
 
 
 def refuses(problem: Problem, observed: bool) -> str | None:
@@ -21,6 +21,11 @@ def attend(problem: Problem) -> Tensor:
 
 def observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
     """out (B, Hq, N, Dv) and every statistic, (B, Hq, N) each, by its definition."""
+    with without_autocast(problem.q.device):
+        return _observe(problem, sink_keys)
+
+
+def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
     terms = problem.terms()
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     group = problem.q.shape[1] // problem.k.shape[1]
