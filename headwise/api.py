@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.bias import Bias
 from headwise.dropout import Dropout
-from headwise.engines import reference, streaming
+from headwise.engines import reference
 from headwise.map import AttentionMap
 from headwise.mask import Mask
 from headwise.observation import Observation, check_sink_keys, check_statistics, sample_rows
@@ -217,7 +217,9 @@ def partial(
         "partial", *wide, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
-    sums = streaming.run(replace(problem, sinks=None), ENTROPY | DISTANCE | MOMENTS)
+    problem = replace(problem, sinks=None)
+    engine = _restating("partial", four, choose, problem, "streaming", True)
+    sums = engine.run(problem, ENTROPY | DISTANCE | MOMENTS)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
 
 from headwise.engines import reference, sdpa, streaming
 from headwise.problem import Problem
@@ -69,8 +71,24 @@ def refusal(name: str, problem: Problem, observed: bool) -> str | None:
         missing = _triton_missing(problem.q.device.type)
         if missing is not None:
             return missing
-    reason: str | None = _module(name).refuses(problem, observed)
+    reason: str | None = _transformed(name) or _module(name).refuses(problem, observed)
     return reason
+
+
+def _transformed(name: str) -> str | None:
+    """Why an engine can't serve inside a derivative of PyTorch's that its kernels do not know.
+
+    Forward mode would lose the tangents without a word; `reference` is plain PyTorch and can.
+    """
+    if name == "reference" or torch.compiler.is_compiling():
+        return None
+    if forward_ad._current_level >= 0:
+        return "it has no forward-mode derivative"
+    if name != "sdpa" and torch._C._are_functorch_transforms_active():
+        stack = torch._C._functorch.get_interpreter_stack()
+        if any(transform.key() == TransformType.Grad for transform in stack):
+            return "torch.func.grad takes no custom operators"
+    return None
 
 
 def engines() -> dict[str, str | None]:
