@@ -1,10 +1,12 @@
-"""Fused attention that sees, for NVIDIA GPUs: one forward, statistics included, in Triton."""
+"""Fused attention that sees, for NVIDIA GPUs: one forward and one backward, in Triton."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from headwise.engines.operators import operators
+from headwise.engines.triton.backward import differentiate
 from headwise.engines.triton.call import run_forward
 from headwise.engines.triton.launch import interpreting
 from headwise.problem import Problem
@@ -18,18 +20,11 @@ def refuses(problem: Problem, observed: bool) -> str | None:
     q, v = problem.q, problem.v
     if problem.additive is not None:
         return "its kernels compute dot scores only"
-    if torch.is_grad_enabled() and _learns(problem):
-        return "its kernels have no gradients yet"
     if q.dtype == torch.float64:
         return "it computes in float32 and float64 would lose precision"
     if not 1 <= q.shape[-1] <= WIDEST or not 1 <= v.shape[-1] <= WIDEST:
         return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
     return None if interpreting() else _refuses_device(q.device)
-
-
-def _learns(problem: Problem) -> bool:
-    given = (problem.q, problem.k, problem.v, *problem.terms())
-    return any(isinstance(x, Tensor) and x.requires_grad for x in given)
 
 
 def _refuses_device(device: torch.device) -> str | None:
@@ -47,4 +42,7 @@ def attend(problem: Problem) -> Tensor:
 
 def run(problem: Problem, wants: int) -> Sums:
     """The output and the sums that `wants` names."""
-    return run_forward(problem.q, problem.k, problem.v, problem.terms(), wants)
+    return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(), wants))
+
+
+_forward = operators("triton", run_forward, differentiate)

@@ -1,8 +1,6 @@
-"""One call of the forward kernel, and the operators that PyTorch sees."""
+"""One call of the forward kernel."""
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from headwise.engines.triton.launch import (
     described,
     has_bulk_copies,
     interpreting,
+    on,
     operands,
     outer_strides,
 )
@@ -40,12 +39,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     with on(q.device):
         forward[grid](
             q_, k_, v_, outer_strides(call.q), outer_strides(call.k), outer_strides(call.v),
-            call.given, call.sizes, sums.out, written, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
+            call.given, *call.sizes, sums.out, written, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
             num_warps=shape.warps, num_stages=shape.stages, **flags,
         )  # fmt: skip
     return sums
-
-
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on the tensors' own GPU, whichever is current."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

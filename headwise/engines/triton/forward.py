@@ -14,15 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from headwise.engines.triton.tiles import (
+    FAR,
     LN2,
     LOG2E,
+    LOOSE,
     NOTHING,
-    bend,
-    dense_seen,
+    Sizes,
+    edge,
     extent,
-    interval,
     kept,
     load_tile,
+    logits,
     positions,
     row_hash,
 )
@@ -42,8 +44,8 @@ class Written(NamedTuple):
 
 @triton.jit
 def absorb(
-    state, q, k, v, ks, vs, t, z, written, b, h, i, j0, first, last, position, hashed,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
+    state, q, k, v, ks, vs, t, z, written, b, h, i, j0, first, last, hidden, position,
+    hashed,     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PLAIN: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -53,27 +55,19 @@ def absorb(
     j = j0 + tl.arange(0, KEYS)
     tile = load_tile(k, ks, b, kh, j0, z.keys, KEYS, WIDTH, PADDED, TMA)
     s = tl.dot(q, tile.T, input_precision=PRECISION)
-    unit = z.scale * LOG2E
-    if not PLAIN:
-        s, _ = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP, FAST)
-        unit = LOG2E
-    HIDES: tl.constexpr = MASKED or t.bias is not None  # a bias may hold -inf
-    if MASKED:
-        if t.dense is not None:
-            seen = dense_seen(t, z, b, h, i[:, None], j[None, :])
-        else:
-            seen = (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None])
-        s = tl.where(seen, s, NOTHING)
+    s, _ = logits(
+        s, t, z, b, h, i[:, None], j[None, :], position[:, None], first[:, None], last[:, None],
+        hidden, PLAIN, CAP, FAST, MASKED,
+    )  # fmt: skip
+    unit = z.scale * LOG2E if PLAIN else LOG2E
+    # A row that has seen nothing yet weighs FAR keys; its first real maximum wipes them out.
     new = tl.maximum(m, tl.max(s, 1) * unit)
-    base = tl.where(new == NOTHING, 0.0, new) if HIDES else new
-    e = s * unit - base[:, None]
+    e = s * unit - new[:, None]
     p = tl.exp2(e)
-    shrink = tl.exp2(m - base)
+    shrink = tl.exp2(m - new)
     total = tl.sum(p, 1)
     if written.entropy is not None:
-        moved = tl.where(m == NOTHING, 0.0, m - base)
-        if HIDES:
-            e = tl.where(s == NOTHING, 0.0, e)
+        moved = tl.where(m == NOTHING, 0.0, m - new)
         shifted = (shifted + l * moved) * shrink + tl.sum(p * e, 1)
     if written.distance is not None:
         # From the block's first key, so that small distances stay exact.
@@ -81,40 +75,51 @@ def absorb(
         away = (position - (j0 + z.first_key)).to(tl.float32)
         reach = reach * shrink + (away * total - steps)
     if written.mean is not None:
-        if HIDES:
-            found = tl.sum((s != NOTHING).to(tl.float32), 1)
-            here = tl.sum(tl.where(s == NOTHING, 0.0, s), 1) / tl.maximum(found, 1.0)
-            off = tl.where(s == NOTHING, 0.0, s - here[:, None])
-        else:
-            found = tl.full(m.shape, KEYS, tl.float32)
-            here = tl.sum(s, 1) * (1.0 / KEYS)
-            off = s - here[:, None]
+        # About the largest so far, which is at most √n deviations from the mean.
+        found = tl.full(m.shape, KEYS, tl.float32)
+        if MASKED or t.bias is not None:  # noqa: SIM114 - known when compiled, the other is not
+            there = s > 0.5 * FAR
+            found = tl.sum(there.to(tl.float32), 1)
+            e = tl.where(there, e, 0.0)
+        elif hidden:
+            there = s > 0.5 * FAR
+            found = tl.sum(there.to(tl.float32), 1)
+            e = tl.where(there, e, 0.0)
+        off = tl.sum(e, 1) / tl.maximum(found, 1.0)
+        here = tl.where(found == 0.0, 0.0, new + off)
         share = found / tl.maximum(count + found, 1.0)
         gap = here - mean
-        spread += tl.sum(off * off, 1) + gap * gap * count * share
+        spread += tl.sum(e * e, 1) - found * off * off + gap * gap * count * share
         mean += gap * share
         count += found
     l = l * shrink + total
     if t.seed is not None:
         p = tl.where(kept(hashed[:, None], (j + z.first_key)[None, :], z.threshold), p, 0.0)
     values = load_tile(v, vs, b, kh, j0, z.keys, KEYS, VALUES, PADDED_VALUES, TMA)
-    if MASKED and (t.intervals is not None or t.dense is not None):
+    if MASKED:
         # A weight of zero does not silence a NaN, and a key that no row sees may hold one.
-        used = tl.max(seen.to(tl.int32), 0)
+        used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
         values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
     acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
     return acc, l, new, shifted, reach, count, mean, spread
 
 
-@triton.jit(do_not_specialize=["z"])
+@triton.jit(do_not_specialize=LOOSE)
 def forward(
-    q, k, v, qs, ks, vs, t, z, out, written,
+    q, k, v, qs, ks, vs, t,
+    queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
+    position_batch, threshold, scale, softcap, kept_share,
+    out, written,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """One block of ROWS query rows of one head of one batch entry."""
+    z = Sizes(
+        queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
+        position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PIECES > 0:  # late rows of a causal mask see most: they start first
         block = tl.num_programs(0) - 1 - block
@@ -124,53 +129,60 @@ def forward(
     if t.seed is not None:
         hashed = row_hash(t.seed, b, h, position)
 
-    # Which blocks of keys there are: of the first interval, then of the second.
-    first = tl.zeros([ROWS], tl.int32)
-    last = first + z.keys
-    if PIECES > 0:
-        first, last = interval(t, z, 0, b, h, i)
-    low, blocks, inner, outer = extent(first, last, z.keys, KEYS)
-    if t.dense is not None:
-        inner, outer = blocks, blocks
+    # Which blocks of keys there are: of the first interval of each row, then of the second.
+    one = extent(t, z, 0, b, h, i, KEYS, PIECES)
+    two = one
+    _, _, low, _, blocks, inner, outer, dirty = one
     edges = inner + blocks - outer
-    more_edges, more_first, more_last = 0, first, last
-    low2, inner2, outer2 = low, inner, inner
+    middle = outer - inner
+    more_edges, more_middle, low2, inner2, dirty2 = 0, 0, low, inner, dirty
     if PIECES == 2:
-        more_first, more_last = interval(t, z, 1, b, h, i)
-        low2, blocks2, inner2, outer2 = extent(more_first, more_last, z.keys, KEYS)
+        two = extent(t, z, 1, b, h, i, KEYS, PIECES)
+        _, _, low2, _, blocks2, inner2, outer2, dirty2 = two
         more_edges = inner2 + blocks2 - outer2
+        more_middle = outer2 - inner2
 
-    queries = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
+    rows = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
     zero = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)
-    for n in tl.range(0, edges + more_edges):
-        number = tl.where(n < inner, n, n - inner + outer)
-        j0 = low + number * KEYS
-        now_first, now_last = first, last
+    if PIECES > 0 or t.dense is not None:  # blocks that hold keys which nobody may see
+        here = tl.where(dirty, edges, 0)
+        for n in tl.range(0, here + tl.where(dirty2, more_edges, 0)):
+            j0, now_first, now_last = edge(n, one, KEYS)
+            if PIECES == 2:
+                other, more_first, more_last = edge(n - here, two, KEYS)
+                j0 = tl.where(n < here, j0, other)
+                now_first = tl.where(n < here, now_first, more_first)
+                now_last = tl.where(n < here, now_last, more_last)
+            state = absorb(
+                state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
+                True, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
+                PRECISION, PLAIN, CAP, FAST, True,
+            )  # fmt: skip
+    # Clean blocks with an edge, then the middle of both intervals: one loop, one pipeline.
+    here = tl.where(dirty, 0, edges)
+    masked = here + tl.where(dirty2, 0, more_edges)
+    for n in tl.range(0, masked + middle + more_middle):
+        j0, now_first, now_last = edge(n, one, KEYS)
+        later = n - masked
+        inside = low + (inner + later) * KEYS
         if PIECES == 2:
-            late = n - edges
-            number = tl.where(late < inner2, late, late - inner2 + outer2)
-            j0 = tl.where(n < edges, j0, low2 + number * KEYS)
-            now_first = tl.where(n < edges, first, more_first)
-            now_last = tl.where(n < edges, last, more_last)
+            other, more_first, more_last = edge(n - here, two, KEYS)
+            j0 = tl.where(n < here, j0, other)
+            now_first = tl.where(n < here, now_first, more_first)
+            now_last = tl.where(n < here, now_last, more_last)
+            inside = tl.where(later < middle, inside, low2 + (inner2 + later - middle) * KEYS)
+        j0 = tl.where(later < 0, j0, inside)
         state = absorb(
-            state, queries, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
-            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION,
-            PLAIN, CAP, FAST, True,
-        )  # fmt: skip
-    for n in tl.range(0, outer - inner + outer2 - inner2):
-        j0 = low + (inner + n) * KEYS
-        if PIECES == 2:
-            late = n - (outer - inner)
-            j0 = tl.where(late < 0, j0, low2 + (inner2 + late) * KEYS)
-        state = absorb(
-            state, queries, k, v, ks, vs, t, z, written, b, h, i, j0, first, last,
-            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION,
-            PLAIN, CAP, FAST, False,
+            state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
+            later < 0, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
+            PRECISION, PLAIN, CAP, FAST, False,
         )  # fmt: skip
 
     acc, l, m, shifted, reach, count, mean, spread = state
+    unseen = m < (0.5 * FAR) * (z.scale if PLAIN else 1.0)
+    l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
     base = tl.where(m == NOTHING, 0.0, m)
     total = l
     if t.sinks is not None:
@@ -198,8 +210,7 @@ def forward(
     if written.distance is not None:
         tl.store(written.distance + line + i, reach * weight, mask=here)
     if written.mean is not None:
-        one = z.scale if PLAIN else 1.0
-        tl.store(written.mean + line + i, mean * one, mask=here)
-        spread = spread / tl.maximum(count, 1.0) * (one * one)
+        tl.store(written.mean + line + i, mean * LN2, mask=here)
+        spread = tl.maximum(spread / tl.maximum(count, 1.0), 0.0) * (LN2 * LN2)
         tl.store(written.variance + line + i, spread, mask=here)
         tl.store(written.visible + line + i, count, mask=here)

@@ -16,6 +16,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 GOLDEN = tl.constexpr(0x9E3779B9)
 NOTHING = tl.constexpr(float("-inf"))
+FAR = tl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
 
 
 class Given(NamedTuple):
@@ -34,7 +35,11 @@ class Given(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers of a call. A kernel is not compiled again for others."""
+    """The numbers of a call, as its functions take them.
+
+    A kernel takes them one by one, because only so can it be told (by LOOSE) not to be compiled
+    again when one of them becomes 1 or a multiple of 16.
+    """
 
     queries: int
     keys: int
@@ -49,6 +54,9 @@ class Sizes(NamedTuple):
     scale: float
     softcap: float
     kept_share: float  # 1 / (1 - dropout)
+
+
+LOOSE = [*Sizes._fields]
 
 
 @triton.jit
@@ -104,6 +112,30 @@ def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def logits(
+    s, t, z, b, h, i, j, position, first, last, hidden,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """From raw scores to logits, FAR where a row does not see a key, and tanh where there is a cap.
+
+    PLAIN scores stay raw. MASKED: the mask holds for the whole loop; else where `hidden`, a scalar.
+    """
+    bent = s
+    if not PLAIN:
+        s, bent = bend(s, t, z, b, h, i, j, position, CAP, FAST)
+    if t.bias is not None:
+        s = tl.where(s == NOTHING, FAR, s)  # a bias may hide a key
+    if MASKED:
+        if t.dense is not None:
+            s = tl.where(dense_seen(t, z, b, h, i, j), s, FAR)
+        else:
+            s = tl.where((j >= first) & (j < last), s, FAR)
+    elif hidden:
+        s = tl.where((j >= first) & (j < last), s, FAR)
+    return s, bent
+
+
+@triton.jit
 def _entry(x, strides, b, h, i, j):
     """Where x[b, h, i, j] is; broadcast axes have stride 0."""
     start = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
@@ -135,13 +167,18 @@ def positions(t, z, b, i):
 
 
 @triton.jit
-def extent(first, last, M, BLOCK: tl.constexpr):
-    """The key blocks of some rows' intervals: where they start, how many, and those without a mask.
+def extent(t, z, piece: tl.constexpr, b, h, i, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """The key blocks that rows i see in one piece of the mask, as an `Extent` of scalars.
 
-    Blocks are counted from the first key that any row sees; [inner, outer) are seen whole by all.
+    Blocks are counted from `low`, the first key that any row sees; [inner, outer) of them are seen
+    whole by all rows and need no mask. `dirty`: some key inside the blocks may be seen by no row
+    at all, and may hold anything.
     """
+    first, last = tl.zeros(i.shape, tl.int32), tl.zeros(i.shape, tl.int32) + z.keys
+    if PIECES > 0:
+        first, last = interval(t, z, piece, b, h, i)
     empty = first >= last
-    low = tl.min(tl.where(empty, M, first), 0)
+    low = tl.min(tl.where(empty, z.keys, first), 0)
     high = tl.max(tl.where(empty, 0, last), 0)
     blocks = tl.maximum(tl.cdiv(high - low, BLOCK), 0)
     all_low = tl.max(first, 0)
@@ -149,7 +186,29 @@ def extent(first, last, M, BLOCK: tl.constexpr):
     inner = tl.cdiv(tl.maximum(all_low - low, 0), BLOCK)
     outer = tl.maximum(all_high - low, 0) // BLOCK
     some = (outer > inner) & (blocks > 0)
-    return low, blocks, tl.where(some, inner, blocks), tl.where(some, outer, blocks)
+    inner, outer = tl.where(some, inner, blocks), tl.where(some, outer, blocks)
+    dirty = blocks < 0  # without a mask every key is seen, and there is none past the last
+    if PIECES > 0:
+        # Neighbours whose intervals touch leave no gap; a single block reaches past its last key.
+        next_first, next_last = interval(t, z, piece, b, h, i + 1)
+        gap = empty | (next_first > last) | (next_last < first)
+        dirty = (tl.max(gap.to(tl.int32), 0) > 0) | (blocks < 2)
+    if t.dense is not None:
+        inner, outer = blocks, blocks
+        dirty = blocks >= 0
+    return first, last, low, high, blocks, inner, outer, dirty
+
+
+@triton.jit
+def edge(n, extent, BLOCK: tl.constexpr):
+    """The n-th block of an extent that needs a mask: its first key, and the rows' bounds in it."""
+    first, last, low, high, blocks, inner, outer, dirty = extent
+    number = tl.where(n < inner, n, n - inner + outer)
+    start = low + number * BLOCK
+    # A clean last block moves back to end at the last key that is seen; what it meets again is
+    # masked by the new bound.
+    back = (number == blocks - 1) & (blocks > 1) & (dirty == 0)
+    return tl.where(back, high - BLOCK, start), tl.maximum(first, start), last
 
 
 @triton.jit

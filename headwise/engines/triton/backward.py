@@ -1,0 +1,201 @@
+"""One backward call: the rows' constants, then a kernel for each kind of gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.engines.operators import Gradients
+from headwise.engines.triton.grad_keys import grad_keys, row_blocks
+from headwise.engines.triton.grad_queries import RowSums, grad_queries
+from headwise.engines.triton.grad_small import grad_bias, grad_distance
+from headwise.engines.triton.gradients import Rows, dot_rows
+from headwise.engines.triton.launch import (
+    Operands,
+    described,
+    has_bulk_copies,
+    interpreting,
+    on,
+    operands,
+    outer_strides,
+)
+from headwise.engines.triton.shapes import (
+    INTERPRETED,
+    Shape,
+    keys_shape,
+    queries_shape,
+)
+from headwise.problem import Terms
+
+
+def differentiate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    out: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Gradients:
+    """Gradients of every input from those of out, lse and entropy."""
+    if interpreting() and q.dtype == torch.bfloat16:  # as in the forward
+        q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
+    with on(q.device):
+        call = Call(q, k, v, terms, out, grad_out)
+        share = None if terms.sinks is None else torch.exp(terms.sinks.float()[:, None] - lse)
+        shared = call.dot(grad_out, out)
+        shared = shared if grad_lse is None else shared - grad_lse
+        if grad_entropy is not None:
+            seen = 1.0 if share is None else 1 - share
+            shared = shared + grad_entropy * (entropy + 1 - seen)
+            grad_entropy = grad_entropy.contiguous()
+        rows = Rows(lse, shared, grad_entropy)
+        grad_q, sums = call.queries(rows)
+        grad_k, grad_v = call.keys(rows)
+        return Gradients(
+            grad_q,
+            grad_k,
+            grad_v,
+            None,
+            None if terms.bias is None else call.bias(rows),
+            None if sums.slopes is None else -sums.slopes.sum((0, 2)),
+            None if terms.relative is None else call.relative(rows, sums),
+            None if share is None else _sinks(share, rows),
+        )
+
+
+def _sinks(share: Tensor, rows: Rows) -> Tensor:
+    """For the sink dP = 0 and there is no value; its entropy term is the sum over visible keys."""
+    row = -rows.shared if rows.entropy is None else rows.entropy - rows.shared
+    return (share * row).sum((0, 2))
+
+
+class Call:
+    """The launches of one backward call."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, grad_out: Tensor
+    ) -> None:
+        self.operands: Operands = operands(q, k, v, terms)
+        self.grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+        self.flags = self.operands.flags()
+        self.batch, self.heads, self.rows = q.shape[:3]
+        self.hopper = interpreting() or has_bulk_copies(q.device)
+        self.wide = max(self.operands.padded)
+
+    def dot(self, a: Tensor, c: Tensor) -> Tensor:
+        """Σ a · c along the last axis, (B, Hq, N) float32."""
+        a, c = (x if x.stride(-1) == 1 else x.contiguous() for x in (a, c))
+        found = a.new_empty(a.shape[:3], dtype=torch.float32)
+        if found.numel():
+            dot_rows[self.grid(64)](
+                a, c, outer_strides(a), outer_strides(c), found, self.rows, ROWS=64,
+                WIDTH=a.shape[-1], PADDED=self.flags["PADDED_VALUES"],
+            )  # fmt: skip
+        return found
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """A program for each block of rows."""
+        return -(-self.rows // rows), self.heads, self.batch
+
+    def shape(self, shape: Shape) -> Shape:
+        return INTERPRETED if interpreting() else shape
+
+    def tensors(self, rows: int, keys: int) -> tuple[bool, list[Any]]:
+        """q, grad_out, k, v as the kernels load them, and their strides."""
+        x = self.operands
+        each = (x.q, self.grad_out, x.k, x.v)
+        tma, loaded = described(each, (rows, rows, keys, keys))
+        return tma, [*loaded, *map(outer_strides, each), x.given, *x.sizes]
+
+    def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
+        """q's gradient, and the sums over each row that small gradients need."""
+        terms, q = self.operands.terms, self.operands.q
+        shape = self.shape(queries_shape(self.wide, q.itemsize, self.hopper))
+        grad = torch.empty_like(q, memory_format=torch.contiguous_format)
+        slopes = None if terms.slopes is None else torch.empty_like(rows.shared)
+        ends = [None if terms.relative is None else torch.empty_like(rows.shared) for _ in range(2)]
+        sums = RowSums(slopes, *ends)
+        if grad.numel():
+            tma, tensors = self.tensors(shape.rows, shape.keys)
+            grad_queries[self.grid(shape.rows)](
+                *tensors, rows, grad, sums, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
+                num_warps=shape.warps, num_stages=shape.stages, **self.flags,
+            )  # fmt: skip
+        return grad, sums
+
+    def keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The gradients of k and v."""
+        k, v = self.operands.k, self.operands.v
+        shape = self.shape(keys_shape(self.wide, k.itemsize, self.hopper))
+        grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
+        grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
+        if self.rows == 0:
+            return grad_k.zero_(), grad_v.zero_()
+        if grad_k.numel():
+            tma, tensors = self.tensors(shape.rows, shape.keys)
+            grid = (-(-k.shape[2] // shape.keys), k.shape[1], self.batch)
+            grad_keys[grid](
+                *tensors, rows, grad_k, grad_v, *self.table(shape.rows), ROWS=shape.rows,
+                KEYS=shape.keys, TMA=tma, num_warps=shape.warps, num_stages=shape.stages,
+                **self.flags,
+            )  # fmt: skip
+        return grad_k, grad_v
+
+    def table(self, rows: int) -> tuple[Tensor | None, int, int, int]:
+        """What each block of rows sees: the table, its blocks, and its strides."""
+        blocks = -(-self.rows // rows)
+        intervals = self.operands.given.intervals
+        if intervals is None:
+            return None, blocks, 0, 0
+        pieces, _, batch, heads, _ = intervals.shape
+        table = intervals.new_empty(batch, heads, pieces, 4, blocks)
+        given, sizes = self.operands.given, self.operands.sizes
+        row_blocks[(blocks, heads, batch)](given, *sizes, table, blocks, ROWS=rows, PIECES=pieces)
+        step = table.stride()
+        return table, blocks, step[0] if batch > 1 else 0, step[1] if heads > 1 else 0
+
+    def small(self) -> list[Any]:
+        """q, grad_out, k, v for kernels that always compute addresses."""
+        x = self.operands
+        each = (x.q, self.grad_out, x.k, x.v)
+        return [*each, *map(outer_strides, each), x.given, *x.sizes]
+
+    def bias(self, rows: Rows) -> Tensor:
+        """The bias tensor's gradient, float32, in the bias' own shape."""
+        bias = self.operands.terms.bias
+        assert bias is not None
+        grad = bias.new_zeros(bias.shape, dtype=torch.float32)
+        keys = self.operands.k.shape[2]
+        if grad.numel() == 0 or self.rows == 0 or keys == 0:
+            return grad
+        tile = 32 if self.wide > 64 or self.operands.q.itemsize == 4 else 64
+        tiles = -(-self.rows // tile), -(-keys // tile)
+        whole = self.batch, self.heads, *tiles
+        spans = tuple(n if bias.shape[axis] == 1 else 1 for axis, n in enumerate(whole))
+        flags = self.flags | {"ROW_SUM": bias.shape[2] == 1, "KEY_SUM": bias.shape[3] == 1}
+        grid = (tiles[0] // spans[2] * (tiles[1] // spans[3]), bias.shape[1], bias.shape[0])
+        grad_bias[grid](
+            *self.small(), rows, grad, self.heads, tiles[1], *spans, ROWS=tile, KEYS=tile,
+            num_warps=4, num_stages=1, **flags,
+        )  # fmt: skip
+        return grad
+
+    def relative(self, rows: Rows, sums: RowSums) -> Tensor:
+        """The gradient of the table over distances, (Hq, 2R + 1)."""
+        table = self.operands.terms.relative
+        assert table is not None and sums.before is not None and sums.after is not None
+        reach = self.operands.sizes.reach
+        grad = rows.shared.new_zeros(self.batch, self.heads, table.shape[1])
+        if self.rows and self.operands.k.shape[2]:
+            flags = {name: x for name, x in self.flags.items() if name != "PRECISION"}
+            grad_distance[(2 * reach - 1, self.heads, self.batch)](
+                *self.small(), rows, grad, ROWS=32, num_warps=4, num_stages=1, **flags
+            )
+        grad[..., 0], grad[..., -1] = sums.after.sum(-1), sums.before.sum(-1)
+        return grad.sum(0)

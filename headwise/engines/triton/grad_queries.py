@@ -1,0 +1,159 @@
+"""The backward kernel of the queries: a block of rows, and every key that it sees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwise.engines.triton.gradients import row_numbers, weigh
+from headwise.engines.triton.tiles import (
+    FAR,
+    LOOSE,
+    Sizes,
+    edge,
+    extent,
+    load_tile,
+    logits,
+    positions,
+    row_hash,
+)
+
+
+class RowSums(NamedTuple):
+    """Sums over a row's keys that small gradients need, (B, Hq, N) each; None: they don't."""
+
+    slopes: Tensor | None  # Σ ds |i - j|
+    before: Tensor | None  # Σ ds over keys at least R before the query
+    after: Tensor | None  # Σ ds over keys at least R after it
+
+
+@triton.jit
+def step(
+    state, numbers, q, do, k, v, ks, vs, t, z, rows, sums, b, h, i, j0, first, last, hidden,
+    position, hashed, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add the keys [j0, j0 + KEYS) to the rows' gradient."""
+    grad, slopes, before, after = state
+    lse, shared, entropy = numbers
+    kh = h // z.group
+    j = (j0 + tl.arange(0, KEYS))[None, :]
+    keys = load_tile(k, ks, b, kh, j0, z.keys, KEYS, WIDTH, PADDED, TMA)
+    values = load_tile(v, vs, b, kh, j0, z.keys, KEYS, VALUES, PADDED_VALUES, TMA)
+    s = tl.dot(q, keys.T, input_precision=PRECISION)
+    dp = tl.dot(do, values.T, input_precision=PRECISION)
+    s, bent = logits(
+        s, t, z, b, h, i[:, None], j, position[:, None], first[:, None], last[:, None], hidden,
+        PLAIN, CAP, FAST, MASKED,
+    )  # fmt: skip
+    if MASKED:  # as in the forward: a key that nobody sees may hold NaN
+        seen = s > 0.5 * FAR
+        dp = tl.where(seen, dp, 0.0)
+        used = tl.max(seen.to(tl.int32), 0)
+        keys = tl.where(used[:, None] != 0, keys, 0.0).to(keys.dtype)
+    _, ds, raw = weigh(
+        s, bent, dp, t, z, rows, j, hashed[:, None], lse[:, None], shared[:, None],
+        entropy[:, None], PLAIN, CAP,
+    )  # fmt: skip
+    away = position[:, None] - (j + z.first_key)
+    if sums.slopes is not None:
+        slopes += tl.sum(ds * tl.abs(away).to(tl.float32), 1)
+    if sums.before is not None:
+        before += tl.sum(tl.where(away >= z.reach, ds, 0.0), 1)
+        after += tl.sum(tl.where(away <= -z.reach, ds, 0.0), 1)
+    grad = tl.dot(raw.to(keys.dtype), keys, grad, input_precision=PRECISION)
+    return grad, slopes, before, after
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def grad_queries(
+    q, do, k, v, qs, dos, ks, vs, t,
+    queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
+    position_batch, threshold, scale, softcap, kept_share,
+    rows, grad_q, sums,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """One block of ROWS query rows of one head of one batch entry; the loops are the forward's."""
+    z = Sizes(
+        queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
+        position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PIECES > 0:
+        block = tl.num_programs(0) - 1 - block
+    i = block * ROWS + tl.arange(0, ROWS)
+    here = i < z.queries
+    position = positions(t, z, b, i)
+    hashed = position
+    if t.seed is not None:
+        hashed = row_hash(t.seed, b, h, position)
+    one = extent(t, z, 0, b, h, i, KEYS, PIECES)
+    two = one
+    _, _, low, _, blocks, inner, outer, dirty = one
+    edges = inner + blocks - outer
+    middle = outer - inner
+    more_edges, more_middle, low2, inner2, dirty2 = 0, 0, low, inner, dirty
+    if PIECES == 2:
+        two = extent(t, z, 1, b, h, i, KEYS, PIECES)
+        _, _, low2, _, blocks2, inner2, outer2, dirty2 = two
+        more_edges = inner2 + blocks2 - outer2
+        more_middle = outer2 - inner2
+
+    here_q = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
+    grads = load_tile(do, dos, b, h, block * ROWS, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries
+    numbers = row_numbers(rows, line, i, here)
+    zero = tl.zeros([ROWS], tl.float32)
+    state = (tl.zeros([ROWS, PADDED], tl.float32), zero, zero, zero)
+    if PIECES > 0 or t.dense is not None:
+        some = tl.where(dirty, edges, 0)
+        for n in tl.range(0, some + tl.where(dirty2, more_edges, 0)):
+            j0, now_first, now_last = edge(n, one, KEYS)
+            if PIECES == 2:
+                other, more_first, more_last = edge(n - some, two, KEYS)
+                j0 = tl.where(n < some, j0, other)
+                now_first = tl.where(n < some, now_first, more_first)
+                now_last = tl.where(n < some, now_last, more_last)
+            state = step(
+                state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
+                now_first, now_last, True, position, hashed, KEYS, WIDTH, VALUES, PADDED,
+                PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, FAST, True,
+            )  # fmt: skip
+    some = tl.where(dirty, 0, edges)
+    masked = some + tl.where(dirty2, 0, more_edges)
+    for n in tl.range(0, masked + middle + more_middle):
+        j0, now_first, now_last = edge(n, one, KEYS)
+        later = n - masked
+        inside = low + (inner + later) * KEYS
+        if PIECES == 2:
+            other, more_first, more_last = edge(n - some, two, KEYS)
+            j0 = tl.where(n < some, j0, other)
+            now_first = tl.where(n < some, now_first, more_first)
+            now_last = tl.where(n < some, now_last, more_last)
+            inside = tl.where(later < middle, inside, low2 + (inner2 + later - middle) * KEYS)
+        j0 = tl.where(later < 0, j0, inside)
+        state = step(
+            state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
+            now_first, now_last, later < 0, position, hashed, KEYS, WIDTH, VALUES, PADDED,
+            PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, FAST, False,
+        )  # fmt: skip
+
+    grad, slopes, before, after = state
+    column = tl.arange(0, PADDED)
+    tl.store(
+        grad_q + (line + i)[:, None] * WIDTH + column[None, :],
+        (grad * z.scale).to(grad_q.dtype.element_ty),
+        mask=here[:, None] & (column < WIDTH)[None, :],
+    )
+    if sums.slopes is not None:
+        tl.store(sums.slopes + line + i, slopes, mask=here)
+    if sums.before is not None:
+        tl.store(sums.before + line + i, before, mask=here)
+        tl.store(sums.after + line + i, after, mask=here)

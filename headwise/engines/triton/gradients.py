@@ -1,0 +1,74 @@
+"""What the backward kernels share: a tile's weights from lse, and the gradient of its logits.
+
+Each program owns the rows it writes and reads what it needs again, so there are no atomics and
+the result is the same every time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwise.engines.triton.tiles import LN2, LOG2E, NOTHING, kept, load_tile
+
+
+class Rows(NamedTuple):
+    """What backward knows of each query row, (B, Hq, N) float32 each."""
+
+    lse: Tensor
+    shared: Tensor  # subtracted from every dP of the row
+    entropy: Tensor | None  # the entropy's gradient
+
+
+@triton.jit
+def weigh(
+    s, bent, dp, t, z, rows, j, hashed, lse, shared, entropy,
+    PLAIN: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """From logits and dP: the weights that met the values, ∂ logits, ∂ raw scores / scale."""
+    unit = z.scale * LOG2E if PLAIN else LOG2E
+    e = s * unit - lse * LOG2E
+    p = tl.exp2(e)
+    met = p
+    if t.seed is not None:
+        keep = kept(hashed, j + z.first_key, z.threshold)
+        met = tl.where(keep, p * z.kept_share, 0.0)
+        dp = tl.where(keep, dp * z.kept_share, 0.0)
+    off = dp - shared
+    if rows.entropy is not None:
+        off -= entropy * (e * LN2)
+    ds = p * off
+    raw = ds
+    if CAP:
+        raw = ds * (1.0 - bent * bent)
+    return met, ds, raw
+
+
+@triton.jit
+def row_numbers(rows, line, i, here):
+    """lse, what a row shares, its entropy's gradient; a row that is not there weighs nothing."""
+    lse = tl.load(rows.lse + line + i, mask=here, other=1e30)
+    lse = tl.where(lse == NOTHING, 0.0, lse)  # such a row's weights are 0 all the same
+    shared = tl.load(rows.shared + line + i, mask=here, other=0.0)
+    entropy = shared
+    if rows.entropy is not None:
+        entropy = tl.load(rows.entropy + line + i, mask=here, other=0.0)
+    return lse, shared, entropy
+
+
+@triton.jit(do_not_specialize=["queries"])
+def dot_rows(
+    a, c, strides_a, strides_c, found, queries,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Σ a · c along the last axis: (B, H, N, D) twice -> (B, H, N) float32."""
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    left = load_tile(a, strides_a, b, h, block * ROWS, queries, ROWS, WIDTH, PADDED, False)
+    right = load_tile(c, strides_c, b, h, block * ROWS, queries, ROWS, WIDTH, PADDED, False)
+    i = block * ROWS + tl.arange(0, ROWS)
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * queries
+    product = tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
+    tl.store(found + line + i, product, mask=i < queries)
