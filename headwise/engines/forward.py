@@ -13,22 +13,32 @@ from headwise.engines.moments import KeyMoments, logit_moments
 from headwise.partial import Moments, Partial, join_moments, merge
 from headwise.problem import Terms
 from headwise.schedule import Segment
-from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums, room
+from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums
 
 HEADROOM = 30.0  # how far above its base a logit may rise: 2 ** 30 is far from overflow
 
 
 class Forward(Loop):
-    """Output and statistics of every row."""
+    """Output and statistics of every row.
+
+    Each block of rows leaves its sums in a table; all of them are divided at the end, at once.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> None:
         super().__init__(q, k, v, terms)
-        self.wants = wants
-        self.sums = room(q, v, wants)
-        group = self.blocks.grouped
-        self.places = Sums(*(group(x) if x.ndim > 1 else x for x in self.sums))  # to write into
-        self.key_moments = KeyMoments(self.k)
+        self.wants, self.dtype = wants, q.dtype
+        self.names = ["base", "maximum", "total"]
+        self.names += ["shifted"] * bool(wants & ENTROPY) + ["reach"] * bool(wants & DISTANCE)
+        self.names += ["count", "mean", "spread"] * bool(wants & MOMENTS)
+        self.table = self.nothing.new_zeros(len(self.names), *q.shape[:-1])
+        self.table[1] = -torch.inf
+        # With sinks the division is not done before the end, and until then needs all digits.
+        dtype = q.dtype if terms.sinks is None else self.blocks.wide
+        self.out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
+        shape = (self.blocks.heads, self.blocks.group)
+        self.places = self.table.unflatten(2, shape), self.out.unflatten(1, shape)
         self.numbers = torch.arange(k.shape[2], device=k.device, dtype=self.blocks.wide)
+        self.key_moments = KeyMoments(self.k)
 
     def run(self) -> Sums:
         """Every row, unit by unit."""
@@ -36,38 +46,66 @@ class Forward(Loop):
             self.enter(unit)
             self.key_moments = KeyMoments(self.k)
             for rows in self.schedule.row_blocks():
-                self.finish(unit, rows, _Rows(self, unit, rows).run())
-        return self.sums
+                seen = _Rows(self, unit, rows).run()
+                self.keep(unit, rows, seen.part, seen.moments)
+        return self.finish()
 
-    def finish(self, unit: Unit, rows: slice, seen: _Rows) -> None:
-        """Divide, and write the rows' results."""
-        sums, part = self.places, seen.finished()
-        if self.terms.sinks is not None:
-            part = replace(part, sinks=self.sinks(unit, part.total))
+    def keep(self, unit: Unit, rows: slice, part: Partial | None, moments: Moments | None) -> None:
+        """Write a block of rows' mean values, and its sums into the table, in units of log 2."""
+        out = self.places[1][unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
+        if part is None:  # no row sees a key, as the table says from the start
+            out.zero_()
+            return
+        share = part.total.clamp_min(torch.finfo(part.total.dtype).tiny).reciprocal_()
+        torch.mul(part.values.view(out.shape), share.view(*out.shape[:-1], 1), out=out)
+        sums = [part.base, part.maximum, part.total]
+        sums += [x for x in (part.shifted, part.reach) if x is not None]
+        sums += moments or ()
+        place = self.places[0][:, unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
+        place.copy_(torch.stack(sums).view(place.shape))
+
+    def finish(self) -> Sums:
+        """Divide every row's sums."""
+        found = dict(zip(self.names, self.table, strict=True))
+        base, maximum, total = found["base"] * LN_2, found["maximum"] * LN_2, found["total"]
+        shifted = found["shifted"] * LN_2 if self.wants & ENTROPY else None
+        sinks = None if self.terms.sinks is None else self.terms.sinks.to(total.dtype)[:, None]
+        part = Partial(base, maximum, total, self.out, shifted, sinks=sinks)
         weight = part.weight()
-        place = sums.out[unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
-        torch.mul(part.values.view(place.shape), weight.view(*place.shape[:-1], 1), out=place)
-        self.put(unit, rows, sums.lse, part.lse())
-        self.put(unit, rows, sums.max_logit, part.maximum)
-        if self.wants & ENTROPY:
-            self.put(unit, rows, sums.entropy, part.entropy())
+        out = self.out
+        if sinks is not None:  # the keys' share of what they and the sink weigh together
+            out = out.mul_((weight * total)[..., None]).to(self.dtype)
+        none = total.new_empty(0)
+        distance = mean = variance = count = none
         if self.wants & DISTANCE:
-            assert part.reach is not None
-            self.put(unit, rows, sums.distance, part.reach * weight)
+            distance = weight * (found["reach"] + total * self.from_origin())
         if self.wants & MOMENTS:
-            assert seen.moments is not None
-            count, mean, spread = seen.moments
-            self.put(unit, rows, sums.visible, count)
-            self.put(unit, rows, sums.logit_mean, mean * LN_2)
-            self.put(unit, rows, sums.logit_var, spread / count.clamp_min(1) * LN_2**2)
+            count = found["count"].clone()
+            mean = found["mean"] * LN_2
+            variance = found["spread"] * LN_2**2 / count.clamp_min(1)
+        return Sums(
+            out,
+            part.lse(),
+            maximum,
+            part.entropy() if self.wants & ENTROPY else none.clone(),
+            distance,
+            mean if self.wants & MOMENTS else none.clone(),
+            variance if self.wants & MOMENTS else none.clone(),
+            count if self.wants & MOMENTS else none.clone(),
+        )
 
-    def sinks(self, unit: Unit, like: Tensor) -> Tensor:
-        """The sink of each row, (heads, G·R)."""
-        assert self.terms.sinks is not None
-        sinks = self.terms.sinks.to(like.dtype).unflatten(0, (self.blocks.heads, -1))
-        five = self.blocks.five(unit, like[..., None])[..., 0]  # (b, h, G, R)
-        per_row: Tensor = sinks[unit.h0 : unit.h1, :, None].expand_as(five).reshape(like.shape)
-        return per_row
+    def origin(self, row: int) -> int:
+        """The key of the call that distances of the block of rows are counted from.
+
+        It is near the rows, so that small distances stay exact.
+        """
+        return row + self.blocks.k.shape[2] - self.blocks.q.shape[3]
+
+    def from_origin(self) -> Tensor:
+        """How far each row stands from its block's origin, (B|1, 1, N)."""
+        rows = torch.arange(self.blocks.q.shape[3], device=self.k.device)
+        origin = self.origin(0) + rows // self.schedule.rows * self.schedule.rows
+        return (self.terms.position - (self.terms.first_key + origin))[:, None]
 
 
 class _Rows:
@@ -76,12 +114,11 @@ class _Rows:
     def __init__(self, loop: Forward, unit: Unit, rows: slice) -> None:
         self.loop, self.unit, self.rows = loop, unit, rows
         self.q = loop.queries(unit, rows)
-        # Distances are counted from a key near the rows, so that small ones stay exact.
-        self.origin = rows.start + loop.k.shape[1] - loop.blocks.q.shape[3]
-        self.steps = self.origin - loop.numbers if loop.wants & DISTANCE else loop.numbers
+        numbers = loop.numbers
+        self.steps = loop.origin(rows.start) - numbers if loop.wants & DISTANCE else numbers
         self.moments: Moments | None = None
         self.part: Partial | None = None
-        self.base = self.limit = self.q  # both set with the first part
+        self.limit: Tensor | None = None  # logits up to here can be summed on the part's base
 
     def run(self) -> _Rows:
         """Meet every key that some of the rows see."""
@@ -99,10 +136,12 @@ class _Rows:
             self.count_moments(segment, s, seen)
         loop.hide(self.unit, s, seen)
         maximum = s.amax(-1)
-        shared = self.part is not None and bool((maximum <= self.limit).all())
-        if not shared:
-            self.base = maximum if clean else maximum.masked_fill(maximum == -torch.inf, 0)
-        s.sub_(self.base[..., None])
+        part = self.part if self.shares(maximum) else None
+        if part is not None:
+            base = part.base
+        else:
+            base = maximum.clone() if clean else maximum.masked_fill(maximum == -torch.inf, 0)
+        s.sub_(base[..., None])
         weight = torch.exp2(s, out=loop.buffer(1, s.shape))
         total = weight.sum(-1)
         shifted = reach = None
@@ -114,38 +153,25 @@ class _Rows:
         if loop.terms.seed is not None:
             kept = loop.blocks.keep(self.unit, self.rows, segment.columns)
             weight.mul_(kept).mul_(1 / (1 - loop.terms.dropout))
-        if shared and self.part is not None:  # on one base, to merge is to add
-            add(self.part, maximum, total, shifted, reach)
-            self.part.values.baddbmm_(weight, loop.v[:, segment.columns])
-        else:
-            values = torch.bmm(weight, loop.v[:, segment.columns])
-            self.join(Partial(self.base, maximum, total, values, shifted, reach), clean)
+        v = loop.v[:, segment.columns]
+        if part is not None:  # on one base, to merge is to add
+            add(part, maximum, total, shifted, reach)
+            part.values.baddbmm_(weight, v)
+            return
+        block = Partial(base, maximum, total, torch.bmm(weight, v), shifted, reach)
+        if self.part is not None:
+            block = _in_log2(merge(_in_nats(self.part), _in_nats(block)))
+        self.part, self.limit = block, None
 
-    def join(self, block: Partial, clean: bool) -> None:
-        """Merge a block on a base of its own."""
-        if self.part is None:
-            self.part = replace(block, maximum=block.maximum.clone())
-        else:
-            self.part = _in_log2(merge(_in_nats(self.part), _in_nats(block)))
-        self.base = self.part.base
-        self.limit = self.base + HEADROOM
-        if not clean:  # a row that saw nothing yet has no base to share
-            self.limit.masked_fill_(self.part.maximum == -torch.inf, -torch.inf)
-
-    def finished(self) -> Partial:
-        """What the rows saw, in nats and with distances from the rows themselves."""
-        loop, part = self.loop, self.part
+    def shares(self, maximum: Tensor) -> bool:
+        """Whether a block may be summed on the part's base: no row rises far above it."""
+        part = self.part
         if part is None:
-            zero = self.q.new_zeros(self.q.shape[:-1])
-            values = self.q.new_zeros(*zero.shape, loop.v.shape[-1])
-            self.moments = zero, zero, zero
-            return Partial(zero, zero - torch.inf, zero, values, zero, zero)
-        if part.reach is not None:
-            position = self.unit.of(loop.blocks.position)[..., self.rows]
-            above = position - (loop.terms.first_key + self.origin)
-            total = loop.blocks.five(self.unit, part.total[..., None])[..., 0]
-            part.reach.add_((total * above).view_as(part.reach))
-        return _in_nats(part)
+            return False
+        if self.limit is None:  # a row that saw nothing yet has no base to share
+            unseen = part.maximum == -torch.inf
+            self.limit = (part.base + HEADROOM).masked_fill_(unseen, -torch.inf)
+        return bool((maximum <= self.limit).all())
 
     def count_moments(self, segment: Segment, s: Tensor, seen: Tensor | None) -> None:
         """Mean and variance of the logits: from the keys' own where that is possible."""
@@ -168,7 +194,7 @@ class _Rows:
 def add(
     part: Partial, maximum: Tensor, total: Tensor, shifted: Tensor | None, reach: Tensor | None
 ) -> None:
-    """Add a block's sums to a part's, in place."""
+    """Add a block's sums to those of a part on the same base, in place."""
     torch.maximum(part.maximum, maximum, out=part.maximum)
     part.total.add_(total)
     if shifted is not None and part.shifted is not None:
