@@ -11,7 +11,8 @@ from torch import Tensor
 
 from headwise.bias import ALiBi, Bias, RelativeBuckets
 from headwise.dropout import Dropout, draw_seed
-from headwise.mask import Mask, Place, check_placed, placed
+from headwise.mask import Mask
+from headwise.place import Place, check_placed, placed
 from headwise.score import Dot, Score, rewrite
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
-from headwise.mask import Mask, Place
+from headwise.mask import Mask
+from headwise.place import Place
 from tests import problems
 from tests.problems import KINDS, Rule, Sizes
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise import flops
 from headwise.engines.loop import seen_keys, used_stretch
-from headwise.mask import Causal
+from headwise.masks import Causal
 from headwise.problem import Problem
 
 flops.register_cpu_sdpa()

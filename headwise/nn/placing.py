@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.mask import Between, Both, Causal, Dense, Documents, Either, Lengths, Mask, Window
+from headwise.joined import Both, Either
+from headwise.masks import Between, Causal, Dense, Documents, Lengths, Mask, Window
 
 
 def shifted(mask: Mask, first: int, keys: int) -> Mask:

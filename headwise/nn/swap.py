@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise import mask as masks
-from headwise.mask import Mask, Place
+from headwise.mask import Mask
 from headwise.nn.call import Call
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.projections import Separate
 from headwise.nn.widths import Widths
+from headwise.place import Place
 
 
 def swap_attention(model: nn.Module) -> nn.Module:

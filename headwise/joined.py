@@ -1,0 +1,132 @@
+"""Two masks as one: what both show, and what at least one shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.masks import Interval, Mask
+from headwise.place import Place
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Both(Mask):
+    """Keys that both masks show."""
+
+    a: Mask
+    b: Mask
+    pieces: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pieces", _counted(self.a.pieces * self.b.pieces, "&"))
+
+    def __repr__(self) -> str:
+        return f"({self.a!r} & {self.b!r})"
+
+    def check(self, place: Place) -> None:
+        self.a.check(place)
+        self.b.check(place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        return tuple(
+            (torch.maximum(a0, b0), torch.minimum(a1, b1))
+            for a0, a1 in self.a.intervals(place)
+            for b0, b1 in self.b.intervals(place)
+        )
+
+    def shows_all(self, place: Place) -> bool:
+        return self.a.shows_all(place) and self.b.shows_all(place)
+
+    @property
+    def rows_alike(self) -> bool:
+        return self.a.rows_alike and self.b.rows_alike
+
+    def alignment(self, place: Place) -> int | Tensor | None:
+        return _first_stated(self.a.alignment(place), self.b.alignment(place))
+
+    def start(self, place: Place) -> int | Tensor:
+        return _outer(self.a.start(place), self.b.start(place), torch.maximum, max)
+
+    def to_dense(self, place: Place) -> Tensor:
+        return self.a.to_dense(place) & self.b.to_dense(place)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Either(Mask):
+    """Keys that at least one mask shows, none counted twice."""
+
+    a: Mask
+    b: Mask
+    pieces: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        dense = self.a.pieces == 0 or self.b.pieces == 0
+        count = 0 if dense else _counted(self.a.pieces + self.b.pieces, "|")
+        object.__setattr__(self, "pieces", count)
+
+    def __repr__(self) -> str:
+        return f"({self.a!r} | {self.b!r})"
+
+    def check(self, place: Place) -> None:
+        self.a.check(place)
+        self.b.check(place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        (a0, a1), (b0, b1) = self.a.intervals(place)[0], self.b.intervals(place)[0]
+        a0, a1, b0, b1 = torch.broadcast_tensors(a0, a1, b0, b1)
+        # An empty interval is moved onto the other one, so that it neither joins nor orders them.
+        a_empty, b_empty = a0 >= a1, b0 >= b1
+        a0, a1 = torch.where(a_empty, b0, a0), torch.where(a_empty, b0, a1)
+        b0, b1 = torch.where(b_empty, a0, b0), torch.where(b_empty, a0, b1)
+        apart = torch.maximum(a0, b0) > torch.minimum(a1, b1)
+        a_left = a0 <= b0
+        near = (torch.where(a_left, a0, b0), torch.where(a_left, a1, b1))
+        far = (torch.where(a_left, b0, a0), torch.where(a_left, b1, a1))
+        joined = torch.maximum(a1, b1)
+        return (
+            (near[0], torch.where(apart, near[1], joined)),
+            (torch.where(apart, far[0], joined), torch.where(apart, far[1], joined)),
+        )
+
+    def shows_all(self, place: Place) -> bool:
+        return self.a.shows_all(place) or self.b.shows_all(place)
+
+    @property
+    def rows_alike(self) -> bool:
+        return self.a.rows_alike and self.b.rows_alike
+
+    def alignment(self, place: Place) -> int | Tensor | None:
+        return _first_stated(self.a.alignment(place), self.b.alignment(place))
+
+    def start(self, place: Place) -> int | Tensor:
+        return _outer(self.a.start(place), self.b.start(place), torch.minimum, min)
+
+    def to_dense(self, place: Place) -> Tensor:
+        return self.a.to_dense(place) | self.b.to_dense(place)
+
+
+def _counted(pieces: int, sign: str) -> int:
+    if pieces > 2:
+        raise ValueError(
+            f"a {sign} b has {pieces} intervals a row; a headwise mask holds at most two. "
+            "hw.mask.dense(bool_tensor) takes any shape, with memory for every pair"
+        )
+    return pieces
+
+
+def _first_stated(a: int | Tensor | None, b: int | Tensor | None) -> int | Tensor | None:
+    return b if a is None else a
+
+
+def _outer(
+    a: int | Tensor, b: int | Tensor, tensors: Callable[..., Tensor], ints: Callable[..., int]
+) -> int | Tensor:
+    if isinstance(a, int) and isinstance(b, int):
+        return int(ints(a, b))
+    device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
+    as_tensor = [torch.as_tensor(x, device=device, dtype=torch.int32) for x in (a, b)]
+    result: Tensor = tensors(*as_tensor)
+    return result

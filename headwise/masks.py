@@ -1,0 +1,303 @@
+"""The masks themselves: one or two intervals of keys for each query row, or a dense tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.place import Place, check_placed, fits, four, placed
+
+Interval = tuple[Tensor, Tensor]  # first and last, each broadcastable to (B, Hq, N)
+PerBatch = int | Sequence[int] | Tensor
+
+
+class Mask:
+    """Which keys each query may see. Combine masks with `&` and `|`."""
+
+    pieces: int = 1  # intervals a row, known before any tensor is; 0 for a dense mask
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        """The disjoint intervals of each row, in positions of the whole sequence."""
+        raise NotImplementedError
+
+    def check(self, place: Place) -> None:
+        """Raise ValueError where the mask was made for another shape."""
+
+    def shows_all(self, place: Place) -> bool:
+        """Whether it is certain, without reading a tensor, that every row sees every key."""
+        return False
+
+    @property
+    def rows_alike(self) -> bool:
+        """Whether it is certain, without reading a tensor, that every row sees the same keys."""
+        return False
+
+    def alignment(self, place: Place) -> int | Tensor | None:
+        """Query i stands beside key i + alignment: an int, one a batch entry, or None: unstated."""
+        return None
+
+    def start(self, place: Place) -> int | Tensor:
+        """The key at which each row's sequence or document begins, for `sink_mass`."""
+        return 0
+
+    def to_dense(self, place: Place) -> Tensor:
+        """The mask as booleans, (B|1, Hq|1, N, M)."""
+        columns = place.columns()
+        seen = None
+        for first, last in self.intervals(place):
+            inside = (columns >= first[..., None]) & (columns < last[..., None])
+            seen = inside if seen is None else seen | inside
+        assert seen is not None  # every interval mask has a piece
+        return four(seen)
+
+    def __and__(self, other: Mask) -> Mask:
+        from headwise.joined import Both  # they are masks themselves
+
+        return Both(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        from headwise.joined import Either
+
+        return Either(self, other)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Causal(Mask):
+    """Query i sees keys j <= i + offset."""
+
+    offset: PerBatch | None = None
+
+    def __repr__(self) -> str:
+        return f"causal({_said(offset=self.offset)})"
+
+    def check(self, place: Place) -> None:
+        _check_per_batch("causal(offset=...)", self.offset, place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        last = place.rows() + _shift(self.alignment(place), place) + 1
+        return (_three(torch.zeros_like(last), last),)
+
+    def shows_all(self, place: Place) -> bool:
+        shift = self.alignment(place)
+        nothing_later = place.first_key + place.keys - 1
+        return isinstance(shift, int) and place.first_query + shift >= nothing_later
+
+    def is_lower_triangle(self, place: Place) -> bool:
+        """Whether it is certain that row i sees exactly the keys j <= i of the call, N = M."""
+        shift = self.alignment(place)
+        return (
+            isinstance(shift, int)
+            and place.queries == place.keys
+            and place.first_query + shift == place.first_key
+        )
+
+    def alignment(self, place: Place) -> int | Tensor:
+        return _alignment(self.offset, place)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Window(Mask):
+    """Query i sees keys i + offset - left <= j <= i + offset + right."""
+
+    left: int
+    right: int = 0
+    offset: PerBatch | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"window({self.left}{_said(right=self.right or None, offset=self.offset, more=True)})"
+        )
+
+    def check(self, place: Place) -> None:
+        _check_per_batch("window(..., offset=...)", self.offset, place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        middle = place.rows() + _shift(self.alignment(place), place)
+        return (_three(middle - self.left, middle + self.right + 1),)
+
+    def shows_all(self, place: Place) -> bool:
+        shift = self.alignment(place)
+        if not isinstance(shift, int):
+            return False
+        first_row, last_row = (
+            place.first_query + shift,
+            place.first_query + place.queries - 1 + shift,
+        )
+        past = place.first_key + place.keys
+        return last_row - self.left <= place.first_key and first_row + self.right + 1 >= past
+
+    def alignment(self, place: Place) -> int | Tensor:
+        return _alignment(self.offset, place)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lengths(Mask):
+    """Every row sees keys j < n: padding on the right, or a prefix."""
+
+    n: PerBatch
+    word: str = "lengths"
+
+    def __repr__(self) -> str:
+        return f"{self.word}({_short(self.n)})"
+
+    def check(self, place: Place) -> None:
+        _check_per_batch(f"{self.word}(n)", self.n, place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        last = _shift(self.n if isinstance(self.n, int) else _tensor(self.n, place), place)
+        last = torch.as_tensor(last, device=place.device, dtype=torch.int32)
+        return (_three(torch.zeros_like(last), last),)
+
+    def shows_all(self, place: Place) -> bool:
+        return isinstance(self.n, int) and self.n >= place.first_key + place.keys
+
+    @property
+    def rows_alike(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Between(Mask):
+    """Row i sees keys first[..., i] <= j < last[..., i]."""
+
+    first: Tensor
+    last: Tensor
+
+    def __repr__(self) -> str:
+        return f"between({_short(self.first)}, {_short(self.last)})"
+
+    def check(self, place: Place) -> None:
+        for name, bound in (("first", self.first), ("last", self.last)):
+            wanted = (place.batch, place.heads, place.first_query + place.queries)
+            if bound.ndim > 3 or not fits(bound.shape, wanted, exact=place.whole):
+                raise ValueError(
+                    f"hw.mask.between: {name} has shape {tuple(bound.shape)}, which does not "
+                    f"broadcast to (batch, heads, queries) = {wanted}"
+                )
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        return (_three(self._rows(self.first, place), self._rows(self.last, place)),)
+
+    @property
+    def rows_alike(self) -> bool:
+        return all(bound.ndim == 0 or bound.shape[-1] == 1 for bound in (self.first, self.last))
+
+    def start(self, place: Place) -> Tensor:
+        first, last = self.intervals(place)[0]
+        first, last = torch.broadcast_tensors(first, last)
+        unseen = torch.iinfo(torch.int32).max
+        start = first.masked_fill(first >= last, unseen).amin(-1, keepdim=True)
+        found: Tensor = start.masked_fill(start == unseen, 0)
+        return found
+
+    @staticmethod
+    def _rows(bound: Tensor, place: Place) -> Tensor:
+        bound = bound.to(place.device, torch.int32)
+        if bound.ndim and bound.shape[-1] > 1:
+            bound = bound[..., place.first_query : place.first_query + place.queries]
+        return bound
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(Mask):
+    """A query sees the keys of its own document; the queries are the last N positions."""
+
+    ids: Tensor
+
+    def __repr__(self) -> str:
+        return f"documents({_short(self.ids)})"
+
+    def check(self, place: Place) -> None:
+        shape, keys = tuple(self.ids.shape), place.first_key + place.keys
+        fits = len(shape) in (1, 2) and (shape[-1] == keys if place.whole else shape[-1] >= keys)
+        if not fits or (len(shape) == 2 and shape[0] not in (1, place.batch)):
+            raise ValueError(
+                f"hw.mask.documents: ids have shape {shape}; they number every key, so "
+                f"(batch or 1, keys) = ({place.batch}, {keys}) would work"
+            )
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        starts, ends = self._bounds(place)
+        stands = (place.rows() + place.offset).long()
+        position = stands.clamp(0, max(0, starts.shape[-1] - 1))
+        last = ends[..., position].masked_fill(stands != position, 0)  # outside every document
+        return (_three(starts[..., position][:, None], last[:, None]),)
+
+    def start(self, place: Place) -> Tensor:
+        return self.intervals(place)[0][0]
+
+    def _bounds(self, place: Place) -> Interval:
+        ids = self.ids.to(place.device)
+        ids = ids if ids.ndim == 2 else ids[None]
+        n = ids.shape[-1]
+        number = torch.arange(n, device=place.device, dtype=torch.int32)
+        change = ids[:, 1:] != ids[:, :-1]
+        starts = torch.zeros_like(ids, dtype=torch.int32)
+        starts[:, 1:] = torch.where(change, number[1:], 0)
+        ends = torch.full_like(starts, n)
+        ends[:, :-1] = torch.where(change, number[1:], n)
+        return starts.cummax(-1).values, ends.flip(-1).cummin(-1).values.flip(-1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """Any boolean tensor, True where the query may see the key; broadcast to (B, Hq, N, M)."""
+
+    seen: Tensor
+    pieces: int = field(default=0, init=False)
+
+    def __repr__(self) -> str:
+        return f"dense({_short(self.seen)})"
+
+    def check(self, place: Place) -> None:
+        check_placed("mask", self.seen, place)
+
+    def to_dense(self, place: Place) -> Tensor:
+        return placed(self.seen.to(place.device), place)
+
+
+def _alignment(offset: PerBatch | None, place: Place) -> int | Tensor:
+    if offset is None:
+        return place.offset
+    return offset if isinstance(offset, int) else _tensor(offset, place)
+
+
+def _tensor(values: Sequence[int] | Tensor, place: Place) -> Tensor:
+    return torch.as_tensor(values, device=place.device, dtype=torch.int32)
+
+
+def _shift(values: int | Tensor, place: Place) -> int | Tensor:
+    """An int as it is; one number a batch entry as (B, 1, 1)."""
+    return values if isinstance(values, int) else values.reshape(-1, 1, 1)
+
+
+def _three(first: Tensor, last: Tensor) -> Interval:
+    """Both bounds as (B|1, Hq|1, N|1)."""
+    return first.reshape((1,) * (3 - first.ndim) + first.shape), last.reshape(
+        (1,) * (3 - last.ndim) + last.shape
+    )
+
+
+def _check_per_batch(call: str, values: PerBatch | None, place: Place) -> None:
+    if values is None or isinstance(values, int):
+        return
+    shape = tuple(torch.as_tensor(values).shape)
+    if shape not in ((), (1,), (place.batch,)):
+        raise ValueError(
+            f"hw.mask.{call} has shape {shape}; an int or one number for each of the "
+            f"{place.batch} batch entries would work"
+        )
+
+
+def _short(value: object) -> str:
+    """A value in an error message: a tensor by its shape."""
+    return f"tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _said(*, more: bool = False, **options: object) -> str:
+    """The keywords that were given, after others where `more`."""
+    said = [f"{name}={_short(value)}" for name, value in options.items() if value is not None]
+    return ", ".join(["", *said] if more and said else said)

@@ -1,0 +1,74 @@
+"""Where a call's queries and keys stand in the whole sequence, and what whole tensors are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call's queries and keys stand in the whole sequence.
+
+    `offset` is what an unstated alignment means: query i stands beside key i + offset.
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    first_query: int = 0
+    first_key: int = 0
+    offset: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    whole: bool = True  # False: a part, so tensors of the whole sequence may be longer
+
+    def rows(self) -> Tensor:
+        """The queries' numbers in the whole sequence, (N,)."""
+        first = self.first_query
+        return torch.arange(first, first + self.queries, device=self.device, dtype=torch.int32)
+
+    def columns(self) -> Tensor:
+        """The keys' numbers in the whole sequence, (M,)."""
+        first = self.first_key
+        return torch.arange(first, first + self.keys, device=self.device, dtype=torch.int32)
+
+
+def placed(tensor: Tensor, place: Place) -> Tensor:
+    """The part of a whole-sequence (B, Hq, N, M) tensor that belongs to this call."""
+    tensor = four(tensor)
+    if tensor.shape[-2] > 1:
+        tensor = tensor[..., place.first_query : place.first_query + place.queries, :]
+    if tensor.shape[-1] > 1:
+        tensor = tensor[..., place.first_key : place.first_key + place.keys]
+    return tensor
+
+
+def check_placed(name: str, tensor: Tensor, place: Place) -> None:
+    """Raise ValueError unless the tensor broadcasts to (B, Hq, N, M) of the whole sequence."""
+    rows, columns = place.first_query + place.queries, place.first_key + place.keys
+    wanted = (place.batch, place.heads, rows, columns)
+    if tensor.ndim > 4 or not fits(tensor.shape, wanted, exact=place.whole):
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to "
+            f"(batch, query heads, queries, keys) = {wanted}"
+        )
+
+
+def fits(shape: Sequence[int], wanted: Sequence[int], exact: bool) -> bool:
+    """Whether shape broadcasts to wanted; if not exact, the sequence axes may be longer."""
+    for have, want, axis in zip(
+        reversed(shape), reversed(wanted), range(len(wanted)), strict=False
+    ):
+        longer = not exact and axis < len(wanted) - 2 and have >= want
+        if have not in (1, want) and not longer:
+            return False
+    return len(shape) <= len(wanted)
+
+
+def four(tensor: Tensor) -> Tensor:
+    """The tensor with axes of one before its own, four in all."""
+    return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
