@@ -16,7 +16,7 @@ from headwise.engines import tiles
 from headwise.engines.tiles import Cells, How
 from headwise.logsums import LogSums
 from headwise.problem import Problem, restate, without_dropout
-from headwise.region import Box, Index, Region, indexed
+from headwise.region import Box, Index, Region, indexed, written
 
 LIMIT = 1 << 26  # weights that one slice holds at most
 TILE = 256  # cells along each side of a pyramid's tile
@@ -27,7 +27,8 @@ class AttentionMap:
 
     A weight is exp(logit - lse): 0 where the mask hides the key, and with sinks a row sums to less
     than one. Weights are float32, or float64 for float64 inputs, and have no gradient. lse is
-    computed when it is first needed, for the rows and heads that are asked for.
+    computed when it is first needed, for the rows and heads that are asked for. The map keeps q and
+    k themselves: it is of what they hold when it is looked at.
 
     >>> import torch, headwise as hw
     >>> q, k = torch.randn(2, 1, 8, 5000, 16).unbind(0)
@@ -74,8 +75,8 @@ class AttentionMap:
         >>> hw.attention_map(q, q, mask=hw.mask.causal())[0, 1, 2, :4]
         tensor([0.3333, 0.3333, 0.3333, 0.0000])
         """
-        parts = self._parse(index, f"[{_show(index)}]")
-        return self._slice(parts, f"[{_show(index)}]")
+        call = f"[{written(index)}]"
+        return self._slice(self._parse(index, call), call)
 
     def to_tensor(self) -> Tensor:
         """Every weight, (B, Hq, N, M); ValueError if they are more than 2²⁶.
@@ -257,13 +258,3 @@ class AttentionMap:
 
 def _times(shape: Iterable[int]) -> str:
     return " × ".join(map(str, shape))
-
-
-def _show(index: object) -> str:
-    """An index as it was written."""
-    if isinstance(index, tuple):
-        return ", ".join(map(_show, index))
-    if isinstance(index, slice):
-        bounds = ["" if x is None else str(x) for x in (index.start, index.stop, index.step)]
-        return ":".join(bounds if index.step is not None else bounds[:2])
-    return "..." if index is Ellipsis else repr(index)

@@ -117,6 +117,16 @@ def _indexed(part: Index, size: int) -> int | range:
     return number % size
 
 
+def written(index: object) -> str:
+    """An index as it was written between the brackets."""
+    if isinstance(index, tuple):
+        return ", ".join(map(written, index))
+    if isinstance(index, slice):
+        bounds = ["" if x is None else str(x) for x in (index.start, index.stop, index.step)]
+        return ":".join(bounds if index.step is not None else bounds[:2])
+    return "..." if index is Ellipsis else repr(index)
+
+
 def _cut_terms(terms: Terms, box: Box, keys_before: int) -> Terms:
     batch, heads, rows, keys = box
 

@@ -305,6 +305,21 @@ def test_keys_that_no_row_sees_may_hold_anything() -> None:
     assert torch.equal(dirty.top(3)[0], clean.top(3)[0])
 
 
+@pytest.mark.parametrize("size", [3, 4, 12])
+@pytest.mark.parametrize("how", ["mean", "max"])
+def test_a_row_of_nan_stays_in_its_cells(size: int, how: str) -> None:
+    q, k = torch.randn(2, 1, 2, 10, 8).unbind(0)
+    q[0, 1, 4] = torch.nan
+    amap = hw.attention_map(q, k)
+    lost = torch.zeros(1, 2, 10, 10, dtype=torch.bool)
+    lost[0, 1, 4] = True
+    assert torch.equal(amap[:].isnan(), lost)
+    cells = torch.zeros(1, 2, min(size, 10), min(size, 10), dtype=torch.bool)
+    cells[0, 1, sum(edge <= 4 for edge in edges(10, size)) - 1] = True
+    assert torch.equal(amap.pool(size, how).isnan(), cells)
+    assert torch.equal(amap.top(3)[0].isnan().any(-1), lost.any(-1))
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 3), (1, 0, 3), (1, 4, 0), (0, 0, 0)])
 def test_an_axis_of_nothing_gives_maps_of_nothing(shape: tuple[int, int, int]) -> None:
     batch, queries, keys = shape

@@ -29,7 +29,6 @@ class Cells:
         self.widths = [last - first for first, last in pairwise(edges)]
         regular = len(set(self.widths[:-1])) <= 1 and self.widths[-1:] <= self.widths[:1]
         self.width = self.widths[0] if regular and self.widths else 0  # 0: they differ
-        self._matrices: dict[tuple[int, int], Tensor] = {}
 
     @staticmethod
     def evenly(n: int, size: int) -> Cells:
@@ -58,24 +57,16 @@ class Cells:
         if width and part.start % width == part.stop % width == 0:
             cells: Tensor = x.unflatten(axis, (-1, width))
             return cells.sum(axis) if how == "mean" else cells.amax(axis)
-        if how == "mean":
-            inside = self._inside(part, x)
-            return torch.matmul(inside, x) if axis == -2 else torch.matmul(x, inside.T)
-        return torch.stack([cell.amax(axis) for cell in x.split(self._cut(part), axis)], axis)
+        # Cell by cell: a product with zeros and ones would carry a NaN from one to the others.
+        parts = x.split(self._cut(part), axis)
+        pooled = [cell.sum(axis) if how == "mean" else cell.amax(axis) for cell in parts]
+        return torch.stack(pooled, axis)
 
     def _cut(self, part: slice) -> list[int]:
         """How much of each touched cell lies in the part."""
         cells = self.touched(part)
         inner = self.edges[cells.start + 1 : cells.stop]
         return [last - first for first, last in pairwise([part.start, *inner, part.stop])]
-
-    def _inside(self, part: slice, like: Tensor) -> Tensor:
-        """Zeros and ones (cells, entries) that sum a part's cells; every row of blocks needs it."""
-        place = part.start, part.stop
-        if place not in self._matrices:
-            ones = (like.new_ones(1, width) for width in self._cut(part))
-            self._matrices[place] = torch.block_diag(*ones)
-        return self._matrices[place]
 
 
 class Tile(NamedTuple):
