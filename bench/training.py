@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.models import GPT, GPTConfig
-from headwise.nn import SwiGLU
+from headwise.nn import MultiHeadAttention, SwiGLU
 from headwise.training.loop import autocast
 from headwise.training.presets import preset
 
@@ -80,7 +80,9 @@ def make_step(model: nn.Module, tokens: Tensor, device: torch.device) -> Any:
     return step
 
 
-def measure(rounds: int, repeat: int, batch: int | None, compiled: bool) -> dict[str, Any]:
+def measure(
+    rounds: int, repeat: int, batch: int | None, compiled: bool, engine: str
+) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup = preset("language", "small")
     config, size = (setup.model, setup.batch) if device.type == "cuda" else (SMALL, 4)
@@ -98,6 +100,9 @@ def measure(rounds: int, repeat: int, batch: int | None, compiled: bool) -> dict
     for way, patch in ways.items():
         torch.manual_seed(0)
         model = GPT(config).to(device)
+        for module in model.modules():
+            if isinstance(module, MultiHeadAttention):
+                module.engine = engine
         call = torch.compile(model) if compiled else model
         steps[way] = make_step(call, tokens, device)
         with patch():
@@ -113,6 +118,7 @@ def measure(rounds: int, repeat: int, batch: int | None, compiled: bool) -> dict
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "compiled": compiled,
+        "engine": engine,
         "parameters": sum(each.numel() for each in model.parameters()),
         "tokens_a_step": count,
         "flops_a_token": flops,
@@ -139,9 +145,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="steps a turn")
     parser.add_argument("--batch", type=int, help="sequences a step")
     parser.add_argument("--compile", action="store_true", help="compile the model")
+    parser.add_argument("--engine", default="auto", help="the engine hw.attention takes")
     parser.add_argument("--json", action="store_true", help="for a program to read")
     options = parser.parse_args()
-    found = measure(options.rounds, options.repeat, options.batch, options.compile)
+    found = measure(options.rounds, options.repeat, options.batch, options.compile, options.engine)
     if options.json:
         print(json.dumps(found, indent=2))
         return

@@ -4,6 +4,7 @@ from headwise import mask, models, nn
 from headwise.api import attention, attention_map, explain, observe, partial
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.dropout import Dropout
+from headwise.loading import load
 from headwise.map import AttentionMap
 from headwise.observation import STATISTICS, Observation
 from headwise.partial import Partial, merge
@@ -27,6 +28,7 @@ __all__ = [
     "attention",
     "attention_map",
     "explain",
+    "load",
     "mask",
     "merge",
     "models",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -79,9 +79,16 @@ class Classifier:
     card: str
 
 
-def load(
-    what: str | Path, device: str | torch.device = "cpu"
-) -> LanguageModel | Translator | Classifier:
+Device = str | torch.device
+
+
+@overload
+def load(what: Literal["gpt"], device: Device = ...) -> LanguageModel: ...
+@overload
+def load(what: Literal["translate"], device: Device = ...) -> Translator: ...
+@overload
+def load(what: str | Path, device: Device = ...) -> LanguageModel | Translator | Classifier: ...
+def load(what: str | Path, device: Device = "cpu") -> LanguageModel | Translator | Classifier:
     """A trained model: "gpt", "translate", or the folder of a run of `headwise train`.
 
     The weights are float32 whatever they were stored as, and the model is in eval mode. A run that
@@ -89,8 +96,8 @@ def load(
 
     >>> import headwise as hw
     >>> translator = hw.load("translate")
-    >>> translator.model.config.heads
-    8
+    >>> translator.translate("Let's see.")
+    ['Voyons !']
     """
     from headwise.training import checkpoints, setups
     from headwise.training.runs import Run

@@ -94,9 +94,10 @@ PRESETS: dict[str, dict[str, Setup]] = {
                 feed_forward=SwiGLU(640),
             ),
             recipe=Recipe(
-                steps=6000,
+                steps=7000,
                 learning_rate=2e-3,
                 warmup=300,
+                compile=True,
                 betas=(0.9, 0.95),
                 log_every=50,
                 evaluate_every=500,

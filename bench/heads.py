@@ -1,0 +1,131 @@
+"""What the heads of the built-in models do, measured: the tables of their cards.
+
+    python -m bench.heads gpt
+    python -m bench.heads translate
+
+GPT: on the first 4096 tokens of its shipped sample (enwik8, test part), and, for induction, on 64
+random tokens said twice: how much of a row's weight falls on the token after the same token's first
+occurrence. Translator: on the shipped sentences and their translations, teacher-forced.
+"""
+
+import argparse
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.loading import ASSETS, LanguageModel, Translator
+from headwise.nn import MultiHeadAttention
+
+STATISTICS = ("entropy", "max_logit", "sink_mass", "previous_mass", "self_mass", "distance")
+REPEATED = 64
+
+
+class Recorder:
+    """Calls `observe` beside every attention of a model while it runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: dict[str, Any] = {}
+        self.maps: dict[str, Any] = {}
+        self.handles = [
+            module.register_forward_pre_hook(self.hook(name), with_kwargs=True)
+            for name, module in model.named_modules()
+            if isinstance(module, MultiHeadAttention)
+        ]
+
+    def hook(self, name: str) -> Any:
+        def record(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+            kept = {k: v for k, v in options.items() if k in ("mask", "bias", "positions")}
+            _, self.seen[name] = module.observe(*given, **kept, stats=STATISTICS)
+            self.maps[name] = module.attention_map(*given, **kept)
+
+        return record
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def sample(name: str) -> Any:
+    return json.loads((ASSETS / name / "sample.json").read_text(encoding="utf-8"))
+
+
+def means(seen: Any) -> dict[str, Tensor]:
+    """Each statistic's mean over the rows of each head, (H,)."""
+    return {name: getattr(seen, name).float().mean((0, 2)) for name in STATISTICS}
+
+
+@torch.no_grad()
+def gpt(loaded: LanguageModel, tokens: int = 4096) -> list[dict[str, Any]]:
+    text = loaded.encode(sample("gpt")["text"])[:, :tokens]
+    with Recorder(loaded.model) as natural:
+        loaded.model(text)
+    half = torch.randint(
+        loaded.tokeniser.pad, (1, REPEATED), generator=torch.Generator().manual_seed(0)
+    )
+    with Recorder(loaded.model) as repeated:
+        loaded.model(torch.cat((half, half), 1))
+    rows = []
+    for layer, (name, seen) in enumerate(natural.seen.items()):
+        figures = means(seen)
+        weights = repeated.maps[name][
+            0, :, REPEATED:, :REPEATED
+        ]  # (H, 64, 64): second half on first
+        induction = weights.diagonal(1, -2, -1).mean(-1)  # token i + 1 of the first half
+        for head in range(len(induction)):
+            row = {"layer": layer, "head": head}
+            row |= {name: round(float(values[head]), 3) for name, values in figures.items()}
+            rows.append({**row, "induction": round(float(induction[head]), 3)})
+    return rows
+
+
+@torch.no_grad()
+def translate(loaded: Translator) -> list[dict[str, Any]]:
+    totals: dict[str, list[dict[str, Tensor]]] = {}
+    for source, references in sample("translate")["pairs"]:
+        with Recorder(loaded.model) as recorder:
+            loaded.model(loaded.encode(source), loaded.encode_target(references[0]))
+        for name, seen in recorder.seen.items():
+            figures = means(seen)
+            weights = recorder.maps[name][0]  # (H, N, M)
+            places = torch.arange(weights.shape[-1], dtype=torch.float32)
+            figures["end_mass"] = weights[..., -1].mean(-1)
+            figures["next_mass"] = weights.diagonal(1, -2, -1).sum(-1) / weights.shape[-2]
+            figures["slope"] = slope((weights * places).sum(-1))
+            totals.setdefault(name, []).append(figures)
+    rows = []
+    for name, several in totals.items():
+        for head in range(loaded.model.config.heads):
+            row: dict[str, Any] = {"attention": name, "head": head}
+            for statistic in several[0]:
+                mean = torch.stack([each[statistic][head] for each in several]).mean()
+                row[statistic] = round(float(mean), 3)
+            rows.append(row)
+    return rows
+
+
+def slope(looked: Tensor) -> Tensor:
+    """How far the mean position looked at (H, N) moves a step; near 0 for a head that stays."""
+    steps = torch.arange(looked.shape[-1], dtype=torch.float32)
+    steps = steps - steps.mean()
+    return (looked * steps).sum(-1) / steps.square().sum().clamp_min(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=["gpt", "translate"])
+    chosen = parser.parse_args().model
+    loaded = hw.load(chosen)
+    rows = gpt(loaded) if isinstance(loaded, LanguageModel) else translate(loaded)
+    print("\t".join(rows[0]))
+    for row in rows:
+        print("\t".join(map(str, row.values())))
+
+
+if __name__ == "__main__":
+    main()
