@@ -242,6 +242,7 @@ def test_the_command_refuses_in_a_sentence(tmp_path: Path, words: list[str], mes
     assert not (tmp_path / "run/config.json").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_train_side_by_side_and_one_can_be_interrupted(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat, and the dog did not. " * 3000, encoding="utf-8")
@@ -258,8 +259,8 @@ def test_two_processes_train_side_by_side_and_one_can_be_interrupted(tmp_path: P
     assert second.stdout is not None
     second.stdout.readline()  # it is training
     second.send_signal(signal.SIGINT)
-    assert second.wait(60) == 130
-    assert first.wait(60) == 0
+    assert second.wait(300) == 130
+    assert first.wait(300) == 0
     assert (ends / "model.safetensors").exists()
     assert (goes_on / "last.safetensors").exists()
     assert not (goes_on / "model.safetensors").exists()
