@@ -155,6 +155,16 @@ def test_without_a_causal_mask_a_piece_sees_all_that_was_written() -> None:
 
 
 @torch.no_grad()
+def test_the_unwritten_part_may_hold_anything() -> None:
+    attn, x, cache = layer(CAUSAL), torch.randn(B, N, D), FixedCache(40)
+    first = attn(x[:, :6], cache=cache)
+    assert cache._keys is not None
+    cache._keys[:, :, 6:], cache._values[:, :, 6:] = torch.nan, torch.nan
+    rest = [attn(x[:, i : i + 1], cache=cache) for i in range(6, N)]
+    same(torch.cat([first, *rest], 1), attn(x))
+
+
+@torch.no_grad()
 def test_observation_sees_the_same_with_a_cache() -> None:
     attn, x = layer(CAUSAL), torch.randn(B, N, D)
     whole = attn.observe(x)[1]
