@@ -64,6 +64,11 @@ def path_of(corpus: Corpus, file: str) -> Path:
     return home / file
 
 
+def has(corpus: Corpus) -> bool:
+    """Whether all files of a corpus are in the cache."""
+    return all((folder() / corpus.name / file.name).exists() for file in corpus.files)
+
+
 def fetch(corpus: Corpus) -> None:
     """Put a corpus into the cache. If anything fails the cache stays as it was."""
     home = folder() / corpus.name

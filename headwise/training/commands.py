@@ -31,7 +31,8 @@ app = typer.Typer(
 )
 
 Preset = Annotated[
-    str, typer.Option(help="tiny learns on two cores in minutes; small wants a GPU.")
+    str | None,
+    typer.Option(help="tiny learns on two cores in minutes, small wants a GPU.  [default: tiny]"),
 ]
 Out = Annotated[Path, typer.Option(help="The run's folder.", show_default=False)]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
@@ -48,7 +49,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Every measurement as a lin
 @app.command()
 def translate(
     out: Out,
-    preset: Preset = "tiny",
+    preset: Preset = None,
     data: Data = None,
     resume: Resume = False,
     steps: Steps = None,
@@ -64,7 +65,7 @@ def translate(
 @app.command()
 def language(
     out: Out,
-    preset: Preset = "tiny",
+    preset: Preset = None,
     data: Data = None,
     resume: Resume = False,
     steps: Steps = None,
@@ -80,7 +81,7 @@ def language(
 @app.command()
 def vision(
     out: Out,
-    preset: Preset = "tiny",
+    preset: Preset = None,
     data: Data = None,
     resume: Resume = False,
     steps: Steps = None,
@@ -91,6 +92,45 @@ def vision(
 ) -> None:
     """Name images: --data takes mnist or cifar-10."""
     start("vision", preset, out, data, resume, steps, minutes, seed, device, as_json)
+
+
+@app.command()
+def corpora(
+    fetch: Annotated[
+        list[str] | None, typer.Argument(help="Corpora to fetch now.", show_default=False)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same for a program to read.")
+    ] = False,
+) -> None:
+    """List the corpora, their licences and whether they are in the cache; fetch those named."""
+    with told():
+        from headwise.training import cache
+        from headwise.training.corpora import CORPORA
+
+        for name in fetch or []:
+            if name not in CORPORA:
+                raise ValueError(f"there is no corpus {name!r}; there are {', '.join(CORPORA)}")
+            for file in CORPORA[name].files:
+                cache.path_of(CORPORA[name], file.name)
+        listed: list[dict[str, Any]] = [
+            {
+                "name": corpus.name,
+                "about": corpus.about,
+                "licence": corpus.licence,
+                "download": sum(package.size for package in corpus.packages),
+                "packages": [f"{package.name} {package.version}" for package in corpus.packages],
+                "cached": cache.has(corpus),
+            }
+            for corpus in CORPORA.values()
+        ]
+    if as_json:
+        typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
+        return
+    for each in listed:
+        size = f"{each['download'] / 1e6:.0f} MB"
+        typer.echo(f"{each['name']} ({'in the cache' if each['cached'] else size})")
+        typer.echo(f"    {each['about']}\n    {each['licence']}")
 
 
 @app.command()
@@ -122,7 +162,7 @@ def export(
 
 def start(
     task: str,
-    preset: str,
+    preset: str | None,
     out: Path,
     data: str | None,
     resume: bool,
@@ -136,7 +176,11 @@ def start(
     with told():
         from headwise.training.training import train
 
-        setup = None if resume else chosen(task, preset, data, steps, seed)
+        if resume:
+            check_resume(
+                task, out, preset=preset, data=data, steps=steps, minutes=minutes, seed=seed
+            )
+        setup = None if resume else chosen(task, preset or "tiny", data, steps, seed)
         with stopping() as should_stop, shown(as_json) as report:
             model = train(
                 setup,
@@ -149,6 +193,17 @@ def start(
     if model is None:
         typer.echo(f"stopped; headwise train {task} --out {out} --resume goes on", err=True)
         raise typer.Exit(130)
+
+
+def check_resume(task: str, out: Path, **given: object) -> None:
+    """A run goes on as it was started, and as what it was started."""
+    from headwise.training.runs import Run
+
+    if more := [f"--{name}" for name, value in given.items() if value is not None]:
+        raise ValueError(f"--resume goes on with what the run was asked; leave out {more[0]}")
+    started = Run(out).asked().get("task")
+    if started != task:
+        raise ValueError(f"{out} holds a run of {started}: headwise train {started} --resume")
 
 
 def chosen(

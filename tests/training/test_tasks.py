@@ -217,6 +217,8 @@ def test_the_command_trains_tells_and_resumes(
     refused = run("translate", "--out", out)
     assert refused.exit_code == 2
     assert "holds a run already" in refused.output
+    assert "leave out --steps" in run("translate", "--out", out, "--resume", "--steps", "9").output
+    assert "a run of translate" in run("vision", "--out", out, "--resume").output
     again = run("translate", "--out", out, "--device", "cpu", "--resume")
     assert again.exit_code == 0, again.output
     assert "bleu" in again.output
@@ -240,6 +242,17 @@ def test_the_command_refuses_in_a_sentence(tmp_path: Path, words: list[str], mes
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
     assert not (tmp_path / "run/config.json").exists()
+
+
+def test_the_command_lists_corpora_with_their_licences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path))
+    listed = json.loads(run("corpora", "--json").output)
+    assert {each["name"] for each in listed} >= {"enwik8", "tatoeba-en-fr", "cifar-10"}
+    assert all(each["licence"] and not each["cached"] for each in listed)
+    assert "CC-BY-SA" in run("corpora").output
+    assert "there is no corpus 'nothing'" in run("corpora", "nothing").output
 
 
 @pytest.mark.slow
