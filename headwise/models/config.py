@@ -14,7 +14,7 @@ _DESCRIPTIONS: dict[str, type] = {
     for kind in (
         *(nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.GELU, nn.SwiGLU, nn.PreNorm, nn.PostNorm),
         *(nn.Rotary, nn.ALiBi, nn.RelativeBuckets, nn.Learned, nn.Sinusoidal),
-        *(nn.Linear, nn.DynamicNTK, nn.YaRN, nn.Llama3),
+        *(nn.LinearScaling, nn.DynamicNTK, nn.YaRN, nn.Llama3Scaling),
         *(nn.Separate, nn.Shared, nn.Unprojected),
         *(Dot, nn.Additive, nn.General, nn.Cosine, nn.Bahdanau),
     )

@@ -13,7 +13,7 @@ from headwise.nn.positions import ALiBi, Learned, Position, RelativeBuckets, Sin
 from headwise.nn.projections import Projections, Separate, Shared, Unprojected
 from headwise.nn.residual import Arrangement, PostNorm, PreNorm, Residual
 from headwise.nn.rotary import Rotary
-from headwise.nn.scalings import DynamicNTK, Linear, Llama3, Scaling, YaRN
+from headwise.nn.scalings import DynamicNTK, LinearScaling, Llama3Scaling, Scaling, YaRN
 from headwise.nn.scores import Additive, Cosine, General, LearnedScore
 from headwise.nn.sliding_cache import SlidingCache
 from headwise.nn.swap import TorchCall, restore_attention, swap_attention
@@ -38,8 +38,8 @@ __all__ = [
     "LayerNorm",
     "Learned",
     "LearnedScore",
-    "Linear",
-    "Llama3",
+    "LinearScaling",
+    "Llama3Scaling",
     "Memory",
     "MultiHeadAttention",
     "Norm",

@@ -26,7 +26,7 @@ def plain_frequencies(
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearScaling:
     """Every position divided by `factor`: all wavelengths are stretched alike."""
 
     factor: float
@@ -111,7 +111,7 @@ class YaRN:
 
 
 @dataclass(frozen=True)
-class Llama3:
+class Llama3Scaling:
     """Llama 3.1's: waves above trained_length / low are stretched, those below / high stay."""
 
     factor: float
@@ -132,4 +132,4 @@ class Llama3:
         return 1.0
 
 
-Scaling = Linear | DynamicNTK | YaRN | Llama3
+Scaling = LinearScaling | DynamicNTK | YaRN | Llama3Scaling

@@ -14,12 +14,19 @@ from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as halves_turn
 
 import headwise as hw
-from headwise.nn import DynamicNTK, Linear, Llama3, MultiHeadAttention, Rotary, YaRN
+from headwise.nn import (
+    DynamicNTK,
+    LinearScaling,
+    Llama3Scaling,
+    MultiHeadAttention,
+    Rotary,
+    YaRN,
+)
 
 D, HEADS, B, N, HEAD = 64, 4, 2, 9, 16
 
 SCALINGS = {
-    "linear": (Linear(4.0), {"rope_type": "linear", "factor": 4.0}),
+    "linear": (LinearScaling(4.0), {"rope_type": "linear", "factor": 4.0}),
     "dynamic": (DynamicNTK(2.0, 64), {"rope_type": "dynamic", "factor": 2.0}),
     "yarn": (
         *(YaRN(8.0, 64),),
@@ -33,7 +40,7 @@ SCALINGS = {
         },
     ),
     "llama3": (
-        Llama3(8.0, 64, low=1.0, high=4.0),
+        Llama3Scaling(8.0, 64, low=1.0, high=4.0),
         {
             **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
             **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
