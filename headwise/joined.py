@@ -124,8 +124,8 @@ def _first_stated(a: int | Tensor | None, b: int | Tensor | None) -> int | Tenso
 def _outer(
     a: int | Tensor, b: int | Tensor, tensors: Callable[..., Tensor], ints: Callable[..., int]
 ) -> int | Tensor:
-    if isinstance(a, int) and isinstance(b, int):
-        return int(ints(a, b))
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        return ints(a, b)
     device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
     as_tensor = [torch.as_tensor(x, device=device, dtype=torch.int32) for x in (a, b)]
     result: Tensor = tensors(*as_tensor)

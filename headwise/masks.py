@@ -12,6 +12,7 @@ from headwise.place import Place, check_placed, fits, four, placed
 
 Interval = tuple[Tensor, Tensor]  # first and last, each broadcastable to (B, Hq, N)
 PerBatch = int | Sequence[int] | Tensor
+Number = (int, torch.SymInt)  # an exported or compiled length is a symbol
 
 
 class Mask:
@@ -83,13 +84,13 @@ class Causal(Mask):
     def shows_all(self, place: Place) -> bool:
         shift = self.alignment(place)
         nothing_later = place.first_key + place.keys - 1
-        return isinstance(shift, int) and place.first_query + shift >= nothing_later
+        return not isinstance(shift, Tensor) and place.first_query + shift >= nothing_later
 
     def is_lower_triangle(self, place: Place) -> bool:
         """Whether it is certain that row i sees exactly the keys j <= i of the call, N = M."""
         shift = self.alignment(place)
         return (
-            isinstance(shift, int)
+            not isinstance(shift, Tensor)
             and place.queries == place.keys
             and place.first_query + shift == place.first_key
         )
@@ -120,7 +121,7 @@ class Window(Mask):
 
     def shows_all(self, place: Place) -> bool:
         shift = self.alignment(place)
-        if not isinstance(shift, int):
+        if isinstance(shift, Tensor):
             return False
         first_row, last_row = (
             place.first_query + shift,
@@ -147,12 +148,12 @@ class Lengths(Mask):
         _check_per_batch(f"{self.word}(n)", self.n, place)
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
-        last = _shift(self.n if isinstance(self.n, int) else _tensor(self.n, place), place)
+        last = _shift(self.n if isinstance(self.n, Number) else _tensor(self.n, place), place)
         last = torch.as_tensor(last, device=place.device, dtype=torch.int32)
         return (_three(torch.zeros_like(last), last),)
 
     def shows_all(self, place: Place) -> bool:
-        return isinstance(self.n, int) and self.n >= place.first_key + place.keys
+        return isinstance(self.n, Number) and self.n >= place.first_key + place.keys
 
     @property
     def rows_alike(self) -> bool:
@@ -262,7 +263,7 @@ class Dense(Mask):
 def _alignment(offset: PerBatch | None, place: Place) -> int | Tensor:
     if offset is None:
         return place.offset
-    return offset if isinstance(offset, int) else _tensor(offset, place)
+    return offset if isinstance(offset, Number) else _tensor(offset, place)
 
 
 def _tensor(values: Sequence[int] | Tensor, place: Place) -> Tensor:
@@ -271,7 +272,7 @@ def _tensor(values: Sequence[int] | Tensor, place: Place) -> Tensor:
 
 def _shift(values: int | Tensor, place: Place) -> int | Tensor:
     """An int as it is; one number a batch entry as (B, 1, 1)."""
-    return values if isinstance(values, int) else values.reshape(-1, 1, 1)
+    return values.reshape(-1, 1, 1) if isinstance(values, Tensor) else values
 
 
 def _three(first: Tensor, last: Tensor) -> Interval:
@@ -282,7 +283,7 @@ def _three(first: Tensor, last: Tensor) -> Interval:
 
 
 def _check_per_batch(call: str, values: PerBatch | None, place: Place) -> None:
-    if values is None or isinstance(values, int):
+    if values is None or isinstance(values, Number):
         return
     shape = tuple(torch.as_tensor(values).shape)
     if shape not in ((), (1,), (place.batch,)):

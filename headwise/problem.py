@@ -89,7 +89,7 @@ class Problem:
     def diagonal(self) -> int | None:
         """Row i of the call stands beside key i + diagonal of the call; None: not one number."""
         shift = self.shift()
-        if self.rows is not None or not isinstance(shift, int):
+        if self.rows is not None or isinstance(shift, Tensor):
             return None
         return self.place.first_query + shift - self.place.first_key
 
@@ -97,7 +97,7 @@ class Problem:
         """The key position beside which each query stands, (B|1, N) int32."""
         shift = self.shift()
         rows = self._sampled(self.place.rows()[None], -1)
-        return rows + (shift if isinstance(shift, int) else shift.reshape(-1, 1))
+        return rows + (shift.reshape(-1, 1) if isinstance(shift, Tensor) else shift)
 
     def terms(self) -> Terms:
         """The problem as the flat arguments of an operator."""
@@ -123,7 +123,7 @@ class Problem:
         """The call's key at which each row's sequence begins: an int or (B|1, Hq|1, N|1)."""
         start = 0 if self.mask is None else self.mask.start(self.place)
         start = start - self.place.first_key
-        return start if isinstance(start, int) else self._sampled(start, -1)
+        return self._sampled(start, -1) if isinstance(start, Tensor) else start
 
     def _sampled(self, tensor: Tensor, axis: int) -> Tensor:
         """The tensor's part for `rows`, where it has one for each row."""

@@ -53,7 +53,7 @@ def complete(
             found["previous_mass"] = weight_on(problem, terms, lse, own - 1, before)
         if "sink_mass" in asked:
             start = problem.start()
-            first = own.new_full((1, 1, 1), start) if isinstance(start, int) else start
+            first = start if isinstance(start, Tensor) else own.new_full((1, 1, 1), start)
             found["sink_mass"] = sum(
                 (weight_on(problem, terms, lse, first + step) for step in range(sink_keys)),
                 torch.zeros_like(lse),
@@ -69,6 +69,8 @@ def weight_on(
     column (B|1, Hq|1, N|1) numbers the keys; `diagonal` says that row i's is i + diagonal.
     """
     batch, heads, rows, width = problem.q.shape
+    if torch.compiler.is_compiling():  # a loop over a symbolic length would fix the length
+        return _part(problem, terms, lse, column.long(), slice(0, rows), None)
     step = max(1, PART // max(1, batch * heads * width))
     first, last = 0, rows
     if diagonal is not None:  # rows whose key is there; the others have none

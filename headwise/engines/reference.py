@@ -64,7 +64,7 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     mean = s.masked_fill(~seen, 0).sum(-1) / count
     centred = (s - mean[..., None]).masked_fill(~seen, 0)
     start = problem.start()
-    start = start if isinstance(start, int) else start[..., None]
+    start = start[..., None] if isinstance(start, Tensor) else start
     first_keys = (columns >= start) & (columns < start + sink_keys)
     stats = {
         "lse": (top + log_total).masked_fill(empty, -torch.inf),
