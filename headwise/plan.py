@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -112,5 +111,7 @@ def interpreting() -> bool:
 
 def _module(name: str) -> ModuleType:
     if name == "triton":
-        return importlib.import_module("headwise.engines.triton")
+        from headwise.engines import triton  # optional; a statement, which torch.compile can follow
+
+        return triton
     return {"sdpa": sdpa, "streaming": streaming, "reference": reference}[name]

@@ -27,6 +27,7 @@ def refuses(problem: Problem, observed: bool) -> str | None:
     return None if interpreting() else _refuses_device(q.device)
 
 
+@torch.compiler.assume_constant_result
 def _refuses_device(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "its kernels are tuned and tested on NVIDIA GPUs only"

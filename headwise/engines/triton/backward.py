@@ -20,6 +20,7 @@ from headwise.engines.triton.launch import (
     on,
     operands,
     outer_strides,
+    ready,
 )
 from headwise.engines.triton.shapes import (
     INTERPRETED,
@@ -48,7 +49,7 @@ def differentiate(
     with on(q.device):
         call = Call(q, k, v, terms, out, grad_out)
         share = None if terms.sinks is None else torch.exp(terms.sinks.float()[:, None] - lse)
-        shared = call.dot(grad_out, out)
+        shared = call.dot(call.grad_out, out)
         shared = shared if grad_lse is None else shared - grad_lse
         if grad_entropy is not None:
             seen = 1.0 if share is None else 1 - share
@@ -82,7 +83,7 @@ class Call:
         self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, grad_out: Tensor
     ) -> None:
         self.operands: Operands = operands(q, k, v, terms)
-        self.grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+        self.grad_out = ready(grad_out)
         self.flags = self.operands.flags()
         self.batch, self.heads, self.rows = q.shape[:3]
         self.hopper = interpreting() or has_bulk_copies(q.device)

@@ -184,12 +184,13 @@ def forward(
     unseen = m < (0.5 * FAR) * (z.scale if PLAIN else 1.0)
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
     base = tl.where(m == NOTHING, 0.0, m)
-    total = l
+    total, top = l, base * LN2
     if t.sinks is not None:
-        sink = tl.load(t.sinks + h).to(tl.float32) * LOG2E
-        base = tl.maximum(m, sink)
+        sink = tl.load(t.sinks + h).to(tl.float32)
+        top = tl.where(sink * LOG2E > m, sink, m * LN2)  # a sink that rules is not rounded twice
+        base = tl.maximum(m, sink * LOG2E)
         base = tl.where(base == NOTHING, 0.0, base)
-        total = l * tl.exp2(m - base) + tl.exp2(sink - base)
+        total = l * tl.exp2(m - base) + tl.exp2(sink * LOG2E - base)
     empty = total == 0.0
     weight = tl.where(empty, 0.0, tl.exp2(m - base) / tl.where(empty, 1.0, total))
     above = tl.log2(tl.where(empty, 1.0, total))
@@ -202,7 +203,7 @@ def forward(
         (acc * share[:, None]).to(out.dtype.element_ty),
         mask=here[:, None] & (width < VALUES)[None, :],
     )
-    tl.store(written.lse + line + i, tl.where(empty, NOTHING, (base + above) * LN2), mask=here)
+    tl.store(written.lse + line + i, tl.where(empty, NOTHING, top + above * LN2), mask=here)
     tl.store(written.max_logit + line + i, m * LN2, mask=here)
     if written.entropy is not None:
         over = tl.where(m == NOTHING, 0.0, above + base - m)

@@ -30,8 +30,8 @@ class Operands:
 
     @property
     def padded(self) -> tuple[int, int]:
-        """Widths of keys and values as powers of two, at least 16."""
-        return pad(self.q.shape[-1]), pad(self.v.shape[-1])
+        """The widths of a tile of keys and of one of values."""
+        return pad(self.q), pad(self.v)
 
     def flags(self) -> dict[str, Any]:
         """The compile-time switches that forward and backward share."""
@@ -54,7 +54,7 @@ class Operands:
 
 def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
     """Gather what the kernels of a call take."""
-    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = ready(q), ready(k), ready(v)
     intervals = None if terms.intervals is None else terms.intervals.contiguous()
     step = batch = head = 0
     if intervals is not None:
@@ -114,13 +114,29 @@ def described(tensors: tuple[Tensor, ...], rows: tuple[int, ...]) -> tuple[bool,
         return False, list(tensors)
     found = []
     for x, count in zip(tensors, rows, strict=True):
-        block = [1, 1, count, pad(x.shape[-1])]
+        block = [1, 1, count, pad(x)]
         found.append(TensorDescriptor(x, list(x.shape), _regular_strides(x), block))
     return True, found
 
 
+def ready(x: Tensor) -> Tensor:
+    """x as kernels can load it: rows in one piece and, for the copy engine, 16-byte steps.
+
+    A head of an odd width is copied into wider rows, once.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if x.numel() == 0 or interpreting() or not has_bulk_copies(x.device) or _fits_descriptor(x):
+        return x
+    width = x.shape[-1]
+    wide = x.new_empty(*x.shape[:-1], -(-width // 16) * 16)
+    wide[..., :width] = x
+    return wide[..., :width]
+
+
 def _fits_descriptor(x: Tensor) -> bool:
-    if x.numel() == 0 or x.data_ptr() % 16 or not (interpreting() or has_bulk_copies(x.device)):
+    if x.numel() == 0 or not (interpreting() or has_bulk_copies(x.device)):
+        return False
+    if x.data_ptr() % 16 or x.stride(-1) != 1:
         return False
     strides = _regular_strides(x)
     return all(stride > 0 and stride * x.itemsize % 16 == 0 for stride in strides[:-1])
@@ -135,9 +151,11 @@ def _regular_strides(x: Tensor) -> list[int]:
     return strides[::-1]
 
 
-def pad(width: int) -> int:
-    """The power of two that holds a head's width."""
-    return max(16, 1 << (width - 1).bit_length())
+def pad(x: Tensor) -> int:
+    """The width of a tile of x: a power of two, and on a GPU at least the 128 bytes that copies and
+    matrix products handle as one. Narrower heads pay for the exponential, not for the product."""
+    least = 16 if interpreting() else 128 // x.itemsize
+    return max(least, 1 << (x.shape[-1] - 1).bit_length())
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -32,7 +32,7 @@ def forward_shape(width: int, itemsize: int, hopper: bool) -> Shape:
 def queries_shape(width: int, itemsize: int, hopper: bool) -> Shape:
     """Of the kernel of the queries' gradient."""
     if itemsize == 4:
-        return Shape(64, 32, 4, 1) if width <= 64 else Shape(32, 32, 4, 1)
+        return Shape(64, 32, 4, 1) if width <= 128 else Shape(64, 16, 4, 1)
     if not hopper:
         return Shape(64, 64 if width <= 64 else 32, 4, 2)
     if width <= 64:
@@ -43,7 +43,7 @@ def queries_shape(width: int, itemsize: int, hopper: bool) -> Shape:
 def keys_shape(width: int, itemsize: int, hopper: bool) -> Shape:
     """Of the kernel of the keys' and values' gradients."""
     if itemsize == 4:
-        return Shape(32, 64, 4, 1) if width <= 64 else Shape(32, 32, 4, 1)
+        return Shape(32, 64, 4, 1) if width <= 128 else Shape(16, 64, 8, 1)
     if not hopper:
         return Shape(64 if width <= 64 else 32, 64, 4, 2)
     if width <= 64:

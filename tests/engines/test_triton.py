@@ -1,0 +1,241 @@
+"""The GPU engine: every kernel on Triton's interpreter here, and on the device under `-m gpu`.
+
+The generated problems are those of the other engines; what is special to kernels comes after.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import headwise as hw
+from tests.engines import test_agreement as agreement
+from tests.problems import KINDS, Recipe, every_pair, recipes
+
+pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
+# NumPy, which Triton's interpreter computes with, warns where 32-bit hashes wrap around and where
+# an exponential of something far away becomes nothing, as both are meant to.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+KERNELS = {  # what the kernels do
+    "score": tuple(kind for kind in KINDS["score"] if kind != "additive"),
+    "dtype": tuple(kind for kind in KINDS["dtype"] if kind != "float64"),
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def observing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine returns statistics, so the comparison asks for them and for their gradients."""
+    monkeypatch.setattr(agreement, "OBSERVING", (*agreement.OBSERVING, "triton"))
+
+
+# The interpreter takes seconds for a problem, so `make test` leaves every second one to
+# `make test-all`; a GPU takes them all.
+pairs = [
+    pytest.param(recipe, id=str(recipe.seed), marks=pytest.mark.slow if recipe.seed % 2 else ())
+    for recipe in every_pair(**KERNELS)
+]
+
+
+@pytest.mark.parametrize("recipe", pairs)
+def test_every_pair_of_options_agrees_with_the_reference(recipe: Recipe) -> None:
+    agreement.assert_agrees(recipe, "triton")
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(recipe=recipes(**KERNELS))
+def test_any_problem_agrees_with_the_reference(recipe: Recipe) -> None:
+    agreement.assert_agrees(recipe, "triton")
+
+
+@pytest.mark.gpu
+@settings(max_examples=200)
+@given(recipe=recipes(**KERNELS))
+def test_any_problem_agrees_with_the_reference_on_the_device(recipe: Recipe) -> None:
+    agreement.assert_agrees(recipe, "triton")
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+MASKS = {
+    "none": None,
+    "causal": hw.mask.causal(),
+    "window": hw.mask.causal() & hw.mask.window(40),
+    "documents": hw.mask.causal() & hw.mask.documents(torch.arange(130) // 50),
+    "sinks and window": hw.mask.causal() & (hw.mask.window(20) | hw.mask.prefix(4)),
+    "padding": hw.mask.lengths([130, 0]),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_rows_and_keys_of_several_blocks_agree(mask: hw.mask.Mask | None) -> None:
+    q, k, v = normal(2, 2, 70, 16), normal(2, 1, 130, 16), normal(2, 1, 130, 24)
+    check(q, k, v, 1e-5, mask=mask)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, tolerance: float, **options: object) -> None:
+    """Output, statistics and gradients against the reference in float64."""
+    found, truth = both(q, k, v, **options)
+    for name, x in found.items():
+        y = truth[name]
+        assert torch.equal(x.isinf(), y.isinf()), name
+        x, y = x.masked_fill(x.isinf(), 0).double(), y.masked_fill(y.isinf(), 0)
+        assert float((x - y).norm()) <= tolerance * float(y.norm()) + 1e-12, name
+
+
+def both(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[dict, dict]:
+    made = []
+    for engine, dtype in (("triton", q.dtype), ("reference", torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out, seen = hw.observe(*leaves, engine=engine, **options)
+        lse = seen.lse.masked_fill(seen.lse == -torch.inf, 0)
+        loss = out.sin().sum() + lse.sin().sum() + seen.entropy.sin().sum()
+        grads = torch.autograd.grad(loss, leaves)
+        values = {"out": out, **seen.values} | dict(zip("qkv", grads, strict=True))
+        made.append({name: x.detach() for name, x in values.items()})
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("kind", ["lengths", "between", "dense"])
+def test_a_key_that_no_row_sees_may_hold_anything(kind: str) -> None:
+    q, k, v = normal(1, 2, 40, 16), normal(1, 2, 100, 16), normal(1, 2, 100, 16)
+    unseen = torch.zeros(100, dtype=torch.bool, device=DEVICE)
+    unseen[70:] = True
+    if kind == "between":  # a hole inside one block, between the rows' intervals
+        unseen[34:37] = True
+        even = torch.arange(40, device=DEVICE) % 2 == 0
+        first, last = torch.where(even, 0, 37), torch.where(even, 34, 70)
+        mask = hw.mask.between(first, last)
+    elif kind == "lengths":
+        mask = hw.mask.lengths(70)
+    else:
+        mask = hw.mask.dense(~unseen)
+    finite = [x.clone().requires_grad_() for x in (q, k, v)]
+    poisoned = [x.clone() for x in (q, k, v)]
+    for x in poisoned[1:]:
+        x[:, :, unseen] = torch.nan
+    poisoned = [x.requires_grad_() for x in poisoned]
+    grads = []
+    for leaves in (finite, poisoned):
+        out = hw.attention(*leaves, mask=mask, engine="triton")
+        grads.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    for clean, dirty in zip(*grads, strict=True):
+        assert torch.equal(clean, dirty)
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    q, k, v = normal(1, 4, 70, 16), normal(1, 2, 70, 16), normal(1, 2, 70, 16)
+    first, second = (both(q, k, v, mask=hw.mask.causal())[0] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_operators_pass_pytorchs_own_check() -> None:
+    q, k, v = (normal(1, 2, 5, 16).requires_grad_() for _ in range(3))
+    position = torch.arange(5, dtype=torch.int32, device=DEVICE)[None]
+    none = [None] * 5
+    arguments = (q, k, v, None, None, None, position, *none, 0.25, 0.0, 0.0, 0, 7)
+    torch.library.opcheck(torch.ops.headwise.triton.default, arguments)
+
+
+def test_compiled_calls_agree_for_every_length() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return hw.attention(q, k, v, mask=hw.mask.causal(), engine="triton")
+
+    for n in (7, 9):
+        q, k, v = (normal(1, 2, n, 16).requires_grad_() for _ in range(3))
+        assert torch.allclose(
+            compiled(q, k, v), hw.attention(q, k, v, mask=hw.mask.causal()), atol=1e-5
+        )
+
+
+def test_a_second_derivative_is_refused_in_words() -> None:
+    q = normal(1, 1, 4, 16).requires_grad_()
+    out = hw.attention(q, q, q, engine="triton")
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="triton engine has no second derivative"):
+        torch.autograd.grad(grad.sum(), q)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"width": 257}, "257"),
+        ({"score": hw.Additive(torch.ones(16))}, "dot scores"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_with_a_reason(
+    change: dict[str, object], reason: str
+) -> None:
+    q = torch.zeros(1, 1, 4, change.pop("width", 16), dtype=change.pop("dtype", torch.float32))
+    q = q.to(DEVICE)
+    options = {name: hw.Additive(torch.ones(16, device=DEVICE)) for name in change}
+    with pytest.raises(ValueError, match=reason):
+        hw.attention(q, q, q, engine="triton", **options)
+    assert hw.attention(q, q, q, **options).shape == q.shape
+
+
+LARGE = [
+    pytest.param(dtype, width, id=f"{str(dtype)[6:]}-{width}")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for width in (16, 20, 64, 80, 128, 256)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS.keys())
+@pytest.mark.parametrize(("dtype", "width"), LARGE)
+def test_large_problems_agree(dtype: torch.dtype, width: int, mask: str) -> None:
+    n, m = 1000, 1337
+    made = {
+        **MASKS,
+        "window": hw.mask.causal() & hw.mask.window(300),
+        "documents": hw.mask.causal() & hw.mask.documents(torch.arange(m) // 400),
+        "sinks and window": hw.mask.causal() & (hw.mask.window(200) | hw.mask.prefix(4)),
+        "padding": hw.mask.lengths([m, 0]),
+    }[mask]
+    q, k, v = (normal(2, h, length, width, dtype=dtype) for h, length in ((4, n), (2, m), (2, m)))
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}[dtype]
+    check(q, k, v, tolerance, mask=made)
+
+
+@pytest.mark.gpu
+def test_calls_can_be_captured_in_a_graph() -> None:
+    q, k, v = (normal(1, 4, 500, 64, dtype=torch.bfloat16) for _ in range(3))
+
+    def call() -> Tensor:
+        return hw.attention(q, k, v, mask=hw.mask.causal(), engine="triton")
+
+    expected = call()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_a_new_length_compiles_nothing() -> None:
+    from headwise.engines.triton.forward import forward
+
+    def call(n: int) -> None:
+        q = normal(1, 2, n, 64, dtype=torch.bfloat16)
+        hw.attention(q, q, q, mask=hw.mask.causal(), engine="triton")
+
+    call(512)
+    known = sum(len(cache[0]) for cache in forward.device_caches.values())
+    for n in (1, 16, 100, 513, 777):
+        call(n)
+    assert sum(len(cache[0]) for cache in forward.device_caches.values()) == known
