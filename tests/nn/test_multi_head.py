@@ -352,6 +352,19 @@ def test_compiled_equals_eager(variant: str) -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor's own
+@torch.no_grad()
+def test_code_generated_for_a_step_with_a_fixed_cache_equals_eager() -> None:
+    torch._dynamo.reset()
+    attn = MultiHeadAttention(D, HEADS, **COMPILED["causal rotary grouped"]).eval()
+    x, cache = torch.randn(B, N, D), hw.nn.FixedCache(N)
+    cache.reserve(*torch.zeros(2, B, 2, 0, D // HEADS))
+    step = torch.compile(lambda y: attn(y, cache=cache), fullgraph=True)
+    out = torch.cat([step(x[:, i : i + 1]) for i in range(N)], 1)
+    torch.testing.assert_close(out, attn(x), rtol=1e-5, atol=1e-5)
+
+
 def test_a_row_that_sees_nothing_is_the_output_bias() -> None:
     attn, x = MultiHeadAttention(D, HEADS), torch.randn(B, N, D, requires_grad=True)
     out = attn(x, mask=hw.mask.lengths(torch.tensor([0, 3])))
