@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS)
 help: ## what you can make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-look: $(INSTALLED) ## a sentence, what four heads do with it, and their maps, in the terminal
+look: $(INSTALLED) ## what the heads of the built-in GPT do with a sentence, in the terminal
 	@$(RUN) headwise.cli look
 
 test: lint ## lint, types, tests, doctests and the documentation's examples

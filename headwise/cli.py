@@ -17,13 +17,12 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from headwise.doctor import gather
-from headwise.look import handmade, terminal
 from headwise.training import commands as training_commands
 
 app = typer.Typer(
     name="headwise",
     help="Attention you can see inside, at full speed.",
-    epilog="Start with: headwise look 'the cat sat on the mat because the cat was tired'",
+    epilog="Start with: headwise look",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -55,47 +54,60 @@ def options(
 
 @app.command()
 def look(
+    model: Annotated[
+        str, typer.Argument(help="gpt, translate, or the folder of a run of headwise train.")
+    ] = "gpt",
     text: Annotated[
-        str | None,
-        typer.Argument(help="What to look at; - reads it from standard input.", show_default=False),
+        str | None, typer.Option(help="What the model reads.", show_default=False)
+    ] = None,
+    file: Annotated[
+        typer.FileText | None,
+        typer.Option(help="A file to read instead; - is standard input.", show_default=False),
     ] = None,
     head: Annotated[
         str | None,
-        typer.Option(
-            help="Draw one head only: its number, or the start of its name.", show_default=False
-        ),
+        typer.Option(help="Draw this head only, by layer and number: 5.1.", show_default=False),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="List every head, not only those first in something.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Tokens, statistics and maps for a program to read.")
+        bool, typer.Option("--json", help="Tokens, figures and, with --head, its map.")
     ] = False,
 ) -> None:
-    """Look at attention: a text, its tokens, what each head does with it, and its map.
+    """Look at attention: a text, its tokens, what the heads of a model do with it, and maps.
 
-    The four heads are made by hand from the text itself, so it is known what each should do:
-    look at the [b]previous token[/b], at the [b]same word[/b] said before, at the
-    [b]first token[/b], or softly at its [b]neighbours[/b].
+    The built-in [b]gpt[/b] reads English; of the built-in translator you see which English token
+    each French one looks at.
 
     [b]Examples[/b]
 
     headwise look
 
-    headwise look 'to be or not to be' --head same
+    headwise look --text 'to be or not to be' --head 5.1
 
-    headwise look - --json < speech.txt
+    headwise look translate --text 'The cat is black.'
+
+    headwise look gpt --file speech.txt --all
     """
-    if text is None:
-        text = handmade.SENTENCE
-    elif text == "-":
-        text = sys.stdin.read()
+    from headwise.loading import Classifier, load  # needs what only `look` and `train` need
+    from headwise.look import sight, terminal
+
+    if text is not None and file is not None:
+        raise typer.BadParameter("give --text or --file, not both")
     try:
-        heads = handmade.choose(head)
-        sight = handmade.look_at(text)
+        loaded = load(model)
+        if isinstance(loaded, Classifier):
+            raise ValueError(f"{model} names images; its heads are not drawn in a terminal")
+        said = file.read() if file is not None else text
+        seen = sight.look_at(loaded, terminal.SENTENCE if said is None else said)
+        chosen = () if head is None else (seen.head(head),)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        print_json(terminal.as_dictionary(sight, heads))
+        print_json(terminal.as_dictionary(seen, chosen))
     else:
-        terminal.show(Console(), sight, heads)
+        terminal.show(Console(), seen, chosen, every)
 
 
 @app.command()

@@ -7,9 +7,11 @@ import torch
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
+import headwise as hw
 from headwise import doctor
 from headwise.cli import app
-from headwise.look import handmade
+from headwise.look import terminal
+from headwise.look.sight import look_at
 
 
 def run(*words: str, stdin: str = "") -> str:
@@ -29,7 +31,7 @@ def refused(*words: str) -> str:
 def test_help_names_the_commands_and_teaches_by_example() -> None:
     assert "look" in run("--help")
     assert "doctor" in run("--help")
-    assert "headwise look 'to be or not to be'" in run("look", "--help")
+    assert "headwise look --text 'to be or not to be'" in run("look", "--help")
 
 
 def test_version_is_the_package_s() -> None:
@@ -38,65 +40,76 @@ def test_version_is_the_package_s() -> None:
 
 def test_look_shows_tokens_heads_and_maps_within_80_columns_without_colour() -> None:
     output = run("look")
-    assert all(head.name in output for head in handmade.HEADS)
+    assert "17 tokens" in output
+    assert "of 48 heads" in output
+    assert "looks most at the token before" in output
     assert "██" in output
     assert "\x1b" not in output
     assert max(cell_len(line) for line in output.splitlines()) <= 80
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 500])
-def test_look_fits_80_columns_however_long_the_text(tokens: int) -> None:
-    output = run("look", "-", stdin="extraordinarily 世 " * (tokens // 2) + "word " * (tokens % 2))
-    assert f"{tokens} tokens" in output
+@pytest.mark.parametrize("words", [1, 15, 16, 17, 250])
+def test_look_fits_80_columns_however_long_the_text(words: int) -> None:
+    output = run("look", "--file", "-", stdin="extraordinarily 世 " * words)
     assert max(cell_len(line) for line in output.splitlines()) <= 80
 
 
-def test_look_draws_the_one_head_asked_for_by_number_or_name() -> None:
-    assert run("look", "--head", "1") == run("look", "--head", "same")
-    assert handmade.HEADS[0].asks not in run("look", "--head", "1")
+def test_look_draws_the_one_head_asked_for() -> None:
+    output = run("look", "--head", "5.1")
+    assert output.count("head 5.1") == 1
+    assert "head 4.6" not in output
+
+
+def test_look_lists_every_head_when_asked() -> None:
+    listed = [line.split()[0] for line in run("look", "--all").splitlines() if line[:1].isdigit()]
+    assert all(f"{layer}.{head}" in listed for layer in range(6) for head in range(8))
 
 
 def test_look_refuses_a_head_it_does_not_have_and_names_those_it_has() -> None:
-    assert "there is no head '7'; the heads are 0 (previous token)" in refused(
-        "look", "--head", "7"
-    )
+    assert "no head '9.9'; heads are layer.number, 0.0 to 5.7" in refused("look", "--head", "9.9")
 
 
-@pytest.mark.parametrize("text", ["", " \n ", "\x1b\x07"])
+def test_look_refuses_a_model_it_does_not_have_and_names_those_it_has() -> None:
+    said = refused("look", "nowhere")
+    assert "no model 'nowhere'" in said
+    assert "gpt, translate" in said
+
+
+@pytest.mark.parametrize("text", ["", " \n "])
 def test_look_refuses_a_text_without_words(text: str) -> None:
-    assert "there is no word to look at" in refused("look", text)
+    assert "there is no word to look at" in refused("look", "--text", text)
+
+
+def test_look_shows_which_source_token_each_translated_one_looks_at() -> None:
+    output = run("look", "translate", "--text", "The cat is black.")
+    assert "→ Le chat est noir." in output
+    assert "is most decided" in output
+    assert "previous" not in output  # of another text nothing is the token before
 
 
 def test_look_gives_programs_the_tokens_the_figures_and_the_map() -> None:
-    seen = json.loads(run("look", "to be or not to be", "--json", "--head", "0"))
-    assert seen["tokens"] == ["to", "be", "or", "not", "to", "be"]
+    words = ("look", "--text", "to be or not to be", "--json", "--head", "4.6")
+    seen = json.loads(run(*words))
+    assert seen["rows"] == ["⟨start⟩", "to", " be", " or", " not", " to", " be"]
     (head,) = seen["heads"]
-    assert head["name"] == "previous token"
-    assert head["made_by_hand"] is True
     weights = torch.tensor(head["map"]["weights"])
-    assert weights.shape == (6, 6)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(6))
-    previous = weights.diagonal(-1).sum() / 6  # the first row has no previous token
+    assert weights.shape == (7, 7)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(7))
+    previous = weights.diagonal(-1).sum() / 7  # the first row has no previous token
     assert head["statistics"]["previous_mass_mean"] == pytest.approx(float(previous), abs=1e-4)
 
 
 def test_a_long_text_gives_programs_a_pooled_map_that_says_so() -> None:
-    seen = json.loads(run("look", "-", "--json", "--head", "0", stdin="word " * 300))
-    assert seen["heads"][0]["map"]["size"] == 256
+    seen = json.loads(run("look", "--file", "-", "--json", "--head", "0.0", stdin="word " * 300))
     assert seen["heads"][0]["map"]["pooled"] == "max"
     assert len(seen["heads"][0]["map"]["weights"]) == 256
 
 
-def test_each_hand_made_head_does_what_its_name_says() -> None:
-    sight = handmade.look_at("one two three one two three one two three")
-    figures = sight.seen.heads()
-    previous, same, first, near = range(4)
-    assert figures["previous_mass_mean"][previous] > 0.8
-    assert figures["sink_mass_mean"][first] > 0.9
-    assert figures["effective_keys_mean"].argmax() == near
-    assert figures["distance_mean"][same] > figures["distance_mean"][near]
-    assert sight.tokens[int(sight.maps[0, 1, 8, :].argmax())] == "three"
-    assert int(sight.maps[0, 1, 8, :].argmax()) != 8
+def test_the_sample_shows_an_induction_head_at_work() -> None:
+    sight = look_at(hw.load("gpt"), terminal.SENTENCE)
+    head = sight.head("5.1")
+    looked = head.map[0, 0, 16]  # the last " is" looks at what followed the first one
+    assert sight.rows[int(looked.argmax())] == " a"
 
 
 def test_doctor_reports_versions_devices_and_engines() -> None:

@@ -1,1 +1,1 @@
-"""Looking at attention: four heads made by hand, and maps drawn in the terminal."""
+"""Looking at attention: what the heads of a trained model do with a text, drawn in the terminal."""

@@ -8,7 +8,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from headwise.look.handmade import HEADS, Sight
+from headwise.look.sight import Head, Sight
+
+SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is"
+"""What to look at when nothing is given: words that come back."""
 
 SHADES = ((0.75, "██"), (0.45, "▓▓"), (0.2, "▒▒"), (0.05, "░░"), (0.0, "· "))
 """From this weight on, these two characters: two of them are about as wide as one is high."""
@@ -28,19 +31,20 @@ MOST_TOKENS = 40
 LARGEST_MAP = 256
 """A program gets every weight up to this many tokens, and a pooled map beyond."""
 
-EXPLAINED = """\
-Nothing here is learned: each head was built to do what its name says.
-A token sees itself and what came before it.
-"""
-
 DEFINED = """
 keys is how many tokens a row spreads over, e^entropy; top its largest weight;
 first, self and previous its weight on that token; distance how far back it
 looks. All are means over the rows, but for max logit, the largest of them all.
 """
 
+DEFINED_ACROSS = """
+keys is how many tokens a row spreads over, e^entropy; top its largest weight;
+first its weight on the first token. All are means over the rows, but for max
+logit, the largest of them all.
+"""
+
 COLUMNS = (
-    # title, figure of Observation.heads(), format
+    # title, figure, format
     ("keys", "effective_keys_mean", "{:.2f}"),
     ("entropy", "entropy_mean", "{:.2f}"),
     ("top", "top_prob_mean", "{:.0%}"),
@@ -52,18 +56,51 @@ COLUMNS = (
 )
 """The columns of the table of heads."""
 
+WITHIN = ("self", "previous", "distance")
+"""Columns that mean nothing where a token of one text looks at another text."""
 
-def show(console: Console, sight: Sight, heads: Sequence[int]) -> None:
-    """Print what the heads saw: the tokens, the statistics of each head, the maps of `heads`."""
-    console.print(Text(f"{len(sight.tokens)} tokens", style="bold"))
-    console.print(token_lines(sight.tokens, console.width))
-    console.print(
-        Text("\n4 heads, made by hand", style="bold"), Text(EXPLAINED, style="dim"), sep="\n"
-    )
-    console.print(head_table(sight))
-    console.print(Text(DEFINED, style="dim"))
-    console.print(maps_side_by_side(sight, heads, console.width))
-    console.print(legend())
+RECORDS = (
+    ("previous_mass_mean", "looks most at the token before"),
+    ("induction_mean", "looks most at what followed the same token last time"),
+    ("self_mass_mean", "looks most at itself"),
+    ("sink_mass_mean", "looks most at the first token"),
+    ("top_prob_mean", "is most decided"),
+    ("effective_keys_mean", "spreads most widely"),
+    ("max_logit_max", "has the largest logit"),
+)
+"""What a head can be first in. Of cross-attention only the last three say anything."""
+
+DRAWN = 3
+"""How many of the heads that are first in something are drawn."""
+
+
+def show(console: Console, sight: Sight, chosen: Sequence[Head] = (), every: bool = False) -> None:
+    """Print what the heads did: the tokens, the figures of some or all heads, and some maps."""
+    console.print(Text(f"{len(sight.columns)} tokens", style="bold"))
+    console.print(token_lines(sight.columns, console.width))
+    for note in sight.notes:
+        console.print(Text(note, style="italic"))
+    firsts = records(sight)
+    listed = sight.heads if every else chosen or [head for head, _ in firsts]
+    counted = f"{len(listed)} of " if len(listed) < len(sight.heads) else ""
+    console.print(Text(f"\n{counted}{len(sight.heads)} heads", style="bold"))
+    console.print(head_table(listed, sight.causal))
+    console.print(Text(DEFINED if sight.causal else DEFINED_ACROSS, style="dim"))
+    said = {head.name: reason for head, reason in firsts}
+    drawn = chosen or [head for head, _ in firsts[:DRAWN]]
+    console.print(maps_side_by_side(sight, drawn, said, console.width))
+    console.print(legend(sight.causal))
+
+
+def records(sight: Sight) -> list[tuple[Head, str]]:
+    """The heads that are first in something, and in what; each once."""
+    found: dict[str, tuple[Head, str]] = {}
+    for figure, reason in RECORDS if sight.causal else RECORDS[-3:]:
+        able = [head for head in sight.heads if figure in head.figures]
+        if able:
+            head = max(able, key=lambda head: head.figures[figure])
+            found.setdefault(head.name, (head, reason))
+    return list(found.values())
 
 
 def token_lines(tokens: Sequence[str], width: int) -> Text:
@@ -81,76 +118,76 @@ def token_lines(tokens: Sequence[str], width: int) -> Text:
     return text
 
 
-def head_table(sight: Sight) -> Table:
-    """A row a head, a column a statistic."""
+def head_table(heads: Sequence[Head], causal: bool) -> Table:
+    """A row a head, a column a figure."""
+    columns = [column for column in COLUMNS if causal or column[0] not in WITHIN]
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("head", no_wrap=True)
-    for title, *_ in COLUMNS:
+    for title, *_ in columns:
         table.add_column(title, justify="right")
-    figures = sight.seen.heads()
-    for number, head in enumerate(HEADS):
-        cells = [form.format(float(figures[figure][number])) for _, figure, form in COLUMNS]
-        table.add_row(f"{number} {head.name}", *cells)
+    for head in heads:
+        cells = [form.format(head.figures[figure]) for _, figure, form in columns]
+        table.add_row(head.name, *cells)
     return table
 
 
-def as_dictionary(sight: Sight, heads: Sequence[int]) -> dict[str, object]:
-    """The same for programs: tokens, and for each head its figures and its map."""
-    size = min(len(sight.tokens), LARGEST_MAP)
-    figures = sight.seen.heads()
+def as_dictionary(sight: Sight, chosen: Sequence[Head] = ()) -> dict[str, object]:
+    """The same for programs: tokens, and for each head its figures and, of chosen ones, its map."""
     return {
-        "tokens": list(sight.tokens),
+        "rows": list(sight.rows),
+        "columns": list(sight.columns),
+        "notes": list(sight.notes),
         "heads": [
-            {
-                "head": head,
-                "name": HEADS[head].name,
-                "asks": HEADS[head].asks,
-                "made_by_hand": True,
-                "statistics": {name: float(figure[head]) for name, figure in figures.items()},
-                "map": {
-                    "size": size,
-                    "pooled": "max" if size < len(sight.tokens) else None,
-                    "weights": head_map(sight, head, size).tolist(),
-                },
-            }
-            for head in heads
+            {"layer": head.layer, "head": head.number, "statistics": head.figures}
+            | ({"map": _map(head)} if head in chosen else {})
+            for head in sight.heads
+            if not chosen or head in chosen
         ],
     }
 
 
-def head_map(sight: Sight, head: int, size: int) -> Tensor:
-    """A head's weights (size, size): all of them, or the largest of each cell in a longer text."""
-    if size < len(sight.tokens):
-        return sight.maps.head(0, head).pool(size, how="max")[0, 0]
-    return sight.maps[0, head]
+def _map(head: Head) -> dict[str, object]:
+    weights = head_map(head, LARGEST_MAP)
+    pooled = tuple(weights.shape) != tuple(head.map.shape[2:])
+    return {"pooled": "max" if pooled else None, "weights": weights.tolist()}
 
 
-def maps_side_by_side(sight: Sight, heads: Sequence[int], width: int) -> Table:
+def head_map(head: Head, size: int) -> Tensor:
+    """A head's weights: all of them, or, where there are more, the largest of each cell."""
+    if max(head.map.shape[2:]) > size:
+        return head.map.pool(size, how="max")[0, 0]
+    return head.map[0, 0]
+
+
+def maps_side_by_side(
+    sight: Sight, heads: Sequence[Head], said: dict[str, str], width: int
+) -> Table:
     """As many maps beside each other as the terminal is wide enough for."""
-    rows = min(len(sight.tokens), MOST_ROWS, (width - LABEL) // 2)
-    abreast = max(1, (width + 2) // (LABEL + 2 * rows + 2))
+    size = min(max(len(sight.rows), len(sight.columns)), MOST_ROWS, (width - LABEL) // 2)
+    abreast = max(1, (width + 2) // (LABEL + 2 * size + 2))
     grid = Table.grid(padding=(0, 2, 0, 0))
     for start in range(0, len(heads), abreast):
-        grid.add_row(*(draw_head(sight, head, rows) for head in heads[start : start + abreast]))
+        some = heads[start : start + abreast]
+        grid.add_row(*(draw_head(sight, head, said.get(head.name, ""), size) for head in some))
     return grid
 
 
-def draw_head(sight: Sight, head: int, rows: int) -> Group:
-    """One head's map under its name and its question."""
-    tokens = len(sight.tokens)
-    if rows < tokens:
-        labels = [f"{tokens * row // rows}…" for row in range(rows)]
-        pooled = [Text(f"a cell is the largest of about {tokens // rows}² weights", style="dim")]
+def draw_head(sight: Sight, head: Head, reason: str, size: int) -> Group:
+    """One head's map under its name and what it is first in."""
+    weights, tokens = head_map(head, size), len(sight.rows)
+    if weights.shape[0] < tokens:
+        labels = [f"{tokens * row // len(weights)}…" for row in range(len(weights))]
+        width = tokens // len(weights)
+        pooled = [Text(f"a cell is the largest of about {width}² weights", style="dim")]
     else:
-        labels = [f"{number:>2} {token}" for number, token in enumerate(sight.tokens)]
+        labels = [f"{number:>2} {token.strip()}" for number, token in enumerate(sight.rows)]
         pooled = []
-    name = Text(f"{head} {HEADS[head].name}", style="bold")
-    question = Text(HEADS[head].asks, style="dim italic")
-    return Group(name, question, *pooled, *draw(head_map(sight, head, rows), labels), Text())
+    name = Text(f"head {head.name} ", style="bold").append(reason, style="dim italic")
+    return Group(name, *pooled, *draw(weights, labels, sight.causal), Text())
 
 
-def draw(weights: Tensor, labels: Sequence[str]) -> list[Text]:
-    """A causal map (N, N) in characters, a line a query; what a query may not see stays empty.
+def draw(weights: Tensor, labels: Sequence[str], causal: bool = True) -> list[Text]:
+    """A map (N, M) in characters, a line a query; what a query may not see stays empty.
 
     >>> weights = Tensor([[1.0, 0.0], [0.3, 0.7]])
     >>> for line in draw(weights, ["to", "be"]): print(line.plain)
@@ -160,7 +197,7 @@ def draw(weights: Tensor, labels: Sequence[str]) -> list[Text]:
     lines = []
     for row, label in enumerate(labels):
         line = Text(set_cell_size(label, LABEL - 1) + " ", no_wrap=True)
-        for weight in weights[row, : row + 1].tolist():
+        for weight in weights[row, : row + 1 if causal else None].tolist():
             characters = shade(weight)
             line.append(characters, style=COLOURS[characters])
         lines.append(line)
@@ -176,9 +213,10 @@ def shade(weight: float) -> str:
     return next(characters for least, characters in SHADES if weight >= least)
 
 
-def legend() -> Text:
+def legend(causal: bool = True) -> Text:
     """What the shades mean."""
-    text = Text("weight  ", style="dim")
+    text = Text("" if causal else "columns are the tokens above, in order\n", style="dim")
+    text.append("weight  ", style="dim")
     for least, characters in reversed(SHADES):
         text.append(characters, style=COLOURS[characters])
         text.append(f" {least:.0%}+  " if least else " less  ", style="dim")
