@@ -19,6 +19,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import schedule
+from headwise.engines import loop, moments
 
 KINDS: dict[str, tuple[str, ...]] = {
     "score": ("dot", "scaled", "additive", "general", "cosine"),
@@ -509,11 +510,13 @@ def _pairs(kind: dict[str, str]) -> set[tuple[tuple[str, str], tuple[str, str]]]
 def small_blocks(rows: int = 16, keys: int = 8, block: int = 1) -> Iterator[None]:
     """Blocks so small that a small problem has many of them."""
     sizes = {"ROWS": rows, "WINDOW_ROWS": rows, "KEYS": keys, "BLOCK": block}
-    before = {name: getattr(schedule, name) for name in sizes}
+    places = [(module, name) for module in (schedule, moments, loop) for name in sizes]
+    places = [(module, name) for module, name in places if hasattr(module, name)]
+    before = [getattr(module, name) for module, name in places]
     try:
-        for name, value in sizes.items():
-            setattr(schedule, name, value)
+        for module, name in places:
+            setattr(module, name, sizes[name])
         yield
     finally:
-        for name, value in before.items():
-            setattr(schedule, name, value)
+        for (module, name), value in zip(places, before, strict=True):
+            setattr(module, name, value)

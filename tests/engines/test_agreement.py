@@ -157,7 +157,7 @@ def test_problems_longer_than_a_real_block_agree(engine: str, mask: str) -> None
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     grad = normal(1, 4, queries, 16)
     found = hw.attention(*leaves, mask=made, engine=engine)
-    truth = hw.attention(*wide, mask=made, engine="reference")
+    truth, wanted = hw.observe(*wide, mask=made, engine="reference")
     found.backward(grad)
     truth.backward(grad.double())
     # Rows mix up to 1100 keys whose logits are sums of 16 products: a few dozen units of rounding.
@@ -165,6 +165,13 @@ def test_problems_longer_than_a_real_block_agree(engine: str, mask: str) -> None
     assert not close(found, truth, 40 * unit * truth.abs().max())
     for leaf, exact in zip(leaves, wide, strict=True):
         assert not close(leaf.grad, exact.grad, 200 * unit * exact.grad.abs().max())
+    if engine not in OBSERVING:
+        return
+    out, seen = hw.observe(*leaves, mask=made, engine=engine)
+    assert not close(out, truth, 40 * unit * truth.abs().max())
+    for name, x in wanted.values.items():
+        size = x.abs().masked_fill(x.isinf(), 0).max()
+        assert not close(getattr(seen, name), x, 200 * unit * size), name
 
 
 @pytest.mark.parametrize("part", ["out", "lse", "entropy"])
