@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from headwise.training import checkpoints
 from headwise.training.batches import generator
-from headwise.training.loop import DivergedError, Loop, steps_within
+from headwise.training.loop import Loop, steps_within
+from headwise.training.meter import DivergedError
 from headwise.training.recipe import Recipe
 from headwise.training.runs import Run
 

@@ -25,7 +25,7 @@ from headwise.training.language import text_loss
 from headwise.training.recipe import Recipe
 from headwise.training.runs import Run
 from headwise.training.setups import LanguageSetup, TranslateSetup, VisionSetup
-from headwise.training.training import train
+from headwise.training.start import train
 from headwise.training.translation import Sentences
 from headwise.training.vision import moved, patched
 

@@ -1,0 +1,53 @@
+"""Loss and speed of a run, read every so often."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class DivergedError(RuntimeError):
+    """The loss is no longer a number."""
+
+
+class Meter:
+    """Loss and speed since the last reading, without making the device wait at every step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = self.norm = torch.zeros((), device=device)
+        self.steps = self.count = 0
+        self.since = time.perf_counter()
+
+    def add(self, loss: Tensor, norm: Tensor, count: int) -> None:
+        """Take in a step."""
+        self.loss, self.norm = self.loss + loss, torch.maximum(self.norm, norm)
+        self.steps, self.count = self.steps + 1, self.count + count
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Leave the time of something other than training out."""
+        begun = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - begun
+
+    def check(self, saved: int) -> None:
+        """Refuse to go on, and above all to save, once the loss is no number."""
+        if not math.isfinite(float(self.loss)):
+            raise DivergedError(
+                "the loss is not finite any more; a lower learning rate or a longer warm-up may "
+                f"help (the last checkpoint, of step {saved}, is untouched)"
+            )
+
+    def read(self, saved: int) -> dict[str, float]:
+        """Means since the last reading, which starts anew."""
+        self.check(saved)
+        loss, norm = float(self.loss) / self.steps, float(self.norm)
+        now = time.perf_counter()
+        speed = round(self.count / max(now - self.since, 1e-9), 1)
+        self.loss, self.norm = torch.zeros_like(self.loss), torch.zeros_like(self.norm)
+        self.steps = self.count = 0
+        self.since = now
+        return {"loss": loss, "gradient_norm": norm, "per_second": speed}
