@@ -61,12 +61,17 @@ def _refuses_shape(problem: Problem) -> str | None:
 
 
 def _refuses_mask(problem: Problem) -> str | None:
-    mask, place = problem.mask, problem.place
+    mask = problem.mask
     if mask is None or mask.pieces == 0 or mask.rows_alike:
         return None
-    if isinstance(mask, Causal) and mask.is_lower_triangle(place):
-        return None if problem.bias is None else _too_many(problem)
-    return _too_many(problem)
+    return None if maskless(problem) else _too_many(problem)
+
+
+def maskless(problem: Problem) -> bool:
+    """Whether the kernels need no tensor for the mask: all keys, or the causal triangle."""
+    mask = problem.mask
+    triangle = isinstance(mask, Causal) and mask.is_lower_triangle(problem.place)
+    return problem.bias is None and (mask is None or triangle)
 
 
 def _too_many(problem: Problem) -> str | None:
@@ -80,8 +85,8 @@ def attend(problem: Problem) -> Tensor:
     """out (B, Hq, N, Dv)."""
     q, k, v, mask, place = problem.q, problem.k, problem.v, problem.mask, problem.place
     bias = problem.terms().bias if problem.bias is not None else None
-    triangle = isinstance(mask, Causal) and mask.is_lower_triangle(place)
-    causal = True if triangle and bias is None else False  # noqa: SIM210 (no symbolic answer)
+    causal = mask is not None and maskless(problem)
+    causal = True if causal else False  # noqa: SIM210 (never symbolic)
     added = None
     if mask is not None and not causal:
         added = mask.to_dense(place)
