@@ -240,10 +240,11 @@ class MultiHeadAttention(nn.Module):
         >>> torch.equal(attn.out(out.transpose(1, 2).flatten(2)), attn(x))
         True
         """
-        check_call(self, x, context, cache, positions)
-        at = positions
-        if self.position is not None:
-            at = numbers(x) + (0 if cache is None else cache.length) if at is None else at
+        check_call(self, x, context, values, cache, positions)
+        bias, at = self._bias(bias), positions
+        if self.position is not None and (self.position.turns or self.position.at_input):
+            if at is None:
+                at = numbers(x) + (0 if cache is None else cache.length)
             x = self.position.add(x, at)
         projected = self.query(x)
         q = self._compared(projected, self.query_norm)
@@ -269,7 +270,7 @@ class MultiHeadAttention(nn.Module):
             v,
             score=self.score() if isinstance(self.score, nn.Module) else self.score,
             mask=mask,
-            bias=self._bias(bias),
+            bias=bias,
             softcap=self.softcap,
             sinks=self.sinks,
             dropout=self.dropout if self.training else 0.0,

@@ -85,6 +85,7 @@ def check_call(
     attn: MultiHeadAttention,
     x: Tensor,
     context: Tensor | Memory | None,
+    values: Tensor | None,
     cache: Cache | None,
     positions: Tensor | None,
 ) -> None:
@@ -94,11 +95,15 @@ def check_call(
             f"x has shape {tuple(x.shape)}; (batch, length, {attn.d_model}) or (length, "
             f"{attn.d_model}) would work"
         )
-    if isinstance(context, Tensor) and context.shape[-1] != attn.widths.context[0]:
-        raise ValueError(
-            f"the context has shape {tuple(context.shape)}, and this attention was built for "
-            f"context_dim={attn.widths.context[0]}"
-        )
+    if not isinstance(context, Memory):
+        keys_from = x if context is None else context
+        values_from = keys_from if values is None else values
+        if (keys_from.shape[-1], values_from.shape[-1]) != attn.widths.context:
+            raise ValueError(
+                f"keys would be made from {tuple(keys_from.shape)} and values from "
+                f"{tuple(values_from.shape)}, and this attention was built with "
+                f"context_dim={attn.widths.context}"
+            )
     if cache is not None and (context is not None or x.ndim == 2):
         raise ValueError(
             "a cache holds the keys and values of a batch's own tokens, (batch, length, width); "

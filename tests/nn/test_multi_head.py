@@ -397,8 +397,10 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     attn, x = MultiHeadAttention(D, HEADS, context_dim=20), torch.randn(B, N, D)
     with pytest.raises(ValueError, match=r"x has shape \(2, 9, 7\); \(batch, length, 32\)"):
         attn(torch.randn(B, N, 7))
-    with pytest.raises(ValueError, match=r"context has shape \(2, 9, 32\).*context_dim=20"):
+    with pytest.raises(ValueError, match=r"made from \(2, 9, 32\).*context_dim=\(20, 20\)"):
         attn(x, x)
+    with pytest.raises(ValueError, match=r"values from \(2, 9, 32\).*context_dim=\(20, 20\)"):
+        attn(x, x[..., :20], values=x)
     plain = MultiHeadAttention(D, HEADS)
     with pytest.raises(ValueError, match="positions= would be ignored"):
         plain(x, positions=torch.arange(N))
