@@ -24,15 +24,18 @@ def refuses(problem: Problem, observed: bool) -> str | None:
         return "it computes in float32 and float64 would lose precision"
     if not 1 <= q.shape[-1] <= WIDEST or not 1 <= v.shape[-1] <= WIDEST:
         return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
+    if problem.k.shape[2] == 0:
+        return "there are no keys, so there is nothing to compute"
     return None if interpreting() else _refuses_device(q.device)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _refuses_device(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "its kernels are tuned and tested on NVIDIA GPUs only"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} is older than Ampere"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        name = torch.cuda.get_device_name(device)
+        return f"its kernels are proven on Hopper GPUs only, and this is {name}"
     return None
 
 

@@ -15,7 +15,6 @@ from headwise.engines.triton.gradients import Rows, dot_rows
 from headwise.engines.triton.launch import (
     Operands,
     described,
-    has_bulk_copies,
     interpreting,
     on,
     operands,
@@ -86,7 +85,6 @@ class Call:
         self.grad_out = ready(grad_out)
         self.flags = self.operands.flags()
         self.batch, self.heads, self.rows = q.shape[:3]
-        self.hopper = interpreting() or has_bulk_copies(q.device)
         self.wide = max(self.operands.padded)
 
     def dot(self, a: Tensor, c: Tensor) -> Tensor:
@@ -117,7 +115,7 @@ class Call:
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
         """q's gradient, and the sums over each row that small gradients need."""
         terms, q = self.operands.terms, self.operands.q
-        shape = self.shape(queries_shape(self.wide, q.itemsize, self.hopper))
+        shape = self.shape(queries_shape(self.wide, q.itemsize))
         grad = torch.empty_like(q, memory_format=torch.contiguous_format)
         slopes = None if terms.slopes is None else torch.empty_like(rows.shared)
         ends = [None if terms.relative is None else torch.empty_like(rows.shared) for _ in range(2)]
@@ -133,7 +131,7 @@ class Call:
     def keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The gradients of k and v."""
         k, v = self.operands.k, self.operands.v
-        shape = self.shape(keys_shape(self.wide, k.itemsize, self.hopper))
+        shape = self.shape(keys_shape(self.wide, k.itemsize))
         grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
         grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
         if self.rows == 0:

@@ -8,7 +8,6 @@ from torch import Tensor
 from headwise.engines.triton.forward import Written, forward
 from headwise.engines.triton.launch import (
     described,
-    has_bulk_copies,
     interpreting,
     on,
     operands,
@@ -31,8 +30,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     call = operands(q, k, v, terms)
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
-    shape = forward_shape(wide, q.itemsize, interpreting() or has_bulk_copies(q.device))
-    shape = INTERPRETED if interpreting() else shape
+    shape = INTERPRETED if interpreting() else forward_shape(wide, q.itemsize)
     tma, (q_, k_, v_) = described((call.q, call.k, call.v), (shape.rows, shape.keys, shape.keys))
     written = Written(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
     grid = (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0])

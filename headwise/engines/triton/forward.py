@@ -47,7 +47,7 @@ def absorb(
     state, q, k, v, ks, vs, t, z, written, b, h, i, j0, first, last, hidden, position,
     hashed,     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Merge the keys [j0, j0 + KEYS) into the rows' state; MASKED: not all rows see all of them."""
     acc, l, m, shifted, reach, count, mean, spread = state
@@ -57,7 +57,7 @@ def absorb(
     s = tl.dot(q, tile.T, input_precision=PRECISION)
     s, _ = logits(
         s, t, z, b, h, i[:, None], j[None, :], position[:, None], first[:, None], last[:, None],
-        hidden, PLAIN, CAP, FAST, MASKED,
+        hidden, PLAIN, CAP, MASKED,
     )  # fmt: skip
     unit = z.scale * LOG2E if PLAIN else LOG2E
     # A row that has seen nothing yet weighs FAR keys; its first real maximum wipes them out.
@@ -113,7 +113,6 @@ def forward(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
-    FAST: tl.constexpr,
 ):  # fmt: skip
     """One block of ROWS query rows of one head of one batch entry."""
     z = Sizes(
@@ -158,7 +157,7 @@ def forward(
             state = absorb(
                 state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
                 True, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
-                PRECISION, PLAIN, CAP, FAST, True,
+                PRECISION, PLAIN, CAP, True,
             )  # fmt: skip
     # Clean blocks with an edge, then the middle of both intervals: one loop, one pipeline.
     here = tl.where(dirty, 0, edges)
@@ -177,7 +176,7 @@ def forward(
         state = absorb(
             state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
             later < 0, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
-            PRECISION, PLAIN, CAP, FAST, False,
+            PRECISION, PLAIN, CAP, False,
         )  # fmt: skip
 
     acc, l, m, shifted, reach, count, mean, spread = state

@@ -91,7 +91,7 @@ def step(
     grad_k, grad_v, keys, values, q, do, qs, dos, t, z, rows, b, h, heads, block, hidden,
     j, piece: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr,
+    PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Add one block of rows to the keys' and values' gradients."""
     i = block * ROWS + tl.arange(0, ROWS)
@@ -109,7 +109,7 @@ def step(
         hashed = row_hash(t.seed, b, h, position)
     s, bent = logits(
         s, t, z, b, h, i[None, :], j[:, None], position[None, :], j[:, None], j[:, None], False,
-        PLAIN, CAP, FAST, t.dense is not None,
+        PLAIN, CAP, t.dense is not None,
     )  # fmt: skip
     if t.dense is not None:
         dp = tl.where(s > 0.5 * FAR, dp, 0.0)  # a key that nobody sees has no gradient
@@ -135,7 +135,6 @@ def grad_keys(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
-    FAST: tl.constexpr,
 ):  # fmt: skip
     """One block of KEYS keys of one key head of one batch entry."""
     z = Sizes(
@@ -165,7 +164,7 @@ def grad_keys(
                 sum_k, sum_v = step(
                     sum_k, sum_v, tile, values, q, do, qs, dos, t, z, rows, b, h, heads, block,
                     n < edges, j, piece, ROWS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
-                    PRECISION, PIECES, PLAIN, CAP, FAST,
+                    PRECISION, PIECES, PLAIN, CAP,
                 )  # fmt: skip
 
     line = (b * tl.num_programs(1) + kh).to(tl.int64) * z.keys

@@ -35,7 +35,7 @@ def step(
     state, numbers, q, do, k, v, ks, vs, t, z, rows, sums, b, h, i, j0, first, last, hidden,
     position, hashed, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [j0, j0 + KEYS) to the rows' gradient."""
     grad, slopes, before, after = state
@@ -48,7 +48,7 @@ def step(
     dp = tl.dot(do, values.T, input_precision=PRECISION)
     s, bent = logits(
         s, t, z, b, h, i[:, None], j, position[:, None], first[:, None], last[:, None], hidden,
-        PLAIN, CAP, FAST, MASKED,
+        PLAIN, CAP, MASKED,
     )  # fmt: skip
     if MASKED:  # as in the forward: a key that nobody sees may hold NaN
         seen = s > 0.5 * FAR
@@ -78,7 +78,6 @@ def grad_queries(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
-    FAST: tl.constexpr,
 ):  # fmt: skip
     """One block of ROWS query rows of one head of one batch entry; the loops are the forward's."""
     z = Sizes(
@@ -124,7 +123,7 @@ def grad_queries(
             state = step(
                 state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
                 now_first, now_last, True, position, hashed, KEYS, WIDTH, VALUES, PADDED,
-                PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, FAST, True,
+                PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, True,
             )  # fmt: skip
     some = tl.where(dirty, 0, edges)
     masked = some + tl.where(dirty2, 0, more_edges)
@@ -142,7 +141,7 @@ def grad_queries(
         state = step(
             state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
             now_first, now_last, later < 0, position, hashed, KEYS, WIDTH, VALUES, PADDED,
-            PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, FAST, False,
+            PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, False,
         )  # fmt: skip
 
     grad, slopes, before, after = state

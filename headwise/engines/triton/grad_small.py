@@ -50,7 +50,7 @@ def grad_bias(
     rows, grad, heads, key_tiles, entries, members, row_span, key_span,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
-    PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr,
+    PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
     ROW_SUM: tl.constexpr, KEY_SUM: tl.constexpr,
 ):  # fmt: skip
     """One tile of a bias' gradient, contiguous float32, summed over every axis that is one wide.
@@ -88,7 +88,7 @@ def grad_bias(
         lse, shared, entropy = row_numbers(rows, line, i, i < z.queries)
         seen = visible(t, z, b, h, i[:, None], j[None, :], i[:, None], PIECES)
         if not PLAIN:
-            s, _ = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP, FAST)
+            s, _ = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP)
         s = tl.where(seen & (s != NOTHING), s, FAR)
         dp = tl.where(seen, dp, 0.0)
         _, ds, _ = weigh(
@@ -116,7 +116,6 @@ def grad_distance(
     rows, grad,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
-    FAST: tl.constexpr,
 ):  # fmt: skip
     """Σ ds over the pairs at one distance, -R < i - j < R; grad is (B, Hq, 2R + 1) float32."""
     z = Sizes(
@@ -151,7 +150,7 @@ def grad_distance(
             hashed = row_hash(t.seed, b, h, position)
         lse, shared, entropy = row_numbers(rows, line, i, i < z.queries)
         if not PLAIN:
-            s, _ = bend(s, t, z, b, h, i, tl.maximum(j, 0), position, CAP, FAST)
+            s, _ = bend(s, t, z, b, h, i, tl.maximum(j, 0), position, CAP)
         s = tl.where(seen & (s != NOTHING), s, FAR)
         _, ds, _ = weigh(s, s, dp, t, z, rows, j, hashed, lse, shared, entropy, PLAIN, CAP)
         total += ds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ class Operands:
             "PIECES": 0 if terms.intervals is None else terms.intervals.shape[0],
             "PLAIN": not bent,
             "CAP": terms.softcap > 0,
-            "FAST": False,
         }
 
 
@@ -108,7 +106,7 @@ def outer_strides(x: Tensor) -> tuple[int, int, int]:
 def described(tensors: tuple[Tensor, ...], rows: tuple[int, ...]) -> tuple[bool, list[Any]]:
     """The tensors as descriptors of (rows, padded width) blocks, where the copy engine takes all.
 
-    Otherwise as they are; the kernels then compute addresses.
+    Otherwise as they are; the kernels then compute addresses, which only the interpreter does.
     """
     if not all(_fits_descriptor(x) for x in tensors):
         return False, list(tensors)
@@ -125,7 +123,7 @@ def ready(x: Tensor) -> Tensor:
     A head of an odd width is copied into wider rows, once.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    if x.numel() == 0 or interpreting() or not has_bulk_copies(x.device) or _fits_descriptor(x):
+    if interpreting() or _fits_descriptor(x):  # the interpreter tries both ways to load
         return x
     width = x.shape[-1]
     wide = x.new_empty(*x.shape[:-1], -(-width // 16) * 16)
@@ -134,9 +132,7 @@ def ready(x: Tensor) -> Tensor:
 
 
 def _fits_descriptor(x: Tensor) -> bool:
-    if x.numel() == 0 or not (interpreting() or has_bulk_copies(x.device)):
-        return False
-    if x.data_ptr() % 16 or x.stride(-1) != 1:
+    if x.numel() == 0 or x.data_ptr() % 16 or x.stride(-1) != 1:
         return False
     strides = _regular_strides(x)
     return all(stride > 0 and stride * x.itemsize % 16 == 0 for stride in strides[:-1])
@@ -167,12 +163,6 @@ def precision(dtype: torch.dtype) -> str:
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def has_bulk_copies(device: torch.device) -> bool:
-    """Whether the GPU is Hopper or later."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
