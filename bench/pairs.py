@@ -1,4 +1,4 @@
-"""Interleaved pairs: ours and the peer in turn, so that noise meets both; the ratio is what counts."""
+"""Interleaved pairs: ours and the peer in turn, so that noise meets both; their ratio counts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def report(figures: list[Figure], file: str) -> None:
     content = {"machine": machine(), "figures": [asdict(figure) for figure in figures]}
     text = json.dumps(content, indent=1, ensure_ascii=False)
     (RESULTS / file).write_text(text + "\n", encoding="utf-8")
-    print(f"{sum(figure.met for figure in figures)} of {len(figures)} targets met; {RESULTS / file}")
+    print(
+        f"{sum(figure.met for figure in figures)} of {len(figures)} targets met; {RESULTS / file}"
+    )
 
 
 def machine() -> dict[str, object]:

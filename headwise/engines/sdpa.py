@@ -108,7 +108,7 @@ def _existing(problem: Problem, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     seen = seen_keys(problem.terms(), k)
     if seen is None:
         return k, v, added
-    if not torch.compiler.is_compiling():
+    if k.device.type == "cpu" and not torch.compiler.is_compiling():  # a look costs no wait there
         used = used_stretch(seen)
         if used.start < used.stop:
             k, v, added, seen = k[:, :, used], v[:, :, used], added[..., used], seen[..., used]
