@@ -27,6 +27,7 @@ test-gpu: $(INSTALLED) ## the tests that need a CUDA device
 
 bench: $(INSTALLED) ## side by side with peers on this machine's CPU
 	$(RUN) bench.cpu
+	$(RUN) bench.modules
 
 lint: $(INSTALLED) ## ruff, its formatter and mypy in strict mode
 	$(RUN) ruff check .
