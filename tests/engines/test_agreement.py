@@ -232,6 +232,29 @@ def test_the_answer_is_the_same_whether_or_not_anyone_looks(recipe: Recipe, engi
         assert not close(out, plain, allowed)
 
 
+@pytest.mark.parametrize("how", ["dense", "bias", "interval"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_see_only_late_keys_of_low_logits_lose_none_of_them(
+    engine: str, how: str
+) -> None:
+    # Nothing is seen in the first blocks, and then logits near -1800: far below any base of zero.
+    numbers = torch.Generator().manual_seed(5)
+    q = torch.full((2, 1, 20, 4), 30.0)
+    k = torch.randn(2, 1, 40, 4, generator=numbers) / 20 - 30.0
+    v = torch.randn(2, 1, 40, 4, generator=numbers)
+    late = torch.arange(40) >= torch.arange(20)[:, None] + 12
+    options: dict[str, object] = {
+        "dense": {"mask": hw.mask.dense(late)},
+        "bias": {"bias": torch.zeros(20, 40).masked_fill(~late, -torch.inf)},
+        "interval": {"mask": hw.mask.between(torch.arange(20) + 12, torch.tensor(40))},
+    }[how]
+    with small_blocks():
+        out = hw.attention(q, k, v, engine=engine, **options)
+    truth = hw.attention(q.double(), k.double(), v.double(), engine="reference", **options)
+    # logits of 1800 are sums of four products: half a dozen units of rounding
+    assert not close(out, truth, 20 * 1800 * torch.finfo(torch.float32).eps)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
 def test_rows_that_see_nothing_give_zero_and_take_zero(engine: str, data: st.DataObject) -> None:
