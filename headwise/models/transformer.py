@@ -223,8 +223,8 @@ class TransformerDecoder:
     ) -> None:
         self.model, self.lengths = model, lengths
         encoded = model.encode(source, lengths)
-        crossing = [layer.cross_attention for layer in model.decoder]
-        self.memories: list[Memory] = [attn.remember(encoded) for attn in crossing]  # type: ignore[operator, union-attr]
+        layers = [layer for layer in model.decoder if isinstance(layer, DecoderLayer)]
+        self.memories = [layer.cross_attention.remember(encoded) for layer in layers]
         self.caches = None if cache is None else [cache.fresh() for _ in model.decoder]
         self.tokens: Tensor | None = None  # (B, n), all of them
 
