@@ -44,8 +44,8 @@ class Written(NamedTuple):
 
 @triton.jit
 def absorb(
-    state, q, k, v, ks, vs, t, z, written, b, h, i, j0, first, last, hidden, position,
-    hashed,     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
+    state, q, k, v, ks, vs, t, z, written, b, h, i, j0, first, last, position, hashed,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -57,12 +57,14 @@ def absorb(
     s = tl.dot(q, tile.T, input_precision=PRECISION)
     s, _ = logits(
         s, t, z, b, h, i[:, None], j[None, :], position[:, None], first[:, None], last[:, None],
-        hidden, PLAIN, CAP, MASKED,
+        PLAIN, CAP, MASKED,
     )  # fmt: skip
     unit = z.scale * LOG2E if PLAIN else LOG2E
-    # A row that has seen nothing yet weighs FAR keys; its first real maximum wipes them out.
     new = tl.maximum(m, tl.max(s, 1) * unit)
-    e = s * unit - new[:, None]
+    # A row that has seen nothing yet must not take FAR from FAR: fused into one instruction the
+    # product is not rounded as `new` was, and their difference is anything up to 1e23.
+    base = tl.where(new < unit * (0.5 * FAR), 0.0, new)
+    e = s * unit - base[:, None]
     p = tl.exp2(e)
     shrink = tl.exp2(m - new)
     total = tl.sum(p, 1)
@@ -77,11 +79,7 @@ def absorb(
     if written.mean is not None:
         # About the largest so far, which is at most √n deviations from the mean.
         found = tl.full(m.shape, KEYS, tl.float32)
-        if MASKED or t.bias is not None:  # noqa: SIM114 - known when compiled, the other is not
-            there = s > 0.5 * FAR
-            found = tl.sum(there.to(tl.float32), 1)
-            e = tl.where(there, e, 0.0)
-        elif hidden:
+        if MASKED or t.bias is not None:
             there = s > 0.5 * FAR
             found = tl.sum(there.to(tl.float32), 1)
             e = tl.where(there, e, 0.0)
@@ -131,13 +129,13 @@ def forward(
     # Which blocks of keys there are: of the first interval of each row, then of the second.
     one = extent(t, z, 0, b, h, i, KEYS, PIECES)
     two = one
-    _, _, low, _, blocks, inner, outer, dirty = one
+    _, _, low, _, blocks, inner, outer, _ = one
     edges = inner + blocks - outer
     middle = outer - inner
-    more_edges, more_middle, low2, inner2, dirty2 = 0, 0, low, inner, dirty
+    more_edges, more_middle, low2, inner2 = 0, 0, low, inner
     if PIECES == 2:
         two = extent(t, z, 1, b, h, i, KEYS, PIECES)
-        _, _, low2, _, blocks2, inner2, outer2, dirty2 = two
+        _, _, low2, _, blocks2, inner2, outer2, _ = two
         more_edges = inner2 + blocks2 - outer2
         more_middle = outer2 - inner2
 
@@ -145,38 +143,27 @@ def forward(
     zero = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)
-    if PIECES > 0 or t.dense is not None:  # blocks that hold keys which nobody may see
-        here = tl.where(dirty, edges, 0)
-        for n in tl.range(0, here + tl.where(dirty2, more_edges, 0)):
-            j0, now_first, now_last = edge(n, one, KEYS)
-            if PIECES == 2:
-                other, more_first, more_last = edge(n - here, two, KEYS)
-                j0 = tl.where(n < here, j0, other)
-                now_first = tl.where(n < here, now_first, more_first)
-                now_last = tl.where(n < here, now_last, more_last)
-            state = absorb(
-                state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
-                True, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
-                PRECISION, PLAIN, CAP, True,
-            )  # fmt: skip
-    # Clean blocks with an edge, then the middle of both intervals: one loop, one pipeline.
-    here = tl.where(dirty, 0, edges)
-    masked = here + tl.where(dirty2, 0, more_edges)
-    for n in tl.range(0, masked + middle + more_middle):
+    # Two loops: a middle without a trace of masks is worth more than one pipeline for all.
+    for n in tl.range(0, edges + more_edges):
         j0, now_first, now_last = edge(n, one, KEYS)
-        later = n - masked
-        inside = low + (inner + later) * KEYS
         if PIECES == 2:
-            other, more_first, more_last = edge(n - here, two, KEYS)
-            j0 = tl.where(n < here, j0, other)
-            now_first = tl.where(n < here, now_first, more_first)
-            now_last = tl.where(n < here, now_last, more_last)
-            inside = tl.where(later < middle, inside, low2 + (inner2 + later - middle) * KEYS)
-        j0 = tl.where(later < 0, j0, inside)
+            other, more_first, more_last = edge(n - edges, two, KEYS)
+            j0 = tl.where(n < edges, j0, other)
+            now_first = tl.where(n < edges, now_first, more_first)
+            now_last = tl.where(n < edges, now_last, more_last)
         state = absorb(
             state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
-            later < 0, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
-            PRECISION, PLAIN, CAP, False,
+            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
+            CAP, True,
+        )  # fmt: skip
+    for n in tl.range(0, middle + more_middle):
+        j0 = low + (inner + n) * KEYS
+        if PIECES == 2:
+            j0 = tl.where(n < middle, j0, low2 + (inner2 + n - middle) * KEYS)
+        state = absorb(
+            state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, position, position,
+            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
+            CAP, False,
         )  # fmt: skip
 
     acc, l, m, shifted, reach, count, mean, spread = state

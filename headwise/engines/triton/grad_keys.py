@@ -108,7 +108,7 @@ def step(
     if t.seed is not None:
         hashed = row_hash(t.seed, b, h, position)
     s, bent = logits(
-        s, t, z, b, h, i[None, :], j[:, None], position[None, :], j[:, None], j[:, None], False,
+        s, t, z, b, h, i[None, :], j[:, None], position[None, :], j[:, None], j[:, None],
         PLAIN, CAP, t.dense is not None,
     )  # fmt: skip
     if t.dense is not None:

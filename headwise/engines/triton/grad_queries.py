@@ -32,7 +32,7 @@ class RowSums(NamedTuple):
 
 @triton.jit
 def step(
-    state, numbers, q, do, k, v, ks, vs, t, z, rows, sums, b, h, i, j0, first, last, hidden,
+    state, numbers, q, do, k, v, ks, vs, t, z, rows, sums, b, h, i, j0, first, last,
     position, hashed, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
@@ -47,7 +47,7 @@ def step(
     s = tl.dot(q, keys.T, input_precision=PRECISION)
     dp = tl.dot(do, values.T, input_precision=PRECISION)
     s, bent = logits(
-        s, t, z, b, h, i[:, None], j, position[:, None], first[:, None], last[:, None], hidden,
+        s, t, z, b, h, i[:, None], j, position[:, None], first[:, None], last[:, None],
         PLAIN, CAP, MASKED,
     )  # fmt: skip
     if MASKED:  # as in the forward: a key that nobody sees may hold NaN
@@ -95,13 +95,13 @@ def grad_queries(
         hashed = row_hash(t.seed, b, h, position)
     one = extent(t, z, 0, b, h, i, KEYS, PIECES)
     two = one
-    _, _, low, _, blocks, inner, outer, dirty = one
+    _, _, low, _, blocks, inner, outer, _ = one
     edges = inner + blocks - outer
     middle = outer - inner
-    more_edges, more_middle, low2, inner2, dirty2 = 0, 0, low, inner, dirty
+    more_edges, more_middle, low2, inner2 = 0, 0, low, inner
     if PIECES == 2:
         two = extent(t, z, 1, b, h, i, KEYS, PIECES)
-        _, _, low2, _, blocks2, inner2, outer2, dirty2 = two
+        _, _, low2, _, blocks2, inner2, outer2, _ = two
         more_edges = inner2 + blocks2 - outer2
         more_middle = outer2 - inner2
 
@@ -111,37 +111,26 @@ def grad_queries(
     numbers = row_numbers(rows, line, i, here)
     zero = tl.zeros([ROWS], tl.float32)
     state = (tl.zeros([ROWS, PADDED], tl.float32), zero, zero, zero)
-    if PIECES > 0 or t.dense is not None:
-        some = tl.where(dirty, edges, 0)
-        for n in tl.range(0, some + tl.where(dirty2, more_edges, 0)):
-            j0, now_first, now_last = edge(n, one, KEYS)
-            if PIECES == 2:
-                other, more_first, more_last = edge(n - some, two, KEYS)
-                j0 = tl.where(n < some, j0, other)
-                now_first = tl.where(n < some, now_first, more_first)
-                now_last = tl.where(n < some, now_last, more_last)
-            state = step(
-                state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
-                now_first, now_last, True, position, hashed, KEYS, WIDTH, VALUES, PADDED,
-                PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, True,
-            )  # fmt: skip
-    some = tl.where(dirty, 0, edges)
-    masked = some + tl.where(dirty2, 0, more_edges)
-    for n in tl.range(0, masked + middle + more_middle):
+    for n in tl.range(0, edges + more_edges):
         j0, now_first, now_last = edge(n, one, KEYS)
-        later = n - masked
-        inside = low + (inner + later) * KEYS
         if PIECES == 2:
-            other, more_first, more_last = edge(n - some, two, KEYS)
-            j0 = tl.where(n < some, j0, other)
-            now_first = tl.where(n < some, now_first, more_first)
-            now_last = tl.where(n < some, now_last, more_last)
-            inside = tl.where(later < middle, inside, low2 + (inner2 + later - middle) * KEYS)
-        j0 = tl.where(later < 0, j0, inside)
+            other, more_first, more_last = edge(n - edges, two, KEYS)
+            j0 = tl.where(n < edges, j0, other)
+            now_first = tl.where(n < edges, now_first, more_first)
+            now_last = tl.where(n < edges, now_last, more_last)
         state = step(
             state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
-            now_first, now_last, later < 0, position, hashed, KEYS, WIDTH, VALUES, PADDED,
-            PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, False,
+            now_first, now_last, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
+            TMA, PRECISION, PLAIN, CAP, True,
+        )  # fmt: skip
+    for n in tl.range(0, middle + more_middle):
+        j0 = low + (inner + n) * KEYS
+        if PIECES == 2:
+            j0 = tl.where(n < middle, j0, low2 + (inner2 + n - middle) * KEYS)
+        state = step(
+            state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
+            position, position, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
+            TMA, PRECISION, PLAIN, CAP, False,
         )  # fmt: skip
 
     grad, slopes, before, after = state

@@ -108,12 +108,12 @@ def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr):
 
 @triton.jit
 def logits(
-    s, t, z, b, h, i, j, position, first, last, hidden,
+    s, t, z, b, h, i, j, position, first, last,
     PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """From raw scores to logits, FAR where a row does not see a key, and tanh where there is a cap.
 
-    PLAIN scores stay raw. MASKED: the mask holds for the whole loop; else where `hidden`, a scalar.
+    PLAIN scores stay raw. MASKED: some rows do not see some keys of the tile.
     """
     bent = s
     if not PLAIN:
@@ -125,8 +125,6 @@ def logits(
             s = tl.where(dense_seen(t, z, b, h, i, j), s, FAR)
         else:
             s = tl.where((j >= first) & (j < last), s, FAR)
-    elif hidden:
-        s = tl.where((j >= first) & (j < last), s, FAR)
     return s, bent
 
 
