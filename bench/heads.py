@@ -13,42 +13,14 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import headwise as hw
 from headwise.loading import ASSETS, LanguageModel, Translator
-from headwise.nn import MultiHeadAttention
+from headwise.look.sight import Recorder
 
 STATISTICS = ("entropy", "max_logit", "sink_mass", "previous_mass", "self_mass", "distance")
 REPEATED = 64
-
-
-class Recorder:
-    """Calls `observe` beside every attention of a model while it runs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.seen: dict[str, Any] = {}
-        self.maps: dict[str, Any] = {}
-        self.handles = [
-            module.register_forward_pre_hook(self.hook(name), with_kwargs=True)
-            for name, module in model.named_modules()
-            if isinstance(module, MultiHeadAttention)
-        ]
-
-    def hook(self, name: str) -> Any:
-        def record(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:
-            kept = {k: v for k, v in options.items() if k in ("mask", "bias", "positions")}
-            _, self.seen[name] = module.observe(*given, **kept, stats=STATISTICS)
-            self.maps[name] = module.attention_map(*given, **kept)
-
-        return record
-
-    def __enter__(self) -> "Recorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 def sample(name: str) -> Any:
