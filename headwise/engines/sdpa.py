@@ -26,6 +26,8 @@ def refuses(problem: Problem, observed: bool) -> str | None:
         return "PyTorch's fused kernels return no statistics"
     if problem.additive is not None:
         return "they compute dot scores only"
+    if not problem.scale > 0:
+        return "a scale that is not positive turns the keys they hide into NaN"
     if problem.softcap:
         return "they have no softcap"
     if problem.sinks is not None:
