@@ -22,7 +22,7 @@ from headwise import schedule
 from headwise.engines import loop, moments
 
 KINDS: dict[str, tuple[str, ...]] = {
-    "score": ("dot", "scaled", "additive", "general", "cosine"),
+    "score": ("dot", "scaled", "odd scale", "additive", "general", "cosine"),
     "mask": (
         *("none", "causal", "offsets", "window", "prefix-lm", "padding", "documents", "between"),
         *("sinks and window", "dense", "dense and causal", "blind rows", "any"),
@@ -379,9 +379,9 @@ class Recipe:
         learned = dtype
         if self.parameters == "float32" and dtype.itemsize < 4:
             learned = torch.float32
-        made = _parts(self, sizes, width, dice, numbers)
+        made = {"score": self.score} | _parts(self, sizes, width, dice, numbers)
         made = {n: x.to(learned) if isinstance(x, Tensor) else x for n, x in made.items()}
-        return Call(sizes, rule(self.mask, sizes, dice), q, k, v, score=self.score, **made)
+        return Call(sizes, rule(self.mask, sizes, dice), q, k, v, **made)
 
     def _sizes(self, dice: random.Random) -> Sizes:
         queries = dice.randint(2, self.longest)
@@ -414,7 +414,9 @@ def _parts(
     made: dict[str, object] = {}
     H, D = sizes.heads, sizes.width
     if recipe.score == "scaled":
-        made["scale"] = dice.choice((0.2, 1.0, -0.3))
+        made["scale"] = dice.choice((0.2, 1.0))
+    elif recipe.score == "odd scale":
+        made |= {"score": "scaled", "scale": dice.choice((-0.3, 0.0))}
     elif recipe.score == "additive":
         made["weight"] = dice.choice((normal(D), normal(H, D)))
     elif recipe.score == "general":

@@ -366,6 +366,30 @@ def test_no_logit_is_too_large_or_too_small(engine: str, seed: int) -> None:
         assert all(x.grad.isfinite().all() for x in leaves)
 
 
+@pytest.mark.parametrize("engine", ["auto", *ANYTHING])
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_scale_may_be_negative_or_zero(engine: str, scale: float) -> None:
+    # PyTorch's kernel on the CPU hides keys before it scales: -inf times -0.7 is no way to hide.
+    q, k, v = (x.requires_grad_() for x in three())
+    out = hw.attention(q, k, v, score=hw.Dot(scale), mask=hw.mask.causal(), engine=engine)
+    out.sum().backward()
+    s = (scale * q @ k.transpose(-1, -2)).masked_fill(torch.ones(5, 5).triu(1).bool(), -INF)
+    torch.testing.assert_close(out, s.softmax(-1) @ v)
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("size", [1.0, 60.0])
+@pytest.mark.parametrize("mask", [None, hw.mask.causal()])
+def test_no_weight_is_above_one(size: float, mask: hw.mask.Mask | None) -> None:
+    # Where a logit of thousands is computed twice, rounding alone makes exp(s - lse) 1.001.
+    q, k, v = (x.float() for x in three(64, 64))
+    _, seen = hw.observe(size * q, size * q + k, v, mask=mask, engine="streaming")
+    for name in ("top_prob", "self_mass", "previous_mass", "sink_mass"):
+        assert (getattr(seen, name) <= 1).all()
+        assert (getattr(seen, name) >= 0).all()
+    assert seen.self_mass.max() > 0.5
+
+
 # Masks that hide nothing
 
 

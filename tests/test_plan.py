@@ -39,6 +39,8 @@ REFUSED = {  # what PyTorch's kernels can't do exactly, and the word their reaso
     "softcap": (three, {"softcap": 30.0}, "softcap"),
     "sinks": (three, {"sinks": torch.zeros(4)}, "sinks"),
     "dropout": (three, {"dropout": 0.1}, "dropout"),
+    "negative scale": (three, {"score": hw.Dot(-0.5)}, "not positive"),
+    "no scale": (three, {"score": hw.Cosine(0.0)}, "not positive"),
     "additive": (three, {"score": hw.Additive(torch.ones(8))}, "dot scores"),
     "alibi": (three, {"bias": hw.ALiBi(4)}, "ALiBi"),
     "buckets": (three, {"bias": hw.RelativeBuckets(torch.zeros(8, 4))}, "RelativeBuckets"),
