@@ -481,31 +481,28 @@ def recipes(longest: int = 40, **kinds: tuple[str, ...] | str) -> st.SearchStrat
 def every_pair(**kinds: tuple[str, ...]) -> list[Recipe]:
     """A short list of recipes in which each pair of kinds meets at least once."""
     axes = KINDS | kinds
-    names = list(axes)
     missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
+        frozenset(((a, x), (b, y))): None
+        for a, b in itertools.combinations(axes, 2)
         for x in axes[a]
         for y in axes[b]
-    }
-    dice = random.Random(0)
+    }  # a dict, as it keeps its order
     made: list[Recipe] = []
+    dice = random.Random(0)
     while missing:
-        best, gain = None, -1
-        for _ in range(20):
-            (a, x), (b, y) = min(missing) if dice.random() < 0.5 else dice.choice(sorted(missing))
-            kind = {name: dice.choice(axes[name]) for name in names} | {a: x, b: y}
-            found = _pairs(kind) & missing
-            if len(found) > gain:
-                best, gain = kind, len(found)
-        assert best is not None
-        missing -= _pairs(best)
-        made.append(Recipe(**best, seed=len(made), longest=24))
+        chosen = dict(sorted(next(iter(missing))))
+        for name in dice.sample(list(axes), len(axes)):
+            if name not in chosen:  # the kind that meets most of the chosen ones for the first time
+                news = [
+                    sum(frozenset(((name, kind), one)) in missing for one in chosen.items())
+                    for kind in axes[name]
+                ]
+                best = [kind for kind, n in zip(axes[name], news, strict=True) if n == max(news)]
+                chosen[name] = dice.choice(best)
+        for pair in itertools.combinations(chosen.items(), 2):
+            missing.pop(frozenset(pair), None)
+        made.append(Recipe(**chosen, seed=len(made), longest=24))
     return made
-
-
-def _pairs(kind: dict[str, str]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    return set(itertools.combinations(kind.items(), 2))
 
 
 @contextmanager
