@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.block import Unit
 
 ROWS, KEYS = 256, 1024  # a block's rows and keys where the problem is large
-BLOCK = 1 << 20  # elements of a block: two float32 buffers of 4 MiB, shared by the cores' caches
+BLOCK = 1 << 19  # elements of a block: two float32 buffers of 2 MiB stay in the cores' caches
 WINDOW_ROWS = 128  # fewer rows where the visible stretch is short, so less of it is masked away
 
 
