@@ -88,6 +88,7 @@ class Partial:
         if self.sinks is None:
             return self.base, self.total
         base = torch.maximum(self.base.masked_fill(self.total == 0, -torch.inf), self.sinks)
+        base = base.masked_fill(base == -torch.inf, 0)  # nothing seen, and a sink of -inf is none
         return base, self.total * _scale(self, base) + torch.exp(self.sinks - base)
 
 

@@ -245,6 +245,22 @@ def test_a_row_that_sees_nothing_gives_all_its_weight_to_the_sink(engine: str) -
     assert all((x.grad == 0).all() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("engine", ANYTHING)
+def test_a_sink_of_minus_infinity_is_no_sink(engine: str) -> None:
+    q, k, v = (x.requires_grad_() for x in three())
+    sinks = torch.tensor([-INF, 0.5], dtype=torch.float64, requires_grad=True)
+    mask = hw.mask.causal(-1)  # the first row sees nothing
+    out, seen = hw.observe(q, k, v, mask=mask, sinks=sinks, engine=engine)
+    plain, wanted = hw.observe(q.detach(), k, v, mask=mask, engine=engine)
+    torch.testing.assert_close(out[:, 0], plain[:, 0])
+    for name in ("lse", "entropy", "top_prob"):
+        torch.testing.assert_close(getattr(seen, name)[:, 0], getattr(wanted, name)[:, 0])
+    loss = out.sum() + seen.entropy.sum() + seen.lse.masked_fill(seen.lse == -INF, 0).sum()
+    loss.backward()
+    assert sinks.grad[0] == 0
+    assert all(x.grad.isfinite().all() for x in (q, k, v, sinks))
+
+
 # NaN and infinity
 
 

@@ -56,7 +56,8 @@ class Backward(Loop):
         """The weight on the sink, (B, Hq, N)."""
         if self.terms.sinks is None:
             return None
-        return torch.exp(self.terms.sinks.to(lse.dtype)[:, None] - lse)
+        share = torch.exp(self.terms.sinks.to(lse.dtype)[:, None] - lse)
+        return share.masked_fill_(lse == -torch.inf, 0)  # a sink of -inf, and nothing else to see
 
     def _grad_sinks(self, share: Tensor | None, entropy: Tensor) -> Tensor | None:
         if share is None:
