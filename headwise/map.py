@@ -63,6 +63,18 @@ class AttentionMap:
         """The dtype of the weights."""
         return self._region.wide
 
+    @property
+    def lse(self) -> Tensor:
+        """The log of the sum of exponentials of each row, (B, Hq, N): -inf where it sees no key.
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 1, 3, 4)
+        >>> hw.attention_map(q, q, mask=hw.mask.causal()).lse.exp()
+        tensor([[[1., 2., 3.]]])
+        """
+        with torch.no_grad(), torch.autocast(self._region.q.device.type, enabled=False):
+            return self._sums.at(self._region.box)
+
     def __repr__(self) -> str:
         weighted = "" if self._region.norms is None else " weighted"
         return f"<AttentionMap {_times(self.shape)}{weighted}>"
