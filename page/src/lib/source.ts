@@ -1,0 +1,163 @@
+/** What there is to see: the API as typed questions, over whichever transport there is. */
+
+import { halfBits } from './half';
+import type { Transport } from './transport';
+import type {
+  Axis,
+  Cells,
+  GroupId,
+  HeadAddress,
+  Heads,
+  MapShape,
+  Pooling,
+  Series,
+  State,
+  StripRange,
+  Strips,
+  Thumbnails,
+  Tokens,
+  TopKeys,
+  WatchState,
+  Weight,
+} from './types';
+
+type Parameters = Record<string, string | number | undefined>;
+
+/** How many answers that cannot change are kept. */
+const KEPT = 200;
+
+export class Source {
+  readonly #kept = new Map<string, Promise<unknown>>();
+
+  constructor(readonly transport: Transport) {}
+
+  state(): Promise<State> {
+    return this.transport.json('/api/state');
+  }
+
+  tokens(input: string, group: GroupId, axis: Axis, start: number, stop: number): Promise<Tokens> {
+    const path = `${inputPath(input)}/tokens`;
+    return this.#keep(query(path, { group, axis, start, stop }));
+  }
+
+  heads(input: string): Promise<Heads> {
+    return this.#keep(`${inputPath(input)}/heads`);
+  }
+
+  /** The pooled maps of a group's heads, in the order of `heads`. */
+  async thumbnails(input: string, group: GroupId, size: number, pooling: Pooling) {
+    const path = query(`${inputPath(input)}/thumbnails`, { group, size, ...pooling });
+    const answer = await this.transport.bytes(path);
+    return {
+      bits: halfBits(answer.buffer),
+      heads: answer.header('X-Heads'),
+      rows: answer.header('X-Rows'),
+      columns: answer.header('X-Columns'),
+    } satisfies Thumbnails;
+  }
+
+  map(head: HeadAddress): Promise<MapShape> {
+    return this.#keep(headPath(head));
+  }
+
+  async tile(
+    head: HeadAddress,
+    level: number,
+    x: number,
+    y: number,
+    pooling: Pooling,
+    signal?: AbortSignal,
+  ): Promise<Cells> {
+    const path = query(`${headPath(head)}/tile/${level}/${x}/${y}`, { ...pooling });
+    const answer = await this.transport.bytes(path, signal);
+    return {
+      bits: halfBits(answer.buffer),
+      rows: answer.header('X-Rows'),
+      columns: answer.header('X-Columns'),
+    };
+  }
+
+  strips(
+    head: HeadAddress,
+    size: number,
+    range: StripRange = {},
+    signal?: AbortSignal,
+  ): Promise<Strips> {
+    return this.transport.json(query(`${headPath(head)}/strips`, { size, ...range }), signal);
+  }
+
+  /** The exact weights of a row. */
+  async row(head: HeadAddress, row: number, signal?: AbortSignal): Promise<Float32Array> {
+    const answer = await this.transport.bytes(`${headPath(head)}/row/${row}`, signal);
+    return new Float32Array(answer.buffer);
+  }
+
+  /** The exact weights a key receives, from every row. */
+  async column(head: HeadAddress, column: number, signal?: AbortSignal): Promise<Float32Array> {
+    const answer = await this.transport.bytes(`${headPath(head)}/column/${column}`, signal);
+    return new Float32Array(answer.buffer);
+  }
+
+  weight(head: HeadAddress, row: number, column: number, signal?: AbortSignal): Promise<Weight> {
+    return this.transport.json(`${headPath(head)}/weight/${row}/${column}`, signal);
+  }
+
+  /** The k largest weights of some rows, at most 512 of them. */
+  top(
+    head: HeadAddress,
+    row_start: number,
+    row_stop: number,
+    k: number,
+    signal?: AbortSignal,
+  ): Promise<TopKeys> {
+    return this.transport.json(query(`${headPath(head)}/top`, { row_start, row_stop, k }), signal);
+  }
+
+  /** The picture of an image input, as PNG. */
+  async image(input: string): Promise<Blob> {
+    const answer = await this.transport.bytes(`${inputPath(input)}/image`);
+    return new Blob([answer.buffer], { type: 'image/png' });
+  }
+
+  /** Let the model read another text or image; `state` shows how far it is. */
+  add(what: string | Blob): Promise<{ id: string }> {
+    return this.transport.post('/api/inputs', typeof what === 'string' ? { text: what } : what);
+  }
+
+  why<Answer>(experiment: string, options: Parameters, signal?: AbortSignal): Promise<Answer> {
+    return this.transport.json(query(`/api/why/${experiment}`, options), signal);
+  }
+
+  watch(): Promise<WatchState> {
+    return this.transport.json('/api/watch');
+  }
+
+  series(statistic: string, from: number): Promise<Series> {
+    return this.transport.json(query('/api/watch/series', { statistic, from }));
+  }
+
+  /** Ask once; an answer that failed is asked for again. */
+  #keep<Answer>(path: string): Promise<Answer> {
+    const known = this.#kept.get(path);
+    if (known) return known as Promise<Answer>;
+    const answer = this.transport.json<Answer>(path);
+    this.#kept.set(path, answer);
+    answer.catch(() => this.#kept.delete(path));
+    if (this.#kept.size > KEPT) this.#kept.delete(this.#kept.keys().next().value!);
+    return answer;
+  }
+}
+
+function inputPath(input: string): string {
+  return `/api/inputs/${encodeURIComponent(input)}`;
+}
+
+function headPath({ input, group, layer, head }: HeadAddress): string {
+  return `${inputPath(input)}/map/${group}/${layer}/${head}`;
+}
+
+function query(path: string, parameters: Parameters): string {
+  const given = Object.entries(parameters).filter(([, value]) => value !== undefined);
+  const text = new URLSearchParams(given.map(([name, value]) => [name, String(value)])).toString();
+  return text ? `${path}?${text}` : path;
+}

@@ -1,0 +1,33 @@
+/** How a question reaches whoever can answer it. The API is the same over all three ways. */
+
+/** What went wrong, and what to do about it. */
+export class Problem extends Error {
+  constructor(
+    message: string,
+    readonly hint: string = '',
+    readonly status: number = 0,
+  ) {
+    super(message);
+  }
+}
+
+/** An answer of bytes, with the headers that say their shape. */
+export interface Bytes {
+  buffer: ArrayBuffer;
+  header(name: string): number;
+}
+
+export interface Transport {
+  readonly kind: 'server' | 'file' | 'widget';
+  json<Answer>(path: string, signal?: AbortSignal): Promise<Answer>;
+  bytes(path: string, signal?: AbortSignal): Promise<Bytes>;
+  /** Ask for something to be done: JSON, or an image as it is. */
+  post<Answer>(path: string, body: object | Blob): Promise<Answer>;
+}
+
+/** The number in a header; a missing one is a mistake of the answering side. */
+export function headerNumber(name: string, text: string | null | undefined): number {
+  const value = Number(text ?? NaN);
+  if (Number.isNaN(value)) throw new Problem(`the answer has no header ${name}`);
+  return value;
+}

@@ -1,0 +1,161 @@
+/** What the API answers: the types of headwise/look on the other side. */
+
+export interface State {
+  state: 'loading' | 'ready' | 'error';
+  stage: string;
+  /** 0 to 1, or null where nobody can know. */
+  done: number | null;
+  error: string | null;
+  hint: string | null;
+  version: string;
+  pages: { heads: boolean; why: boolean; watch: boolean };
+  model: Model | null;
+  inputs: Input[] | null;
+  statistics: Statistic[];
+}
+
+export interface Model {
+  name: string;
+  parameters: number;
+  layers: number;
+  heads: number;
+  /** The most tokens it was trained on at a time. */
+  context: number | null;
+}
+
+export interface Statistic {
+  name: string;
+  meaning: string;
+}
+
+export interface Input {
+  id: string;
+  name: string;
+  kind: 'text' | 'translation' | 'image';
+  rows: number;
+  columns: number;
+  notes: string[];
+  groups: Group[];
+  /** Of image inputs: patches down and across, and how many tokens come before them. */
+  image?: { grid: [number, number]; first: number };
+}
+
+export type GroupId = 'self' | 'encoder' | 'decoder' | 'cross';
+
+/** Heads that share their two axes: rows look at columns. */
+export interface Group {
+  id: GroupId;
+  name: string;
+  causal: boolean;
+  /** Rows and columns are the same tokens. */
+  square: boolean;
+  rows: number;
+  columns: number;
+  layers: { layer: number; name: string; heads: number }[];
+}
+
+/** Which head of which input. */
+export interface HeadAddress {
+  input: string;
+  group: GroupId;
+  layer: number;
+  head: number;
+}
+
+export interface HeadFigures {
+  group: GroupId;
+  layer: number;
+  head: number;
+  type: string;
+  figures: Record<string, number | null>;
+}
+
+export interface Heads {
+  columns: string[];
+  heads: HeadFigures[];
+}
+
+export interface Tokens {
+  tokens: string[];
+  total: number;
+}
+
+export type Axis = 'rows' | 'columns';
+export type How = 'mean' | 'max';
+
+/** How a map is pooled, and how many of the first keys are left out of it. */
+export interface Pooling {
+  how: How;
+  drop: number;
+}
+
+export interface MapShape {
+  rows: number;
+  columns: number;
+  levels: number;
+  tile: number;
+  causal: boolean;
+}
+
+/** A rectangle of cells, row by row: each the float16 bits of log2(weight), -inf for 0. */
+export interface Cells {
+  bits: Uint16Array;
+  rows: number;
+  columns: number;
+}
+
+/** The pooled maps of some heads, one after the other, all of one shape. */
+export interface Thumbnails extends Cells {
+  heads: number;
+}
+
+export interface Strips {
+  entropy: number[];
+  top_prob: number[];
+  received: number[];
+  rows: number;
+  columns: number;
+}
+
+export interface StripRange {
+  row_start?: number;
+  row_stop?: number;
+  column_start?: number;
+  column_stop?: number;
+}
+
+/** One weight; a file without a server knows no logit and no lse. */
+export interface Weight {
+  weight: number;
+  logit: number | null;
+  lse: number | null;
+}
+
+export interface TopKeys {
+  /** For each row, its largest keys: [key, weight]. */
+  rows: [number, number][][];
+}
+
+export interface Alarm {
+  step: number;
+  layer: number;
+  head: number;
+  rule: string;
+  says: string;
+}
+
+export interface WatchState {
+  run: string;
+  step: number;
+  steps: number[];
+  layers: { layer: number; name: string; heads: number }[];
+  statistics: string[];
+  alarms: Alarm[];
+  finished: boolean;
+}
+
+export interface Series {
+  steps: number[];
+  /** Per step, per layer, per head. */
+  values: (number | null)[][][];
+}

@@ -1,0 +1,34 @@
+/** The pages of the page. Cost and Lab will stand between Compare and Why. */
+
+import type { Component } from 'svelte';
+import type { State } from '../lib/types';
+import { words as compare } from '../locales/compare';
+import { words as head } from '../locales/head';
+import { words as heads } from '../locales/heads';
+import { words as watch } from '../locales/watch';
+import { words as why } from '../locales/why';
+import Compare from '../views/Compare.svelte';
+import Head from '../views/Head.svelte';
+import Heads from '../views/Heads.svelte';
+import Watch from '../views/Watch.svelte';
+import Why from '../views/Why.svelte';
+
+export type PageId = 'heads' | 'head' | 'compare' | 'why' | 'watch';
+
+export interface Page {
+  id: PageId;
+  view: Component;
+  /** Its view's words: the keys it listens to are among them. */
+  words: () => { keys: [string, string][] };
+  /** It shows what the model did with an input, so there must be one. */
+  ofInput: boolean;
+  offered(pages: State['pages']): boolean;
+}
+
+export const PAGES: readonly Page[] = [
+  { id: 'heads', view: Heads, words: heads, ofInput: true, offered: (pages) => pages.heads },
+  { id: 'head', view: Head, words: head, ofInput: true, offered: (pages) => pages.heads },
+  { id: 'compare', view: Compare, words: compare, ofInput: true, offered: (pages) => pages.heads },
+  { id: 'why', view: Why, words: why, ofInput: false, offered: (pages) => pages.why },
+  { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (pages) => pages.watch },
+];
