@@ -10,6 +10,7 @@ from headwise.observation import STATISTICS, Observation
 from headwise.partial import Partial, merge
 from headwise.plan import Plan
 from headwise.score import Additive, Cosine, Dot, General
+from headwise.watching import Watch, watch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Partial",
     "Plan",
     "RelativeBuckets",
+    "Watch",
     "attention",
     "attention_map",
     "explain",
@@ -35,4 +37,5 @@ __all__ = [
     "nn",
     "observe",
     "partial",
+    "watch",
 ]

@@ -98,11 +98,54 @@ def observe(
     else:
         out = _restating("observe", four, choose, problem, engine).attend(problem)
         _, values = _observe(problem.at(sampled), engine, names, sink_keys)
+    seen = _observation(values, names, sampled, batched=q.ndim == 4)
+    return out if q.ndim == 4 else out[0], seen
+
+
+def statistics(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    stats: Iterable[str] | None = None,
+    rows: int | Tensor | None = None,
+    sink_keys: int = 1,
+) -> Observation:
+    """What `observe` sees, without gradients, where the output is computed by someone else.
+
+    With `rows`, nothing but those rows is computed.
+
+    >>> import torch, headwise as hw
+    >>> from headwise.api import statistics
+    >>> q, k, v = torch.randn(3, 2, 8, 500, 16).unbind(0)
+    >>> statistics(q, k, v, mask=hw.mask.causal(), rows=64).entropy.shape
+    torch.Size([2, 8, 64])
+    """
+    four = _batched("observe", q, k, v)
+    names = _restating("observe", four, check_statistics, stats)
+    _restating("observe", four, check_sink_keys, sink_keys)
+    with torch.no_grad():
+        problem = pose(
+            "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
+        )
+        sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
+        looked = problem if sampled is None else problem.at(sampled)
+        _, values = _observe(looked, "auto", names, sink_keys)
+    return _observation(values, names, sampled, batched=q.ndim == 4)
+
+
+def _observation(
+    values: dict[str, Tensor], names: tuple[str, ...], rows: Tensor | None, batched: bool
+) -> Observation:
+    """The asked-for values, and which rows see a key."""
     sees = values["max_logit"] != -torch.inf
-    chosen = {
-        name: value if q.ndim == 4 else value[0] for name, value in values.items() if name in names
-    }
-    return out if q.ndim == 4 else out[0], Observation(chosen, sees, sampled)
+    chosen = {name: value if batched else value[0] for name, value in values.items()}
+    return Observation({name: chosen[name] for name in chosen if name in names}, sees, rows)
 
 
 def _observe(

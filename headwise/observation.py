@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import overload
 
 import torch
@@ -77,34 +78,64 @@ class Observation:
         `padding` (B, N) bool is True for rows to leave out. A maximum over sampled rows is only a
         lower bound of the true one, and is named so.
         """
-        counted = self.sees
-        if padding is not None:
-            padding = padding if self.rows is None else padding.index_select(1, self.rows)
-            counted = counted & ~padding[:, None]
-        figures = {}
-        for name, value in self.values.items():
-            value = value.detach().double()
-            rows = counted.sum((0, 2)).clamp_min(1)
-            mean = value.masked_fill(~counted, 0).sum((0, 2)) / rows
-            figures[f"{name}_mean"] = mean.masked_fill(~counted.any(2).any(0), torch.nan)
-            if name in _EXTREMES:
-                figures |= self._extreme(name, value, counted)
-        return figures
-
-    def _extreme(self, name: str, value: Tensor, counted: Tensor) -> dict[str, Tensor]:
-        extreme = _EXTREMES[name]
-        if extreme == "max":
-            figure = value.masked_fill(~counted, -torch.inf).amax((0, 2))
-            bound = "_lower_bound"
-        else:
-            figure = value.masked_fill(~counted, torch.inf).amin((0, 2))
-            bound = "_upper_bound"
-        return {f"{name}_{extreme}{bound if self.sampled else ''}": figure}
+        return Reduction.of(self, padding).figures()
 
     def __repr__(self) -> str:
         shape = tuple(self.sees.shape)
         rows = f", {shape[2]} sampled rows" if self.sampled else ""
         return f"Observation({', '.join(self.values)}; (B, Hq, N) = {shape}{rows})"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Rows of one or more calls on their way to a figure a head; every tensor is (Hq,)."""
+
+    rows: Tensor  # how many were counted
+    sums: dict[str, Tensor]
+    extremes: dict[str, Tensor]
+    sampled: bool
+
+    @classmethod
+    def of(cls, seen: Observation, padding: Tensor | None = None) -> Reduction:
+        """The rows of a call that see a key and are no padding (B, N)."""
+        counted = seen.sees
+        if padding is not None:
+            padding = padding if seen.rows is None else padding.index_select(1, seen.rows)
+            counted = counted & ~padding[:, None]
+        sums, extremes = {}, {}
+        for name, value in seen.values.items():
+            value = value.detach().double()
+            sums[name] = value.masked_fill(~counted, 0).sum((0, 2))
+            if _EXTREMES.get(name) == "max":
+                extremes[name] = value.masked_fill(~counted, -torch.inf).amax((0, 2))
+            elif name in _EXTREMES:
+                extremes[name] = value.masked_fill(~counted, torch.inf).amin((0, 2))
+        return cls(counted.sum((0, 2)), sums, extremes, seen.sampled)
+
+    def __add__(self, other: Reduction) -> Reduction:
+        """The rows of both."""
+        further = {"max": torch.maximum, "min": torch.minimum}
+        return Reduction(
+            self.rows + other.rows,
+            {name: total + other.sums[name] for name, total in self.sums.items()},
+            {
+                name: further[_EXTREMES[name]](value, other.extremes[name])
+                for name, value in self.extremes.items()
+            },
+            self.sampled or other.sampled,
+        )
+
+    def figures(self) -> dict[str, Tensor]:
+        """A figure a head: NaN means where no row was counted."""
+        figures = {}
+        for name, total in self.sums.items():
+            mean = total / self.rows.clamp_min(1)
+            figures[f"{name}_mean"] = mean.masked_fill(self.rows == 0, torch.nan)
+            if name in _EXTREMES:
+                bound = "_lower_bound" if _EXTREMES[name] == "max" else "_upper_bound"
+                said = f"{name}_{_EXTREMES[name]}{bound if self.sampled else ''}"
+                figures[said] = self.extremes[name]
+        return figures
 
 
 STATISTICS: tuple[str, ...] = tuple(

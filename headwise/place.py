@@ -26,6 +26,13 @@ class Place:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     whole: bool = True  # False: a part, so tensors of the whole sequence may be longer
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> Place:
+        """All of q (B, Hq, N, D) beside all of k (B, Hkv, M, D), the last ones together."""
+        batch, heads, queries, _ = q.shape
+        keys = k.shape[2]
+        return cls(batch, heads, queries, keys, offset=keys - queries, device=q.device)
+
     def rows(self) -> Tensor:
         """The queries' numbers in the whole sequence, (N,)."""
         first = self.first_query

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headwise.api import attention, observe
 from headwise.mask import Mask
 from headwise.nn.caches import Memory
+from headwise.nn.call import Call
 from headwise.observation import Observation
 from headwise.score import Additive
 
@@ -56,9 +57,8 @@ class AdditiveAttention(nn.Module):
         mask: Mask | None = None,
     ) -> Tensor:
         """What each query sees in the values (B, M, Dv), by default the keys: (B, N, Dv)."""
-        q, memory = self.query(queries)[:, None], self._remembered(keys, values)
-        out = attention(q, memory.keys, memory.values, score=Additive(self.weight), mask=mask)
-        return out[:, 0]
+        call = self.prepare(queries, keys, values, mask=mask)
+        return self.join(attention(call.q, call.k, call.v, **call.options()))
 
     def observe(
         self,
@@ -71,14 +71,27 @@ class AdditiveAttention(nn.Module):
         rows: int | Tensor | None = None,
     ) -> tuple[Tensor, Observation]:
         """What a call returns, and what its one head did: statistics are (B, 1, N)."""
-        q, memory = self.query(queries)[:, None], self._remembered(keys, values)
-        k, v, score = memory.keys, memory.values, Additive(self.weight)
-        out, seen = observe(q, k, v, score=score, mask=mask, stats=stats, rows=rows)
-        return out[:, 0], seen
+        call = self.prepare(queries, keys, values, mask=mask)
+        out, seen = observe(call.q, call.k, call.v, **call.options(), stats=stats, rows=rows)
+        return self.join(out), seen
+
+    def prepare(
+        self,
+        queries: Tensor,
+        keys: Tensor | Memory,
+        values: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+    ) -> Call:
+        """What a call hands to `hw.attention`: one head."""
+        memory = keys if isinstance(keys, Memory) else self.remember(keys, values)
+        q, score = self.query(queries)[:, None], Additive(self.weight)
+        return Call(q, memory.keys, memory.values, score, mask, None, None, None, 0.0, "auto")
+
+    def join(self, out: Tensor) -> Tensor:
+        """The one head's output (B, 1, N, Dv) without its axis."""
+        return out[:, 0]
 
     def remember(self, keys: Tensor, values: Tensor | None = None) -> Memory:
         """Project keys (B, M, key_dim) once, for a decoder that asks at every step."""
         return Memory(self.key(keys)[:, None], (keys if values is None else values)[:, None])
-
-    def _remembered(self, keys: Tensor | Memory, values: Tensor | None) -> Memory:
-        return keys if isinstance(keys, Memory) else self.remember(keys, values)

@@ -58,7 +58,7 @@ class FixedAttention(nn.Module):
     ) -> Tensor:
         """x (B, N, d_model) -> (B, N, d_model); `positions` (N,) where x does not simply go on."""
         call = self.prepare(x, mask=mask, cache=cache, positions=positions)
-        return self._join(attention(call.q, call.k, call.v, **call.options()))
+        return self.join(attention(call.q, call.k, call.v, **call.options()))
 
     def observe(
         self,
@@ -73,7 +73,7 @@ class FixedAttention(nn.Module):
         """What a call returns, and what each head did; `hw.observe` explains the other options."""
         call = self.prepare(x, mask=mask, cache=cache, positions=positions)
         out, seen = observe(call.q, call.k, call.v, **call.options(), stats=stats, rows=rows)
-        return self._join(out), seen
+        return self.join(out), seen
 
     def prepare(
         self,
@@ -103,6 +103,7 @@ class FixedAttention(nn.Module):
             bias, mask = cache.place_bias(bias), cache.place(mask, queries)
         return Call(nothing, k, v, Dot(), mask, bias, None, None, 0.0, self.engine)
 
-    def _join(self, out: Tensor) -> Tensor:
+    def join(self, out: Tensor) -> Tensor:
+        """The heads' outputs (B, H, N, D) side by side, through the last projection."""
         joined: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return joined

@@ -128,7 +128,7 @@ class MultiHeadAttention(nn.Module):
             cache=cache,
             positions=positions,
         )
-        return self._join(attention(call.q, call.k, call.v, **call.options()))
+        return self.join(attention(call.q, call.k, call.v, **call.options()))
 
     def observe(
         self,
@@ -162,7 +162,7 @@ class MultiHeadAttention(nn.Module):
         )
         looked: dict[str, Any] = {"stats": stats, "rows": rows, "sink_keys": sink_keys}
         out, seen = observe(call.q, call.k, call.v, **call.options(), **looked)
-        return self._join(out), seen
+        return self.join(out), seen
 
     def attention_map(
         self,
@@ -293,7 +293,7 @@ class MultiHeadAttention(nn.Module):
             )
         return bias if own is None else own
 
-    def _join(self, out: Tensor) -> Tensor:
+    def join(self, out: Tensor) -> Tensor:
         """The heads' outputs (..., Hq, N, Dv) side by side, through the last projection."""
         if self.head_gate is not None:
             out = out * self.head_gate.to(out.dtype)[:, None, None]

@@ -1,0 +1,174 @@
+"""What adapters talk to: they hand over a model's attention calls, it looks and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.api import observe, statistics
+from headwise.nn.call import Call
+from headwise.observation import STATISTICS, Observation
+from headwise.place import Place
+from headwise.watching.layer import WITHIN, Kind, Layer, Part
+from headwise.watching.padding import padding_rows
+
+
+@dataclass(frozen=True)
+class Looking:
+    """What to look at, and how closely."""
+
+    stats: tuple[str, ...] = STATISTICS
+    rows: int | None = None
+    layers: tuple[int | str, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    every: int = 1
+    maps: bool = True
+    sink_keys: int = 1
+
+
+@dataclass
+class Recorder:
+    """Looks at the calls of one model. `active` is False in steps that are passed over."""
+
+    looking: Looking
+    layers: dict[str, Layer] = field(default_factory=dict)
+    active: bool = True
+    ran: bool = False  # the model did run, whether or not an attention was seen
+    _selected: dict[str, bool] = field(default_factory=dict)
+    _forward: dict[str, int] | None = None  # inside the model's forward: calls by layer so far
+    _past: bool = False  # this forward goes on from a cache
+
+    def begin(self) -> None:
+        """The model's forward starts."""
+        if not recomputing():
+            self.ran, self._forward, self._past = True, {}, False
+
+    def end(self) -> None:
+        """The model's forward ends, well or not."""
+        if not recomputing():
+            self._forward = None
+
+    def wants(self, name: str) -> bool:
+        """Whether to hand over this module's next call: not where nobody looks at it."""
+        if not self.active or recomputing():
+            return False
+        known = [on for key, on in self._selected.items() if key.partition("#")[0] == name]
+        return not known or any(known)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def beside(
+        self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
+    ) -> None:
+        """Look at a call whose output someone else computes."""
+        q, k, v = (x.detach() for x in call[:3])
+        options = call._replace(q=q, k=k, v=v).options()
+        del options["dropout"], options["engine"]
+        seen = statistics(q, k, v, **options, **self._look(kind))
+        self._keep(name, call, kind, padding, seen)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def inside(
+        self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
+    ) -> Tensor:
+        """Compute a call's output (B, Hq, N, Dv), and look at it in the same pass."""
+        out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
+        seen.values = {key: value.detach() for key, value in seen.values.items()}
+        self._keep(name, call, kind, padding, seen)
+        return out
+
+    def _look(self, kind: Kind) -> dict[str, Any]:
+        looking = self.looking
+        stats = tuple(x for x in looking.stats if kind == "self" or x not in WITHIN)
+        if looking.maps and looking.rows is None and "lse" not in stats:
+            stats = (*stats, "lse")
+        return {"stats": stats, "rows": looking.rows, "sink_keys": looking.sink_keys}
+
+    def _keep(
+        self, name: str, call: Call, kind: Kind, padding: Tensor | None, seen: Observation
+    ) -> None:
+        looking = self.looking
+        start = first_position(call) if kind == "self" else 0
+        self._past = self._past or start > 0
+        layer = self._layer(self._resolved(name, call, kind), call, kind)
+        if layer is None:
+            return
+        if padding is None and kind == "self":
+            padding = padding_rows(call.mask, call.q, call.k)
+        lse = seen.values.get("lse") if seen.rows is None else None
+        if "lse" not in looking.stats:
+            seen.values.pop("lse", None)
+        kept = None
+        if looking.maps:
+            k = call.k.detach()
+            written = start + call.q.shape[2]
+            k = (
+                k.clone() if kind == "self" and k.shape[2] > written else k
+            )  # it will be overwritten
+            kept = call._replace(q=call.q.detach(), k=k, v=call.v[..., :0].detach())
+        part = Part(call.q.shape[2], start, seen, padding, kept, lse)
+        layer.add(part, self._continues(layer, call, kind, start))
+
+    def _resolved(self, name: str, call: Call, kind: Kind) -> str:
+        """A name of its own for each depth at which one forward uses the same module."""
+        if self._forward is None:
+            return name
+        again = self._forward.get(name, 0)
+        self._forward[name] = again + 1
+        deeper = again and kind == "self" and not self._past
+        return f"{name}#{again}" if deeper else name
+
+    def _continues(self, layer: Layer, call: Call, kind: Kind, start: int) -> bool:
+        """Whether a call adds rows to the one before: the next step of a model that generates."""
+        last = layer.last
+        if last is None or last.observation.sees.shape[0] != call.q.shape[0]:
+            return False  # beams begin with a larger batch
+        if kind == "self":
+            return start > 0
+        return self._past or self._forward is None or self._forward.get(layer.name, 0) > 1
+
+    def _layer(self, name: str, call: Call, kind: Kind) -> Layer | None:
+        """The layer of this name, a new one if need be; None: it was not asked for."""
+        if name not in self._selected:
+            number = len(self._selected)
+            wanted = self.looking.layers
+            self._selected[name] = wanted is None or matches(number, name, wanted)
+            if self._selected[name]:
+                self.layers[name] = Layer(number, name, kind, call.q.shape[1])
+        return self.layers.get(name)
+
+    def known(self) -> list[str]:
+        """The names of all attention layers the model has shown so far."""
+        return list(self._selected)
+
+
+def first_position(call: Call) -> int:
+    """Where the first query stands among the keys: how many tokens came before it."""
+    place = Place.of(call.q, call.k)
+    if call.mask is None or place.queries == place.keys:
+        return place.offset
+    stands = call.mask.alignment(place)
+    if isinstance(stands, int):
+        return stands
+    if call.mask.pieces:  # it stands beside the last key that it sees
+        return max(0, max(int(last[..., 0].max()) for _, last in call.mask.intervals(place)) - 1)
+    row = call.mask.to_dense(place)[:, :, 0].flatten(0, 1).any(0)  # (M,)
+    return int(row.nonzero().max()) if row.any() else 0
+
+
+def matches(number: int, name: str, wanted: Sequence[int | str]) -> bool:
+    """Whether a layer is one of those asked for, by number or by a pattern such as "*.3.attn"."""
+    return any(
+        number == one if isinstance(one, int) else fnmatchcase(name, one) or name == one
+        for one in wanted
+    )
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward: gradient checkpointing does it a second time."""
+    inside: bool = torch._C._current_graph_task_id() != -1
+    return inside

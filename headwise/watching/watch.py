@@ -1,0 +1,167 @@
+"""A model being watched."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Self
+
+from torch import nn
+
+from headwise.observation import check_sink_keys, check_statistics
+from headwise.watching import own
+from headwise.watching.layer import Layer
+from headwise.watching.own import Undo
+from headwise.watching.recorder import Looking, Recorder, matches
+from headwise.watching.recording import Entry, Recording
+from headwise.watching.table import Table
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def watch(
+    model: nn.Module,
+    *,
+    stats: Iterable[str] | None = None,
+    rows: int | None = None,
+    layers: int | str | Iterable[int | str] | None = None,
+    heads: Iterable[int] | None = None,
+    every: int = 1,
+    maps: bool = True,
+    sink_keys: int = 1,
+) -> Watch:
+    """Watch every attention of a model while it trains or runs: any model, and unchanged.
+
+    As a context manager it looks until the block ends; `attach()` and `detach()` do the same in a
+    loop, where `step()` ends a training step and `every=100` looks at each hundredth only. `stats`
+    names some of the statistics, `rows=64` looks at a sample of the query rows, `layers` are
+    numbers or names, with * for any part of them, `heads` numbers. `maps=False` keeps no queries
+    and keys for `seen.map`.
+
+    A model's own attention goes on computing its output; headwise looks beside it. Attention that
+    is headwise's own is observed in the same pass.
+
+    >>> import headwise as hw
+    >>> gpt = hw.load("gpt")
+    >>> with hw.watch(gpt.model) as seen:
+    ...     _ = gpt.model(gpt.encode("to be or not to be"))
+    >>> seen
+    <Watch of 6 layers, 48 heads>
+    >>> seen.heads().sort("entropy_mean")[0]["layer"]
+    0
+    >>> seen.map(layer=5, head=1)
+    <AttentionMap 1 × 1 × 7 × 7>
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"hw.watch takes a torch.nn.Module, not {type(model).__name__}")
+    check_sink_keys(sink_keys)
+    for name, value in (("rows", rows), ("every", every)):
+        if value is not None and value < 1:
+            raise ValueError(f"hw.watch({name}={value}): at least 1 would work")
+    one = isinstance(layers, int | str)
+    looking = Looking(
+        check_statistics(stats),
+        rows,
+        (layers,) if one else None if layers is None else tuple(layers),  # type: ignore[arg-type]
+        None if heads is None else tuple(heads),
+        every,
+        maps,
+        sink_keys,
+    )
+    return Watch(model, looking)
+
+
+class Watch(Recording):
+    """A model being watched, and what was seen of it so far; `hw.watch` makes one."""
+
+    def __init__(self, model: nn.Module, looking: Looking) -> None:
+        self.model, self.looking = model, looking
+        self.series: list[Entry] = []
+        self.steps = 0  # training steps that ended
+        self._recorder = Recorder(looking)
+        self._undo: list[Undo] = []
+
+    @property
+    def layers(self) -> list[Layer]:
+        return list(self._recorder.layers.values())
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model is being watched now."""
+        return bool(self._undo)
+
+    def attach(self) -> Self:
+        """Begin to watch; ValueError where the model is watched already."""
+        modules = set(self.model.modules())
+        if modules & set(_watched):
+            raise ValueError(
+                f"this {type(self.model).__name__} is being watched already; "
+                "detach() the other watch first"
+            )
+        for name, module in self.model.named_modules():
+            if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+                raise ValueError(
+                    f"{name or 'the model'} is compiled, and compiled code can't be looked into; "
+                    "watch the model itself: hw.watch(model._orig_mod), or compile it afterwards"
+                )
+        try:
+            self._attach()
+        except BaseException:
+            self.detach()
+            raise
+        _watched.update(modules)
+        return self
+
+    def _attach(self) -> None:
+        recorder = self._recorder
+        before = self.model.register_forward_pre_hook(lambda *_: recorder.begin())
+        after = self.model.register_forward_hook(lambda *_: recorder.end(), always_call=True)
+        self._undo += [before.remove, after.remove]
+        self._undo += own.attach(self.model, recorder)
+
+    def detach(self) -> None:
+        """End it; the model is as it was before."""
+        while self._undo:
+            self._undo.pop()()
+        for module in self.model.modules():
+            _watched.discard(module)
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.detach()
+        if kind is None:
+            self.check()
+
+    def step(self) -> None:
+        """End a training step: what was seen since the last one joins the series."""
+        if self._recorder.active:
+            self.check()
+            table = self.heads()
+            if any(layer.figures() for layer in self.layers):
+                self.series.append(Entry(self.steps, table))
+        for layer in self.layers:
+            layer.close()
+        self.steps += 1
+        self._recorder.active = self.steps % self.looking.every == 0
+
+    def heads(self) -> Table:
+        self.check()
+        table = super().heads()
+        wanted = self.looking.heads
+        return table if wanted is None else Table([row for row in table if row["head"] in wanted])
+
+    def check(self) -> None:
+        """ValueError where the model ran and no attention, or not the one asked for, was seen."""
+        recorder, known = self._recorder, self._recorder.known()
+        if recorder.ran and not known and recorder.active and not self.series:
+            raise ValueError(
+                f"no attention was found in this {type(self.model).__name__}. headwise sees its "
+                "own modules, transformers models, nn.MultiheadAttention and calls of "
+                "F.scaled_dot_product_attention"
+            )
+        for wanted in self.looking.layers or () if known else ():
+            if not any(matches(number, name, (wanted,)) for number, name in enumerate(known)):
+                there = ", ".join(f"{number} {name}" for number, name in enumerate(known))
+                raise ValueError(f"there is no layer {wanted!r} in this model; there are {there}")
