@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from headwise.problem import Terms
+
 
 def register(forward: Any, backward: Any) -> None:
     """Give an engine's two operators their formulas."""
@@ -31,29 +33,34 @@ def register_cpu_sdpa() -> None:
         register_flop_formula(backward)(_sdpa_backward)
 
 
-def visible_pairs(q: Tensor, k: Tensor, intervals: Tensor | None, dense: Tensor | None) -> int:
+def visible_pairs(q: Tensor, k: Tensor, terms: Terms) -> int:
     """How many (query, key) pairs the mask shows, over batch and query heads."""
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     every = batch * heads * queries * keys
-    mask = dense if intervals is None else intervals
+    if terms.band is not None and len(terms.band) == 3:
+        _, low, high = terms.band
+        seen = (min(r + high, keys) - max(r + low, 0) for r in range(queries))
+        return batch * heads * sum(max(0, count) for count in seen)
+    mask = terms.dense if terms.intervals is None else terms.intervals
     if mask is None or isinstance(mask, FakeTensor) or mask.is_meta:
         return every
-    if intervals is not None:
-        seen = (intervals[:, 1] - intervals[:, 0]).clamp_min(0).sum(0).expand(batch, heads, queries)
-    else:
-        seen = mask.expand(batch, heads, queries, keys)
-    return int(seen.sum())
+    if terms.intervals is not None:
+        first, last = mask[:, 0], mask[:, 1]
+        return int((last - first).clamp_min(0).sum(0).expand(batch, heads, queries).sum())
+    return int(mask.expand(batch, heads, queries, keys).sum())
 
 
-def _forward(q, k, v, additive, intervals, dense, *rest, **kwargs) -> int:  # type: ignore[no-untyped-def]
-    pairs = visible_pairs(q, k, intervals, dense)
-    score = 2 * q.shape[-1] if additive is None else 4 * q.shape[-1]  # add, tanh, multiply, add
+def _forward(q, k, v, *given, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    terms = Terms(*given[: len(Terms._fields)])
+    pairs = visible_pairs(q, k, terms)
+    # an additive score adds, takes tanh, multiplies and adds
+    score = 2 * q.shape[-1] if terms.additive is None else 4 * q.shape[-1]
     return int(pairs * (score + 2 * v.shape[-1]))
 
 
-def _backward(q, k, v, additive, intervals, dense, *rest, **kwargs) -> int:  # type: ignore[no-untyped-def]
+def _backward(q, k, v, *given, **kwargs) -> int:  # type: ignore[no-untyped-def]
     # The logits again, and two products for each of forward's: as PyTorch counts fused kernels.
-    return _forward(q, k, v, additive, intervals, dense) * 5 // 2
+    return _forward(q, k, v, *given) * 5 // 2
 
 
 def _sdpa_forward(q, k, v, dropout=0.0, causal=False, *rest, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]

@@ -40,6 +40,10 @@ class Both(Mask):
     def shows_all(self, place: Place) -> bool:
         return self.a.shows_all(place) and self.b.shows_all(place)
 
+    def band(self, place: Place) -> tuple[int, int] | None:
+        a, b = self.a.band(place), self.b.band(place)
+        return None if a is None or b is None else (max(a[0], b[0]), min(a[1], b[1]))
+
     @property
     def rows_alike(self) -> bool:
         return self.a.rows_alike and self.b.rows_alike

@@ -12,6 +12,7 @@ from headwise.place import Place, check_placed, fits, four, placed
 
 Interval = tuple[Tensor, Tensor]  # first and last, each broadcastable to (B, Hq, N)
 PerBatch = int | Sequence[int] | Tensor
+FURTHEST = 1 << 30  # no sequence is longer, and no 32-bit sum of it and a row overflows
 Number = (int, torch.SymInt)  # an exported or compiled length is a symbol
 
 
@@ -38,6 +39,10 @@ class Mask:
 
     def alignment(self, place: Place) -> int | Tensor | None:
         """Query i stands beside key i + alignment: an int, one a batch entry, or None: unstated."""
+        return None
+
+    def band(self, place: Place) -> tuple[int, int] | None:
+        """(low, high) where every query i sees exactly keys [i + low, i + high); else None."""
         return None
 
     def start(self, place: Place) -> int | Tensor:
@@ -86,6 +91,10 @@ class Causal(Mask):
         nothing_later = place.first_key + place.keys - 1
         return not isinstance(shift, Tensor) and place.first_query + shift >= nothing_later
 
+    def band(self, place: Place) -> tuple[int, int] | None:
+        shift = self.alignment(place)
+        return None if isinstance(shift, Tensor) else (-FURTHEST, shift + 1)
+
     def is_lower_triangle(self, place: Place) -> bool:
         """Whether it is certain that row i sees exactly the keys j <= i of the call, N = M."""
         shift = self.alignment(place)
@@ -129,6 +138,10 @@ class Window(Mask):
         )
         past = place.first_key + place.keys
         return last_row - self.left <= place.first_key and first_row + self.right + 1 >= past
+
+    def band(self, place: Place) -> tuple[int, int] | None:
+        shift = self.alignment(place)
+        return None if isinstance(shift, Tensor) else (shift - self.left, shift + self.right + 1)
 
     def alignment(self, place: Place) -> int | Tensor:
         return _alignment(self.offset, place)

@@ -34,6 +34,10 @@ class Terms(NamedTuple):
     softcap: float  # 0: none
     dropout: float
     first_key: int
+    band: list[int] | None = None
+    """[shift]: row r stands beside the key position r + shift, and `position` is left empty.
+    [shift, low, high]: it also sees keys [r + low, r + high) of the call, and `intervals` is None.
+    """
 
     @property
     def plain(self) -> bool:
@@ -99,15 +103,28 @@ class Problem:
         rows = self._sampled(self.place.rows()[None], -1)
         return rows + (shift.reshape(-1, 1) if isinstance(shift, Tensor) else shift)
 
-    def terms(self) -> Terms:
-        """The problem as the flat arguments of an operator."""
+    def band(self) -> list[int] | None:
+        """`Terms.band`: what three numbers say of mask and positions; None where they can't."""
+        shift, place = self.shift(), self.place
+        if self.rows is not None or isinstance(shift, Tensor):
+            return None
+        shift += place.first_query
+        bounds = None if self.mask is None else self.mask.band(place)
+        if bounds is None:
+            return [shift]
+        step = place.first_query - place.first_key
+        return [shift, bounds[0] + step, bounds[1] + step]
+
+    def terms(self, banded: bool = False) -> Terms:
+        """The problem as the flat arguments of an operator; `banded` for one that takes a band."""
         bias, device = self.bias, self.q.device
         tensor = placed(bias, self.place).to(device) if isinstance(bias, Tensor) else None
+        band = self.band() if banded else None
         return Terms(
             additive=self.additive,
-            intervals=self.intervals(),
+            intervals=None if band is not None and len(band) == 3 else self.intervals(),
             dense=self.dense(),
-            position=self.position(),
+            position=self.position() if band is None else self.q.new_empty(0, dtype=torch.int32),
             bias=None if tensor is None else self._sampled(tensor, -2),
             slopes=bias.slopes.to(device) if isinstance(bias, ALiBi) else None,
             relative=bias.by_distance().to(device) if isinstance(bias, RelativeBuckets) else None,
@@ -117,6 +134,7 @@ class Problem:
             softcap=self.softcap,
             dropout=self.dropout,
             first_key=self.place.first_key,
+            band=band,
         )
 
     def start(self) -> int | Tensor:

@@ -1,12 +1,14 @@
 """A forward and a backward as two operators that PyTorch knows: their shapes and gradients.
 
-`torch.compile`, `torch.export` and FlopCounterMode meet two nodes, whichever engine made them.
+`torch.compile`, `torch.export` and FlopCounterMode meet two nodes, whichever engine made them. They
+are defined by their schemas and not by `torch.library.custom_op`, whose wrapper checks every call
+for aliases and brings in all of torch's compiler with the first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,15 @@ from headwise.sums import ENTROPY, Sums, room
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 
+LIBRARY = torch.library.Library("headwise", "FRAGMENT")
+CALL = (  # q, k, v, and Terms: a field each
+    "Tensor q, Tensor k, Tensor v, Tensor? additive, Tensor? intervals, Tensor? dense, "
+    "Tensor position, Tensor? bias, Tensor? slopes, Tensor? relative, Tensor? sinks, Tensor? seed, "
+    "float scale, float softcap, float dropout, SymInt first_key, SymInt[]? band"
+)
+_ROOM = ", ".join(["Tensor"] * len(Sums._fields))
+_TERMS = len(Terms._fields)
+_TENSORS = 12  # the arguments q to seed
 _LEARNABLE = (0, 1, 2, 3, 7, 8, 9, 10)  # arguments of the forward that have a gradient
 
 
@@ -36,99 +47,42 @@ class Gradients(NamedTuple):
 Backward = Callable[..., Gradients]  # (q, k, v, terms, out, lse, entropy, and their gradients)
 
 
+def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """Register headwise::<name>, which `run` computes and `shapes` foretells, and return it."""
+    LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"headwise::{name}", shapes, lib=LIBRARY)
+    return getattr(torch.ops.headwise, name).default
+
+
 def operators(
     engine: str, run: Forward, differentiate: Backward
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Register headwise::<engine> and headwise::<engine>_backward; the first is returned."""
 
-    @torch.library.custom_op(f"headwise::{engine}", mutates_args=())
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        additive: Tensor | None,
-        intervals: Tensor | None,
-        dense: Tensor | None,
-        position: Tensor,
-        bias: Tensor | None,
-        slopes: Tensor | None,
-        relative: Tensor | None,
-        sinks: Tensor | None,
-        seed: Tensor | None,
-        scale: float,
-        softcap: float,
-        dropout: float,
-        first_key: int,
-        wants: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        terms = Terms(
-            additive, intervals, dense, position, bias, slopes, relative, sinks, seed,
-            scale, softcap, dropout, first_key,
-        )  # fmt: skip
+    def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
         with without_autocast(q.device):
-            return run(q, k, v, terms, wants)
+            return run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
 
-    @forward.register_fake
-    def _(q, k, v, *terms_and_wants):  # type: ignore[no-untyped-def]
-        return tuple(room(q, v, terms_and_wants[-1]))
-
-    @torch.library.custom_op(f"headwise::{engine}_backward", mutates_args=())
-    def backward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        additive: Tensor | None,
-        intervals: Tensor | None,
-        dense: Tensor | None,
-        position: Tensor,
-        bias: Tensor | None,
-        slopes: Tensor | None,
-        relative: Tensor | None,
-        sinks: Tensor | None,
-        seed: Tensor | None,
-        scale: float,
-        softcap: float,
-        dropout: float,
-        first_key: int,
-        out: Tensor,
-        lse: Tensor,
-        entropy: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        grad_entropy: Tensor | None,
-    ) -> list[Tensor]:
-        terms = Terms(
-            additive, intervals, dense, position, bias, slopes, relative, sinks, seed,
-            scale, softcap, dropout, first_key,
-        )  # fmt: skip
-        asked = (out, lse, entropy, grad_out, grad_lse, grad_entropy)
+    def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
+        terms = Terms(*given[:_TERMS])
         with without_autocast(q.device):
-            found = differentiate(q, k, v, terms, *asked)
-        given = (q, k, v, additive, bias, slopes, relative, sinks)
+            found = differentiate(q, k, v, terms, *given[_TERMS:])
         return [
             grad.to(x.dtype).contiguous()  # as the shapes below promise
-            for grad, x in zip(found, given, strict=True)
+            for grad, x in zip(found, _learnable(q, k, v, terms), strict=True)
             if grad is not None and x is not None
-        ]
-
-    @backward.register_fake
-    def _(q, k, v, additive, intervals, dense, position, bias, slopes, relative, sinks, *rest):  # type: ignore[no-untyped-def]
-        given = (q, k, v, additive, bias, slopes, relative, sinks)
-        return [
-            torch.empty_like(x, memory_format=torch.contiguous_format)
-            for x in given
-            if x is not None
         ]
 
     def gradient(ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
         *tensors, out, lse, entropy = ctx.saved_tensors
         grad_entropy = grad_entropy if ctx.wants & ENTROPY else None  # there is none to flow into
-        grads: list[Tensor | None] = [None] * 17
+        grads: list[Tensor | None] = [None] * (4 + _TERMS)
         if grad_out is None and grad_lse is None and grad_entropy is None:
             return tuple(grads)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         asked = (out, lse, entropy, grad_out, grad_lse, grad_entropy)
-        found = iter(backward(*tensors, *ctx.numbers, *asked))
+        found = iter(differentiated(*tensors, *ctx.numbers, *asked))
         for place in _LEARNABLE:
             if tensors[place] is not None:
                 grads[place] = next(found)
@@ -140,16 +94,39 @@ def operators(
             "engine='reference' has all of them"
         )
 
-    forward.register_autograd(gradient, setup_context=_setup)
-    backward.register_autograd(no_second)
+    computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", forward, _forward_shapes)
+    differentiated = define(
+        f"{engine}_backward",
+        f"({CALL}, Tensor out, Tensor lse, Tensor entropy, Tensor grad_out, Tensor? grad_lse, "
+        "Tensor? grad_entropy) -> Tensor[]",
+        backward,
+        _backward_shapes,
+    )
+    torch.library.register_autograd(computed, gradient, setup_context=_setup, lib=LIBRARY)
+    torch.library.register_autograd(differentiated, no_second, lib=LIBRARY)
     ops = torch.ops.headwise
     flops.register(getattr(ops, engine), getattr(ops, f"{engine}_backward"))
-    return forward
+    return computed  # type: ignore[no-any-return]
+
+
+def _learnable(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor | None, ...]:
+    return q, k, v, terms.additive, terms.bias, terms.slopes, terms.relative, terms.sinks
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    return tuple(room(q, v, given[_TERMS]))
+
+
+def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in _learnable(q, k, v, Terms(*given[:_TERMS]))
+        if x is not None
+    ]
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    tensors, numbers = inputs[:12], inputs[12:16]
-    ctx.numbers, ctx.wants = numbers, inputs[16]
+    ctx.numbers, ctx.wants = inputs[_TENSORS:-1], inputs[-1]
     ctx.mark_non_differentiable(output[2], *output[4:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[0], output[1], output[3])
+    ctx.save_for_backward(*inputs[:_TENSORS], output[0], output[1], output[3])

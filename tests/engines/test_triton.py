@@ -139,7 +139,7 @@ def test_operators_pass_pytorchs_own_check() -> None:
     q, k, v = (normal(1, 2, 5, 16).requires_grad_() for _ in range(3))
     position = torch.arange(5, dtype=torch.int32, device=DEVICE)[None]
     none = [None] * 5
-    arguments = (q, k, v, None, None, None, position, *none, 0.25, 0.0, 0.0, 0, 7)
+    arguments = (q, k, v, None, None, None, position, *none, 0.25, 0.0, 0.0, 0, None, 7)
     torch.library.opcheck(torch.ops.headwise.triton.default, arguments)
 
 

@@ -46,7 +46,7 @@ def attend(problem: Problem) -> Tensor:
 
 def run(problem: Problem, wants: int) -> Sums:
     """The output and the sums that `wants` names."""
-    return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(), wants))
+    return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(banded=True), wants))
 
 
 _forward = operators("triton", run_forward, differentiate)

@@ -148,10 +148,10 @@ class Call:
 
     def table(self, rows: int) -> tuple[Tensor | None, int, int, int]:
         """What each block of rows sees: the table, its blocks, and its strides."""
-        blocks = -(-self.rows // rows)
         intervals = self.operands.given.intervals
         if intervals is None:
-            return None, blocks, 0, 0
+            return None, 0, 0, 0
+        blocks = -(-self.rows // rows)
         pieces, _, batch, heads, _ = intervals.shape
         table = intervals.new_empty(batch, heads, pieces, 4, blocks)
         given, sizes = self.operands.given, self.operands.sizes

@@ -105,8 +105,8 @@ def absorb(
 @triton.jit(do_not_specialize=LOOSE)
 def forward(
     q, k, v, qs, ks, vs, t,
-    queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-    position_batch, threshold, scale, softcap, kept_share,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
     out, written,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
@@ -114,8 +114,8 @@ def forward(
 ):  # fmt: skip
     """One block of ROWS query rows of one head of one batch entry."""
     z = Sizes(
-        queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-        position_batch, threshold, scale, softcap, kept_share,
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PIECES > 0:  # late rows of a causal mask see most: they start first

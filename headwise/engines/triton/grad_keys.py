@@ -27,8 +27,8 @@ SCAN = tl.constexpr(128)  # row blocks that are looked at together
 @triton.jit(do_not_specialize=[*LOOSE, "blocks"])
 def row_blocks(
     t,
-    queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-    position_batch, threshold, scale, softcap, kept_share,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
     table, blocks, ROWS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """What each block of rows sees: some row [low, high), every row [all_low, all_high).
@@ -36,8 +36,8 @@ def row_blocks(
     table is (entries, heads, PIECES, 4, blocks) int32.
     """
     z = Sizes(
-        queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-        position_batch, threshold, scale, softcap, kept_share,
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i = block * ROWS + tl.arange(0, ROWS)
@@ -87,6 +87,20 @@ def seen_by(table, blocks, j0, KEYS: tl.constexpr):
 
 
 @triton.jit
+def seen_by_band(z, j0, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """The same of a band, where two numbers say it all. Rows past the end weigh nothing."""
+    blocks = tl.cdiv(z.queries, ROWS)
+    begin = tl.maximum(j0 - z.high + 1, 0) // ROWS
+    end = tl.minimum(tl.cdiv(tl.maximum(j0 + KEYS - z.low, 0), ROWS), blocks)
+    begin = tl.minimum(begin, end)
+    inner = tl.cdiv(tl.maximum(tl.minimum(j0 + KEYS, z.keys) - z.high, 0), ROWS)
+    last = tl.maximum(j0 - z.low + 1, 0)  # rows before it see the first of the keys
+    outer = tl.where(last >= z.queries, blocks, last // ROWS)
+    inner = tl.minimum(tl.maximum(inner, begin), end)
+    return begin, end, inner, tl.minimum(tl.maximum(outer, inner), end)
+
+
+@triton.jit
 def step(
     grad_k, grad_v, keys, values, q, do, qs, dos, t, z, rows, b, h, heads, block, hidden,
     j, piece: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
@@ -129,8 +143,8 @@ def step(
 @triton.jit(do_not_specialize=[*LOOSE, "blocks", "table_batch", "table_head"])
 def grad_keys(
     q, do, k, v, qs, dos, ks, vs, t,
-    queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-    position_batch, threshold, scale, softcap, kept_share,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
     rows, grad_k, grad_v, table, blocks, table_batch, table_head,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
@@ -138,8 +152,8 @@ def grad_keys(
 ):  # fmt: skip
     """One block of KEYS keys of one key head of one batch entry."""
     z = Sizes(
-        queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-        position_batch, threshold, scale, softcap, kept_share,
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     number, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j0 = number * KEYS
@@ -152,8 +166,10 @@ def grad_keys(
     for member in tl.range(0, z.group):
         h = kh * z.group + member
         for piece in tl.static_range(PIECES if PIECES > 0 else 1):
-            begin, end, inner, outer = 0, blocks, 0, blocks
-            if PIECES > 0:
+            begin, end, inner, outer = 0, tl.cdiv(z.queries, ROWS), 0, tl.cdiv(z.queries, ROWS)
+            if PIECES > 0 and t.intervals is None:
+                begin, end, inner, outer = seen_by_band(z, j0, KEYS, ROWS)
+            elif PIECES > 0:
                 start = table + b.to(tl.int64) * table_batch + h.to(tl.int64) * table_head
                 begin, end, inner, outer = seen_by(start + piece * 4 * blocks, blocks, j0, KEYS)
             # Blocks whose rows see part of the keys, then those that see all: one pipeline.

@@ -72,8 +72,8 @@ def step(
 @triton.jit(do_not_specialize=LOOSE)
 def grad_queries(
     q, do, k, v, qs, dos, ks, vs, t,
-    queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-    position_batch, threshold, scale, softcap, kept_share,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
     rows, grad_q, sums,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
@@ -81,8 +81,8 @@ def grad_queries(
 ):  # fmt: skip
     """One block of ROWS query rows of one head of one batch entry; the loops are the forward's."""
     z = Sizes(
-        queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-        position_batch, threshold, scale, softcap, kept_share,
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PIECES > 0:

@@ -45,8 +45,8 @@ def visible(t, z, b, h, i, j, row, PIECES: tl.constexpr):
 )
 def grad_bias(
     q, do, k, v, qs, dos, ks, vs, t,
-    queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-    position_batch, threshold, scale, softcap, kept_share,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
     rows, grad, heads, key_tiles, entries, members, row_span, key_span,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
@@ -59,8 +59,8 @@ def grad_bias(
     each program walks over.
     """
     z = Sizes(
-        queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-        position_batch, threshold, scale, softcap, kept_share,
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     tile, b0, h0 = tl.program_id(0), tl.program_id(2), tl.program_id(1)
     across = key_tiles // key_span  # tiles of the gradient along the keys
@@ -111,16 +111,16 @@ def grad_bias(
 @triton.jit(do_not_specialize=LOOSE)
 def grad_distance(
     q, do, k, v, qs, dos, ks, vs, t,
-    queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-    position_batch, threshold, scale, softcap, kept_share,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
     rows, grad,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Σ ds over the pairs at one distance, -R < i - j < R; grad is (B, Hq, 2R + 1) float32."""
     z = Sizes(
-        queries, keys, group, first_key, reach, interval_step, interval_batch, interval_head,
-        position_batch, threshold, scale, softcap, kept_share,
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     number, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     distance = number + 1 - z.reach

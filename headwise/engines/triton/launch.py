@@ -44,10 +44,17 @@ class Operands:
             "PADDED": width,
             "PADDED_VALUES": values,
             "PRECISION": precision(self.q.dtype),
-            "PIECES": 0 if terms.intervals is None else terms.intervals.shape[0],
+            "PIECES": pieces(terms),
             "PLAIN": not bent,
             "CAP": terms.softcap > 0,
         }
+
+
+def pieces(terms: Terms) -> int:
+    """How many intervals a row has; 0: it sees every key, or what a dense mask says."""
+    if terms.intervals is not None:
+        return terms.intervals.shape[0]
+    return 1 if terms.band is not None and len(terms.band) == 3 else 0
 
 
 def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
@@ -59,7 +66,8 @@ def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
         step = intervals.stride(1)
         batch = intervals.stride(2) if intervals.shape[2] > 1 else 0
         head = intervals.stride(3) if intervals.shape[3] > 1 else 0
-    position = terms.position.contiguous()
+    position = terms.position.contiguous() if terms.band is None else None
+    shift, low, high = (*(terms.band or [0]), 0, 0)[:3]
     dense = None if terms.dense is None else terms.dense.view(torch.int8)
     given = Given(
         intervals,
@@ -79,10 +87,13 @@ def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
         q.shape[1] // k.shape[1],
         terms.first_key,
         0 if terms.relative is None else terms.relative.shape[1] // 2,
+        shift,
+        low,
+        high,
         step,
         batch,
         head,
-        position.stride(0) if position.shape[0] > 1 else 0,
+        position.stride(0) if position is not None and position.shape[0] > 1 else 0,
         dropout.threshold(terms.dropout),
         terms.scale,
         terms.softcap,

@@ -27,7 +27,7 @@ class Given(NamedTuple):
     dense_strides: tuple[int, ...] | None
     bias: Tensor | None
     bias_strides: tuple[int, ...] | None
-    position: Tensor  # (B|1, N) int32
+    position: Tensor | None  # (B|1, N) int32; None: row i stands beside i + shift
     slopes: Tensor | None  # (Hq,)
     relative: Tensor | None  # (Hq, 2R + 1)
     sinks: Tensor | None  # (Hq,)
@@ -46,6 +46,9 @@ class Sizes(NamedTuple):
     group: int  # query heads a key head
     first_key: int
     reach: int  # R of the relative table
+    shift: int  # where there are no positions
+    low: int  # where there are no intervals: row i sees [i + low, i + high)
+    high: int
     interval_step: int  # from `first` to `last`, and on to the next piece
     interval_batch: int
     interval_head: int
@@ -145,18 +148,26 @@ def dense_seen(t, z, b, h, i, j):
 @triton.jit
 def interval(t, z, piece: tl.constexpr, b, h, i):
     """[first, last) of each row i in one piece; rows past the end repeat the last one."""
-    start = t.intervals + b.to(tl.int64) * z.interval_batch + h.to(tl.int64) * z.interval_head
-    start += tl.minimum(i, z.queries - 1)
-    return tl.load(start + 2 * piece * z.interval_step), tl.load(
-        start + (2 * piece + 1) * z.interval_step
-    )
+    row = tl.minimum(i, z.queries - 1)
+    if t.intervals is not None:
+        start = t.intervals + b.to(tl.int64) * z.interval_batch + h.to(tl.int64) * z.interval_head
+        start += row + 2 * piece * z.interval_step
+        first, last = tl.load(start), tl.load(start + z.interval_step)
+    else:
+        first = tl.minimum(tl.maximum(row + z.low, 0), z.keys)
+        last = tl.minimum(tl.maximum(row + z.high, 0), z.keys)
+    return first, last
 
 
 @triton.jit
 def positions(t, z, b, i):
     """The key position beside which each row i stands."""
     row = tl.minimum(i, z.queries - 1)
-    return tl.load(t.position + b.to(tl.int64) * z.position_batch + row)
+    if t.position is not None:
+        position = tl.load(t.position + b.to(tl.int64) * z.position_batch + row)
+    else:
+        position = row + z.shift
+    return position
 
 
 @triton.jit
