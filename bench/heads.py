@@ -17,7 +17,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.loading import ASSETS, LanguageModel, Translator
-from headwise.look.sight import Recorder
+from headwise.look.reading import Recorder
 
 STATISTICS = ("entropy", "max_logit", "sink_mass", "previous_mass", "self_mass", "distance")
 REPEATED = 64

@@ -17,6 +17,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from headwise.doctor import gather
+from headwise.look import commands as look_commands
 from headwise.training import commands as training_commands
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 
 
+app.add_typer(look_commands.app)
 app.add_typer(training_commands.app)
 
 
@@ -50,64 +52,6 @@ def options(
     ] = False,
 ) -> None:
     """Attention you can see inside, at full speed."""
-
-
-@app.command()
-def look(
-    model: Annotated[
-        str, typer.Argument(help="gpt, translate, or the folder of a run of headwise train.")
-    ] = "gpt",
-    text: Annotated[
-        str | None, typer.Option(help="What the model reads.", show_default=False)
-    ] = None,
-    file: Annotated[
-        typer.FileText | None,
-        typer.Option(help="A file to read instead; - is standard input.", show_default=False),
-    ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(help="Draw this head only, by layer and number: 5.1.", show_default=False),
-    ] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="List every head, not only those first in something.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Tokens, figures and, with --head, its map.")
-    ] = False,
-) -> None:
-    """Look at attention: a text, its tokens, what the heads of a model do with it, and maps.
-
-    The built-in [b]gpt[/b] reads English; of the built-in translator you see which English token
-    each French one looks at.
-
-    [b]Examples[/b]
-
-    headwise look
-
-    headwise look --text 'to be or not to be' --head 5.1
-
-    headwise look translate --text 'The cat is black.'
-
-    headwise look gpt --file speech.txt --all
-    """
-    from headwise.loading import Classifier, load  # needs what only `look` and `train` need
-    from headwise.look import sight, terminal
-
-    if text is not None and file is not None:
-        raise typer.BadParameter("give --text or --file, not both")
-    try:
-        loaded = load(model)
-        if isinstance(loaded, Classifier):
-            raise ValueError(f"{model} names images; its heads are not drawn in a terminal")
-        said = file.read() if file is not None else text
-        seen = sight.look_at(loaded, terminal.SENTENCE if said is None else said)
-        chosen = () if head is None else (seen.head(head),)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if as_json:
-        print_json(terminal.as_dictionary(seen, chosen))
-    else:
-        terminal.show(Console(), seen, chosen, every)
 
 
 @app.command()

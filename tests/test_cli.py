@@ -7,11 +7,11 @@ import torch
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-import headwise as hw
 from headwise import doctor
 from headwise.cli import app
 from headwise.look import terminal
-from headwise.look.sight import look_at
+from headwise.look.opening import opened
+from headwise.look.reading import silent
 
 
 def run(*words: str, stdin: str = "") -> str:
@@ -31,7 +31,7 @@ def refused(*words: str) -> str:
 def test_help_names_the_commands_and_teaches_by_example() -> None:
     assert "look" in run("--help")
     assert "doctor" in run("--help")
-    assert "headwise look --text 'to be or not to be'" in run("look", "--help")
+    assert "headwise look --terminal --text 'to be or not to be'" in run("look", "--help")
 
 
 def test_version_is_the_package_s() -> None:
@@ -39,7 +39,7 @@ def test_version_is_the_package_s() -> None:
 
 
 def test_look_shows_tokens_heads_and_maps_within_80_columns_without_colour() -> None:
-    output = run("look")
+    output = run("look", "--terminal")
     assert "17 tokens" in output
     assert "of 48 heads" in output
     assert "looks most at the token before" in output
@@ -50,45 +50,51 @@ def test_look_shows_tokens_heads_and_maps_within_80_columns_without_colour() -> 
 
 @pytest.mark.parametrize("words", [1, 15, 16, 17, 250])
 def test_look_fits_80_columns_however_long_the_text(words: int) -> None:
-    output = run("look", "--file", "-", stdin="extraordinarily 世 " * words)
+    output = run("look", "--terminal", "--file", "-", stdin="extraordinarily 世 " * words)
     assert max(cell_len(line) for line in output.splitlines()) <= 80
 
 
 def test_look_draws_the_one_head_asked_for() -> None:
-    output = run("look", "--head", "5.1")
+    output = run("look", "--terminal", "--head", "5.1")
     assert output.count("head 5.1") == 1
     assert "head 4.6" not in output
 
 
 def test_look_lists_every_head_when_asked() -> None:
-    listed = [line.split()[0] for line in run("look", "--all").splitlines() if line[:1].isdigit()]
+    listed = [
+        line.split()[0]
+        for line in run("look", "--terminal", "--all").splitlines()
+        if line[:1].isdigit()
+    ]
     assert all(f"{layer}.{head}" in listed for layer in range(6) for head in range(8))
 
 
 def test_look_refuses_a_head_it_does_not_have_and_names_those_it_has() -> None:
-    assert "no head '9.9'; heads are layer.number, 0.0 to 5.7" in refused("look", "--head", "9.9")
+    assert "no head '9.9'; heads are layer.number, 0.0 to 5.7" in refused(
+        "look", "--terminal", "--head", "9.9"
+    )
 
 
 def test_look_refuses_a_model_it_does_not_have_and_names_those_it_has() -> None:
-    said = refused("look", "nowhere")
+    said = refused("look", "--terminal", "nowhere")
     assert "no model 'nowhere'" in said
     assert "gpt, translate" in said
 
 
 @pytest.mark.parametrize("text", ["", " \n "])
 def test_look_refuses_a_text_without_words(text: str) -> None:
-    assert "there is no word to look at" in refused("look", "--text", text)
+    assert "there is no word to look at" in refused("look", "--terminal", "--text", text)
 
 
 def test_look_shows_which_source_token_each_translated_one_looks_at() -> None:
-    output = run("look", "translate", "--text", "The cat is black.")
+    output = run("look", "translate", "--terminal", "--text", "The cat is black.")
     assert "→ Le chat est noir." in output
     assert "is most decided" in output
     assert "previous" not in output  # of another text nothing is the token before
 
 
 def test_look_gives_programs_the_tokens_the_figures_and_the_map() -> None:
-    words = ("look", "--text", "to be or not to be", "--json", "--head", "4.6")
+    words = ("look", "--terminal", "--text", "to be or not to be", "--json", "--head", "4.6")
     seen = json.loads(run(*words))
     assert seen["rows"] == ["⟨start⟩", "to", " be", " or", " not", " to", " be"]
     (head,) = seen["heads"]
@@ -100,16 +106,18 @@ def test_look_gives_programs_the_tokens_the_figures_and_the_map() -> None:
 
 
 def test_a_long_text_gives_programs_a_pooled_map_that_says_so() -> None:
-    seen = json.loads(run("look", "--file", "-", "--json", "--head", "0.0", stdin="word " * 300))
+    seen = json.loads(
+        run("look", "--terminal", "--file", "-", "--json", "--head", "0.0", stdin="word " * 300)
+    )
     assert seen["heads"][0]["map"]["pooled"] == "max"
     assert len(seen["heads"][0]["map"]["weights"]) == 256
 
 
 def test_the_sample_shows_an_induction_head_at_work() -> None:
-    sight = look_at(hw.load("gpt"), terminal.SENTENCE)
-    head = sight.head("5.1")
+    group = opened("gpt").read(terminal.SENTENCE, silent).main
+    head = group.head("5.1")
     looked = head.map[0, 0, 16]  # the last " is" looks at what followed the first one
-    assert sight.rows[int(looked.argmax())] == " a"
+    assert group.rows[int(looked.argmax())] == " a"
 
 
 def test_doctor_reports_versions_devices_and_engines() -> None:

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, Group
+from rich.console import Console
+from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from headwise.look.sight import Head, Sight
+from headwise.look.scene import Group, Head, Input
 
 SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is"
 """What to look at when nothing is given: words that come back."""
@@ -74,29 +75,30 @@ DRAWN = 3
 """How many of the heads that are first in something are drawn."""
 
 
-def show(console: Console, sight: Sight, chosen: Sequence[Head] = (), every: bool = False) -> None:
+def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool = False) -> None:
     """Print what the heads did: the tokens, the figures of some or all heads, and some maps."""
-    console.print(Text(f"{len(sight.columns)} tokens", style="bold"))
-    console.print(token_lines(sight.columns, console.width))
-    for note in sight.notes:
+    group = read.main
+    console.print(Text(f"{len(group.columns)} tokens", style="bold"))
+    console.print(token_lines(group.columns, console.width))
+    for note in read.notes:
         console.print(Text(note, style="italic"))
-    firsts = records(sight)
-    listed = sight.heads if every else chosen or [head for head, _ in firsts]
-    counted = f"{len(listed)} of " if len(listed) < len(sight.heads) else ""
-    console.print(Text(f"\n{counted}{len(sight.heads)} heads", style="bold"))
-    console.print(head_table(listed, sight.causal))
-    console.print(Text(DEFINED if sight.causal else DEFINED_ACROSS, style="dim"))
+    firsts = records(group)
+    listed = group.heads if every else chosen or [head for head, _ in firsts]
+    counted = f"{len(listed)} of " if len(listed) < len(group.heads) else ""
+    console.print(Text(f"\n{counted}{len(group.heads)} heads", style="bold"))
+    console.print(head_table(listed, group.square))
+    console.print(Text(DEFINED if group.square else DEFINED_ACROSS, style="dim"))
     said = {head.name: reason for head, reason in firsts}
     drawn = chosen or [head for head, _ in firsts[:DRAWN]]
-    console.print(maps_side_by_side(sight, drawn, said, console.width))
-    console.print(legend(sight.causal))
+    console.print(maps_side_by_side(group, drawn, said, console.width))
+    console.print(legend(group.square))
 
 
-def records(sight: Sight) -> list[tuple[Head, str]]:
+def records(group: Group) -> list[tuple[Head, str]]:
     """The heads that are first in something, and in what; each once."""
     found: dict[str, tuple[Head, str]] = {}
-    for figure, reason in RECORDS if sight.causal else RECORDS[-3:]:
-        able = [head for head in sight.heads if figure in head.figures]
+    for figure, reason in RECORDS if group.square else RECORDS[-3:]:
+        able = [head for head in group.heads if figure in head.figures]
         if able:
             head = max(able, key=lambda head: head.figures[figure])
             found.setdefault(head.name, (head, reason))
@@ -118,9 +120,9 @@ def token_lines(tokens: Sequence[str], width: int) -> Text:
     return text
 
 
-def head_table(heads: Sequence[Head], causal: bool) -> Table:
+def head_table(heads: Sequence[Head], square: bool) -> Table:
     """A row a head, a column a figure."""
-    columns = [column for column in COLUMNS if causal or column[0] not in WITHIN]
+    columns = [column for column in COLUMNS if square or column[0] not in WITHIN]
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("head", no_wrap=True)
     for title, *_ in columns:
@@ -131,16 +133,17 @@ def head_table(heads: Sequence[Head], causal: bool) -> Table:
     return table
 
 
-def as_dictionary(sight: Sight, chosen: Sequence[Head] = ()) -> dict[str, object]:
+def as_dictionary(read: Input, chosen: Sequence[Head] = ()) -> dict[str, object]:
     """The same for programs: tokens, and for each head its figures and, of chosen ones, its map."""
+    group = read.main
     return {
-        "rows": list(sight.rows),
-        "columns": list(sight.columns),
-        "notes": list(sight.notes),
+        "rows": list(group.rows),
+        "columns": list(group.columns),
+        "notes": list(read.notes),
         "heads": [
             {"layer": head.layer, "head": head.number, "statistics": head.figures}
             | ({"map": _map(head)} if head in chosen else {})
-            for head in sight.heads
+            for head in group.heads
             if not chosen or head in chosen
         ],
     }
@@ -160,30 +163,30 @@ def head_map(head: Head, size: int) -> Tensor:
 
 
 def maps_side_by_side(
-    sight: Sight, heads: Sequence[Head], said: dict[str, str], width: int
+    group: Group, heads: Sequence[Head], said: dict[str, str], width: int
 ) -> Table:
     """As many maps beside each other as the terminal is wide enough for."""
-    size = min(max(len(sight.rows), len(sight.columns)), MOST_ROWS, (width - LABEL) // 2)
+    size = min(max(len(group.rows), len(group.columns)), MOST_ROWS, (width - LABEL) // 2)
     abreast = max(1, (width + 2) // (LABEL + 2 * size + 2))
     grid = Table.grid(padding=(0, 2, 0, 0))
     for start in range(0, len(heads), abreast):
         some = heads[start : start + abreast]
-        grid.add_row(*(draw_head(sight, head, said.get(head.name, ""), size) for head in some))
+        grid.add_row(*(draw_head(group, head, said.get(head.name, ""), size) for head in some))
     return grid
 
 
-def draw_head(sight: Sight, head: Head, reason: str, size: int) -> Group:
+def draw_head(group: Group, head: Head, reason: str, size: int) -> Stack:
     """One head's map under its name and what it is first in."""
-    weights, tokens = head_map(head, size), len(sight.rows)
+    weights, tokens = head_map(head, size), len(group.rows)
     if weights.shape[0] < tokens:
         labels = [f"{tokens * row // len(weights)}…" for row in range(len(weights))]
         width = tokens // len(weights)
         pooled = [Text(f"a cell is the largest of about {width}² weights", style="dim")]
     else:
-        labels = [f"{number:>2} {token.strip()}" for number, token in enumerate(sight.rows)]
+        labels = [f"{number:>2} {token.strip()}" for number, token in enumerate(group.rows)]
         pooled = []
     name = Text(f"head {head.name} ", style="bold").append(reason, style="dim italic")
-    return Group(name, *pooled, *draw(weights, labels, sight.causal), Text())
+    return Stack(name, *pooled, *draw(weights, labels, group.causal), Text())
 
 
 def draw(weights: Tensor, labels: Sequence[str], causal: bool = True) -> list[Text]:
@@ -213,9 +216,9 @@ def shade(weight: float) -> str:
     return next(characters for least, characters in SHADES if weight >= least)
 
 
-def legend(causal: bool = True) -> Text:
+def legend(square: bool = True) -> Text:
     """What the shades mean."""
-    text = Text("" if causal else "columns are the tokens above, in order\n", style="dim")
+    text = Text("" if square else "columns are the tokens above, in order\n", style="dim")
     text.append("weight  ", style="dim")
     for least, characters in reversed(SHADES):
         text.append(characters, style=COLOURS[characters])

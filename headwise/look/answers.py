@@ -1,0 +1,279 @@
+"""The questions a page asks and their answers, whatever carries them: HTTP, a file, a notebook."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from torch import Tensor
+
+from headwise.engines.tiles import Cells, How
+from headwise.look.atlas import Atlas, Picture
+from headwise.look.cells import plain
+from headwise.look.scene import Group, Head
+from headwise.look.session import Session
+from headwise.map import TILE
+
+MOST_TOKENS = 20_000  # in one answer
+MOST_LINES = 512  # rows whose largest weights are given at once
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A body and what it is."""
+
+    body: bytes
+    media: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
+    status: int = 200
+
+
+class Refusal(Exception):  # noqa: N818 - an answer like any other, only not the one hoped for
+    """Why a question has no answer, and what to ask instead."""
+
+    def __init__(self, status: int, error: str, hint: str = "") -> None:
+        super().__init__(error)
+        self.status, self.error, self.hint = status, error, hint
+
+    def answer(self) -> Answer:
+        """The refusal as it travels."""
+        return as_json({"error": self.error, "hint": self.hint}, self.status)
+
+
+class Query:
+    """What stands behind the question mark, checked."""
+
+    def __init__(self, text: str) -> None:
+        self.given = {name: values[-1] for name, values in parse_qs(text).items()}
+
+    def number(self, name: str, default: int, low: int = 0, high: int = 1 << 31) -> int:
+        """An integer from low to high."""
+        written = self.given.get(name, str(default))
+        if not re.fullmatch(r"\d{1,10}", written) or not low <= int(written) <= high:
+            raise Refusal(400, f"{name}={written[:40]!r} is no number from {low} to {high}")
+        return int(written)
+
+    def how(self) -> How:
+        """How cells are pooled."""
+        how: Literal["mean", "max"] = "mean"
+        if self.given.get("how", how) == "max":
+            how = "max"
+        elif self.given.get("how", how) != "mean":
+            raise Refusal(400, f"how={self.given['how'][:40]!r}; cells hold the mean or the max")
+        return how
+
+    def range(self, axis: str, length: int) -> slice:
+        """The positions from `axis_start` to `axis_stop`, all of them unless told."""
+        start = self.number(f"{axis}_start", 0, 0, length)
+        stop = self.number(f"{axis}_stop", length, start, length)
+        return slice(start, stop)
+
+
+def as_json(value: object, status: int = 200) -> Answer:
+    """A JSON answer; numbers that JSON does not know must have become None before."""
+    body = json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+    return Answer(body, status=status)
+
+
+def answer(session: Session, address: str) -> Answer:
+    """What the session answers to a path and query such as /api/inputs/0/heads.
+
+    >>> answer(Session(), "/api/nowhere").status
+    404
+    """
+    parts = urlsplit(address)
+    try:
+        for pattern, reply in ROUTES:
+            match = re.fullmatch(pattern, parts.path)
+            if match:
+                return reply(session, Query(parts.query), *match.groups())
+        raise Refusal(404, f"there is nothing at {parts.path[:200]}", "see docs/look.md")
+    except Refusal as refusal:
+        return refusal.answer()
+    except ValueError as error:  # the library restates the call, and says what would work
+        return Refusal(404, str(error)).answer()
+
+
+def state(session: Session, query: Query) -> Answer:
+    """How far things are, the model and its inputs."""
+    return as_json(session.state())
+
+
+def tokens(session: Session, query: Query, id: str) -> Answer:
+    """The tokens of an axis."""
+    group = _atlas(session, id).input.group(query.given.get("group", "self"))
+    axis = query.given.get("axis", "rows")
+    if axis not in ("rows", "columns"):
+        raise Refusal(400, f"axis={axis[:40]!r}; a map has rows and columns")
+    all_tokens = group.rows if axis == "rows" else group.columns
+    start = query.number("start", 0)
+    stop = min(query.number("stop", MOST_TOKENS), start + MOST_TOKENS)
+    return as_json({"tokens": all_tokens[start:stop], "total": len(all_tokens)})
+
+
+def heads(session: Session, query: Query, id: str) -> Answer:
+    """Every head with its figures."""
+    read = _atlas(session, id).input
+    rows = [
+        {
+            "group": group.id,
+            "layer": head.layer,
+            "head": head.number,
+            "type": head.type,
+            "figures": {name: number(value) for name, value in head.figures.items()},
+        }
+        for group in read.groups
+        for head in group.heads
+    ]
+    columns: dict[str, None] = {}
+    for group in read.groups:
+        columns |= dict.fromkeys(group.heads[0].figures)
+    return as_json({"columns": list(columns), "heads": rows})
+
+
+def thumbnails(session: Session, query: Query, id: str) -> Answer:
+    """The maps of a group's heads, small."""
+    atlas = _atlas(session, id)
+    group = atlas.input.group(query.given.get("group", atlas.input.main.id))
+    how, drop = query.how(), query.number("drop", 0)
+    size = query.number("size", 32, 1, TILE)
+    pictures = [atlas.thumbnail(group, head, size, how, drop) for head in group.heads]
+    first = pictures[0]
+    return _binary(Picture(b"".join(p.cells for p in pictures), first.rows, first.columns))
+
+
+def image(session: Session, query: Query, id: str) -> Answer:
+    """The image that was read."""
+    seen = _atlas(session, id).input.image
+    if seen is None:
+        raise Refusal(404, f"input {id} is no image")
+    return Answer(seen.png, "image/png")
+
+
+def pyramid(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The size of a head's map."""
+    _, group, head = _head(session, id, *where)
+    _, _, rows, columns = head.map.shape
+    levels = head.map.levels
+    size = {"rows": rows, "columns": columns, "levels": levels, "tile": TILE}
+    return as_json({**size, "causal": group.causal})
+
+
+def tile(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """One tile of a head's map."""
+    atlas, group, head = _head(session, id, *where[:3])
+    level, x, y = map(int, where[3:])
+    picture = atlas.tile(group, head, level, x, y, query.how(), query.number("drop", 0))
+    return _binary(picture)
+
+
+def strips(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """What each row did and what each key received, pooled to a few numbers."""
+    atlas, group, head = _head(session, id, *where)
+    size = query.number("size", 1024, 1, 8192)
+    rows = query.range("row", len(group.rows))
+    columns = query.range("column", len(group.columns))
+    return as_json(
+        {
+            "entropy": _pooled(head.entropy[rows], size),
+            "top_prob": _pooled(head.top_prob[rows], size),
+            "received": _pooled(atlas.received(group, head)[columns], size),
+            "rows": len(group.rows),
+            "columns": len(group.columns),
+        }
+    )
+
+
+def row(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The weights of a row, exactly."""
+    *_, head = _head(session, id, *where[:3])
+    return Answer(plain(head.map[0, 0, int(where[3])]), BINARY)
+
+
+def column(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The weights on a key, exactly."""
+    *_, head = _head(session, id, *where[:3])
+    return Answer(plain(head.map[0, 0, :, int(where[3])]), BINARY)
+
+
+def weight(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """One weight, and the logit and lse that it is made of."""
+    *_, head = _head(session, id, *where[:3])
+    i, j = map(int, where[3:])
+    value = float(head.map[0, 0, i, j])
+    lse = float(head.map.lse[0, 0, i])
+    logit = lse + math.log(value) if value > 0 else None
+    return as_json({"weight": value, "logit": logit, "lse": number(lse)})
+
+
+def top(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The largest weights of some rows."""
+    _, group, head = _head(session, id, *where)
+    rows = query.range("row", len(group.rows))
+    if rows.stop - rows.start > MOST_LINES:
+        raise Refusal(400, f"{rows.stop - rows.start} rows; at most {MOST_LINES} are given at once")
+    weights, keys = head.map[0, 0, rows].topk(min(query.number("k", 3, 1, 64), len(group.columns)))
+    pairs = [
+        [[key, value] for key, value in zip(*row, strict=True) if value > 0]
+        for row in zip(keys.tolist(), weights.tolist(), strict=True)
+    ]
+    return as_json({"rows": pairs})
+
+
+BINARY = "application/octet-stream"
+HEAD = r"/api/inputs/(\d+)/map/(\w+)/(\d{1,4})/(\d{1,4})"
+PLACE = r"(\d{1,9})"
+ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
+    (r"/api/state", state),
+    (r"/api/inputs/(\d+)/tokens", tokens),
+    (r"/api/inputs/(\d+)/heads", heads),
+    (r"/api/inputs/(\d+)/thumbnails", thumbnails),
+    (r"/api/inputs/(\d+)/image", image),
+    (HEAD, pyramid),
+    (rf"{HEAD}/tile/{PLACE}/{PLACE}/{PLACE}", tile),
+    (rf"{HEAD}/strips", strips),
+    (rf"{HEAD}/row/{PLACE}", row),
+    (rf"{HEAD}/column/{PLACE}", column),
+    (rf"{HEAD}/weight/{PLACE}/{PLACE}", weight),
+    (rf"{HEAD}/top", top),
+)
+
+
+def number(value: float) -> float | None:
+    """A number that JSON knows, or None."""
+    return value if math.isfinite(value) else None
+
+
+def _atlas(session: Session, id: str) -> Atlas:
+    atlas = session.atlases.get(id)
+    if atlas is None:
+        there = ", ".join(session.atlases) or "none yet"
+        raise Refusal(404, f"there is no input {id}", f"there are: {there}")
+    return atlas
+
+
+def _head(
+    session: Session, id: str, group: str, layer: str, head: str
+) -> tuple[Atlas, Group, Head]:
+    atlas = _atlas(session, id)
+    found = atlas.input.group(group)
+    return atlas, found, found.head(f"{int(layer)}.{int(head)}")
+
+
+def _binary(picture: Picture) -> Answer:
+    sizes = {"X-Rows": str(picture.rows), "X-Columns": str(picture.columns)}
+    return Answer(picture.cells, BINARY, sizes)
+
+
+def _pooled(values: Tensor, size: int) -> list[float | None]:
+    """At most `size` means of neighbours."""
+    cells = Cells.evenly(len(values), size)
+    whole = slice(0, len(values))
+    sums = cells.pooled(values.double().cpu(), -1, whole, "mean")
+    return [number(value) for value in (sums / torch.tensor(cells.widths)).tolist()]

@@ -1,0 +1,121 @@
+"""The page's server: the answers over HTTP, on the loopback address, guarded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.staticfiles import StaticFiles
+
+from headwise.look.answers import Answer, Refusal, answer, as_json
+from headwise.look.guard import Guard, TooLargeError, too_large
+from headwise.look.session import BusyError, Session
+
+STATIC = Path(__file__).parent / "static"
+"""Where the built page lies."""
+
+MISSING = """The page is not built: {folder} has no index.html.
+
+It is built when headwise is installed from its source: pip install -e . in the repository.
+The answers under /api/ work without it.
+"""
+
+IMAGES = ("image/png", "image/jpeg")
+
+
+def application(
+    session: Session, more: Sequence[BaseRoute] = (), static: Path = STATIC
+) -> Starlette:
+    """The server of a session; `more` are the routes of other pages."""
+    turns = asyncio.Semaphore(2)
+
+    async def get(request: Request) -> Response:
+        address = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        if request.url.path == "/api/state":
+            return response(answer(session, address))
+        async with turns:
+            if await request.is_disconnected():  # scrolled past while it waited
+                return Response(status_code=499)
+            return response(await run_in_threadpool(answer, session, address))
+
+    async def post(request: Request) -> Response:
+        try:
+            what = _sent(request.headers.get("content-type", ""), await request.body())
+            return response(as_json({"id": session.add(what)}, 202))
+        except TooLargeError:
+            return too_large()
+        except BusyError as busy:
+            return response(Refusal(409, str(busy), "wait until it is done").answer())
+        except Refusal as refusal:
+            return response(refusal.answer())
+
+    page: BaseRoute
+    if (static / "index.html").is_file():
+        from starlette.routing import Mount
+
+        page = Mount("/", StaticFiles(directory=static, html=True))
+    else:
+
+        async def missing(request: Request) -> Response:
+            return PlainTextResponse(MISSING.format(folder=static), 503)
+
+        page = Route("/{path:path}", missing)
+    routes = [
+        *more,
+        Route("/api/inputs", post, methods=["POST"]),
+        Route("/api/{path:path}", get, methods=["GET"]),
+        page,
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard)])
+
+
+def response(given: Answer) -> Response:
+    """An answer as HTTP carries it; never kept, for the next server may be of another model."""
+    headers = {"Cache-Control": "no-store", **given.headers}
+    return Response(given.body, given.status, headers, given.media)
+
+
+def _sent(media: str, body: bytes) -> str | bytes:
+    """The text or the image of a request's body."""
+    media = media.partition(";")[0].strip()
+    if media in IMAGES:
+        return body
+    if media != "application/json":
+        raise Refusal(415, f"a body of type {media[:60]!r}", 'send {"text": …} as application/json')
+    try:
+        text = json.loads(body)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise Refusal(400, "the body has no text", 'send {"text": "…"}')
+    return text
+
+
+def listening(port: int = 0) -> socket.socket:
+    """A socket on the loopback address; port 0 is any that is free."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(("127.0.0.1", port))
+    except OSError as error:
+        bound.close()
+        raise ValueError(
+            f"port {port} can't be had ({error.strerror}); leave --port out"
+        ) from error
+    return bound
+
+
+def serve(app: Starlette, bound: socket.socket) -> None:
+    """Answer until Ctrl-C."""
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run(sockets=[bound])
