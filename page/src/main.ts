@@ -4,14 +4,15 @@ import { mount, unmount } from 'svelte';
 import App from './App.svelte';
 import { FileTransport, RECORDED_ID } from './lib/file';
 import { Look } from './lib/look.svelte';
+import type { Address } from './lib/router.svelte';
 import { ServerTransport } from './lib/server';
 import type { Transport } from './lib/transport';
 import { WidgetTransport, type WidgetModel } from './lib/widget';
 import './lib/theme.css';
 
 /** Show the page in an element; the returned function takes it away again. */
-function show(element: HTMLElement, transport: Transport): () => void {
-  const look = new Look(transport);
+function show(element: HTMLElement, transport: Transport, address?: Address): () => void {
+  const look = new Look(transport, address);
   const app = mount(App, { target: element, props: { look } });
   return () => {
     look.close();
@@ -28,7 +29,8 @@ if (page) {
 /** What anywidget calls. */
 function render({ model, el }: { model: WidgetModel; el: HTMLElement }): () => void {
   const transport = new WidgetTransport(model);
-  const close = show(el, transport);
+  el.style.height = `${Number(model.get('height')) || 680}px`;
+  const close = show(el, transport, transport.address());
   return () => {
     close();
     transport.close();

@@ -1,18 +1,20 @@
 /** Answers from the file itself: what `headwise look --out file.html` wrote into it. */
 
 import { halfBits, weightOf } from './half';
-import type { MapShape, TopKeys, Weight } from './types';
 import { Problem, headerNumber, type Bytes, type Transport } from './transport';
+import type { MapShape, TopKeys, Weight } from './types';
 
-/** The blob in the file: answers by the path that asks for them, their parameters in any order. */
+/** An answer: JSON as it is, or bytes compressed and in base64. */
+type Kept = { json: unknown } | { gzip: string; headers: Record<string, string> };
+
+/** What is in the file: answers by the path that asks for them. */
 export interface Recorded {
-  format: 1;
-  json: Record<string, unknown>;
-  bytes: Record<string, { headers: Record<string, string | number>; base64: string }>;
+  version: string;
+  answers: Record<string, Kept>;
 }
 
-/** The id of the script element of type application/json that holds the blob. */
-export const RECORDED_ID = 'headwise-recorded';
+/** The id of the script element of type application/json that holds what was recorded. */
+export const RECORDED_ID = 'headwise-data';
 
 /** The same question always as the same text: parameters in alphabetical order. */
 export function canonical(path: string): string {
@@ -25,37 +27,36 @@ export function canonical(path: string): string {
 
 export class FileTransport implements Transport {
   readonly kind = 'file';
-  readonly #json: Map<string, unknown>;
-  readonly #bytes: Map<string, Recorded['bytes'][string]>;
+  readonly #answers: Map<string, Kept>;
 
-  constructor(recorded: Recorded) {
-    this.#json = canonicalKeys(recorded.json);
-    this.#bytes = canonicalKeys(recorded.bytes);
+  constructor({ answers }: Recorded) {
+    const entries = Object.entries(answers);
+    this.#answers = new Map(entries.map(([path, kept]) => [canonical(path), kept]));
   }
 
   async json<Answer>(path: string): Promise<Answer> {
-    const key = canonical(path);
-    const answer = this.#json.has(key) ? this.#json.get(key) : await this.#derived(path);
-    if (answer === undefined) throw missing(path);
+    const kept = this.#answers.get(canonical(path));
+    const answer = kept && 'json' in kept ? kept.json : await this.#derived(path);
+    if (answer === undefined) throw missing();
     return answer as Answer;
   }
 
   async bytes(path: string): Promise<Bytes> {
-    const found = this.#bytes.get(canonical(path));
-    if (found) {
+    const kept = this.#answers.get(canonical(path));
+    if (kept && 'gzip' in kept) {
       return {
-        buffer: decode(found.base64),
-        header: (name) => headerNumber(name, found.headers[name]?.toString()),
+        buffer: await decode(kept.gzip),
+        header: (name) => headerNumber(name, kept.headers[name]),
       };
     }
     const [, map, line, index] = /^(.*)\/(row|column)\/(\d+)$/.exec(path) ?? [];
     const weights = map && (await this.#line(map, line as 'row' | 'column', Number(index)));
-    if (!weights) throw missing(path);
+    if (!weights) throw missing();
     return { buffer: weights.buffer as ArrayBuffer, header: (name) => headerNumber(name, null) };
   }
 
   async post<Answer>(): Promise<Answer> {
-    throw new Problem('this file shows what was recorded', 'headwise look reads new text');
+    throw missing();
   }
 
   /** What follows from the finest tiles in the file, to float16's three digits. */
@@ -64,9 +65,8 @@ export class FileTransport implements Transport {
     if (weight) {
       const row = await this.#line(weight[1]!, 'row', Number(weight[2]));
       const value = row?.[Number(weight[3])];
-      return value === undefined
-        ? undefined
-        : ({ weight: value, logit: null, lse: null } satisfies Weight);
+      if (value === undefined) return undefined;
+      return { weight: value, logit: null, lse: null } satisfies Weight;
     }
     const top = /^(.*)\/top\?(.*)$/.exec(path);
     return top ? this.#top(top[1]!, new URLSearchParams(top[2])) : undefined;
@@ -87,41 +87,55 @@ export class FileTransport implements Transport {
 
   /** A row or a column of a map, pieced together from its tiles of single weights. */
   async #line(map: string, line: 'row' | 'column', index: number) {
-    const shape = this.#json.get(map) as MapShape | undefined;
-    if (!shape) return undefined;
+    const kept = this.#answers.get(map);
+    if (!kept || !('json' in kept)) return undefined;
+    const shape = kept.json as MapShape;
     const along = line === 'row' ? shape.columns : shape.rows;
     const across = Math.floor(index / shape.tile);
+    const inside = index % shape.tile;
     const weights = new Float32Array(along);
     for (let part = 0; part * shape.tile < along; part++) {
       const [x, y] = line === 'row' ? [part, across] : [across, part];
-      if (shape.causal && x > y) continue; // never asked for: nothing is seen there
-      const path = `${map}/tile/${shape.levels - 1}/${x}/${y}?how=mean&drop=0`;
-      const tile = this.#bytes.get(canonical(path));
+      if (shape.causal && x > y) continue; // above the diagonal nothing is seen
+      const tile = await this.#leaf(map, shape.levels - 1, x, y);
       if (!tile) return undefined;
-      const bits = halfBits(decode(tile.base64));
-      const columns = Number(tile.headers['X-Columns']);
-      const inside = index % shape.tile;
       const count = Math.min(shape.tile, along - part * shape.tile);
       for (let cell = 0; cell < count; cell++) {
-        const place = line === 'row' ? inside * columns + cell : cell * columns + inside;
-        weights[part * shape.tile + cell] = weightOf(bits[place]!);
+        const place = line === 'row' ? inside * tile.columns + cell : cell * tile.columns + inside;
+        weights[part * shape.tile + cell] = weightOf(tile.bits[place]!);
       }
     }
     return weights;
   }
+
+  readonly #leaves = new Map<string, { bits: Uint16Array; columns: number }>();
+
+  async #leaf(map: string, level: number, x: number, y: number) {
+    const path = canonical(`${map}/tile/${level}/${x}/${y}?how=mean&drop=0`);
+    const known = this.#leaves.get(path);
+    if (known) return known;
+    const kept = this.#answers.get(path);
+    if (!kept || !('gzip' in kept)) return undefined;
+    const leaf = {
+      bits: halfBits(await decode(kept.gzip)),
+      columns: Number(kept.headers['X-Columns']),
+    };
+    if (this.#leaves.size >= 64) this.#leaves.delete(this.#leaves.keys().next().value!);
+    this.#leaves.set(path, leaf);
+    return leaf;
+  }
 }
 
-function canonicalKeys<Value>(record: Record<string, Value>): Map<string, Value> {
-  return new Map(Object.entries(record).map(([path, value]) => [canonical(path), value]));
+async function decode(base64: string): Promise<ArrayBuffer> {
+  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'));
+  return new Response(stream).arrayBuffer();
 }
 
-function decode(base64: string): ArrayBuffer {
-  const text = atob(base64);
-  const bytes = new Uint8Array(text.length);
-  for (let index = 0; index < bytes.length; index++) bytes[index] = text.charCodeAt(index);
-  return bytes.buffer;
-}
-
-function missing(path: string): Problem {
-  return new Problem(`not in this file: ${path}`, 'headwise look shows every head', 404);
+function missing(): Problem {
+  return new Problem(
+    'This is not in the file.',
+    'headwise look shows every head and reads new text.',
+    404,
+  );
 }

@@ -1,7 +1,7 @@
 /** What every view shares: the source, the route, and the state of the server behind them. */
 
 import { createContext } from 'svelte';
-import { Router } from './router.svelte';
+import { Router, browserAddress, type Address } from './router.svelte';
 import { Source } from './source';
 import { Problem, type Transport } from './transport';
 import type { Group, Input, State } from './types';
@@ -17,10 +17,14 @@ export class Look {
   stopped = $state.raw<Problem | null>(null);
   #timer: ReturnType<typeof setTimeout> | undefined;
   #closed = false;
+  #awaited: string | null = null;
 
-  constructor(readonly transport: Transport) {
+  constructor(
+    readonly transport: Transport,
+    address: Address = browserAddress,
+  ) {
     this.source = new Source(transport);
-    this.router = new Router(transport.kind !== 'widget');
+    this.router = new Router(address);
     void this.refresh();
   }
 
@@ -38,26 +42,43 @@ export class Look {
     return groups.find((group) => group.id === wanted) ?? groups.at(-1) ?? null;
   }
 
+  /** A model is being loaded, or reads. */
+  get busy(): boolean {
+    return !this.state || this.state.state === 'loading' || this.state.stage !== null;
+  }
+
   /** Ask for the state now, and again later: often while something happens, seldom afterwards. */
   async refresh(): Promise<void> {
     clearTimeout(this.#timer);
     try {
       this.state = await this.source.state();
       this.stopped = null;
+      if (this.#awaited) this.#showAwaited();
     } catch (error) {
       this.stopped = error instanceof Problem ? error : new Problem(String(error));
     }
     if (this.#closed || this.transport.kind === 'file') return;
-    const busy = !this.state || this.state.state === 'loading';
-    this.#timer = setTimeout(() => void this.refresh(), busy ? WHILE_LOADING : AFTERWARDS);
+    this.#timer = setTimeout(() => void this.refresh(), this.busy ? WHILE_LOADING : AFTERWARDS);
   }
 
-  /** Let the model read a text or an image, and show it when it has been read. */
+  /** Let the model read a text or an image; it is shown when it has been read. */
   async add(what: string | Blob): Promise<void> {
-    const { id } = await this.source.add(what);
+    this.#awaited = (await this.source.add(what)).id;
     await this.refresh();
+  }
+
+  #showAwaited(): void {
+    const arrived = this.state?.inputs?.some((input) => input.id === this.#awaited);
+    if (!arrived && this.busy) return;
+    if (arrived) this.show(this.#awaited!);
+    this.#awaited = null;
+  }
+
+  /** Look at another input: the same view, but none of the first one's positions. */
+  show(input: string): void {
     const { path, parameters } = this.router.route;
-    this.router.go(path, { ...parameters, input: id });
+    const { group, layer, head, sort, x, y } = parameters;
+    this.router.go(path, { input, group, layer, head, sort, x, y });
   }
 
   close(): void {

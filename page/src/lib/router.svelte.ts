@@ -6,18 +6,38 @@ export interface Route {
   parameters: Readonly<Record<string, string>>;
 }
 
+/** Where the route is written: the browser's address, or a trait of a notebook's widget. */
+export interface Address {
+  read(): string;
+  /** A step is something the back button leads back from. */
+  write(hash: string, step: boolean): void;
+  listen(changed: () => void): () => void;
+}
+
+/** The hash of the page's address. */
+export const browserAddress: Address = {
+  read: () => location.hash,
+  write: (hash, step) => history[step ? 'pushState' : 'replaceState'](null, '', hash),
+  listen: (changed) => {
+    addEventListener('hashchange', changed);
+    return () => removeEventListener('hashchange', changed);
+  },
+};
+
 export type Changes = Record<string, string | number | boolean | null | undefined>;
 
-const START: Route = { path: 'heads', parameters: {} };
+/** The first page there is. */
+const START: Route = { path: '', parameters: {} };
 
 export class Router {
   route = $state.raw<Route>(START);
 
-  /** In a notebook there is no address of ours: there the route lives in memory. */
-  constructor(readonly addressed: boolean) {
-    if (!addressed) return;
-    this.#read();
-    addEventListener('hashchange', this.#read);
+  readonly close: () => void;
+
+  constructor(readonly address: Address) {
+    const read = () => (this.route = parse(address.read()));
+    read();
+    this.close = address.listen(read);
   }
 
   /** The first part of the path: which view is shown. */
@@ -38,13 +58,13 @@ export class Router {
 
   /** Go to a view: a new step for the browser's back button. */
   go(path: string, parameters: Changes = {}): void {
-    this.#show({ path, parameters: cleaned(parameters) }, 'pushState');
+    this.#show({ path, parameters: cleaned(parameters) }, true);
   }
 
   /** Change parameters in place: null removes one. The back button leads past such changes. */
   set(changes: Changes): void {
     const parameters = cleaned({ ...this.route.parameters, ...changes });
-    this.#show({ path: this.route.path, parameters }, 'replaceState');
+    this.#show({ path: this.route.path, parameters }, false);
   }
 
   /** The address of a view, for links that open in a new tab too. */
@@ -52,18 +72,10 @@ export class Router {
     return addressOf({ path, parameters: cleaned(parameters) });
   }
 
-  close(): void {
-    removeEventListener('hashchange', this.#read);
-  }
-
-  #show(route: Route, how: 'pushState' | 'replaceState'): void {
-    if (this.addressed) history[how](null, '', addressOf(route));
+  #show(route: Route, step: boolean): void {
+    this.address.write(addressOf(route), step);
     this.route = route;
   }
-
-  #read = (): void => {
-    this.route = parse(location.hash);
-  };
 }
 
 /** The route a hash names; the start for an empty one. */

@@ -48,12 +48,9 @@ export class Source {
   async thumbnails(input: string, group: GroupId, size: number, pooling: Pooling) {
     const path = query(`${inputPath(input)}/thumbnails`, { group, size, ...pooling });
     const answer = await this.transport.bytes(path);
-    return {
-      bits: halfBits(answer.buffer),
-      heads: answer.header('X-Heads'),
-      rows: answer.header('X-Rows'),
-      columns: answer.header('X-Columns'),
-    } satisfies Thumbnails;
+    const bits = halfBits(answer.buffer);
+    const [rows, columns] = [answer.header('X-Rows'), answer.header('X-Columns')];
+    return { bits, rows, columns, heads: bits.length / (rows * columns) } satisfies Thumbnails;
   }
 
   map(head: HeadAddress): Promise<MapShape> {

@@ -2,12 +2,20 @@
 
 export interface State {
   state: 'loading' | 'ready' | 'error';
-  stage: string;
+  /** What is being done; null when nothing is. */
+  stage: string | null;
   /** 0 to 1, or null where nobody can know. */
   done: number | null;
   error: string | null;
   hint: string | null;
+  /** Why the last input could not be read, while older ones still can be seen. */
+  notice: { error: string; hint: string } | null;
   version: string;
+  /** The input is an example, not the user's. */
+  sample: boolean;
+  device: string;
+  /** Of a file: the heads whose maps are inside. */
+  static?: { heads: { group: GroupId; layer: number; head: number }[]; bytes: number };
   pages: { heads: boolean; why: boolean; watch: boolean };
   model: Model | null;
   inputs: Input[] | null;
@@ -37,7 +45,7 @@ export interface Input {
   notes: string[];
   groups: Group[];
   /** Of image inputs: patches down and across, and how many tokens come before them. */
-  image?: { grid: [number, number]; first: number };
+  image: { grid: [number, number]; first: number } | null;
 }
 
 export type GroupId = 'self' | 'encoder' | 'decoder' | 'cross';
@@ -66,7 +74,7 @@ export interface HeadFigures {
   group: GroupId;
   layer: number;
   head: number;
-  type: string;
+  type: string | null;
   figures: Record<string, number | null>;
 }
 

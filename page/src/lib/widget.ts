@@ -1,17 +1,31 @@
 /** Answers from a notebook's kernel, over the messages of anywidget. */
 
+import type { Address } from './router.svelte';
 import { Problem, headerNumber, type Bytes, type Transport } from './transport';
+
+type Listener = (message: Answer, buffers: DataView[]) => void;
 
 /** What is used of anywidget's model. */
 export interface WidgetModel {
   send(content: object, callbacks?: object, buffers?: ArrayBuffer[]): void;
-  on(event: 'msg:custom', listener: (message: Answer, buffers: DataView[]) => void): void;
-  off(event: 'msg:custom', listener: (message: Answer, buffers: DataView[]) => void): void;
+  on(event: string, listener: Listener): void;
+  off(event: string, listener: Listener): void;
+  get(name: string): unknown;
+  set(name: string, value: unknown): void;
+  save_changes(): void;
 }
 
-/** To the kernel: {ask: number, path, body?, type?}; from it: */
+/** What we ask; an image travels as a buffer beside it, and `type` says which kind. */
+interface Question {
+  path: string;
+  method: 'GET' | 'POST';
+  body?: object;
+  type?: string;
+}
+
+/** What comes back: JSON, or bytes in a buffer beside it. */
 interface Answer {
-  answer: number;
+  id: number;
   status: number;
   headers: Record<string, string>;
   json?: unknown;
@@ -33,32 +47,47 @@ export class WidgetTransport implements Transport {
     model.on('msg:custom', this.#hear);
   }
 
+  /** The view as a trait: a notebook can set it and read it. */
+  address(): Address {
+    return {
+      read: () => String(this.model.get('view') ?? ''),
+      write: (hash) => {
+        this.model.set('view', hash);
+        this.model.save_changes();
+      },
+      listen: (changed) => {
+        this.model.on('change:view', changed);
+        return () => this.model.off('change:view', changed);
+      },
+    };
+  }
+
   close(): void {
     this.model.off('msg:custom', this.#hear);
   }
 
   async json<Result>(path: string, signal?: AbortSignal): Promise<Result> {
-    return (await this.#ask({ path }, [], signal)).answer.json as Result;
+    return (await this.#ask({ path, method: 'GET' }, [], signal)).answer.json as Result;
   }
 
   async bytes(path: string, signal?: AbortSignal): Promise<Bytes> {
-    const { answer, buffer } = await this.#ask({ path }, [], signal);
+    const { answer, buffer } = await this.#ask({ path, method: 'GET' }, [], signal);
     return { buffer, header: (name) => headerNumber(name, answer.headers[name]) };
   }
 
   async post<Result>(path: string, body: object | Blob): Promise<Result> {
     const blob = body instanceof Blob;
-    const question = blob ? { path, type: body.type } : { path, body };
+    const sent = blob ? { type: body.type } : { body };
     const buffers = blob ? [await body.arrayBuffer()] : [];
-    return (await this.#ask(question, buffers)).answer.json as Result;
+    return (await this.#ask({ path, method: 'POST', ...sent }, buffers)).answer.json as Result;
   }
 
-  #ask(question: object, buffers: ArrayBuffer[], signal?: AbortSignal) {
-    const ask = ++this.#asked;
+  #ask(question: Question, buffers: ArrayBuffer[], signal?: AbortSignal) {
+    const id = ++this.#asked;
     return new Promise<{ answer: Answer; buffer: ArrayBuffer }>((resolve, reject) => {
       const stop = () => {
         clearTimeout(timer);
-        this.#waiting.delete(ask);
+        this.#waiting.delete(id);
       };
       const timer = setTimeout(() => {
         stop();
@@ -66,19 +95,18 @@ export class WidgetTransport implements Transport {
       }, PATIENCE);
       signal?.addEventListener('abort', () => {
         stop();
-        this.model.send({ forget: ask });
         reject(signal.reason);
       });
-      this.#waiting.set(ask, {
+      this.#waiting.set(id, {
         resolve: (reply) => (stop(), resolve(reply)),
         reject: (problem) => (stop(), reject(problem)),
       });
-      this.model.send({ ask, ...question }, undefined, buffers);
+      this.model.send({ id, ...question }, undefined, buffers);
     });
   }
 
   #hear = (answer: Answer, buffers: DataView[]): void => {
-    const waiting = this.#waiting.get(answer.answer);
+    const waiting = this.#waiting.get(answer.id);
     if (!waiting) return;
     if (answer.status >= 400) {
       const said = (answer.json ?? {}) as { error?: string; hint?: string };

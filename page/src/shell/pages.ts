@@ -22,13 +22,16 @@ export interface Page {
   words: () => { keys: [string, string][] };
   /** It shows what the model did with an input, so there must be one. */
   ofInput: boolean;
-  offered(pages: State['pages']): boolean;
+  offered(state: State): boolean;
 }
 
+/** A model that is loading, or could not be, has its place too; a run of training has none. */
+const ofHeads = (state: State) => state.pages.heads || !state.pages.watch;
+
 export const PAGES: readonly Page[] = [
-  { id: 'heads', view: Heads, words: heads, ofInput: true, offered: (pages) => pages.heads },
-  { id: 'head', view: Head, words: head, ofInput: true, offered: (pages) => pages.heads },
-  { id: 'compare', view: Compare, words: compare, ofInput: true, offered: (pages) => pages.heads },
-  { id: 'why', view: Why, words: why, ofInput: false, offered: (pages) => pages.why },
-  { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (pages) => pages.watch },
+  { id: 'heads', view: Heads, words: heads, ofInput: true, offered: ofHeads },
+  { id: 'head', view: Head, words: head, ofInput: true, offered: ofHeads },
+  { id: 'compare', view: Compare, words: compare, ofInput: true, offered: ofHeads },
+  { id: 'why', view: Why, words: why, ofInput: false, offered: (state) => state.pages.why },
+  { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (state) => state.pages.watch },
 ];

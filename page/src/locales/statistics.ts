@@ -1,0 +1,87 @@
+/** Names and meanings of statistics and head types, in both languages. */
+
+import { speech } from '../lib/language.svelte';
+
+interface Named {
+  name: string;
+  meaning: string;
+}
+
+const en: Record<string, Named> = {
+  lse: { name: 'lse', meaning: 'log Σ exp of the logits' },
+  max_logit: { name: 'largest logit', meaning: 'what enters the softmax, at its largest' },
+  top_prob: { name: 'largest weight', meaning: 'the weight of the key a row likes best' },
+  entropy: { name: 'entropy', meaning: '−Σ p log p, in nats: 0 looks at one key only' },
+  effective_keys: {
+    name: 'effective keys',
+    meaning: 'how many keys a row spreads over, e^entropy',
+  },
+  logit_mean: { name: 'mean logit', meaning: 'over the visible keys' },
+  logit_var: { name: 'logit variance', meaning: 'over the visible keys' },
+  sink_mass: { name: 'first-token weight', meaning: 'the weight on the first token: a sink' },
+  self_mass: { name: 'self weight', meaning: 'the weight on the token itself' },
+  previous_mass: { name: 'previous-token weight', meaning: 'the weight on the token before' },
+  distance: { name: 'distance', meaning: 'how many tokens back a row looks, on average' },
+  output_norm: { name: 'output norm', meaning: 'the length of what the head hands on' },
+  induction: { name: 'induction', meaning: 'the weight on what followed the same token before' },
+};
+
+const zh: Record<string, Named> = {
+  lse: { name: 'lse', meaning: 'logit 的 log Σ exp' },
+  max_logit: { name: '最大 logit', meaning: '进入 softmax 的最大值' },
+  top_prob: { name: '最大权重', meaning: '一行中最受关注的键的权重' },
+  entropy: { name: '熵', meaning: '−Σ p log p，单位 nat；0 表示只看一个键' },
+  effective_keys: { name: '有效键数', meaning: '一行分散到多少个键上，e^熵' },
+  logit_mean: { name: 'logit 均值', meaning: '在可见键上取平均' },
+  logit_var: { name: 'logit 方差', meaning: '在可见键上的方差' },
+  sink_mass: { name: '首词元权重', meaning: '落在第一个词元上的权重（注意力汇）' },
+  self_mass: { name: '自身权重', meaning: '落在词元自身上的权重' },
+  previous_mass: { name: '前一词元权重', meaning: '落在前一个词元上的权重' },
+  distance: { name: '距离', meaning: '平均向前看多少个词元' },
+  output_norm: { name: '输出范数', meaning: '该头输出向量的长度' },
+  induction: { name: '归纳', meaning: '落在同一词元上次出现之后那个词元上的权重' },
+};
+
+const reductions = {
+  en: { mean: 'mean', max: 'max', min: 'min', lower: 'at least', upper: 'at most' },
+  zh: { mean: '平均', max: '最大', min: '最小', lower: '下界', upper: '上界' },
+};
+
+/** A statistic by its name; one this page does not know is called as the library calls it. */
+export function statistic(name: string): Named {
+  const known = (speech.current === 'zh' ? zh : en)[name];
+  return known ?? { name: name.replaceAll('_', ' '), meaning: '' };
+}
+
+/** A head's figure, such as entropy_mean: the statistic, and how the rows became one number. */
+export function figure(name: string): Named {
+  const parts = /^(.*)_(mean|max|min)(?:_(lower|upper)_bound)?$/.exec(name);
+  if (!parts) return statistic(name);
+  const [, base, reduction, bound] = parts;
+  const words = reductions[speech.current];
+  const said = statistic(base!);
+  const plain = reduction === 'mean' || said.name === statistic('max_logit').name;
+  const how = [plain ? '' : words[reduction as 'mean'], bound ? words[bound as 'lower'] : ''];
+  const suffix = how.filter(Boolean).join(' ');
+  if (!suffix) return said;
+  return {
+    ...said,
+    name: speech.current === 'zh' ? `${said.name}（${suffix}）` : `${said.name}, ${suffix}`,
+  };
+}
+
+const typesInChinese: Record<string, string> = {
+  'previous token': '前一词元',
+  'first token': '首词元',
+  self: '自身',
+  induction: '归纳',
+  local: '局部',
+  broad: '分散',
+  mixed: '混合',
+};
+
+/** What a head of a type is called; null where nobody has said. */
+export function headType(type: string | null): string {
+  if (type === null) return speech.current === 'zh' ? '未分类' : 'no type';
+  return speech.current === 'zh' ? (typesInChinese[type] ?? type) : type;
+}

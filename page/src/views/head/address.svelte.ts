@@ -1,0 +1,109 @@
+/** What the address says about the view of one head: every choice is in it, so a link shows the same. */
+
+import type { Scale } from '../../lib/colour';
+import type { Look } from '../../lib/look.svelte';
+import type { Changes } from '../../lib/router.svelte';
+import type { Group, HeadAddress, How } from '../../lib/types';
+import type { Place } from './view';
+
+export type By = 'row' | 'column';
+export type Side = 'text' | 'lines' | 'image';
+
+/** How many of the first keys can be left out. */
+export const DROPS = [0, 1, 4] as const;
+
+export class Address {
+  readonly #look: Look;
+
+  constructor(look: Look) {
+    this.#look = look;
+  }
+
+  /** The head, by default the first of its group. */
+  get head(): HeadAddress | null {
+    const { input, group, router } = this.#look;
+    const layer = group?.layers[0]?.layer;
+    if (!input || !group || layer === undefined) return null;
+    return {
+      input: input.id,
+      group: group.id,
+      layer: router.number('layer', layer),
+      head: router.number('head', 0),
+    };
+  }
+
+  get how(): How {
+    return this.#text('how') === 'max' ? 'max' : 'mean';
+  }
+
+  get scale(): Scale {
+    return this.#text('colour') === 'linear' ? 'linear' : 'log';
+  }
+
+  get drop(): number {
+    return Math.max(0, Math.floor(this.#look.router.number('drop', 0)));
+  }
+
+  /** What the text is coloured by: the chosen token's row of the map, or its column. */
+  get by(): By {
+    return this.#text('by') === 'column' ? 'column' : 'row';
+  }
+
+  get side(): Side {
+    const side = this.#text('side');
+    const image = this.#look.input?.image !== undefined;
+    if (side === 'text' || side === 'lines') return side;
+    return image ? 'image' : 'text';
+  }
+
+  get row(): number | null {
+    return this.#token('row', this.#look.group?.rows ?? 0);
+  }
+
+  get column(): number | null {
+    return this.#token('column', this.#look.group?.columns ?? 0);
+  }
+
+  /** The first and, not included, the last row whose lines are drawn. */
+  get span(): { from: number | null; to: number | null } {
+    const rows = this.#look.group?.rows ?? 0;
+    return { from: this.#token('from', rows), to: this.#token('to', rows + 1) };
+  }
+
+  /** The part of the map in sight, or null for the whole. */
+  get place(): Place | null {
+    const { router } = this.#look;
+    const [zoom, x, y] = ['zoom', 'x', 'y'].map((name) => router.number(name, NaN));
+    return zoom! > 1 && x! >= 0 && y! >= 0 ? { zoom: zoom!, x: x!, y: y! } : null;
+  }
+
+  /** Write a choice into the address; null takes it out. */
+  set(changes: Changes): void {
+    this.#look.router.set(changes);
+  }
+
+  setPlace(place: Place | null): void {
+    const short = (value: number, digits: number) => Number(value.toFixed(digits));
+    this.set({
+      zoom: place && short(place.zoom, 3),
+      x: place && short(place.x, 2),
+      y: place && short(place.y, 2),
+    });
+  }
+
+  #text(name: string): string {
+    return this.#look.router.text(name, '');
+  }
+
+  #token(name: string, length: number): number | null {
+    const value = this.#look.router.number(name, NaN);
+    return Number.isInteger(value) && value >= 0 && value < length ? value : null;
+  }
+}
+
+/** Heads of a group in reading order, as [layer, head]. */
+export function headsOf(group: Group): [number, number][] {
+  return group.layers.flatMap(({ layer, heads }) =>
+    Array.from({ length: heads }, (_, head): [number, number] => [layer, head]),
+  );
+}

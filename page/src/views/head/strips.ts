@@ -1,0 +1,81 @@
+/** The margins of a map: a number a query on its right, a number a key above it. */
+
+import type { Source } from '../../lib/source';
+import type { HeadAddress, Strips } from '../../lib/types';
+import type { Ink } from './axes';
+import type { Frame } from './draw';
+import type { Box } from './pyramid';
+
+/** Numbers for the tokens from `start` to `stop`, each the mean over an equal part of them. */
+export interface Strip {
+  readonly start: number;
+  readonly stop: number;
+  readonly values: readonly number[];
+}
+
+export interface Margins {
+  readonly entropy: Strip;
+  readonly received: Strip;
+}
+
+const MOST = 1024; // numbers a strip has: more than a screen has room for
+
+/** The margins of the part of a map in sight. */
+export async function marginsOf(
+  source: Source,
+  head: HeadAddress,
+  { left, top, right, bottom }: Box,
+  signal: AbortSignal,
+): Promise<Margins> {
+  const range = { row_start: top, row_stop: bottom, column_start: left, column_stop: right };
+  const strips: Strips = await source.strips(head, MOST, range, signal);
+  return {
+    entropy: { start: top, stop: bottom, values: strips.entropy },
+    received: { start: left, stop: right, values: strips.received },
+  };
+}
+
+/** The number of a strip at a token. */
+export function valueAt({ start, stop, values }: Strip, token: number): number | null {
+  if (token < start || token >= stop) return null;
+  return values[Math.floor(((token - start) * values.length) / (stop - start))] ?? null;
+}
+
+/** The largest number of a strip between two tokens. */
+export function mostOf({ start, stop, values }: Strip, from: number, to: number): number {
+  const each = (stop - start) / values.length;
+  let most = 0;
+  values.forEach((value, index) => {
+    const token = start + index * each;
+    if (token + each > from && token < to) most = Math.max(most, value);
+  });
+  return most;
+}
+
+/** Draw a strip as bars along one side of the plot; `most` is the number that fills its room. */
+export function drawStrip(
+  context: CanvasRenderingContext2D,
+  strip: Strip,
+  place: Frame,
+  upright: boolean,
+  pixel: (token: number) => number,
+  most: number,
+  ink: Ink,
+): void {
+  context.save();
+  context.beginPath();
+  context.rect(place.left, place.top, place.width, place.height);
+  context.clip();
+  context.fillStyle = ink.accent;
+  context.globalAlpha = 0.55;
+  const each = (strip.stop - strip.start) / strip.values.length;
+  const room = (upright ? place.height : place.width) - 3;
+  strip.values.forEach((value, index) => {
+    const from = pixel(strip.start + index * each);
+    const long = Math.max(0.75, pixel(strip.start + (index + 1) * each) - from);
+    const high = most > 0 ? (Math.min(value, most) / most) * room : 0;
+    if (upright) context.fillRect(from, place.top + place.height - high, long, high);
+    else context.fillRect(place.left, from, high, long);
+  });
+  context.restore();
+}

@@ -1,0 +1,48 @@
+/** The tokens along both axes of a map, fetched in parts: the first are here while the rest come. */
+
+import type { Source } from '../../lib/source';
+import type { Axis, Group } from '../../lib/types';
+import { shown } from './lines';
+
+const PART = 20_000;
+
+export class Tokens {
+  readonly #lists: Record<Axis, string[]>;
+  /** Grows as parts arrive: whoever draws tokens draws them again. */
+  version = $state(0);
+  /** Why some did not come: the map works without. */
+  problem = $state.raw<unknown>(null);
+
+  constructor(source: Source, input: string, group: Group) {
+    const rows: string[] = [];
+    this.#lists = { rows, columns: group.square ? rows : [] };
+    void this.#load(source, input, group, 'rows');
+    if (!group.square) void this.#load(source, input, group, 'columns');
+  }
+
+  /** The tokens of an axis that are here. */
+  along(axis: Axis): readonly string[] {
+    return this.#lists[axis];
+  }
+
+  /** A token as it is shown, or nothing before it is here. */
+  at(axis: Axis, index: number): string {
+    const token = this.#lists[axis][index];
+    return token === undefined ? '' : shown(token);
+  }
+
+  async #load(source: Source, input: string, group: Group, axis: Axis): Promise<void> {
+    const list = this.#lists[axis];
+    try {
+      while (list.length < group[axis]) {
+        const stop = Math.min(group[axis], list.length + PART);
+        const { tokens } = await source.tokens(input, group.id, axis, list.length, stop);
+        if (tokens.length === 0) break;
+        for (const token of tokens) list.push(token);
+        this.version++;
+      }
+    } catch (error) {
+      this.problem = error;
+    }
+  }
+}
