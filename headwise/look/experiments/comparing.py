@@ -1,0 +1,181 @@
+"""Dot product against Bahdanau's additive score: time and memory a pair, and the width's effect."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import headwise as hw
+from headwise.look.experiments.draws import normals
+from headwise.look.experiments.settings import SEED, Setting, Whole
+
+WIDEST, MOST_TOKENS = 256, 1024
+SWEEP_KEYS = 64
+REPEATS = 3
+MOST_PRODUCTS = 1 << 22
+"""Products q_d k_d in a timed call: where there are more, fewer query rows are timed."""
+
+SETTINGS: Mapping[str, Setting] = {
+    "d": Whole(64, 1, WIDEST, doubling=True),
+    "tokens": Whole(256, 16, MOST_TOKENS, doubling=True),
+    "seed": SEED,
+}
+SCORES = ("scaled", "unscaled", "additive")
+Scored = hw.Dot | hw.Additive
+Attend = Callable[[Tensor, Tensor, Tensor, Scored], Tensor]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one score takes: time, operations, and bytes kept for the backward pass, a pair."""
+
+    nanoseconds: float
+    flops: float
+    textbook_bytes: float  # every step written out
+    fused_bytes: float  # block by block, as the library runs it
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """What softmax makes of a score at one width: the logits' deviation, the largest weight."""
+
+    d: int
+    deviation: float
+    top_weight: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both scores at one size, and three scores against the width."""
+
+    dot: Cost
+    additive: Cost
+    ratio: float  # additive's time over dot's
+    sweep_keys: int
+    curves: dict[str, list[Sharpness]]
+
+
+def measure(d: int, tokens: int, seed: int) -> Comparison:
+    """Run both scores on the same tensors, in turns, and count what they do and keep.
+
+    >>> found = measure(d=16, tokens=32, seed=0)
+    >>> found.dot.flops, found.additive.flops
+    (64.0, 96.0)
+    """
+    q, k, v = drawn(d, tokens, seed)
+    scores: tuple[Scored, Scored] = hw.Dot(), additive(d, seed)
+    few = q[:, :, : max(1, MOST_PRODUCTS // (tokens * d))]
+    dot, slow = _in_turns([partial(hw.attention, few, k, v, score=score) for score in scores])
+    dot_cost, additive_cost = (
+        Cost(
+            nanoseconds=1e9 * seconds / (few.shape[2] * tokens),
+            flops=_flops(q, k, v, score) / tokens**2,
+            textbook_bytes=_kept_bytes(textbook, q, k, v, score) / tokens**2,
+            fused_bytes=_kept_bytes(_fused, q, k, v, score) / tokens**2,
+        )
+        for score, seconds in zip(scores, (dot, slow), strict=True)
+    )
+    return Comparison(dot_cost, additive_cost, slow / dot, SWEEP_KEYS, _curves(seed))
+
+
+def additive(d: int, seed: int) -> hw.Additive:
+    """Bahdanau's score with weights as a layer starts with them: uniform within ±1/√d."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.empty(d)
+    nn.init.uniform_(weight, -(d**-0.5), d**-0.5, generator=generator)
+    return hw.Additive(weight)
+
+
+def _in_turns(calls: list[Callable[[], Tensor]]) -> list[float]:
+    """The median seconds of each; in turns, so that another program's load falls on all alike."""
+    taken: list[list[float]] = [[] for _ in calls]
+    with torch.no_grad():
+        for call in calls:
+            call()  # the first pays for what later ones find prepared
+        for _ in range(REPEATS):
+            for call, seconds in zip(calls, taken, strict=True):
+                start = time.perf_counter()
+                call()
+                seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds) for seconds in taken]
+
+
+def textbook(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> Tensor:
+    """Attention as it is taught, every logit written out: q (..., N, D), k (..., M, D) -> v's rows.
+
+    >>> q, k, v = drawn(8, 16, seed=0)
+    >>> torch.allclose(textbook(q, k, v, hw.Dot()), hw.attention(q, k, v), atol=1e-6)
+    True
+    """
+    if isinstance(score, hw.Dot):
+        logits = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    else:
+        logits = torch.tanh(q[..., :, None, :] + k[..., None, :, :]) @ score.weight  # (..., N, M)
+    out: Tensor = logits.softmax(-1) @ v
+    return out
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> Tensor:
+    return hw.attention(q, k, v, score=score, engine="streaming")
+
+
+def _flops(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> int:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        _fused(*_without_numbers(q, k, v, score))
+    return int(counter.get_total_flops())
+
+
+def _kept_bytes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, score: Scored) -> int:
+    """The bytes that autograd keeps between forward and backward, a storage counted once."""
+    kept: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return x
+
+    q, k, v, score = _without_numbers(q, k, v, score)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        attend(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), score)
+    return sum(kept.values())
+
+
+def _without_numbers(
+    q: Tensor, k: Tensor, v: Tensor, score: Scored
+) -> tuple[Tensor, Tensor, Tensor, Scored]:
+    """The same call on the meta device: counting what it does takes no time."""
+    if isinstance(score, hw.Additive):
+        score = hw.Additive(score.weight.to("meta"))
+    return q.to("meta"), k.to("meta"), v.to("meta"), score
+
+
+@lru_cache(maxsize=64)
+def _curves(seed: int) -> dict[str, list[Sharpness]]:
+    widths = [1 << step for step in range(WIDEST.bit_length())]
+    return {name: [_sharpness(name, d, seed) for d in widths] for name in SCORES}
+
+
+def _sharpness(name: str, d: int, seed: int) -> Sharpness:
+    q, k, v = drawn(d, SWEEP_KEYS, seed)
+    scores: dict[str, Scored]
+    scores = {"scaled": hw.Dot(), "unscaled": hw.Dot(1.0), "additive": additive(d, seed)}
+    stats = ("top_prob", "logit_mean", "logit_var")
+    _, seen = hw.observe(q, k, v, score=scores[name], stats=stats)
+    variance = seen.logit_var.mean() + seen.logit_mean.var(correction=0)
+    return Sharpness(d, float(variance.sqrt()), float(seen.top_prob.mean()))
+
+
+def drawn(d: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v (1, 1, tokens, d), N(0, 1), in float32 as models use it."""
+    q, k, v = (
+        normals(seed, stream, MOST_TOKENS, WIDEST)[:tokens, :d].float()[None, None]
+        for stream in (6, 7, 8)
+    )
+    return q, k, v

@@ -1,0 +1,89 @@
+"""The page's "Why": small experiments that the library answers while someone moves a slider."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from headwise.look.experiments import comparing, heads, scale, settings, sharing
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What can be set, and what is measured at those settings: a dataclass of numbers."""
+
+    settings: Mapping[str, settings.Setting]
+    measure: Callable[..., Any]
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "scale": Experiment(scale.SETTINGS, scale.measure),
+    "heads": Experiment(heads.SETTINGS, heads.measure),
+    "scores": Experiment(comparing.SETTINGS, comparing.measure),
+    "sharing": Experiment(sharing.SETTINGS, sharing.measure),
+}
+# One experiment at a time, or a timing would measure its neighbour as well; and on one core, which
+# for sizes like these is faster than two that wait for each other.
+_worker = ThreadPoolExecutor(1, "why", torch.set_num_threads, (1,))
+
+
+def describe() -> dict[str, Any]:
+    """Every experiment's settings: their defaults and what they may be.
+
+    >>> describe()["scale"]["scaling"]
+    {'options': ('root', 'none', 'width'), 'default': 'root'}
+    """
+    return {
+        name: {
+            setting: {**asdict(value), "default": value.default}
+            for setting, value in experiment.settings.items()
+        }
+        for name, experiment in EXPERIMENTS.items()
+    }
+
+
+def answer(name: str, asked: Mapping[str, str]) -> str:
+    """The experiment's answer as JSON, `{"settings": …, "found": …}`; ValueError names what fits.
+
+    >>> found = json.loads(answer("heads", {"width": "64", "heads": "4"}))
+    >>> found["settings"]["heads"], found["found"]["rank"]
+    (4, 16)
+    """
+    if name not in EXPERIMENTS:
+        raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
+    return _answer(name, tuple(settings.read(EXPERIMENTS[name].settings, asked).items()))
+
+
+@lru_cache(maxsize=256)
+def _answer(name: str, values: tuple[tuple[str, Any], ...]) -> str:
+    found = _worker.submit(EXPERIMENTS[name].measure, **dict(values)).result()
+    return json.dumps({"settings": dict(values), "found": asdict(found)}, allow_nan=False)
+
+
+def _described(request: Request) -> Response:
+    return JSONResponse(describe())
+
+
+def _answered(request: Request) -> Response:
+    try:
+        body = answer(request.path_params["experiment"], request.query_params)
+    except ValueError as error:
+        problem, _, hint = str(error).partition("; ")
+        return JSONResponse({"error": problem, "hint": hint}, status_code=400)
+    return Response(body, media_type="application/json")
+
+
+# Plain functions: Starlette runs them on a thread of its pool, and the page's other requests go on.
+ROUTES: tuple[BaseRoute, ...] = (
+    Route("/api/why", _described),
+    Route("/api/why/{experiment}", _answered),
+)
