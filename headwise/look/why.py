@@ -36,27 +36,14 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 _worker = ThreadPoolExecutor(1, "why", torch.set_num_threads, (1,))
 
 
-def describe() -> dict[str, Any]:
-    """Every experiment's settings: their defaults and what they may be.
-
-    >>> describe()["scale"]["scaling"]
-    {'options': ('root', 'none', 'width'), 'default': 'root'}
-    """
-    return {
-        name: {
-            setting: {**asdict(value), "default": value.default}
-            for setting, value in experiment.settings.items()
-        }
-        for name, experiment in EXPERIMENTS.items()
-    }
-
-
 def answer(name: str, asked: Mapping[str, str]) -> str:
-    """The experiment's answer as JSON, `{"settings": …, "found": …}`; ValueError names what fits.
+    """The experiment's answer as JSON: its settings with their bounds, and what was found.
 
-    >>> found = json.loads(answer("heads", {"width": "64", "heads": "4"}))
-    >>> found["settings"]["heads"], found["found"]["rank"]
-    (4, 16)
+    >>> answered = json.loads(answer("heads", {"width": "64", "heads": "4"}))
+    >>> answered["settings"]["heads"]
+    {'value': 4, 'default': 8, 'least': 1, 'most': 64, 'doubling': True}
+    >>> answered["found"]["rank"]
+    16
     """
     if name not in EXPERIMENTS:
         raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
@@ -65,12 +52,13 @@ def answer(name: str, asked: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=256)
 def _answer(name: str, values: tuple[tuple[str, Any], ...]) -> str:
-    found = _worker.submit(EXPERIMENTS[name].measure, **dict(values)).result()
-    return json.dumps({"settings": dict(values), "found": asdict(found)}, allow_nan=False)
-
-
-def _described(request: Request) -> Response:
-    return JSONResponse(describe())
+    experiment = EXPERIMENTS[name]
+    found = _worker.submit(experiment.measure, **dict(values)).result()
+    described = {
+        setting: {"value": value, **asdict(experiment.settings[setting])}
+        for setting, value in values
+    }
+    return json.dumps({"settings": described, "found": asdict(found)}, allow_nan=False)
 
 
 def _answered(request: Request) -> Response:
@@ -83,7 +71,4 @@ def _answered(request: Request) -> Response:
 
 
 # Plain functions: Starlette runs them on a thread of its pool, and the page's other requests go on.
-ROUTES: tuple[BaseRoute, ...] = (
-    Route("/api/why", _described),
-    Route("/api/why/{experiment}", _answered),
-)
+ROUTES: tuple[BaseRoute, ...] = (Route("/api/why/{experiment}", _answered),)

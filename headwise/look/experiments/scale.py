@@ -25,7 +25,7 @@ SCALINGS = ("root", "none", "width")
 SETTINGS: Mapping[str, Setting] = {
     "d": Whole(64, 1, WIDEST, doubling=True),
     "keys": Whole(64, 2, MOST_KEYS, doubling=True),
-    "scaling": Choice(SCALINGS),
+    "scaling": Choice("root", SCALINGS),
     "seed": SEED,
 }
 

@@ -34,14 +34,10 @@ class Whole:
 
 @dataclass(frozen=True)
 class Choice:
-    """One word of a few; the first is the default."""
+    """One word of a few."""
 
+    default: str
     options: tuple[str, ...]
-
-    @property
-    def default(self) -> str:
-        """What is taken where nothing is said."""
-        return self.options[0]
 
     def read(self, name: str, text: str) -> str:
         """The word, if it is one of them; ValueError names them all."""

@@ -40,7 +40,7 @@ class Head:
     map_asymmetry: float  # the same of the weights
     self_mass: float  # the mean weight of a token on itself
     diagonal_wins: float  # the share of rows whose largest weight is on themselves
-    received_most: float  # the largest share of all weight that one token receives
+    received: list[float]  # by each token, from all rows together
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def head(attn: hw.nn.MultiHeadAttention, x: Tensor) -> Head:
         map_asymmetry=_asymmetry(weights),
         self_mass=float(seen.self_mass.mean()),
         diagonal_wins=_diagonal_wins(attn, x),
-        received_most=float(amap.received().max() / x.shape[1]),
+        received=amap.received()[0, 0].tolist(),
     )
 
 
