@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -38,24 +38,36 @@ class Recorder:
     looking: Looking
     layers: dict[str, Layer] = field(default_factory=dict)
     active: bool = True
+    tokens: Tensor | None = None  # (B, N) of the last pass, where the model was called with them
     ran: bool = False  # the model did run, whether or not an attention was seen
+    _observed: set[str] = field(default_factory=set)  # from inside: a recomputation does so too
     _selected: dict[str, bool] = field(default_factory=dict)
     _forward: dict[str, int] | None = None  # inside the model's forward: calls by layer so far
+    _ids: Tensor | None = None  # what this forward was called with
     _past: bool = False  # this forward goes on from a cache
 
-    def begin(self) -> None:
-        """The model's forward starts."""
+    def begin(self, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """The model's forward starts, with these arguments."""
         if not recomputing():
             self.ran, self._forward, self._past = True, {}, False
+            self._ids = token_ids(given, options)
 
     def end(self) -> None:
         """The model's forward ends, well or not."""
-        if not recomputing():
-            self._forward = None
+        if recomputing():
+            return
+        before, ids = self.tokens, self._ids
+        if self._past and before is not None and ids is not None and len(before) == len(ids):
+            self.tokens = torch.cat((before, ids), 1)
+        else:
+            self.tokens = None if self._past else ids
+        self._forward = None
 
     def wants(self, name: str) -> bool:
-        """Whether to hand over this module's next call: not where nobody looks at it."""
-        if not self.active or recomputing():
+        """Whether to hand over this module's call: not where nobody looks at it."""
+        if recomputing():
+            return name in self._observed  # it must do again what it did
+        if not self.active:
             return False
         known = [on for key, on in self._selected.items() if key.partition("#")[0] == name]
         return not known or any(known)
@@ -65,6 +77,8 @@ class Recorder:
         self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
     ) -> None:
         """Look at a call whose output someone else computes."""
+        if recomputing():
+            return
         q, k, v = (x.detach() for x in call[:3])
         options = call._replace(q=q, k=k, v=v).options()
         del options["dropout"], options["engine"]
@@ -77,8 +91,10 @@ class Recorder:
     ) -> Tensor:
         """Compute a call's output (B, Hq, N, Dv), and look at it in the same pass."""
         out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
-        seen.values = {key: value.detach() for key, value in seen.values.items()}
-        self._keep(name, call, kind, padding, seen)
+        if not recomputing():
+            self._observed.add(name)
+            seen.values = {key: value.detach() for key, value in seen.values.items()}
+            self._keep(name, call, kind, padding, seen)
         return out
 
     def _look(self, kind: Kind) -> dict[str, Any]:
@@ -158,6 +174,15 @@ def first_position(call: Call) -> int:
         return max(0, max(int(last[..., 0].max()) for _, last in call.mask.intervals(place)) - 1)
     row = call.mask.to_dense(place)[:, :, 0].flatten(0, 1).any(0)  # (M,)
     return int(row.nonzero().max()) if row.any() else 0
+
+
+def token_ids(given: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | None:
+    """The tokens (B, N) a model is called with; None where there are none, or two kinds of them."""
+    names = ("input_ids", "decoder_input_ids")
+    values = [*given, *(options[name] for name in names if name in options)]
+    found = [x.detach() for x in values if isinstance(x, Tensor) and x.ndim == 2]
+    found = [x for x in found if not x.is_floating_point() and x.dtype != torch.bool]
+    return found[0] if len(found) == 1 else None
 
 
 def matches(number: int, name: str, wanted: Sequence[int | str]) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from headwise.map import AttentionMap
+from headwise.watching import head_types
 from headwise.watching.layer import Layer
 from headwise.watching.table import Table, Value
 
@@ -29,6 +32,11 @@ class Recording:
     def layers(self) -> list[Layer]:
         """The layers that were seen, in the order in which they ran."""
         raise NotImplementedError
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The tokens (B, N) of the last pass, where they are known."""
+        return None
 
     def heads(self) -> Table:
         """A row a head: layer, name, kind, head and the figures of every statistic.
@@ -68,6 +76,26 @@ class Recording:
                 f"layer {layer!r} ({found.name}) has heads 0 to {found.heads - 1}; {head} is none"
             )
         return found.map().head(batch, head % found.heads)
+
+    def types(self) -> Table:
+        """What each head is for, by the first of `head_types.RULES` that fits, and its scores.
+
+        dormant, induction, previous-token, self, sink, local or content. Induction needs the
+        tokens, which are known where the model was called with them.
+        """
+        rows: list[dict[str, Value]] = []
+        for layer in self.layers:
+            found = head_types.scores(layer, self.tokens)
+            for head, kind in enumerate(found.types()):
+                row: dict[str, Value] = {"layer": layer.number, "name": layer.name}
+                row |= {"kind": layer.kind, "head": head, "type": kind}
+                row |= {name: float(score[head]) for name, score in vars(found).items()}
+                rows.append(row)
+        return Table(rows)
+
+    def similarity(self, layer: int | str) -> Tensor:
+        """How alike the heads of a layer are in their last pass, (Hq, Hq), from 0 to 1."""
+        return head_types.similarity(self.layer(layer))
 
     def __repr__(self) -> str:
         heads = sum(layer.heads for layer in self.layers)

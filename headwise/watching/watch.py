@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.observation import check_sink_keys, check_statistics
 from headwise.watching import own
@@ -86,6 +86,10 @@ class Watch(Recording):
         return list(self._recorder.layers.values())
 
     @property
+    def tokens(self) -> Tensor | None:
+        return self._recorder.tokens
+
+    @property
     def attached(self) -> bool:
         """Whether the model is being watched now."""
         return bool(self._undo)
@@ -114,7 +118,9 @@ class Watch(Recording):
 
     def _attach(self) -> None:
         recorder = self._recorder
-        before = self.model.register_forward_pre_hook(lambda *_: recorder.begin())
+        before = self.model.register_forward_pre_hook(
+            lambda _, given, options: recorder.begin(given, options), with_kwargs=True
+        )
         after = self.model.register_forward_hook(lambda *_: recorder.end(), always_call=True)
         self._undo += [before.remove, after.remove]
         self._undo += own.attach(self.model, recorder)

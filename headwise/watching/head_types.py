@@ -1,0 +1,172 @@
+"""What a head is for, by a stated rule each, from what was seen of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.map import AttentionMap
+from headwise.watching.layer import Layer
+
+HALF = 0.5
+"""A head is of a type when at least this much of its weight is there, in the mean."""
+
+REPEATED = 0.3
+"""Enough of it on what followed the same token earlier: elsewhere such a head rests."""
+
+NEAR = 8
+"""Keys this close are local."""
+
+FEW = 4 * NEAR
+"""Rows that see fewer keys can't tell near from far."""
+
+QUIET = 0.1
+"""The output of a dormant head, as a part of what its layer's heads put out in the mean."""
+
+SAMPLE = 64
+"""Rows of a layer whose weights are looked at one by one."""
+
+RULES = {
+    "dormant": f"its output is under {QUIET:.0%} of the mean of its layer's heads",
+    "induction": f"of tokens seen before, {REPEATED:.0%} of the weight is on what followed them",
+    "previous-token": "half of the weight is on the token before",
+    "self": "half of the weight is on the token itself",
+    "sink": "half of the weight is on the first token",
+    "local": f"half of the weight is on the {NEAR} tokens to each side",
+    "content": "none of these: it looks for something in the text",
+}
+"""The types and their rules; a head is of the first that fits."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the rules look at, a number a head (Hq,) each; NaN where nothing could be told."""
+
+    dormant: Tensor
+    induction: Tensor
+    previous: Tensor
+    self: Tensor
+    sink: Tensor
+    local: Tensor
+
+    def types(self) -> list[str]:
+        """The type of each head."""
+        fits = {
+            "dormant": self.dormant < QUIET,
+            "induction": self.induction >= REPEATED,
+            "previous-token": self.previous >= HALF,
+            "self": self.self >= HALF,
+            "sink": self.sink >= HALF,
+            "local": self.local >= HALF,
+        }
+        return [
+            next((name for name, fit in fits.items() if fit[head]), "content")
+            for head in range(len(self.sink))
+        ]
+
+
+def scores(layer: Layer, tokens: Tensor | None) -> Scores:
+    """The scores of a layer's heads; tokens (B, N), where known, show induction."""
+    seen = layer.observation
+    within = layer.kind == "self"
+    needed = ["sink_mass", "output_norm", *(["self_mass", "previous_mass"] if within else [])]
+    missing = [name for name in needed if name not in seen.values]
+    if missing:
+        raise ValueError(
+            f"types need {', '.join(missing)}, which this watch was not asked for; "
+            "hw.watch(model) without stats= sees everything"
+        )
+    counted = seen.sees & ~_early(layer)[:, None]
+    means = {name: _mean(seen.values[name], counted) for name in needed}
+    unknown = torch.full_like(means["sink_mass"], torch.nan)
+    norms = means["output_norm"]
+    local = induction = unknown
+    if within:
+        weights, rows = sampled_weights(layer)
+        local = _local(weights, rows)
+        if tokens is not None and tokens.shape == (seen.sees.shape[0], layer.map().shape[2]):
+            induction = _induction(layer.map(), tokens)
+    return Scores(
+        dormant=norms / norms.mean().clamp_min(1e-30),
+        induction=induction,
+        previous=means.get("previous_mass", unknown),
+        self=means.get("self_mass", unknown),
+        sink=means["sink_mass"],
+        local=local,
+    )
+
+
+def sampled_weights(layer: Layer) -> tuple[Tensor, Tensor]:
+    """Weights (Hq, R, M) of some rows of the first sequence, and the rows' positions (R,).
+
+    The rows are spread evenly over those that see enough to tell heads apart.
+    """
+    amap = layer.map()
+    _, _, queries, keys = amap.shape
+    early = _early(layer)[0] if layer.observation.rows is None else None
+    rows = torch.arange(queries) if early is None else (~early).nonzero()[:, 0].cpu()
+    rows = rows if len(rows) else torch.arange(queries)
+    chosen = rows[torch.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).long()]
+    weights = torch.stack([amap[0, :, int(row), :] for row in chosen], 1).cpu()
+    return weights, chosen + keys - queries
+
+
+def similarity(layer: Layer) -> Tensor:
+    """How alike a layer's heads are, (Hq, Hq): 1 minus the mean distance of their rows.
+
+    The distance of two rows is the total variation ½ Σ |p − p'|, as Bhojanapalli et al. (2021) take
+    it: 1 means the same weights everywhere, 0 no key in common.
+    """
+    weights, _ = sampled_weights(layer)
+    distance = torch.stack([torch.cdist(row, row, p=1) / 2 for row in weights.unbind(1)])
+    return 1 - distance.mean(0)
+
+
+def _early(layer: Layer) -> Tensor:
+    """The first rows, which see too little to tell types apart, and padding: (B, rows seen)."""
+    seen = layer.observation
+    batch, _, count = seen.sees.shape
+    number = torch.arange(count, device=seen.sees.device) if seen.rows is None else seen.rows
+    padding = layer.padding
+    if padding is None:
+        start = number.new_zeros(batch, 1)
+        hidden = seen.sees.new_zeros(batch, count)
+    else:
+        start = padding.long().cumprod(1).sum(1, keepdim=True)  # padding on the left
+        hidden = padding.index_select(1, number)
+    last = int(number.max()) + 1 if count else 0
+    return hidden | (number - start < min(NEAR, last // 2))
+
+
+def _mean(value: Tensor, counted: Tensor) -> Tensor:
+    total = value.double().masked_fill(~counted, 0).sum((0, 2))
+    return (total / counted.sum((0, 2)).clamp_min(1)).cpu()
+
+
+def _local(weights: Tensor, positions: Tensor) -> Tensor:
+    """The weight on the keys beside the query, (Hq,), over rows that see many more."""
+    far = positions >= FEW
+    if not far.any():
+        return torch.full((weights.shape[0],), torch.nan, dtype=torch.float64)
+    columns = torch.arange(weights.shape[2])
+    near = (columns - positions[far, None]).abs() <= NEAR
+    return weights[:, far].double().mul(near).sum(-1).mean(1)
+
+
+def _induction(amap: AttentionMap, tokens: Tensor) -> Tensor:
+    """The weight on what followed earlier occurrences of a row's token, (Hq,)."""
+    ids = tokens[0].tolist()
+    followed: dict[int, list[int]] = {}
+    pairs: list[tuple[int, list[int]]] = []
+    for row, token in enumerate(ids):
+        after = [key for key in followed.get(token, []) if key < row]
+        if after:
+            pairs.append((row, after))
+        followed.setdefault(token, []).append(row + 1)
+    pairs = pairs[-SAMPLE:]
+    if len(pairs) < 4:
+        return torch.full((amap.shape[1],), torch.nan, dtype=torch.float64)
+    found = [amap[0, :, row, :].cpu().double()[:, after].sum(1) for row, after in pairs]
+    return torch.stack(found).mean(0)

@@ -1,0 +1,256 @@
+"""A model of our own modules, watched: it computes what it did, and every head is seen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+from headwise.models import GPT, LSTM, GPTConfig, LSTMConfig, Transformer, TransformerConfig
+
+CONFIG = GPTConfig(vocabulary=50, context=64, d_model=32, layers=2, heads=4)
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG).eval()
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def eager(model: GPT, ids: Tensor) -> list[Tensor]:
+    """The weights of each layer (B, H, N, M), by the layers' own maps."""
+    found: list[Tensor] = []
+
+    def look(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        found.append(module.attention_map(*given).to_tensor())
+
+    handles = [block.attention.register_forward_pre_hook(look) for block in model.blocks]
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def test_the_output_is_the_same_and_the_model_is_restored(model: GPT, ids: Tensor) -> None:
+    before, names = model(ids), [set(vars(module)) for module in model.modules()]
+    with hw.watch(model):
+        during = model(ids)
+    torch.testing.assert_close(during, before)
+    assert torch.equal(model(ids), before)
+    assert [set(vars(module)) for module in model.modules()] == names
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_statistics_are_those_of_the_weights(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model) as seen:
+        model(ids)
+    for layer, p in zip(seen.layers, eager(model, ids), strict=True):
+        entropy = -torch.special.xlogy(p, p).sum(-1)
+        torch.testing.assert_close(layer.observation.entropy, entropy, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.observation.sink_mass, p[..., 0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(layer.map().to_tensor(), p)
+        mean = entropy.mean((0, 2))
+        rows = seen.heads().where(layer=layer.number)
+        assert rows["entropy_mean"] == pytest.approx(mean.tolist(), rel=1e-4)
+
+
+def test_several_passes_are_averaged_over_their_rows(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model) as seen:
+        model(ids)
+        model(ids[:1, :7])
+    first, second = eager(model, ids)[1], eager(model, ids[:1, :7])[1]
+    top = torch.cat([p.amax(-1).transpose(0, 1).flatten(1) for p in (first, second)], 1)
+    assert seen.heads().where(layer=1)["top_prob_mean"] == pytest.approx(top.mean(1).tolist())
+    assert seen.layers[1].observation.entropy.shape == (1, 4, 7)  # row by row: the last pass
+
+
+def test_generated_tokens_are_rows_of_the_same_pass(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model) as seen:
+        new = model.generate(ids, 6)
+    text = torch.cat((ids, new), 1)[:, :-1]  # the last token was not read any more
+    with hw.watch(model) as whole:
+        model(text)
+    for one, other in zip(seen.layers, whole.layers, strict=True):
+        for name in hw.STATISTICS:
+            mine, wanted = one.observation.values[name], other.observation.values[name]
+            torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(one.map().to_tensor(), other.map().to_tensor())
+
+
+def test_beams_that_changed_places_have_no_map() -> None:
+    torch.manual_seed(0)
+    config = TransformerConfig(30, d_model=16, encoder_layers=1, decoder_layers=1, heads=2)
+    model = Transformer(config).eval()
+    with hw.watch(model) as seen:
+        model.generate(torch.randint(3, 30, (1, 5)), 6)
+    layer = next(layer for layer in seen.layers if layer.name == "decoder.0.attention")
+    assert layer.observation.entropy.isfinite().all()
+    with pytest.raises(ValueError, match="beams changed places"):
+        layer.map()
+
+
+def test_padding_is_left_out_and_cross_attention_is_told_apart() -> None:
+    torch.manual_seed(0)
+    config = TransformerConfig(30, d_model=16, encoder_layers=1, decoder_layers=1, heads=2)
+    model = Transformer(config).eval()
+    source, target = torch.randint(3, 30, (2, 7)), torch.randint(3, 30, (2, 5))
+    with hw.watch(model) as seen:
+        model(source, target, source_lengths=torch.tensor([7, 4]))
+    encoder, decoder, cross = seen.layers
+    assert [layer.kind for layer in seen.layers] == ["self", "self", "cross"]
+    assert encoder.padding.sum(1).tolist() == [0, 3]
+    assert decoder.padding is None
+    assert cross.observation.entropy.shape == (2, 2, 5)
+    kept = torch.cat([encoder.observation.entropy[0], encoder.observation.entropy[1, :, :4]], 1)
+    assert seen.heads()["entropy_mean"][:2] == pytest.approx(kept.double().mean(1).tolist())
+    assert "distance" not in cross.observation.values  # between two sequences there is none
+
+
+def test_a_recurrent_decoder_adds_a_row_a_token() -> None:
+    config = LSTMConfig(30, d_model=16, layers=1)
+    model = LSTM(config).eval()
+    source, target = torch.randint(3, 30, (2, 7)), torch.randint(3, 30, (2, 5))
+    with hw.watch(model) as seen:
+        model(source, target)
+    assert seen.layers[0].observation.entropy.shape == (2, 1, 5)
+    assert seen.map(0, 0).shape == (1, 1, 5, 7)
+
+
+def test_a_layer_that_is_used_twice_is_seen_at_both_depths() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = hw.nn.MultiHeadAttention(16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))
+
+    with hw.watch(Shared()) as seen:
+        seen.model(torch.randn(1, 5, 16))
+    assert [layer.name for layer in seen.layers] == ["layer", "layer#1"]
+
+
+def test_sampled_rows_say_so(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model, rows=5) as seen:
+        model(ids)
+    assert seen.layers[0].observation.entropy.shape == (2, 4, 5)
+    assert "max_logit_max_lower_bound" in seen.heads().columns
+    assert seen.map(0, 1).shape == (1, 1, 20, 20)
+
+
+def test_filters_narrow_what_is_looked_at(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model, layers="*.1.*", heads=[2], stats=["entropy"], maps=False) as seen:
+        model(ids)
+    table = seen.heads()
+    assert table["layer"] == [1]
+    assert table["head"] == [2]
+    assert table.columns[4:] == ["entropy_mean", "entropy_min"]
+    with pytest.raises(ValueError, match="maps=True"):
+        seen.map(1, 0)
+
+
+def test_checkpointing_counts_no_row_twice(ids: Tensor) -> None:
+    class Saving(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.layer, self.reentrant = hw.nn.MultiHeadAttention(16, 2), reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+    for reentrant in (True, False):
+        model, x = Saving(reentrant), torch.randn(1, 5, 16, requires_grad=True)
+        with hw.watch(model) as seen:
+            model(x).sum().backward()
+        assert len(seen.layers) == 1
+        assert seen.layers[0]._reduction.rows.tolist() == [5, 5]
+
+
+def test_steps_make_a_series_and_every_passes_the_others_over(model: GPT, ids: Tensor) -> None:
+    watch = hw.watch(model, every=2, maps=False).attach()
+    for _ in range(5):
+        for part in ids.split(1):  # two micro-batches a step
+            model(part)
+        watch.step()
+    watch.detach()
+    assert [entry.step for entry in watch.series] == [0, 2, 4]
+    with hw.watch(model) as whole:
+        model(ids)
+    wanted = whole.heads()["entropy_mean"]
+    assert watch.series[1].table["entropy_mean"] == pytest.approx(wanted, rel=1e-5)
+    assert watch.heads()["entropy_mean"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_gradients_are_those_of_the_unwatched_model(model: GPT, ids: Tensor) -> None:
+    other = copy.deepcopy(model)
+    model(ids).square().mean().backward()
+    with hw.watch(other):
+        other(ids).square().mean().backward()
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_what_went_wrong_is_said(model: GPT, ids: Tensor) -> None:
+    with pytest.raises(ValueError, match="unknown statistic 'entropie'; there are lse"):
+        hw.watch(model, stats=["entropie"])
+    said = "there is no layer 7 in this model; there are 0 blocks.0.attention, 1 blocks.1.att"
+    with pytest.raises(ValueError, match=said), hw.watch(model, layers=7):
+        model(ids)
+    with hw.watch(model) as seen, pytest.raises(ValueError, match="watched already"):
+        hw.watch(model.blocks[0]).attach()
+    model(ids)  # nobody looks any more
+    with pytest.raises(ValueError, match="there is no layer 0; there are none yet"):
+        seen.map(0, 0)
+    said, linear = "no attention was found in this Linear", nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=said), hw.watch(linear):
+        linear(torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="is compiled"):
+        hw.watch(torch.compile(model, backend="eager")).attach()
+    with pytest.raises(ValueError, match=r"takes a torch.nn.Module, not int"):
+        hw.watch(3)
+
+
+def test_an_exception_in_the_model_leaves_it_as_it_was(model: GPT, ids: Tensor) -> None:
+    with pytest.raises(IndexError), hw.watch(model):
+        model(ids + 50)
+    assert not any("forward" in vars(module) for module in model.modules())
+    with hw.watch(model) as seen:
+        model(ids)
+    assert len(seen.heads()) == 8
+
+
+def test_types_name_what_a_head_was_built_to_do() -> None:
+    length, heads = 64, 4
+    attention = hw.nn.FixedAttention(16, heads, length, mask=hw.mask.causal())
+    rows = torch.arange(length)
+    with torch.no_grad():
+        attention.logits[0, rows[1:], rows[:-1]] = 20  # the token before
+        attention.logits[1, rows, rows] = 20  # the token itself
+        attention.logits[2, :, 0] = 20  # the first token
+        for back in range(4):
+            attention.logits[3, rows[back:], rows[: length - back]] = 20  # the last few
+    model = nn.Sequential(nn.Embedding(5, 16), attention)
+    with hw.watch(model) as seen:
+        model(torch.randint(0, 5, (1, length)))
+    assert seen.types()["type"] == ["previous-token", "self", "sink", "local"]
+    alike = seen.similarity(0)
+    assert alike.diagonal() == pytest.approx(torch.ones(4).numpy())
+    assert alike[0, 1] < 0.01
+
+
+def test_types_find_the_induction_heads_of_the_built_in_model() -> None:
+    gpt = hw.load("gpt")
+    text = "Mr Dursley was proud to say that Mrs Potter met Mr Dursley and that Mrs Potter met"
+    with torch.no_grad(), hw.watch(gpt.model) as seen:
+        gpt.model(gpt.encode(text))
+    found = {(row["layer"], row["head"]) for row in seen.types() if row["type"] == "induction"}
+    assert (5, 1) in found
