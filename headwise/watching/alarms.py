@@ -1,0 +1,95 @@
+"""Alarms: what the rules found in a run, each head and rule once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from headwise.watching.layer import Layer
+from headwise.watching.rules import RULES, Rule
+from headwise.watching.table import Table
+
+log = logging.getLogger("headwise")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A rule that began to hold: when, where (None: the whole model), and what was found."""
+
+    step: int
+    rule: str
+    layer: int | None
+    head: int | None
+    says: str
+
+    @property
+    def where(self) -> str:
+        """The head in words: 5.1 is the second head of the sixth layer."""
+        return "the model" if self.layer is None else f"head {self.layer}.{self.head}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can say it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.rule}: {self.where}: {self.says}"
+
+
+@dataclass
+class Alarms:
+    """The rules that look at each step of a run, and what they raised so far.
+
+    >>> table = Table([{"layer": 0, "kind": "self", "head": 1, "max_logit_max": 120.0}])
+    >>> print(*Alarms().look(7, table, []))
+    step 7: logit growth: head 0.1: its largest logit is 120, above 100
+    """
+
+    rules: tuple[Rule, ...] = RULES
+    raised: list[Alarm] = field(default_factory=list)
+    _known: set[tuple[str, int | None, int | None]] = field(default_factory=set)
+
+    def look(self, step: int, table: Table, layers: Sequence[Layer]) -> list[Alarm]:
+        """The alarms that this step raises for the first time; the log hears of them too."""
+        new = []
+        for rule in self.rules:
+            found = []
+            for layer, head, says in rule.check(table, layers):
+                if (rule.name, layer, head) not in self._known:
+                    self._known.add((rule.name, layer, head))
+                    found.append(Alarm(step, rule.name, layer, head, says))
+            if found:
+                more = f" (and {len(found) - 1} more heads)" if len(found) > 1 else ""
+                log.warning("%s%s", found[0], more)
+            new += found
+        self.raised += new
+        return new
+
+
+def chosen(
+    asked: bool | Rule | Iterable[Rule], stats: Sequence[str], maps: bool
+) -> tuple[Rule, ...]:
+    """The rules of `alarms=`; ValueError where the watch leaves out what one of them reads.
+
+    >>> [rule.name for rule in chosen(True, ("entropy",), maps=True)]
+    Traceback (most recent call last):
+    ValueError: the alarm for logit growth reads max_logit; ...
+    """
+    if isinstance(asked, bool):
+        rules = RULES if asked else ()
+    else:
+        rules = tuple(asked) if isinstance(asked, Iterable) else (asked,)
+    for rule in rules:
+        missing = [name for name in rule.needs if name not in stats]
+        if missing:
+            raise ValueError(
+                f"the alarm for {rule.name} reads {', '.join(missing)}; name it in stats=, leave "
+                "stats= out, or give alarms= only the rules you want"
+            )
+        if not rule.needs and not maps:
+            raise ValueError(
+                f"the alarm for {rule.name} compares weights, and maps=False keeps none; leave it "
+                "out, or give alarms= only the rules you want"
+            )
+    return rules

@@ -1,0 +1,179 @@
+"""QK-clip: the known remedy for logits that grow without end."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headwise.score import Dot, General
+from headwise.watching.layer import Layer
+from headwise.watching.made_by import Made, made_by
+from headwise.watching.naming import figure
+from headwise.watching.recording import Recording
+
+HIDDEN = -1e4
+"""What is added to a logit below this hides a key, and is no position bias."""
+
+_used: weakref.WeakKeyDictionary[Recording, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A head that was clipped: its logits are now `factor` times what they were.
+
+    `lower_bound` is True where only some rows were looked at: the largest of all logits was at
+    least `max_logit`, and may still be above the limit.
+    """
+
+    layer: int
+    name: str
+    head: int
+    max_logit: float
+    factor: float
+    lower_bound: bool
+
+
+@torch.no_grad()
+def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> list[Clip]:
+    """Shrink the queries and keys of each head whose largest logit passed the limit.
+
+    The rows of W_q and W_k that belong to such a head, and of their biases, are multiplied by
+    √(limit / max), so that the same input gives it `limit` as its largest logit. Keys that several
+    heads share are multiplied by what all of these need at least, their queries by the rest: every
+    head gets its own factor exactly, and no weight grows. Call it after the optimiser's step and
+    `seen.step()`; the figures of a step are used once. The optimiser's state stays as it is.
+
+    With torch.distributed the processes agree on the largest logits, so all of them must call it.
+    ValueError where weights don't set the logits: with QK-norm, cosine or additive scores, a
+    softcap, a position bias.
+
+    >>> import torch, headwise as hw
+    >>> model = hw.nn.MultiHeadAttention(64, 8)
+    >>> _ = torch.nn.init.normal_(model.query.weight, std=30)
+    >>> x = torch.randn(1, 10, 64)
+    >>> with hw.watch(model) as before: _ = model(x)
+    >>> clipped = hw.qk_clip(model, before, limit=50)
+    >>> with hw.watch(model) as after: _ = model(x)
+    >>> max(before.heads()["max_logit_max"]) > 200, round(max(after.heads()["max_logit_max"]), 3)
+    (True, 50.0)
+    """
+    if not limit > 0:
+        raise ValueError(f"hw.qk_clip(limit={limit}): a positive limit would work")
+    step = _step(seen)
+    if _used.get(seen, -1) >= step:
+        return []
+    _used[seen] = step
+    largest, lower_bound = _largest(seen)
+    done = []
+    for path, heads in _agreed(largest).items():
+        layers = [layer for layer in seen.layers if _path(layer) == path]
+        for layer in layers:
+            _refuse_what_is_added(layer)
+        made = made_by(find(model, path), path, layers[0].heads)
+        factors = {head: limit / value for head, value in heads.items() if value > limit}
+        if factors:
+            scale(made, factors)
+        done += [
+            Clip(layers[0].number, path, head, heads[head], factor, lower_bound)
+            for head, factor in factors.items()
+        ]
+    return done
+
+
+def scale(made: Made, factors: Mapping[int, float]) -> None:
+    """Multiply the logits of some heads, by what makes their queries and keys."""
+    weight = made.queries[0]
+    factor = torch.ones(weight.shape[0], dtype=torch.float64)
+    for head, value in factors.items():
+        factor[head] = value
+    if made.shared:
+        _multiply(made.queries, factor.sqrt().to(weight.device))
+        return
+    groups = made.keys[0].shape[0]
+    of_keys = factor.reshape(groups, -1).amax(1).sqrt()  # the least that all its heads need
+    of_queries = factor / of_keys.repeat_interleave(len(factor) // groups)
+    _multiply(made.queries, of_queries.to(weight.device))
+    _multiply(made.keys, of_keys.to(weight.device))
+
+
+def find(model: nn.Module, path: str) -> nn.Module:
+    """A watched module by its name, in the model or in what DDP or the compiler wrapped."""
+    for wrapper in ("", "module.", "_orig_mod."):
+        for name in (path.removeprefix(wrapper), wrapper + path):
+            try:
+                return model.get_submodule(name)
+            except AttributeError:
+                continue
+    raise ValueError(f"hw.qk_clip: there is no {path!r} in this {type(model).__name__}")
+
+
+def _multiply(parameters: list[Tensor], factor: Tensor) -> None:
+    for x in parameters:
+        x.mul_(factor.to(x.dtype).reshape(-1, *[1] * (x.ndim - 1)))
+
+
+def _step(seen: Recording) -> int:
+    """The number of the step whose figures the recording has now."""
+    if any(layer.figures() for layer in seen.layers):
+        return int(getattr(seen, "steps", 0))
+    return seen.series[-1].step if seen.series else -1
+
+
+def _largest(seen: Recording) -> tuple[dict[str, dict[int, float]], bool]:
+    """The largest logit of each head, by the path of its module, and whether rows were sampled."""
+    table = seen.heads()
+    values = figure(table, "max_logit_max")
+    if len(table) and not values:
+        raise ValueError("hw.qk_clip reads max_logit, which was not looked at; name it in stats=")
+    found: dict[str, dict[int, float]] = {}
+    for row, value in zip(table, values, strict=True):
+        if not math.isfinite(value) and value != -math.inf:
+            raise ValueError(
+                f"hw.qk_clip: head {row['layer']}.{row['head']} has the logit {value}; no scaling "
+                "helps there, the last checkpoint may"
+            )
+        heads = found.setdefault(str(row["name"]).partition("#")[0], {})
+        heads[int(row["head"])] = max(value, heads.get(int(row["head"]), value))
+    return found, "max_logit_max" not in table.columns
+
+
+def _agreed(largest: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+    """The same over all processes, so that their weights stay equal."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return largest
+    values = torch.tensor([x for heads in largest.values() for x in heads.values()])
+    if distributed.get_backend() == "nccl":
+        values = values.cuda()
+    distributed.all_reduce(values, op=distributed.ReduceOp.MAX)
+    agreed = iter(values.tolist())
+    return {path: {head: next(agreed) for head in heads} for path, heads in largest.items()}
+
+
+def _path(layer: Layer) -> str:
+    """A layer's module: one that runs at several depths has several layers."""
+    return layer.name.partition("#")[0]
+
+
+def _refuse_what_is_added(layer: Layer) -> None:
+    """ValueError where a logit was more than queries and keys times a number."""
+    call = None if layer.last is None else layer.last.call
+    if call is None:
+        return
+    reason = None
+    if call.softcap is not None:
+        reason = f"its logits are capped at {call.softcap:g} already"
+    elif not isinstance(call.score, Dot | General):
+        reason = f"a {type(call.score).__name__.lower()} score is not proportional to its weights"
+    elif isinstance(call.bias, Tensor):
+        added = call.bias[(call.bias != 0) & (call.bias > HIDDEN)]
+        reason = "a position bias is added to its logits" if added.numel() else None
+    elif call.bias is not None:
+        reason = f"{type(call.bias).__name__} is added to its logits"
+    if reason is not None:
+        raise ValueError(f"hw.qk_clip can't clip {layer.name}: {reason}")

@@ -1,0 +1,254 @@
+"""When a head is worth an alarm: five rules, each with its threshold and where it comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headwise.map import AttentionMap
+from headwise.watching.layer import Layer
+from headwise.watching.naming import figure
+from headwise.watching.table import Table
+
+
+class Finding(NamedTuple):
+    """What a rule found: in a layer and a head, or in the whole model where both are None."""
+
+    layer: int | None
+    head: int | None
+    says: str
+
+
+class Rule(Protocol):
+    """A condition on the heads of one step."""
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]]  # the statistics that it reads
+
+    @property
+    def says(self) -> str:
+        """The rule in words."""
+        ...
+
+    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
+        """The heads of a closed step that it holds for; `layers` have the maps of its last pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogitGrowth:
+    """A head's largest logit has passed `limit`."""
+
+    limit: float = 100.0
+    name: ClassVar[str] = "logit growth"
+    source: ClassVar[str] = (
+        "Kimi K2 (2507.20534) clips a head's queries and keys where its largest logit passes 100; "
+        "ViT-22B (2302.05442) and Wortsman and others (2309.14322) saw growing logits end in "
+        "divergence"
+    )
+    needs: ClassVar[tuple[str, ...]] = ("max_logit",)
+
+    @property
+    def says(self) -> str:
+        """The rule in words."""
+        return f"the largest logit of a head is above {self.limit:g}, or no number any more"
+
+    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
+        """The heads whose largest logit is above the limit; a sampled one is so all the more."""
+        for row, largest in zip(table, figure(table, "max_logit_max"), strict=False):
+            if largest > self.limit or math.isnan(largest):
+                yield _of(row, f"its largest logit is {largest:.4g}, above {self.limit:g}")
+
+
+@dataclass(frozen=True)
+class EntropyCollapse:
+    """A head looks at one key a row, and not at one that its position alone would name.
+
+    Heads that look at the token before, at themselves or at the first token are decided for a
+    reason, and are left out.
+    """
+
+    nats: float = 0.1
+    name: ClassVar[str] = "entropy collapse"
+    source: ClassVar[str] = (
+        "Zhai and others, 2023 (2303.06296): training becomes unstable when attention entropy "
+        "collapses; the threshold is ours, e^0.1 = 1.1 keys a row"
+    )
+    needs: ClassVar[tuple[str, ...]] = ("entropy", "self_mass", "previous_mass", "sink_mass")
+
+    @property
+    def says(self) -> str:
+        """The rule in words."""
+        return (
+            f"the mean entropy of a head is below {self.nats:g} nats, and the previous token, the "
+            "token itself and the first one get less than half of its weight"
+        )
+
+    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
+        """The heads whose entropy is below the threshold without such a reason."""
+        entropies = figure(table, "entropy_mean")
+        placed = [figure(table, f"{name}_mean") for name in self.needs[1:]]
+        for number, (row, entropy) in enumerate(zip(table, entropies, strict=False)):
+            masses = [mass[number] for mass in placed if mass]
+            explained = sum(mass for mass in masses if not math.isnan(mass))
+            if entropy < self.nats and explained < 0.5:
+                keys = math.exp(entropy)
+                yield _of(row, f"its mean entropy is {entropy:.3f} nats: {keys:.2f} keys a row")
+
+
+@dataclass(frozen=True)
+class DeadHead:
+    """A head gives far less than the others of its layer."""
+
+    share: float = 0.1
+    name: ClassVar[str] = "dead head"
+    source: ClassVar[str] = (
+        "Sandoval-Segura and others (2504.03889): the norm of a head's output relative to its "
+        "layer finds inactive heads best among a dozen scores; the threshold is ours"
+    )
+    needs: ClassVar[tuple[str, ...]] = ("output_norm",)
+
+    @property
+    def says(self) -> str:
+        """The rule in words."""
+        return f"a head's mean output norm is at most {self.share:g} of its layer's mean"
+
+    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
+        """The heads whose output is small beside their neighbours', or zero."""
+        norms = figure(table, "output_norm_mean")
+        means: dict[object, list[float]] = {}
+        for row, norm in zip(table, norms, strict=False):
+            means.setdefault(row["layer"], []).append(norm)
+        for row, norm in zip(table, norms, strict=False):
+            mean = sum(means[row["layer"]]) / len(means[row["layer"]])
+            if norm <= self.share * mean:
+                of = f"{norm / mean:.1%} of its layer's mean" if mean else "nothing at all"
+                yield _of(row, f"its mean output norm is {norm:.3g}: {of}")
+
+
+@dataclass(frozen=True)
+class SinkTakeOver:
+    """Most heads rest on the first token.
+
+    Where few keys are seen the first one gets much of any weight: of M keys an even causal row mean
+    is about (1 + log M)/M, and a head must have three times that.
+    """
+
+    mass: float = 0.3
+    heads: float = 0.6
+    name: ClassVar[str] = "sink take-over"
+    source: ClassVar[str] = (
+        "Gu and others (2410.10781) count a head as a sink from a mean weight of 0.3 on the first "
+        "token; public monitors call a model with more than 0.6 of such heads sunk. Pretrained "
+        "language models may be there from the start"
+    )
+    needs: ClassVar[tuple[str, ...]] = ("sink_mass",)
+
+    @property
+    def says(self) -> str:
+        """The rule in words."""
+        return (
+            f"more than {self.heads:.0%} of the self-attention heads put more than {self.mass:g} "
+            "of their weight on the first token"
+        )
+
+    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
+        """The model, where the share of its sinking heads is above the threshold."""
+        least = {layer.number: max(self.mass, 3 * _even_mass(layer)) for layer in layers}
+        sunk = [
+            mass > least.get(int(row["layer"]), self.mass)
+            for row, mass in zip(table, figure(table, "sink_mass_mean"), strict=False)
+            if row["kind"] == "self"
+        ]
+        if sunk and sum(sunk) > self.heads * len(sunk):
+            says = f"{sum(sunk)} of {len(sunk)} heads rest on the first token"
+            yield Finding(None, None, says)
+
+
+@dataclass(frozen=True)
+class DuplicatedHeads:
+    """Two heads of a layer weight the same keys alike.
+
+    Looked at in a few rows of the last pass's first sequence. Heads that look everywhere alike, as
+    all do before they have learnt anything, and heads that rest on the first token have nothing
+    to copy, and are left out.
+    """
+
+    distance: float = 0.05
+    rows: int = 16
+    name: ClassVar[str] = "duplicated heads"
+    source: ClassVar[str] = (
+        "Bhojanapalli and others (2110.06821) compare heads by the total variation between their "
+        "rows; the threshold is ours"
+    )
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def says(self) -> str:
+        """The rule in words."""
+        return (
+            "the weights of two heads of a layer differ by a total variation of less than "
+            f"{self.distance:g} on average over {self.rows} rows, while both differ from even "
+            "weights by more than 0.2 and put less than 0.9 on the first token"
+        )
+
+    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
+        """The later head of each pair."""
+        for layer in layers:
+            if layer.last is None or layer.last.call is None:
+                continue
+            weights = _some_rows(layer.map(), self.rows)  # (rows, heads, keys)
+            alike = torch.cdist(weights, weights, p=1).mean(0) / 2 < self.distance
+            decided = _from_even(weights) > 0.2
+            sunk = weights[..., 0].mean(0) > 0.9
+            able = decided & ~sunk
+            pairs = (alike & able & able[:, None]).triu(1).nonzero().tolist()
+            for first, second in pairs:
+                yield Finding(layer.number, second, f"it weights the keys as head {first} does")
+
+
+RULES: tuple[Rule, ...] = (
+    LogitGrowth(),
+    EntropyCollapse(),
+    DeadHead(),
+    SinkTakeOver(),
+    DuplicatedHeads(),
+)
+"""The rules of `hw.watch(model, alarms=True)`."""
+
+
+def _of(row: dict[str, int | float | str], says: str) -> Finding:
+    return Finding(int(row["layer"]), int(row["head"]), says)
+
+
+def _even_mass(layer: Layer) -> float:
+    """The mean weight of the first key if every causal row weighted all it sees alike."""
+    if layer.last is None:
+        return 0.0
+    keys = layer.last.start + layer.last.queries
+    return (1 + math.log(keys)) / keys
+
+
+def _from_even(weights: Tensor) -> Tensor:
+    """How far heads are from weighting all keys alike: the mean total variation, (heads,).
+
+    Keys that no head gives any weight are taken for hidden. Where only one is left the heads agree
+    on it to the last bit, which is as decided as can be.
+    """
+    seen = (weights > 0).any(1, keepdim=True)  # (rows, 1, keys)
+    count = seen.sum(-1, keepdim=True)
+    apart = (weights - seen / count.clamp_min(1)).abs().sum(-1, keepdim=True) / 2
+    return apart.masked_fill(count == 1, 1.0).mean((0, 2))
+
+
+def _some_rows(amap: AttentionMap, count: int) -> Tensor:
+    """The weights of rows spread over the first sequence, the last one included."""
+    total = amap.shape[2]
+    rows = sorted({total - 1 - number * total // count for number in range(min(count, total))})
+    return torch.stack([amap[0, :, row, :] for row in rows])
