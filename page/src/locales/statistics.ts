@@ -60,14 +60,14 @@ export function figure(name: string): Named {
   const [, base, reduction, bound] = parts;
   const words = reductions[speech.current];
   const said = statistic(base!);
-  const plain = reduction === 'mean' || said.name === statistic('max_logit').name;
-  const how = [plain ? '' : words[reduction as 'mean'], bound ? words[bound as 'lower'] : ''];
-  const suffix = how.filter(Boolean).join(' ');
-  if (!suffix) return said;
-  return {
-    ...said,
-    name: speech.current === 'zh' ? `${said.name}（${suffix}）` : `${said.name}, ${suffix}`,
-  };
+  const usual = base === 'max_logit' ? 'max' : 'mean'; // goes without saying
+  const how = [
+    reduction === usual ? '' : words[reduction as 'mean' | 'max' | 'min'],
+    bound ? words[bound as 'lower' | 'upper'] : '',
+  ].filter(Boolean);
+  if (!how.length) return said;
+  const [before, between, after] = speech.current === 'zh' ? ['（', '，', '）'] : [', ', ', ', ''];
+  return { ...said, name: `${said.name}${before}${how.join(between)}${after}` };
 }
 
 const typesInChinese: Record<string, string> = {
