@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headwise.api import attention
 from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
 from headwise.watching.layer import Kind
 from headwise.watching.recorder import Recorder
@@ -28,11 +29,15 @@ def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
 
 def _observed(module: Any, name: str, recorder: Recorder, *given: Any, **options: Any) -> Tensor:
     """The module's forward, watched."""
-    if not recorder.wants(name):
+    wanted = recorder.wants(name)
+    if not wanted and name not in recorder.silenced:
         return type(module).forward(module, *given, **options)  # type: ignore[no-any-return]
     call = module.prepare(*given, **options)
-    out = recorder.inside(name, call, _kind(module, given, options))
-    return module.join(out)  # type: ignore[no-any-return]
+    if wanted:
+        out = recorder.inside(name, call, _kind(module, given, options))
+    else:
+        out = attention(call.q, call.k, call.v, **call.options())
+    return module.join(recorder.silence(name, out))  # type: ignore[no-any-return]
 
 
 def _kind(module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> Kind:

@@ -39,6 +39,7 @@ class Recorder:
     layers: dict[str, Layer] = field(default_factory=dict)
     active: bool = True
     tokens: Tensor | None = None  # (B, N) of the last pass, where the model was called with them
+    silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
     ran: bool = False  # the model did run, whether or not an attention was seen
     _observed: set[str] = field(default_factory=set)  # from inside: a recomputation does so too
     _selected: dict[str, bool] = field(default_factory=dict)
@@ -96,6 +97,14 @@ class Recorder:
             seen.values = {key: value.detach() for key, value in seen.values.items()}
             self._keep(name, call, kind, padding, seen)
         return out
+
+    def silence(self, name: str, out: Tensor, axis: int = 1) -> Tensor:
+        """The output of a module's heads, along an axis, without the head that is switched off."""
+        if name not in self.silenced:
+            return out
+        kept = torch.ones(out.shape[axis], dtype=out.dtype, device=out.device)
+        kept[self.silenced[name]] = 0
+        return out * kept.reshape(-1, *[1] * (out.ndim - 1 - axis % out.ndim))
 
     def _look(self, kind: Kind) -> dict[str, Any]:
         looking = self.looking

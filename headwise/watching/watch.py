@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Self
 
 from torch import Tensor, nn
 
 from headwise.observation import check_sink_keys, check_statistics
 from headwise.watching import own
+from headwise.watching.importance import importance
 from headwise.watching.layer import Layer
 from headwise.watching.own import Undo
 from headwise.watching.recorder import Looking, Recorder, matches
@@ -157,6 +158,29 @@ class Watch(Recording):
         table = super().heads()
         wanted = self.looking.heads
         return table if wanted is None else Table([row for row in table if row["head"] in wanted])
+
+    def importance(self, measure: Callable[[], float | Tensor]) -> Table:
+        """What each head is worth: `measure()`, such as a loss, with its output switched off.
+
+        A row a head: the measure without it, and by how much that is larger.
+
+        >>> import torch, headwise as hw
+        >>> gpt = hw.load("gpt")
+        >>> ids = gpt.encode("to be or not to be, that is the question")
+        >>> def loss():
+        ...     logits = gpt.model(ids[:, :-1])
+        ...     return torch.nn.functional.cross_entropy(logits[0], ids[0, 1:])
+        >>> with hw.watch(gpt.model, layers=5) as seen:
+        ...     table = seen.importance(loss)
+        >>> table.columns
+        ['layer', 'name', 'kind', 'head', 'without', 'importance']
+        """
+        if not self.attached:
+            raise ValueError("heads are switched off while the model is watched; attach() first")
+        if not self._recorder.layers:
+            measure()  # to know the layers
+        self.check()
+        return importance(self._recorder, measure)
 
     def check(self) -> None:
         """ValueError where the model ran and no attention, or not the one asked for, was seen."""

@@ -1,0 +1,218 @@
+"""What was seen, for other people's viewers: HeadVis and Neuronpedia's folder, BertViz's arrays."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headwise
+from headwise.watching import head_types
+from headwise.watching.layer import Layer
+from headwise.watching.recording import Recording
+
+KEYS_A_ROW, LEAST = 8, 0.005
+"""Of each row the viewer gets at most this many weights, and none that is smaller."""
+
+INTERVALS = 5
+"""Into how many parts sequences are sorted, by their largest weight."""
+
+DISTANCES = [0, *(1 << power for power in range(13))]
+TOKENS = 50
+BINS = 50
+
+METRICS = {
+    "self_attention_score": "Mean weight on the token itself.",
+    "prev_token_score": "Mean weight on the token before.",
+    "pattern_entropy": "Mean entropy of a row's weights, in nats.",
+    "qk_distance": "Mean distance between query and key, weighted.",
+    "qk_distance_variance": "Variance of that distance, over sampled rows of the first sequence.",
+    "induction_score": "Mean weight on what followed earlier occurrences of the same token.",
+}
+
+
+def headvis(
+    seen: Recording,
+    folder: str | Path,
+    tokens: Sequence[Sequence[str]],
+    model: str = "model",
+    dataset: str = "watched",
+) -> Path:
+    """Write the last pass as the folder that HeadVis and Neuronpedia's tools read.
+
+    `tokens` are the texts of the pass, a list of strings each. Every weight comes from the maps, so
+    the model ran with whatever kernel it has, at whatever length.
+    """
+    layers = [layer for layer in seen.layers if layer.kind == "self"]
+    if not layers:
+        raise ValueError("no layer looks at its own sequence, which is all that HeadVis shows")
+    _, heads, queries, _ = layers[0].map().shape
+    if any(layer.heads != heads for layer in layers):
+        raise ValueError("HeadVis shows models whose layers all have the same number of heads")
+    texts = [[str(token) for token in text] for text in tokens]
+    if [len(text) for text in texts] != [queries] * layers[0].map().shape[0]:
+        raise ValueError(
+            f"tokens have lengths {[len(text) for text in texts]}; the last pass had "
+            f"{layers[0].map().shape[0]} sequences of {queries}"
+        )
+    target = Path(folder)
+    (target / "heads").mkdir(parents=True, exist_ok=True)
+    (target / "attributions").mkdir(exist_ok=True)
+    scatter = []
+    for number, layer in enumerate(layers):
+        figures, weights = layer.figures(), head_types.sampled_weights(layer)
+        induction = head_types.scores(layer, seen.tokens).induction
+        spread = _distance_variance(*weights)
+        for head in range(heads):
+            values = {
+                "self_attention_score": figures["self_mass_mean"][head],
+                "prev_token_score": figures["previous_mass_mean"][head],
+                "pattern_entropy": figures["entropy_mean"][head],
+                "qk_distance": figures["distance_mean"][head],
+                "qk_distance_variance": spread[head],
+                "induction_score": induction[head],
+            }
+            scatter.append(
+                {"layer": number, "head": head} | {name: _round(x) for name, x in values.items()}
+            )
+            _write(target / "heads" / f"L{number}H{head}.json", _head(layer, head, texts))
+    _write(target / "scatter_data.json", scatter)
+    _write(target / "server_config.json", {})
+    _write(target / "attributions" / "manifest.json", {})
+    _write(target / "config.json", _config(len(layers), heads, len(texts), queries, model, dataset))
+    return target
+
+
+def attentions(seen: Recording, kind: str = "self") -> tuple[Tensor, ...]:
+    """Every weight of the last pass, (B, H, N, M) a layer: what BertViz takes, for small inputs.
+
+    The same as a transformers model's output_attentions=True; ValueError where a layer has more
+    weights than fit into memory comfortably.
+    """
+    return tuple(layer.map().to_tensor() for layer in seen.layers if layer.kind == kind)
+
+
+def _config(
+    layers: int, heads: int, sequences: int, length: int, model: str, dataset: str
+) -> dict[str, Any]:
+    run = {
+        "model_name": model,
+        "np_model_id": model,
+        "dataset_name": dataset,
+        "n_sequences": sequences,
+        "seq_len": length,
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "attn_implementation": "headwise",
+        "sparse_topk_per_row": KEYS_A_ROW,
+        "sparse_threshold": LEAST,
+        "headwise": headwise.__version__,
+    }
+    return {
+        "model_name": model,
+        "np_model_id": model,
+        "dataset_name": dataset,
+        "heads": [[layer, head] for layer in range(layers) for head in range(heads)],
+        "n_layers": layers,
+        "n_heads": heads,
+        "n_intervals": INTERVALS,
+        "metrics": list(METRICS),
+        "metric_descriptions": METRICS,
+        "head_data_pattern": "L{layer}H{head}.json",
+        "has_umap": False,
+        "umap_heads": [],
+        "custom_plots": [
+            {"key": "qk_distance_histogram", "label": "Query-key distance"},
+            {"key": "histogram", "label": "Largest weights"},
+        ],
+        "custom_tables": [
+            {"key": "top_query_tokens", "label": "Top query tokens"},
+            {"key": "top_key_tokens", "label": "Top key tokens"},
+        ],
+        "statistics_display": {
+            "n_samples": {"label": "Sequences", "format": "default"},
+            "mean_max_activation": {"label": "Mean largest weight", "format": "default"},
+        },
+        "pipeline_config": run,
+    }
+
+
+def _head(layer: Layer, head: int, texts: list[list[str]]) -> dict[str, Any]:
+    """The sequences as one head reads them: sparse weights, and sums over them."""
+    amap, length = layer.map(), len(texts[0])
+    found, largest = [], []
+    distances = [0.0] * (len(DISTANCES) - 1)
+    by_query: Counter[str] = Counter()
+    by_key: Counter[str] = Counter()
+    for number, text in enumerate(texts):
+        weights, keys = (x[0, 0] for x in amap.head(number, head).top(KEYS_A_ROW))
+        rows, kept = torch.arange(length)[:, None].expand_as(keys), weights >= LEAST
+        flat = list(
+            zip(rows[kept].tolist(), keys[kept].tolist(), weights[kept].tolist(), strict=True)
+        )
+        inner = [
+            weight for row, key, weight in flat if row and key
+        ]  # the first token outshines all
+        largest.append(max(inner, default=0.0))
+        for row, key, weight in flat:
+            place = bisect_right(DISTANCES, abs(row - key)) - 1
+            if place < len(distances):
+                distances[place] += weight
+            by_query[text[row]] += weight
+            by_key[text[key]] += weight
+        found.append(
+            {
+                "sequence_id": number,
+                "tokens": text,
+                "attention_indices": [row * length + key for row, key, _ in flat],
+                "attention_values": [_round(weight) for _, _, weight in flat],
+                "seq_len": length,
+                "max_activation": _round(largest[-1]),
+            }
+        )
+    order = sorted(range(len(texts)), key=largest.__getitem__)
+    for rank, number in enumerate(order):
+        found[number]["interval"] = -(-(rank + 1) * INTERVALS // len(order))  # 1 to INTERVALS
+    counts = torch.histc(torch.tensor(largest), BINS, 0, 1).int().tolist()
+    return {
+        "sequences": found,
+        "qk_distance_histogram": {
+            "bin_edges": DISTANCES,
+            "bin_values": [_round(x) for x in distances],
+        },
+        "top_query_tokens": _top(by_query),
+        "top_key_tokens": _top(by_key),
+        "histogram": {
+            "bin_edges": [_round(i / BINS) for i in range(BINS + 1)],
+            "bin_values": counts,
+        },
+        "statistics": {
+            "n_samples": len(texts),
+            "mean_max_activation": _round(sum(largest) / len(largest)),
+        },
+    }
+
+
+def _top(weights: Counter[str]) -> list[dict[str, Any]]:
+    return [{"token": token, "weight": _round(x)} for token, x in weights.most_common(TOKENS)]
+
+
+def _distance_variance(weights: Tensor, positions: Tensor) -> Tensor:
+    """Variance of |i - j| under the weights (Hq, R, M) of some rows, (Hq,)."""
+    distance = (positions[:, None] - torch.arange(weights.shape[2])).abs().double()
+    p = weights.double()
+    return (p * distance**2).sum(-1).mean(1) - (p * distance).sum(-1).mean(1) ** 2
+
+
+def _round(value: float | Tensor) -> float | None:
+    number = float(value)
+    return round(number, 4) if number == number else None
+
+
+def _write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
