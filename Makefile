@@ -4,22 +4,31 @@ WORKERS ?= 2
 RUN := .venv/bin/python -m
 INSTALLED := .venv/installed
 
+# Node and npm are in .venv too; what npm starts finds them on the path.
+NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm
+
 # One thread a worker: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help look test test-all test-gpu bench lint format clean
+.PHONY: help look page browser test test-all test-gpu bench lint format clean
 
 help: ## what you can make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-look: $(INSTALLED) ## what the heads of the built-in GPT do with a sentence, in the terminal
+look: page ## see what the heads of the built-in GPT do with a text, in your browser
 	@$(RUN) headwise.cli look
 
-test: lint ## lint, types, tests, doctests and the documentation's examples
+page: $(INSTALLED) ## build the page of headwise look, if its sources have changed
+	@.venv/bin/python page/build_page.py
+
+browser: $(INSTALLED)
+	@$(RUN) tests.look.browser
+
+test: lint browser ## lint, types, tests, doctests and the documentation's examples
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all: lint ## the same with the slow tests and more generated problems
+test-all: lint browser ## the same with the slow tests and more generated problems
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device
@@ -29,17 +38,19 @@ bench: $(INSTALLED) ## side by side with peers on this machine's CPU
 	$(RUN) bench.cpu
 	$(RUN) bench.modules
 
-lint: $(INSTALLED) ## ruff, its formatter and mypy in strict mode
+lint: page ## ruff, its formatter and mypy in strict mode; the page's types and format
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+	cd page && $(NPM) run --silent check
 
-format: $(INSTALLED) ## let ruff rewrite what it can
+format: page ## let ruff and prettier rewrite what they can
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
+	cd page && $(NPM) run --silent format
 
 clean: ## remove what the other targets made
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info page/node_modules headwise/look/static .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find headwise tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

