@@ -20,7 +20,6 @@ from headwise.plan import Plan, choose
 from headwise.plan import plan as _plan
 from headwise.problem import Problem, pose, restate
 from headwise.score import Score
-from headwise.single import complete, wanted
 from headwise.sums import DISTANCE, ENTROPY, MOMENTS
 
 Found = TypeVar("Found")
@@ -158,8 +157,8 @@ def _observe(
     if module is reference:
         out, values = reference.observe(problem, sink_keys)
         return out, {name: value for name, value in values.items() if name in names}
-    sums = module.run(problem, wanted(names))
-    return sums.out, complete(problem, sums, names, sink_keys)
+    found: tuple[Tensor, dict[str, Tensor]] = module.observe(problem, names, sink_keys)
+    return found
 
 
 def attention_map(

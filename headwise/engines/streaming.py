@@ -11,6 +11,7 @@ from headwise.engines.backward import Backward
 from headwise.engines.forward import Forward
 from headwise.engines.operators import Gradients, operators
 from headwise.problem import Problem, Terms
+from headwise.single import complete, wanted
 from headwise.sums import Sums
 
 
@@ -27,6 +28,14 @@ def attend(problem: Problem) -> Tensor:
 def run(problem: Problem, wants: int) -> Sums:
     """The output and the sums that `wants` names."""
     return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(), wants))
+
+
+def observe(
+    problem: Problem, names: tuple[str, ...], sink_keys: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
+    sums = run(problem, wanted(names))
+    return sums.out, complete(problem, sums, names, sink_keys)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:

@@ -8,8 +8,10 @@ from torch import Tensor
 from headwise.engines.operators import operators
 from headwise.engines.triton.backward import differentiate
 from headwise.engines.triton.call import run_forward
-from headwise.engines.triton.launch import interpreting
-from headwise.problem import Problem
+from headwise.engines.triton.cards import OLDEST, card
+from headwise.engines.triton.statistics import complete
+from headwise.problem import Problem, Terms
+from headwise.single import wanted
 from headwise.sums import Sums
 
 WIDEST = 256  # of a head: beyond it a tile no longer fits beside its accumulators
@@ -26,16 +28,11 @@ def refuses(problem: Problem, observed: bool) -> str | None:
         return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
     if problem.k.shape[2] == 0:
         return "there are no keys, so there is nothing to compute"
-    return None if interpreting() else _refuses_device(q.device)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refuses_device(device: torch.device) -> str | None:
+    found = card(q.device)
     if torch.version.hip is not None:
-        return "its kernels are tuned and tested on NVIDIA GPUs only"
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        name = torch.cuda.get_device_name(device)
-        return f"its kernels are proven on Hopper GPUs only, and this is {name}"
+        return "its kernels are written for NVIDIA GPUs"
+    if found.major < OLDEST:
+        return f"it needs an Ampere GPU or a later one, and this is {found.name}"
     return None
 
 
@@ -46,7 +43,20 @@ def attend(problem: Problem) -> Tensor:
 
 def run(problem: Problem, wants: int) -> Sums:
     """The output and the sums that `wants` names."""
-    return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(banded=True), wants))
+    return _sums(problem, problem.terms(banded=True), wants)
+
+
+def observe(
+    problem: Problem, names: tuple[str, ...], sink_keys: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
+    terms = problem.terms(banded=True)
+    sums = _sums(problem, terms, wanted(names))
+    return sums.out, complete(problem, terms, sums, names, sink_keys)
+
+
+def _sums(problem: Problem, terms: Terms, wants: int) -> Sums:
+    return Sums(*_forward(problem.q, problem.k, problem.v, *terms, wants))
 
 
 _forward = operators("triton", run_forward, differentiate)

@@ -82,7 +82,9 @@ class Call:
         self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, grad_out: Tensor
     ) -> None:
         self.operands: Operands = operands(q, k, v, terms)
-        self.grad_out = ready(grad_out)
+        self.grad_out, step = ready(grad_out)
+        q_steps, k_steps, v_steps = self.operands.steps
+        self.steps = q_steps, step, k_steps, v_steps
         self.flags = self.operands.flags()
         self.batch, self.heads, self.rows = q.shape[:3]
         self.wide = max(self.operands.padded)
@@ -109,7 +111,7 @@ class Call:
         """q, grad_out, k, v as the kernels load them, and their strides."""
         x = self.operands
         each = (x.q, self.grad_out, x.k, x.v)
-        tma, loaded = described(each, (rows, rows, keys, keys))
+        tma, loaded = described(each, self.steps, (rows, rows, keys, keys))
         return tma, [*loaded, *map(outer_strides, each), x.given, *x.sizes]
 
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:

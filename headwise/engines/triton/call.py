@@ -31,7 +31,9 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
     shape = INTERPRETED if interpreting() else forward_shape(wide, q.itemsize)
-    tma, (q_, k_, v_) = described((call.q, call.k, call.v), (shape.rows, shape.keys, shape.keys))
+    tma, (q_, k_, v_) = described(
+        (call.q, call.k, call.v), call.steps, (shape.rows, shape.keys, shape.keys)
+    )
     written = Written(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
     grid = (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0])
     with on(q.device):

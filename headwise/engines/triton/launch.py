@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headwise import dropout
+from headwise.engines.triton.cards import INTERPRETING, card
 from headwise.engines.triton.tiles import Given, Sizes
 from headwise.problem import Terms
+
+Steps = list[int] | None
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Operands:
     k: Tensor
     v: Tensor
     terms: Terms
+    steps: tuple[Steps, Steps, Steps]  # by which the copy engine loads q, k and v
     given: Given
     sizes: Sizes
 
@@ -59,7 +62,7 @@ def pieces(terms: Terms) -> int:
 
 def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
     """Gather what the kernels of a call take."""
-    q, k, v = ready(q), ready(k), ready(v)
+    (q, q_steps), (k, k_steps), (v, v_steps) = ready(q), ready(k), ready(v)
     intervals = None if terms.intervals is None else terms.intervals.contiguous()
     step = batch = head = 0
     if intervals is not None:
@@ -99,7 +102,7 @@ def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
         terms.softcap,
         1 / (1 - terms.dropout),
     )
-    return Operands(q, k, v, terms, given, sizes)
+    return Operands(q, k, v, terms, (q_steps, k_steps, v_steps), given, sizes)
 
 
 def broadcast_strides(x: Tensor) -> tuple[int, ...]:
@@ -114,54 +117,61 @@ def outer_strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def described(tensors: tuple[Tensor, ...], rows: tuple[int, ...]) -> tuple[bool, list[Any]]:
+def described(
+    tensors: tuple[Tensor, ...], steps: tuple[Steps, ...], rows: tuple[int, ...]
+) -> tuple[bool, list[Any]]:
     """The tensors as descriptors of (rows, padded width) blocks, where the copy engine takes all.
 
-    Otherwise as they are; the kernels then compute addresses, which only the interpreter does.
+    Otherwise as they are, and the kernels compute addresses.
     """
-    if not all(_fits_descriptor(x) for x in tensors):
+    if any(step is None for step in steps):
         return False, list(tensors)
-    found = []
-    for x, count in zip(tensors, rows, strict=True):
-        block = [1, 1, count, pad(x)]
-        found.append(TensorDescriptor(x, list(x.shape), _regular_strides(x), block))
-    return True, found
+    return True, [
+        TensorDescriptor(x, list(x.shape), step, [1, 1, count, pad(x)])
+        for x, step, count in zip(tensors, steps, rows, strict=True)
+    ]
 
 
-def ready(x: Tensor) -> Tensor:
-    """x as kernels can load it: rows in one piece and, for the copy engine, 16-byte steps.
+def ready(x: Tensor) -> tuple[Tensor, Steps]:
+    """x as kernels can load it, and the strides by which the copy engine does; None: it does not.
 
-    A head of an odd width is copied into wider rows, once.
+    Rows lie in one piece. A head of an odd width is copied into wider rows, once.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    if interpreting() or _fits_descriptor(x):  # the interpreter tries both ways to load
-        return x
+    if not card(x.device).copies:
+        return x, None
+    steps = _steps(x)
+    if steps is not None or INTERPRETING:  # the interpreter tries both ways to load
+        return x, steps
     width = x.shape[-1]
     wide = x.new_empty(*x.shape[:-1], -(-width // 16) * 16)
     wide[..., :width] = x
-    return wide[..., :width]
+    return wide[..., :width], _steps(wide)
 
 
-def _fits_descriptor(x: Tensor) -> bool:
-    if x.numel() == 0 or x.data_ptr() % 16 or x.stride(-1) != 1:
-        return False
-    strides = _regular_strides(x)
-    return all(stride > 0 and stride * x.itemsize % 16 == 0 for stride in strides[:-1])
+def _steps(x: Tensor) -> Steps:
+    """Strides of 16-byte steps; None where the copy engine can't load x.
 
-
-def _regular_strides(x: Tensor) -> list[int]:
-    """Strides, with a lawful one where an axis is one wide and its stride says nothing."""
-    strides, least = [], 1
-    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        strides.append(stride if size > 1 else least)
-        least = max(least, strides[-1] * size)
-    return strides[::-1]
+    Where an axis is one wide its own stride says nothing, and a lawful one stands in.
+    """
+    unit = 16 // x.itemsize
+    if x.data_ptr() % 16 or x.numel() == 0:
+        return None
+    least = -(-x.shape[3] // unit) * unit
+    steps = [1]
+    for size, stride in zip(x.shape[2::-1], x.stride()[2::-1], strict=True):
+        step = stride if size > 1 else least
+        if step <= 0 or step % unit:
+            return None
+        steps.append(step)
+        least = max(least, step * size)
+    return steps[::-1]
 
 
 def pad(x: Tensor) -> int:
     """The width of a tile of x: a power of two, and on a GPU at least the 128 bytes that copies and
     matrix products handle as one. Narrower heads pay for the exponential, not for the product."""
-    least = 16 if interpreting() else 128 // x.itemsize
+    least = 16 if INTERPRETING else 128 // x.itemsize
     return max(least, 1 << (x.shape[-1] - 1).bit_length())
 
 
@@ -173,7 +183,7 @@ def precision(dtype: torch.dtype) -> str:
 
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return INTERPRETING
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
