@@ -1,0 +1,191 @@
+"""A call of transformers' attention interface, in our words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise import mask as masks
+from headwise.mask import Mask
+from headwise.nn.call import Call
+from headwise.score import Dot
+from headwise.watching.layer import Kind
+from headwise.watching.stretches import Memory, Stretches, read, split
+
+_FULL = ("eager", "flex_attention")
+"""Implementations whose mask says everything: without one, every key is seen."""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What the model that is running knows of its sequence, in its own keys and queries."""
+
+    queries: int  # tokens of this forward
+    tokens: int  # with those of the cache
+    shown: Tensor | None  # (B, tokens) bool: no padding; None: no token is
+
+    def padding(self, q: Tensor) -> Tensor | None:
+        """Which rows of q (B, H, N, D) are padding, (B, N); None where that is not known."""
+        if self.shown is None or self.queries != q.shape[2] or self.shown.shape[0] != q.shape[0]:
+            return None
+        return ~self.shown[:, self.tokens - self.queries :]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of an attention function of transformers."""
+
+    implementation: str
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Any
+    options: dict[str, Any]
+
+    def option(self, name: str) -> Any:
+        """An argument by its name; None where it was not given."""
+        return self.options.get(name)
+
+
+def to_call(given: Given, kind: Kind, sequence: Sequence | None, memory: Memory) -> Call:
+    """What the function is asked to compute; ValueError for what has no equal here."""
+    _refuse(given)
+    q, k, v = given.q, given.k, given.v
+    position_bias = given.option("position_bias")
+    causal = _is_causal(given)
+    if causal and given.implementation == "sdpa" and k.shape[2] > q.shape[2]:
+        # the first tokens in a static cache: the rest of it is empty
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+        position_bias = None if position_bias is None else position_bias[..., : q.shape[2]]
+    mask, bias = _mask_and_bias(given, k, kind, causal, sequence, memory)
+    if isinstance(position_bias, Tensor):
+        bias = position_bias if bias is None else position_bias + bias
+    sinks, scaling = given.option("s_aux"), given.option("scaling")
+    return Call(
+        q,
+        k,
+        v,
+        Dot(None if scaling is None else float(scaling)),
+        mask,
+        bias,
+        given.option("softcap"),
+        None if sinks is None else sinks.reshape(-1),
+        0.0,
+        "auto",
+    )
+
+
+def _refuse(given: Given) -> None:
+    if given.implementation.startswith("paged") or given.option("cache") is not None:
+        raise ValueError(
+            "it reads a paged cache of continuous batching, whose keys no single call holds; "
+            "watch model.generate or a plain forward"
+        )
+    packed = given.option("cu_seq_lens_k")
+    if packed is not None and given.implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            "its sequences are packed by cu_seq_lens; leave them out and hand over position_ids"
+        )
+
+
+def _is_causal(given: Given) -> bool:
+    """Whether the function hides the keys after a query by itself."""
+    if given.mask is not None and given.mask.ndim == 4:
+        return False
+    if given.implementation in _FULL:
+        return False
+    stated = given.option("is_causal")
+    hides = getattr(given.module, "is_causal", True) if stated is None else stated
+    return bool(hides) and given.q.shape[2] > 1
+
+
+def _mask_and_bias(
+    given: Given,
+    k: Tensor,
+    kind: Kind,
+    causal: bool,
+    sequence: Sequence | None,
+    memory: Memory,
+) -> tuple[Mask | None, Tensor | None]:
+    stands, begins = _stand(given.q, k, kind, sequence)
+    if isinstance(given.mask, Tensor) and given.mask.ndim == 4:
+        tensor = given.mask
+
+        def made() -> tuple[Mask | None, Tensor | None]:
+            cut = tensor[..., : k.shape[2]].detach()
+            seen, bias = (cut, None) if cut.dtype == torch.bool else split(cut)
+            if seen is None:
+                return _all_seen(given.q, k, stands, begins), bias
+            seen = seen.expand(*seen.shape[:2], given.q.shape[2], k.shape[2])
+            return read(seen, stands, begins), bias
+
+        return memory.recall(made, tensor, k.shape[2], stands if kind == "self" else kind)
+    if given.mask is None or isinstance(given.mask, Tensor):
+        return _flat(given, k, causal, stands, begins), None
+    return _of_blocks(given.mask, given.q, k, stands, begins), None
+
+
+def _stand(
+    q: Tensor, k: Tensor, kind: Kind, sequence: Sequence | None
+) -> tuple[bool | int, Tensor | None]:
+    """Beside which key the first query stands, and where each sequence begins among the keys."""
+    if kind == "cross":
+        return False, None
+    if sequence is None or sequence.queries != q.shape[2]:
+        return True, None
+    gone = max(0, sequence.tokens - k.shape[2])  # tokens that a sliding cache forgot
+    stands = sequence.tokens - sequence.queries - gone
+    if sequence.shown is None:
+        begins = torch.zeros(1, dtype=torch.int32, device=q.device)
+    else:
+        begins = sequence.shown.view(torch.uint8).argmax(-1).int()
+    return stands, (begins - gone)[:, None, None]
+
+
+def _all_seen(q: Tensor, k: Tensor, stands: bool | int, begins: Tensor | None) -> Mask | None:
+    """No mask; or one that hides nothing, where it has something to say."""
+    at_the_end = isinstance(stands, bool) or stands == k.shape[2] - q.shape[2]
+    if at_the_end and (begins is None or not bool(begins.any())):
+        return None
+    edge = torch.zeros(1, 1, q.shape[2], dtype=torch.int32, device=q.device)
+    offset = k.shape[2] - q.shape[2] if isinstance(stands, bool) else stands
+    return Stretches(edge, edge + k.shape[2], offset, begins)
+
+
+def _flat(
+    given: Given, k: Tensor, causal: bool, stands: bool | int, begins: Tensor | None
+) -> Mask | None:
+    """No mask or (B, M), 0 for padding, for functions that know of causality and windows."""
+    q, width = given.q, given.option("sliding_window")
+    offset = k.shape[2] - q.shape[2] if isinstance(stands, bool) else stands
+    if given.implementation == "sdpa":
+        offset, width = 0 if causal else offset, None  # its mask would have had the window
+    mask: Mask | None = masks.causal(offset) if causal else None
+    if given.implementation in _FULL:
+        width = None
+    if width is not None:
+        reach = masks.window(width - 1, 0 if causal else width - 1, offset)
+        mask = reach if mask is None else mask & reach
+    if given.mask is None:
+        return _all_seen(q, k, stands, begins) if mask is None else mask
+    shown = given.mask[:, -k.shape[2] :].bool()
+    padding = read(shown[:, None, None].expand(-1, 1, q.shape[2], -1), stands, begins)
+    if padding.pieces == 0 and width is not None:
+        raise ValueError("its padding lies inside the sequence, and its window counts without it")
+    return padding if mask is None else mask & padding
+
+
+def _of_blocks(
+    blocks: Any, q: Tensor, k: Tensor, stands: bool | int, begins: Tensor | None
+) -> Mask:
+    """FlexAttention's BlockMask, from its rule, a few rows at a time."""
+    from headwise.watching.mask_functions import by_rows
+
+    batch, heads = blocks.shape[:2]
+    return by_rows(
+        blocks.mask_mod, (batch, heads, q.shape[2], k.shape[2]), q.device, stands, begins
+    )

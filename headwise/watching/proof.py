@@ -1,0 +1,43 @@
+"""Proof that a foreign function was understood: a few of its rows, computed once more."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise.engines import reference
+from headwise.nn.call import Call
+from headwise.observation import sample_rows
+from headwise.problem import pose
+
+ROWS = 8
+
+
+def prove(call: Call, out: Tensor) -> None:
+    """ValueError unless the call gives what the function gave, out (B, N, Hq, Dv), in a few rows.
+
+    Logits of low precision are rounded before the exponential, so the larger they are the further
+    an honest output may be off; rows that see nothing are no proof of anything.
+    """
+    options = call.options()
+    del options["dropout"], options["engine"]
+    problem = pose("attention", call.q, call.k, call.v, **options)
+    rows = sample_rows(ROWS, call.q.shape[2], call.q.device)
+    if rows is not None:
+        problem, out = problem.at(rows), out.index_select(1, rows)
+    ours, seen = reference.observe(problem, sink_keys=1)
+    shown = seen["max_logit"] > -torch.inf  # (B, Hq, N)
+    if not bool(shown.any()):
+        return
+    theirs = out.transpose(1, 2)
+    if theirs.shape != ours.shape:
+        raise ValueError(f"its output is {tuple(theirs.shape)} where {tuple(ours.shape)} was due")
+    eps = max(torch.finfo(x.dtype).eps for x in (problem.q, out))
+    largest = float(seen["max_logit"][shown].abs().max())
+    allowed = float(call.v.abs().max()) * (eps**0.5 + 4 * eps * largest)
+    apart = float((theirs - ours).abs().amax(-1)[shown].max())
+    if not apart <= allowed:
+        raise ValueError(
+            f"its output is not softmax(scale · q·k + mask) · v as its arguments say: off by "
+            f"{apart:.2g} where rounding explains {allowed:.2g}"
+        )

@@ -1,0 +1,179 @@
+"""Models of transformers: what their attention interface is asked to compute, seen beside it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.watching.interface import Given, Sequence, to_call
+from headwise.watching.layer import Kind
+from headwise.watching.own import Undo
+from headwise.watching.proof import prove
+from headwise.watching.recorder import Recorder
+from headwise.watching.replacement import Replacement, taken
+from headwise.watching.stretches import Memory
+from headwise.watching.torch_calls import kind_of
+
+
+@dataclass(eq=False)
+class Watched:
+    """A watched model: its modules by identity, and the sequences of the parts that run."""
+
+    names: dict[int, str]
+    recorder: Recorder
+    memory: Memory = field(default_factory=Memory)
+    sequences: list[tuple[nn.Module, Sequence | None]] = field(default_factory=list)
+    proved: set[tuple[object, ...]] = field(default_factory=set)
+
+    def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A model, or a part that is a model of its own, starts to run."""
+        self.sequences.append((module, _sequence(_named(type(module), given) | options)))
+
+    def leave(self, module: nn.Module, *_: object) -> None:
+        """It has run, well or not."""
+        while self.sequences and self.sequences.pop()[0] is not module:
+            pass
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """That of the innermost part that runs."""
+        return self.sequences[-1][1] if self.sequences else None
+
+
+def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
+    """Let the attention interface tell the recorder of this model; returns what undoes it."""
+    if "transformers" not in sys.modules:
+        return []  # then no module of the model is of theirs
+    from transformers import AttentionInterface, PreTrainedModel
+
+    watched = Watched({id(module): name for name, module in model.named_modules()}, recorder)
+    undo: list[Undo] = [
+        replacement.add(watched) for replacement in _replacements(AttentionInterface)
+    ]
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            before = module.register_forward_pre_hook(watched.enter, with_kwargs=True)
+            after = module.register_forward_hook(watched.leave, always_call=True)
+            undo += [before.remove, after.remove]
+    return undo
+
+
+@functools.cache
+def _replacements(interface: type) -> tuple[Replacement[Watched], ...]:
+    """Both ways to a function: by `get_interface`, and as an item."""
+    return (
+        Replacement(interface, "get_interface", _make_get_interface),
+        Replacement(interface, "__getitem__", _make_getitem),
+    )
+
+
+def _make_get_interface(original: Any, users: list[Watched]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
+        function = original(self, attn_implementation, default)
+        return _beside(function, attn_implementation or "eager", users)
+
+    return get_interface
+
+
+def _make_getitem(original: Any, users: list[Watched]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def getitem(self: Any, key: str) -> Any:
+        return _beside(original(self, key), key, users)
+
+    return getitem
+
+
+def _beside(function: Any, implementation: str, users: list[Watched]) -> Any:
+    """The function, and for the modules of watched models a look beside it."""
+    if hasattr(function, "__watched__"):
+        return function
+
+    @functools.wraps(function)
+    def attend(module: nn.Module, *given: Any, **options: Any) -> Any:
+        for watched in users:
+            if id(module) in watched.names:
+                named = _named(function, (module, *given)) | options
+                return _observed(watched, function, implementation, named)
+        return function(module, *given, **options)
+
+    attend.__watched__ = True  # type: ignore[attr-defined]
+    return attend
+
+
+def _observed(
+    watched: Watched, function: Callable[..., Any], implementation: str, named: dict[str, Any]
+) -> Any:
+    """The function's own result; its call was shown to the recorder."""
+    named = dict(named)
+    module, q, k, v, mask = (
+        named.pop(key) for key in ("module", "query", "key", "value", "attention_mask")
+    )
+    name, recorder = watched.names[id(module)], watched.recorder
+    kind, sequence = _kind(module, name, q, k), watched.sequence
+    with taken():
+        result = function(module, q, k, v, mask, **named)
+    if not recorder.wants(name):
+        return result
+    q, k, v = q.detach(), k.detach(), v.detach()
+    given = Given(implementation, module, q, k, v, mask, named)
+    try:
+        with torch.no_grad():
+            call = to_call(given, kind, sequence, watched.memory)
+            form = (name, implementation, mask is None, q.shape[2] == 1, named.get("softcap"))
+            if form not in watched.proved and not named.get("dropout"):
+                prove(call, result[0].detach())
+                watched.proved.add(form)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} ({type(module).__name__}, attn_implementation={implementation!r}) can't be "
+            f"watched: {error}"
+        ) from None
+    recorder.beside(name, call, kind, None if sequence is None else sequence.padding(q))
+    return result
+
+
+def _kind(module: nn.Module, name: str, q: Tensor, k: Tensor) -> Kind:
+    """Whether a module's queries look at the keys of another sequence."""
+    if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower():
+        return "cross"
+    return "cross" if any(kind_of(part) == "cross" for part in name.split(".")[-2:]) else "self"
+
+
+def _sequence(named: dict[str, Any]) -> Sequence | None:
+    """The sequence of a model's forward, from its arguments."""
+    tokens = named.get("input_ids")
+    tokens = named.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+        return None
+    queries, mask, cache = (
+        tokens.shape[1],
+        named.get("attention_mask"),
+        named.get("past_key_values"),
+    )
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= queries:
+        shown = mask.bool()
+        return Sequence(queries, mask.shape[1], None if bool(shown.all()) else shown)
+    if mask is not None:
+        return None
+    length = getattr(cache, "get_seq_length", None)
+    past = 0 if length is None else int(length())
+    return Sequence(queries, past + queries, None)
+
+
+@functools.cache
+def _parameters(function: Any) -> tuple[str, ...]:
+    names = tuple(inspect.signature(getattr(function, "forward", function)).parameters)
+    return names[1:] if isinstance(function, type) else names  # without self
+
+
+def _named(function: Any, given: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments by the names that the function, or a module's forward, has for them."""
+    return dict(zip(_parameters(function), given, strict=False)) if given else {}
