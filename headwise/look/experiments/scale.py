@@ -17,7 +17,7 @@ from headwise.look.experiments.settings import SEED, Choice, Setting, Whole
 WIDEST, MOST_KEYS, VALUE_WIDTH = 1024, 1024, 16
 ROWS = 256
 """Query rows behind the figures of one setting."""
-SWEEP_ROWS = 32
+SWEEP_ROWS = 48
 """Query rows behind each point of the curves, 11 widths of 3 scalings at once."""
 BINS = 48
 

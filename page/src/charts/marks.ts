@@ -1,0 +1,86 @@
+/** What can be drawn in a chart. */
+
+/** Which of the four series colours. */
+export type Colour = 0 | 1 | 2 | 3;
+
+export interface Line {
+  kind: 'line';
+  name: string;
+  colour: Colour;
+  points: readonly (readonly [number, number])[];
+  /** Theory, limits and the like; what is measured is drawn through. */
+  dashed?: boolean;
+  /** A dot at each measurement. */
+  dots?: boolean;
+  faint?: boolean;
+}
+
+export interface Dots {
+  kind: 'dots';
+  name: string;
+  colour: Colour;
+  points: readonly (readonly [number, number])[];
+}
+
+/** The space between two lines: [x, low, high]. */
+export interface Band {
+  kind: 'band';
+  name: string;
+  colour: Colour;
+  points: readonly (readonly [number, number, number])[];
+}
+
+/** A histogram: `values` has one entry fewer than `edges`. */
+export interface Bins {
+  kind: 'bins';
+  name: string;
+  colour: Colour;
+  edges: readonly number[];
+  values: readonly number[];
+}
+
+/** A line across at a height, with its name written on it. */
+export interface Level {
+  kind: 'level';
+  name: string;
+  y: number;
+}
+
+/** A line down at a place: where the sliders stand, or where something happened. */
+export interface Moment {
+  kind: 'moment';
+  name: string;
+  x: number;
+  bad?: boolean;
+}
+
+export type Mark = Line | Dots | Band | Bins | Level | Moment;
+
+/** What the chart says of a place: the name and the number of each mark there. */
+export interface Reading {
+  name: string;
+  colour: Colour;
+  x: number;
+  y: number;
+}
+
+/** The nearest measurement of each line and bin to x. */
+export function readings(marks: readonly Mark[], x: number, distance: Distance): Reading[] {
+  return marks.flatMap((mark): Reading[] => {
+    if (mark.kind === 'line' && mark.points.length) {
+      const near = mark.points.reduce((best, point) =>
+        distance(point[0], x) < distance(best[0], x) ? point : best,
+      );
+      return [{ name: mark.name, colour: mark.colour, x: near[0], y: near[1] }];
+    }
+    if (mark.kind === 'bins') {
+      const bin = mark.edges.findIndex((edge, index) => edge <= x && x < mark.edges[index + 1]!);
+      if (bin < 0) return [];
+      const middle = (mark.edges[bin]! + mark.edges[bin + 1]!) / 2;
+      return [{ name: mark.name, colour: mark.colour, x: middle, y: mark.values[bin]! }];
+    }
+    return [];
+  });
+}
+
+export type Distance = (one: number, other: number) => number;

@@ -1,0 +1,107 @@
+/** What the experiments answer: the dataclasses of headwise/look/experiments. */
+
+export const EXPERIMENTS = ['scale', 'heads', 'scores', 'sharing'] as const;
+export type ExperimentId = (typeof EXPERIMENTS)[number];
+
+export interface Whole {
+  value: number;
+  default: number;
+  least: number;
+  most: number;
+  doubling: boolean;
+}
+
+export interface Choice {
+  value: string;
+  default: string;
+  options: string[];
+}
+
+export type Setting = Whole | Choice;
+
+export interface Answer<Found> {
+  settings: Record<string, Setting>;
+  found: Found;
+}
+
+/** A figure over rows: its median, and what nine rows in ten lie above and below. */
+export interface Spread {
+  low: number;
+  median: number;
+  high: number;
+}
+
+export const SCALINGS = ['root', 'none', 'width'] as const;
+export type Scaling = (typeof SCALINGS)[number];
+
+export interface ScaleFound {
+  rows: number;
+  scale: number;
+  logit_mean: number;
+  logit_variance: number;
+  theory_variance: number;
+  edges: number[];
+  density: number[];
+  ranks: number[];
+  weights: number[];
+  top_weight: number;
+  entropy: number;
+  entropy_limit: number;
+  jacobian: Spread;
+  jacobian_equal: number;
+  query_gradient: Spread;
+  curves: Record<Scaling, { d: number; entropy: number; jacobian: Spread }[]>;
+}
+
+export interface HeadsFound {
+  layers: {
+    heads: number;
+    head_width: number;
+    parameters: number;
+    flops: number;
+    full_width_parameters: number;
+    maps: number;
+  }[];
+  singular_values: number[];
+  rank: number;
+  unread: number[];
+}
+
+export interface Cost {
+  nanoseconds: number;
+  flops: number;
+  textbook_bytes: number;
+  fused_bytes: number;
+}
+
+export const SCORES = ['scaled', 'unscaled', 'additive'] as const;
+
+export interface ScoresFound {
+  dot: Cost;
+  additive: Cost;
+  ratio: number;
+  sweep_keys: number;
+  curves: Record<(typeof SCORES)[number], { d: number; deviation: number; top_weight: number }[]>;
+}
+
+export const KINDS = ['separate', 'shared'] as const;
+export type Kind = (typeof KINDS)[number];
+
+export interface SharingHead {
+  logits: number[][];
+  weights: number[][];
+  asymmetry: number;
+  map_asymmetry: number;
+  self_mass: number;
+  diagonal_wins: number;
+  received: number[];
+}
+
+export interface SharingFound {
+  parameters: Record<Kind, number>;
+  heads: Record<Kind, SharingHead>;
+  lengths: number[];
+  curves: Record<Kind, number[]>;
+  spreads: number[];
+  draws: number;
+}
