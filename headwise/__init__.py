@@ -10,7 +10,7 @@ from headwise.observation import STATISTICS, Observation
 from headwise.partial import Partial, merge
 from headwise.plan import Plan
 from headwise.score import Additive, Cosine, Dot, General
-from headwise.watching import Watch, watch
+from headwise.watching import Watch, qk_clip, watch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,5 +37,6 @@ __all__ = [
     "nn",
     "observe",
     "partial",
+    "qk_clip",
     "watch",
 ]

@@ -1,8 +1,22 @@
 """Watching a model: the health of every head, while it trains or runs."""
 
+from headwise.watching.alarms import Alarm
+from headwise.watching.clipping import Clip, qk_clip
 from headwise.watching.layer import Layer
 from headwise.watching.recording import Entry, Recording
+from headwise.watching.rules import RULES
 from headwise.watching.table import Table
 from headwise.watching.watch import Watch, watch
 
-__all__ = ["Entry", "Layer", "Recording", "Table", "Watch", "watch"]
+__all__ = [
+    "RULES",
+    "Alarm",
+    "Clip",
+    "Entry",
+    "Layer",
+    "Recording",
+    "Table",
+    "Watch",
+    "qk_clip",
+    "watch",
+]

@@ -35,11 +35,8 @@ def importance(recorder: Recorder, measure: Measure) -> Table:
     finally:
         recorder.active, recorder.silenced = active, {}
     rows: list[dict[str, Value]] = [
-        {
-            "layer": layer.number,
-            "name": layer.name,
-            "kind": layer.kind,
-            "head": head,
+        layer.place(head)
+        | {
             "without": without[layer.name, head],
             "importance": without[layer.name, head] - whole,
         }

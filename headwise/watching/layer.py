@@ -16,6 +16,7 @@ from headwise.mask import Mask
 from headwise.nn.call import Call
 from headwise.observation import Observation, Reduction
 from headwise.place import Place, four
+from headwise.watching.table import Value
 
 Kind = Literal["self", "cross"]
 
@@ -131,6 +132,10 @@ class Layer:
             bias = torch.cat([_wide(*pair, k.shape[2], 0.0) for pair in found], 2)
         mask = _joined_mask([call.mask for call in calls], places, k.shape[2])
         return last._replace(q=torch.cat([call.q for call in calls], 2), k=k, mask=mask, bias=bias)
+
+    def place(self, head: int) -> dict[str, Value]:
+        """The columns of a table that say which head a row is of."""
+        return {"layer": self.number, "name": self.name, "kind": self.kind, "head": head}
 
     def figures(self) -> dict[str, Tensor]:
         """A figure a head, (Hq,), over every pass since the last step."""

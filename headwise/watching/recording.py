@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from headwise.map import AttentionMap
-from headwise.watching import head_types
+from headwise.watching import head_types, naming
+from headwise.watching.alarms import Alarm
 from headwise.watching.layer import Layer
 from headwise.watching.table import Table, Value
 
@@ -27,6 +29,7 @@ class Recording:
     """The heads of a model, as far as they were looked at."""
 
     series: list[Entry]
+    alarms: list[Alarm]
 
     @property
     def layers(self) -> list[Layer]:
@@ -49,8 +52,7 @@ class Recording:
         columns = list(dict.fromkeys(name for _, found in figures for name in found))
         for layer, found in figures:
             for head in range(layer.heads) if found else ():
-                row: dict[str, Value] = {"layer": layer.number, "name": layer.name}
-                row |= {"kind": layer.kind, "head": head}
+                row = layer.place(head)
                 row |= {x: float(found[x][head]) if x in found else NAN for x in columns}
                 rows.append(row)
         if not rows and self.series:
@@ -87,8 +89,7 @@ class Recording:
         for layer in self.layers:
             found = head_types.scores(layer, self.tokens)
             for head, kind in enumerate(found.types()):
-                row: dict[str, Value] = {"layer": layer.number, "name": layer.name}
-                row |= {"kind": layer.kind, "head": head, "type": kind}
+                row = layer.place(head) | {"type": kind}
                 row |= {name: float(score[head]) for name, score in vars(found).items()}
                 rows.append(row)
         return Table(rows)
@@ -96,6 +97,14 @@ class Recording:
     def similarity(self, layer: int | str) -> Tensor:
         """How alike the heads of a layer are in their last pass, (Hq, Hq), from 0 to 1."""
         return head_types.similarity(self.layer(layer))
+
+    def scalars(self, figures: Iterable[str] | None = None) -> dict[str, float]:
+        """The table as a plain dictionary for TensorBoard and Weights & Biases.
+
+        attn/layer_03/entropy_mean and attn/global/entropy_mean: over heads, the mean of means, the
+        max of maxima and the min of minima.
+        """
+        return naming.scalars(self.heads(), figures)
 
     def __repr__(self) -> str:
         heads = sum(layer.heads for layer in self.layers)

@@ -9,13 +9,17 @@ from typing import Self
 from torch import Tensor, nn
 
 from headwise.observation import check_sink_keys, check_statistics
-from headwise.watching import own
+from headwise.watching import own, torch_calls, transformers_calls
+from headwise.watching.alarms import Alarm, Alarms, chosen
 from headwise.watching.importance import importance
 from headwise.watching.layer import Layer
+from headwise.watching.made_by import made_by
 from headwise.watching.own import Undo
 from headwise.watching.recorder import Looking, Recorder, matches
 from headwise.watching.recording import Entry, Recording
-from headwise.watching.table import Table
+from headwise.watching.rules import Rule
+from headwise.watching.symmetry import symmetry
+from headwise.watching.table import Table, Value
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -30,6 +34,7 @@ def watch(
     every: int = 1,
     maps: bool = True,
     sink_keys: int = 1,
+    alarms: bool | Rule | Iterable[Rule] = False,
 ) -> Watch:
     """Watch every attention of a model while it trains or runs: any model, and unchanged.
 
@@ -37,7 +42,8 @@ def watch(
     loop, where `step()` ends a training step and `every=100` looks at each hundredth only. `stats`
     names some of the statistics, `rows=64` looks at a sample of the query rows, `layers` are
     numbers or names, with * for any part of them, `heads` numbers. `maps=False` keeps no queries
-    and keys for `seen.map`.
+    and keys for `seen.map`. `alarms=True` looks at each step by the rules of `headwise.watching`,
+    or give it some of them; what they find is in `seen.alarms` and in the log.
 
     A model's own attention goes on computing its output; headwise looks beside it. Attention that
     is headwise's own is observed in the same pass.
@@ -69,14 +75,15 @@ def watch(
         maps,
         sink_keys,
     )
-    return Watch(model, looking)
+    return Watch(model, looking, chosen(alarms, looking.stats, maps))
 
 
 class Watch(Recording):
     """A model being watched, and what was seen of it so far; `hw.watch` makes one."""
 
-    def __init__(self, model: nn.Module, looking: Looking) -> None:
+    def __init__(self, model: nn.Module, looking: Looking, rules: tuple[Rule, ...] = ()) -> None:
         self.model, self.looking = model, looking
+        self._alarms = Alarms(rules)
         self.series: list[Entry] = []
         self.steps = 0  # training steps that ended
         self._recorder = Recorder(looking)
@@ -89,6 +96,11 @@ class Watch(Recording):
     @property
     def tokens(self) -> Tensor | None:
         return self._recorder.tokens
+
+    @property
+    def alarms(self) -> list[Alarm]:  # type: ignore[override]
+        """What the rules found, each head and rule once."""
+        return self._alarms.raised
 
     @property
     def attached(self) -> bool:
@@ -124,7 +136,8 @@ class Watch(Recording):
         )
         after = self.model.register_forward_hook(lambda *_: recorder.end(), always_call=True)
         self._undo += [before.remove, after.remove]
-        self._undo += own.attach(self.model, recorder)
+        for adapter in (own, torch_calls, transformers_calls):
+            self._undo += adapter.attach(self.model, recorder)
 
     def detach(self) -> None:
         """End it; the model is as it was before."""
@@ -148,6 +161,7 @@ class Watch(Recording):
             table = self.heads()
             if any(layer.figures() for layer in self.layers):
                 self.series.append(Entry(self.steps, table))
+                self._alarms.look(self.steps, table, self.layers)
         for layer in self.layers:
             layer.close()
         self.steps += 1
@@ -158,6 +172,17 @@ class Watch(Recording):
         table = super().heads()
         wanted = self.looking.heads
         return table if wanted is None else Table([row for row in table if row["head"] in wanted])
+
+    def symmetry(self) -> Table:
+        """How symmetric W_qᵀ W_k is, a row a head: 1 where i sees in j what j sees in i, −1 where
+        it sees the opposite, 0 where the two have nothing to do with each other.
+        """
+        rows: list[dict[str, Value]] = []
+        for layer in self.layers:
+            path = layer.name.partition("#")[0]
+            found = symmetry(made_by(self.model.get_submodule(path), path, layer.heads))
+            rows += [layer.place(head) | {"symmetry": x} for head, x in enumerate(found.tolist())]
+        return Table(rows)
 
     def importance(self, measure: Callable[[], float | Tensor]) -> Table:
         """What each head is worth: `measure()`, such as a loss, with its output switched off.
