@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.api import observe, statistics
+from headwise.api import attention, observe, statistics
 from headwise.nn.call import Call
 from headwise.observation import STATISTICS, Observation
 from headwise.place import Place
@@ -90,7 +90,14 @@ class Recorder:
     def inside(
         self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
     ) -> Tensor:
-        """Compute a call's output (B, Hq, N, Dv), and look at it in the same pass."""
+        """Compute a call's output (B, Hq, N, Dv), and look at it in the same pass.
+
+        A sample of the rows needs no pass over all of them, and an engine that was asked for by
+        name stays the one that computes the output.
+        """
+        if self.looking.rows is not None or call.engine != "auto":
+            self.beside(name, call, kind, padding)
+            return attention(call.q, call.k, call.v, **call.options())
         out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
         if not recomputing():
             self._observed.add(name)

@@ -254,3 +254,12 @@ def test_types_find_the_induction_heads_of_the_built_in_model() -> None:
         gpt.model(gpt.encode(text))
     found = {(row["layer"], row["head"]) for row in seen.types() if row["type"] == "induction"}
     assert (5, 1) in found
+
+
+def test_an_engine_asked_for_by_name_still_computes_the_output() -> None:
+    attention = hw.nn.MultiHeadAttention(16, 2, mask=hw.mask.causal(), engine="sdpa")
+    x = torch.randn(1, 9, 16)
+    with hw.watch(attention) as seen:
+        during = attention(x)
+    assert torch.equal(during, attention(x))
+    assert seen.layers[0].observation.entropy.shape == (1, 2, 9)
