@@ -1,6 +1,6 @@
-/** Which weights the colours span: what is in sight decides. */
+/** Which weights the colours span, and which letters can be read on a colour. */
 
-import type { Scale, Span } from '../../lib/colour';
+import type { Mode, Scale, Span } from '../../lib/colour';
 import { roundUp } from './numbers';
 
 /** The span of colours for weights up to `most`, over so many keys. */
@@ -10,4 +10,9 @@ export function spanFor(scale: Scale, most: number, columns: number): Span {
   // what chance gives still has a colour, whatever the length.
   const low = Math.min(high / 1000, 0.1 / Math.max(1, columns));
   return { scale, low, high };
+}
+
+/** The colour of letters on a colour of the palette, by its place in it. */
+export function lettersOn(place: number, mode: Mode): string {
+  return (mode === 'light') === place < 0.5 ? '#14161a' : '#ffffff';
 }

@@ -5,12 +5,13 @@ import type { HeadAddress, Strips } from '../../lib/types';
 import type { Ink } from './axes';
 import type { Frame } from './draw';
 import type { Box } from './pyramid';
+import type { Extent } from './view';
 
 /** Numbers for the tokens from `start` to `stop`, each the mean over an equal part of them. */
 export interface Strip {
   readonly start: number;
   readonly stop: number;
-  readonly values: readonly number[];
+  readonly values: readonly (number | null)[];
 }
 
 export interface Margins {
@@ -25,9 +26,12 @@ export async function marginsOf(
   source: Source,
   head: HeadAddress,
   { left, top, right, bottom }: Box,
+  { rows, columns }: Extent,
   signal: AbortSignal,
 ): Promise<Margins> {
-  const range = { row_start: top, row_stop: bottom, column_start: left, column_stop: right };
+  const all = left === 0 && top === 0 && right === columns && bottom === rows;
+  const part = { row_start: top, row_stop: bottom, column_start: left, column_stop: right };
+  const range = all ? {} : part; // a file holds the margins of the whole
   const strips: Strips = await source.strips(head, MOST, range, signal);
   return {
     entropy: { start: top, stop: bottom, values: strips.entropy },
@@ -47,7 +51,7 @@ export function mostOf({ start, stop, values }: Strip, from: number, to: number)
   let most = 0;
   values.forEach((value, index) => {
     const token = start + index * each;
-    if (token + each > from && token < to) most = Math.max(most, value);
+    if (token + each > from && token < to) most = Math.max(most, value ?? 0);
   });
   return most;
 }
@@ -73,7 +77,7 @@ export function drawStrip(
   strip.values.forEach((value, index) => {
     const from = pixel(strip.start + index * each);
     const long = Math.max(0.75, pixel(strip.start + (index + 1) * each) - from);
-    const high = most > 0 ? (Math.min(value, most) / most) * room : 0;
+    const high = most > 0 ? (Math.min(value ?? 0, most) / most) * room : 0;
     if (upright) context.fillRect(from, place.top + place.height - high, long, high);
     else context.fillRect(place.left, from, high, long);
   });

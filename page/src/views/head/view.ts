@@ -67,6 +67,14 @@ export function whole({ rows, columns }: Extent): Place {
   return { zoom: 1, x: columns / 2, y: rows / 2 };
 }
 
+/** Whether two views are the same to the eye. */
+export function sameView(one: View, other: View): boolean {
+  const near = (a: number, b: number) => Math.abs(a - b) < 1e-3;
+  return (
+    Math.abs(one.scale / other.scale - 1) < 1e-9 && near(one.x, other.x) && near(one.y, other.y)
+  );
+}
+
 /** The tokens that a view shows; more than there are where the map is smaller than the window. */
 export function boxIn({ scale, x, y }: View, { width, height }: Size): Box {
   return {

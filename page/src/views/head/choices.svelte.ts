@@ -9,10 +9,13 @@ import type { Place } from './view';
 export type By = 'row' | 'column';
 export type Side = 'text' | 'lines' | 'image';
 
+/** Up to so many keys colours are linear, unless somebody chooses. */
+const FEW = 64;
+
 /** How many of the first keys can be left out. */
 export const DROPS = [0, 1, 4] as const;
 
-export class Address {
+export class Choices {
   readonly #look: Look;
 
   constructor(look: Look) {
@@ -36,12 +39,20 @@ export class Address {
     return this.#text('how') === 'max' ? 'max' : 'mean';
   }
 
+  /** Few tokens are read weight by weight; of many, the small weights are the picture. */
   get scale(): Scale {
-    return this.#text('colour') === 'linear' ? 'linear' : 'log';
+    const colour = this.#text('colour');
+    if (colour === 'linear' || colour === 'log') return colour;
+    return (this.#look.group?.columns ?? 0) <= FEW ? 'linear' : 'log';
   }
 
   get drop(): number {
     return Math.max(0, Math.floor(this.#look.router.number('drop', 0)));
+  }
+
+  /** The drop after this one, and then none again. */
+  get nextDrop(): number {
+    return DROPS[(DROPS.findIndex((drop) => drop === this.drop) + 1) % DROPS.length]!;
   }
 
   /** What the text is coloured by: the chosen token's row of the map, or its column. */
@@ -51,7 +62,7 @@ export class Address {
 
   get side(): Side {
     const side = this.#text('side');
-    const image = this.#look.input?.image !== undefined;
+    const image = Boolean(this.#look.input?.image);
     if (side === 'text' || side === 'lines') return side;
     return image ? 'image' : 'text';
   }

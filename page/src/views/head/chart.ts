@@ -1,0 +1,214 @@
+/** The whole chart of a head: the map, its axes and its margins, on one canvas. */
+
+import { PALETTES, placeOf, type Mode, type Span } from '../../lib/colour';
+import { weightOf } from '../../lib/half';
+import type { How } from '../../lib/types';
+import { columnAxis, drawColumns, drawRows, rowAxis, type Ink } from './axes';
+import { drawTiles, type Frame } from './draw';
+import { cellSize, isHidden, type Address, type Pyramid } from './pyramid';
+import { lettersOn } from './range';
+import { drawStrip, mostOf, type Margins } from './strips';
+import type { Tile } from './tiles';
+import type { Extent, Size, View } from './view';
+
+/** Room around the plot, in CSS pixels: tokens on the left and below, margins above and right. */
+export const ROOM = { left: 108, top: 44, right: 62, bottom: 76 } as const;
+
+const WIDEST = 2.5; // times as wide as high, or as high as wide
+const GAP = 4; // between the plot and its margins
+const WEIGHTS_FROM = 36; // pixels per token that make room for a number
+
+export interface Chart {
+  readonly view: View;
+  readonly pyramid: Pyramid;
+  readonly level: number;
+  readonly at: (address: Address) => Tile | undefined;
+  readonly table: Uint32Array;
+  readonly span: Span;
+  readonly mode: Mode;
+  readonly margins: Margins | null;
+  /** How many of the first keys are left out. */
+  readonly drop: number;
+  readonly names: {
+    readonly row: string;
+    readonly column: string;
+    readonly entropy: string;
+    readonly received: string;
+  };
+  readonly rowToken: (index: number) => string;
+  readonly columnToken: (index: number) => string;
+}
+
+/** Where the plot lies in a canvas of this size: shaped as the map is, unless that is a ribbon. */
+export function frameOf({ width, height }: Size, { rows, columns }: Extent): Frame {
+  const wide = Math.max(40, width - ROOM.left - ROOM.right);
+  const tall = Math.max(40, height - ROOM.top - ROOM.bottom);
+  const shape = Math.min(WIDEST, Math.max(1 / WIDEST, columns / Math.max(1, rows)));
+  return {
+    left: ROOM.left,
+    top: ROOM.top,
+    width: Math.min(wide, tall * shape),
+    height: Math.min(tall, wide / shape),
+  };
+}
+
+export function drawChart(
+  context: CanvasRenderingContext2D,
+  frame: Frame,
+  ratio: number,
+  chart: Chart,
+  ink: Ink,
+): void {
+  const { view, pyramid } = chart;
+  const rows = {
+    ...rowAxis(frame, view, pyramid.rows),
+    name: chart.names.row,
+    token: chart.rowToken,
+  };
+  const columns = {
+    ...columnAxis(frame, view, pyramid.columns),
+    name: chart.names.column,
+    token: chart.columnToken,
+  };
+  drawPaper(context, frame, rows, columns, chart.mode);
+  drawTiles(context, frame, view, ratio, pyramid, chart.level, chart.at, chart.table);
+  if (view.scale >= WEIGHTS_FROM && chart.level === pyramid.levels - 1) {
+    drawWeights(context, frame, rows, columns, chart, ink);
+  }
+  context.strokeStyle = ink.line;
+  context.lineWidth = 1;
+  context.strokeRect(frame.left - 0.5, frame.top - 0.5, frame.width + 1, frame.height + 1);
+  drawRows(context, frame, view.scale, rows, ink);
+  drawColumns(context, frame, view.scale, columns, ROOM.bottom, ink);
+  drawNames(context, frame, chart, ink);
+  if (chart.margins) drawMargins(context, frame, chart, chart.margins, rows, columns, ink);
+}
+
+type Sight = ReturnType<typeof rowAxis>;
+
+/** Weight 0 has a colour too: where no tile is drawn, nothing is seen. */
+function drawPaper(
+  context: CanvasRenderingContext2D,
+  frame: Frame,
+  rows: Sight,
+  columns: Sight,
+  mode: Mode,
+): void {
+  const [red, green, blue] = PALETTES[mode][0]!;
+  const left = Math.max(frame.left, columns.pixel(0));
+  const top = Math.max(frame.top, rows.pixel(0));
+  const right = Math.min(frame.left + frame.width, columns.pixel(columns.length));
+  const bottom = Math.min(frame.top + frame.height, rows.pixel(rows.length));
+  context.fillStyle = `rgb(${red} ${green} ${blue})`;
+  context.fillRect(left, top, right - left, bottom - top);
+}
+
+function drawMargins(
+  context: CanvasRenderingContext2D,
+  frame: Frame,
+  { drop }: Chart,
+  { entropy, received }: Margins,
+  rows: Sight,
+  columns: Sight,
+  ink: Ink,
+): void {
+  const right = { ...frame, left: frame.left + frame.width + GAP, width: ROOM.right - GAP - 4 };
+  const above = { ...frame, top: 16, height: ROOM.top - GAP - 16 };
+  const mostEntropy = mostOf(entropy, rows.start, rows.stop);
+  const mostReceived = mostOf(received, Math.max(drop, columns.start), columns.stop);
+  drawStrip(context, entropy, right, false, rows.pixel, mostEntropy, ink);
+  drawStrip(context, received, above, true, columns.pixel, mostReceived, ink);
+  context.font = `10px ${ink.sans}`;
+  context.fillStyle = ink.quiet;
+  context.textBaseline = 'alphabetic';
+  context.textAlign = 'left';
+  context.fillText(short(mostEntropy), right.left, frame.top + frame.height + 12);
+  context.textAlign = 'right';
+  context.fillText(short(mostReceived), frame.left - 6, above.top + 8);
+}
+
+/** What the axes and the margins are. */
+function drawNames(
+  context: CanvasRenderingContext2D,
+  frame: Frame,
+  { names }: Chart,
+  ink: Ink,
+): void {
+  const bottom = frame.top + frame.height;
+  context.font = `10px ${ink.sans}`;
+  context.fillStyle = ink.quiet;
+  context.textBaseline = 'alphabetic';
+  context.textAlign = 'left';
+  context.fillText(names.received, frame.left, 11);
+  context.fillText(names.entropy, frame.left + frame.width + GAP, frame.top - 5);
+  context.fillText(`${names.row} ↓`, 4, frame.top - 5);
+  context.fillText(`${names.column} →`, 4, bottom + 18);
+}
+
+/** The weights themselves, in cells large enough for them. */
+function drawWeights(
+  context: CanvasRenderingContext2D,
+  frame: Frame,
+  rows: Sight,
+  columns: Sight,
+  { pyramid, level, at, span, mode }: Chart,
+  ink: Ink,
+): void {
+  context.save();
+  context.beginPath();
+  context.rect(frame.left, frame.top, frame.width, frame.height);
+  context.clip();
+  context.font = `10.5px ${ink.sans}`;
+  context.textAlign = 'center';
+  context.textBaseline = 'middle';
+  for (let row = rows.start; row < rows.stop; row++) {
+    for (let column = columns.start; column < columns.stop; column++) {
+      const weight = cellAt(pyramid, level, at, row, column);
+      if (weight === null || weight < 0.005) continue; // 0.00 says nothing
+      context.fillStyle = lettersOn(placeOf(weight, span), mode);
+      context.fillText(weight.toFixed(2), columns.pixel(column + 0.5), rows.pixel(row + 0.5) + 0.5);
+    }
+  }
+  context.restore();
+}
+
+/** What the cell of a level over this pair of tokens holds; null where it is not here or hidden. */
+export function cellAt(
+  pyramid: Pyramid,
+  level: number,
+  at: Chart['at'],
+  row: number,
+  column: number,
+): number | null {
+  const { left, top, size } = cellOver(pyramid, level, row, column);
+  if (
+    isHidden(pyramid, { left, top, right: left + size, bottom: Math.min(pyramid.rows, top + size) })
+  ) {
+    return null;
+  }
+  const [x, y] = [left / size, top / size];
+  const tile = at({ level, x: Math.floor(x / pyramid.tile), y: Math.floor(y / pyramid.tile) });
+  const bits = tile?.cells.bits[(y % pyramid.tile) * tile.cells.columns + (x % pyramid.tile)];
+  return bits === undefined ? null : weightOf(bits);
+}
+
+/** The first row and key of the cell over a pair of tokens, and how many of each it holds. */
+export function cellOver(pyramid: Pyramid, level: number, row: number, column: number) {
+  const size = cellSize(pyramid, level);
+  return { left: Math.floor(column / size) * size, top: Math.floor(row / size) * size, size };
+}
+
+/** A cell somebody points at: the tokens it holds, and its number where it has one. */
+export interface Pointed {
+  readonly row: number;
+  readonly column: number;
+  readonly rows: readonly [number, number];
+  readonly columns: readonly [number, number];
+  readonly how: How;
+  readonly value: number | null;
+  readonly hidden: boolean;
+}
+
+function short(value: number): string {
+  return value >= 100 ? value.toFixed(0) : value >= 1 ? value.toFixed(1) : value.toPrecision(2);
+}

@@ -1,0 +1,68 @@
+/** Lines from queries to the keys they look at most: which keys are listed, and where lines run. */
+
+import type { TopKeys } from '../../lib/types';
+
+/** A line from the query at one place of the left list to the key at a place of the right one. */
+export interface Curve {
+  readonly row: number;
+  readonly key: number;
+  readonly weight: number;
+  readonly from: number;
+  readonly to: number;
+}
+
+export interface Curves {
+  readonly rows: readonly number[];
+  readonly keys: readonly number[];
+  readonly curves: readonly Curve[];
+  /** How many keys found no place in the list. */
+  readonly leftOut: number;
+}
+
+/** Queries whose lines are drawn at most, and keys that are listed at most. */
+export const MOST_ROWS = 64;
+export const MOST_KEYS = 96;
+
+const AROUND = 12; // rows before and after the chosen one
+
+/**
+ * Lay out the `most` largest weights of each row from `first` on, without the first `drop` keys.
+ * Of a short text every key is listed.
+ */
+export function curvesOf(
+  first: number,
+  top: TopKeys,
+  columns: number,
+  drop: number,
+  most: number,
+): Curves {
+  const rows = top.rows.map((_, index) => first + index);
+  const kept = top.rows.map((pairs) => pairs.filter(([key]) => key >= drop).slice(0, most));
+  const mass = new Map<number, number>();
+  for (const [key, weight] of kept.flat()) mass.set(key, (mass.get(key) ?? 0) + weight);
+  const every = Array.from({ length: Math.min(columns, MOST_KEYS + 1) }, (_, key) => key);
+  const strongest = [...mass.keys()].sort((one, other) => mass.get(other)! - mass.get(one)!);
+  const listed = columns <= MOST_KEYS ? every : strongest.slice(0, MOST_KEYS);
+  const keys = [...listed].sort((one, other) => one - other);
+  const places = new Map(keys.map((key, place) => [key, place]));
+  const curves = kept.flatMap((pairs, from) =>
+    pairs.flatMap(([key, weight]): Curve[] => {
+      const to = places.get(key);
+      return to === undefined ? [] : [{ row: first + from, key, weight, from, to }];
+    }),
+  );
+  const leftOut = columns <= MOST_KEYS ? 0 : Math.max(0, strongest.length - MOST_KEYS);
+  return { rows, keys, curves, leftOut };
+}
+
+/** The rows whose lines are shown when nobody has said: those in sight, or some around the chosen. */
+export function defaultSpan(
+  inSight: readonly [number, number],
+  row: number | null,
+  length: number,
+): [number, number] {
+  const [start, stop] = inSight;
+  if (stop - start <= 2 * AROUND) return [start, stop];
+  const first = Math.max(0, (row ?? start + AROUND) - AROUND);
+  return [first, Math.min(length, first + 2 * AROUND)];
+}

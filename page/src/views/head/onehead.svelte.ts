@@ -1,0 +1,56 @@
+/** What the parts of the view share: the head, its tokens, and what somebody points at. */
+
+import type { Span } from '../../lib/colour';
+import type { Look } from '../../lib/look.svelte';
+import type { Problem } from '../../lib/transport';
+import type { Group, HeadAddress, Input, MapShape, Pooling } from '../../lib/types';
+import type { Pointed } from './chart';
+import type { Choices } from './choices.svelte';
+import type { Tokens } from './tokens.svelte';
+
+/** A head that is open: it stays itself while the choices about it change. */
+export class OneHead {
+  /** The cell under the cursor. */
+  pointed = $state.raw<Pointed | null>(null);
+  /** The row and the column of a token somebody points at in the text. */
+  markedRow = $state<number | null>(null);
+  markedColumn = $state<number | null>(null);
+  /** The weights that the colours of the map span now. */
+  span = $state.raw<Span | null>(null);
+  /** How many tokens a cell of the map holds along each side, and how far the map is zoomed. */
+  cell = $state(1);
+  zoom = $state(1);
+  /** The rows in sight: the first, and the one after the last. */
+  rowsInSight = $state.raw<readonly [number, number]>([0, 0]);
+  busy = $state(false);
+  /** Why a part of the map that is in sight is missing. */
+  problem = $state.raw<Problem | null>(null);
+  /** The side of the finest cells that are drawn where others are missing. */
+  finest = $state(1);
+  /** How often somebody asked to try again. */
+  attempts = $state(0);
+
+  constructor(
+    readonly look: Look,
+    readonly choices: Choices,
+    readonly input: Input,
+    readonly group: Group,
+    readonly head: HeadAddress,
+    readonly shape: MapShape,
+    readonly tokens: Tokens,
+  ) {}
+
+  get pooling(): Pooling {
+    return { how: this.choices.how, drop: this.choices.drop };
+  }
+
+  /** Ask again for what could not be had. */
+  retry(): void {
+    this.attempts++;
+  }
+
+  /** Choose a row and a key: the text and the lines follow. */
+  choose(row: number | null, column: number | null): void {
+    this.choices.set({ row, column });
+  }
+}
