@@ -59,14 +59,16 @@ def to_mask(rule: Rule, padding: Tensor | None, grid: Grid, tile: Callable[..., 
         real = _padding(grid, padding)
         shown = None if shown is None or real is None else shown & real
         begins = padding.view(torch.uint8).argmax(-1).int()[:, None, None] - grid.first_key
-    if shown is not None:
-        span = (grid.batch, 1, len(grid.queries))
-        first, last = (x - grid.first_key for x in (shown.first, shown.last))
-        first, last = (x.clamp(0, grid.keys).int() for x in (first, last))
-        wide = torch.broadcast_shapes(first.shape, last.shape, (1, 1, span[2]))
-        found = shown.begins - grid.first_key
-        return interval_mask(first.expand(wide), last.expand(wide), stands, found.int())
-    return _by_tiles(tile, grid.batch, len(grid.queries), grid.keys, stands, begins)
+    queries = len(grid.queries)
+    if shown is None:
+        return _by_tiles(tile, grid.batch, queries, grid.keys, stands, begins)
+    bounds = (shown.first - grid.first_key, shown.last - grid.first_key)
+    first, last = (x.clamp(0, grid.keys).int() for x in bounds)
+    begins = (shown.begins - grid.first_key).int()
+    if not bool(first.any() | (last < grid.keys).any() | begins.any()):
+        return masks.lengths(grid.keys)  # everything, as engines know it best
+    wide = torch.broadcast_shapes(first.shape, last.shape, (1, 1, queries))
+    return interval_mask(first.expand(wide), last.expand(wide), stands, begins)
 
 
 def by_rows(

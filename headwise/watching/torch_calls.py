@@ -32,6 +32,7 @@ def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
     """Let calls of PyTorch's attention in the model tell the recorder; returns what undoes it."""
     listener = Listener(recorder)
     undo: list[Undo] = [listener.leave_all]
+    undo += multi_head_calls.attach(model, recorder, listener)  # first: it may refuse
     for name, module in model.named_modules():
         quiet = isinstance(module, OURS)
         if not quiet and type(module).__module__.startswith(_PLAIN):
@@ -39,7 +40,7 @@ def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
         enter = partial(listener.enter, name, quiet)
         undo.append(module.register_forward_pre_hook(enter).remove)
         undo.append(module.register_forward_hook(listener.leave, always_call=True).remove)
-    return undo + multi_head_calls.attach(model, recorder, listener)
+    return undo
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.watching import implementation as ours
 from headwise.watching.interface import Given, Sequence, to_call
 from headwise.watching.layer import Kind
 from headwise.watching.own import Undo
@@ -117,7 +118,11 @@ def _observed(
         named.pop(key) for key in ("module", "query", "key", "value", "attention_mask")
     )
     name, recorder = watched.names[id(module)], watched.recorder
-    kind, sequence = _kind(module, name, q, k), watched.sequence
+    kind, sequence = _kind(module, name), watched.sequence
+    padding = None if sequence is None else sequence.padding(q)
+    if function is ours.attend and recorder.wants(name):
+        look = functools.partial(recorder.inside, name, kind=kind, padding=padding)
+        return function(module, q, k, v, mask, look=look, **named)
     with taken():
         result = function(module, q, k, v, mask, **named)
     if not recorder.wants(name):
@@ -136,11 +141,11 @@ def _observed(
             f"{name} ({type(module).__name__}, attn_implementation={implementation!r}) can't be "
             f"watched: {error}"
         ) from None
-    recorder.beside(name, call, kind, None if sequence is None else sequence.padding(q))
+    recorder.beside(name, call, kind, padding)
     return result
 
 
-def _kind(module: nn.Module, name: str, q: Tensor, k: Tensor) -> Kind:
+def _kind(module: nn.Module, name: str) -> Kind:
     """Whether a module's queries look at the keys of another sequence."""
     if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower():
         return "cross"
