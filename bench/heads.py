@@ -17,7 +17,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.loading import ASSETS, LanguageModel, Translator
-from headwise.look.reading import Recorder
+from headwise.watching import watch
 
 STATISTICS = ("entropy", "max_logit", "sink_mass", "previous_mass", "self_mass", "distance")
 REPEATED = 64
@@ -29,25 +29,27 @@ def sample(name: str) -> Any:
 
 def means(seen: Any) -> dict[str, Tensor]:
     """Each statistic's mean over the rows of each head, (H,)."""
-    return {name: getattr(seen, name).float().mean((0, 2)) for name in STATISTICS}
+    return {
+        name: getattr(seen, name).float().mean((0, 2)) for name in STATISTICS if name in seen.values
+    }
 
 
 @torch.no_grad()
 def gpt(loaded: LanguageModel, tokens: int = 4096) -> list[dict[str, Any]]:
     text = loaded.encode(sample("gpt")["text"])[:, :tokens]
-    with Recorder(loaded.model) as natural:
+    with watch(loaded.model) as natural:
         loaded.model(text)
     half = torch.randint(
         loaded.tokeniser.pad, (1, REPEATED), generator=torch.Generator().manual_seed(0)
     )
-    with Recorder(loaded.model) as repeated:
+    with watch(loaded.model) as repeated:
         loaded.model(torch.cat((half, half), 1))
     rows = []
-    for layer, (name, seen) in enumerate(natural.seen.items()):
-        figures = means(seen)
-        weights = repeated.maps[name][
+    for layer, seen in enumerate(natural.layers):
+        figures = means(seen.observation)
+        weights = repeated.layer(seen.name).map()[
             0, :, REPEATED:, :REPEATED
-        ]  # (H, 64, 64): second half on first
+        ]  # (H, 64, 64): 2nd half on 1st
         induction = weights.diagonal(1, -2, -1).mean(-1)  # token i + 1 of the first half
         for head in range(len(induction)):
             row = {"layer": layer, "head": head}
@@ -60,16 +62,16 @@ def gpt(loaded: LanguageModel, tokens: int = 4096) -> list[dict[str, Any]]:
 def translate(loaded: Translator) -> list[dict[str, Any]]:
     totals: dict[str, list[dict[str, Tensor]]] = {}
     for source, references in sample("translate")["pairs"]:
-        with Recorder(loaded.model) as recorder:
+        with watch(loaded.model) as watched:
             loaded.model(loaded.encode(source), loaded.encode_target(references[0]))
-        for name, seen in recorder.seen.items():
-            figures = means(seen)
-            weights = recorder.maps[name][0]  # (H, N, M)
+        for layer in watched.layers:
+            figures = means(layer.observation)
+            weights = layer.map()[0]  # (H, N, M)
             places = torch.arange(weights.shape[-1], dtype=torch.float32)
             figures["end_mass"] = weights[..., -1].mean(-1)
             figures["next_mass"] = weights.diagonal(1, -2, -1).sum(-1) / weights.shape[-2]
             figures["slope"] = slope((weights * places).sum(-1))
-            totals.setdefault(name, []).append(figures)
+            totals.setdefault(layer.name, []).append(figures)
     rows = []
     for name, several in totals.items():
         for head in range(loaded.model.config.heads):

@@ -8,7 +8,8 @@ import torch
 
 from headwise.loading import Classifier, LanguageModel, load
 from headwise.look import sample
-from headwise.look.reading import Reader, TextReader, TranslationReader
+from headwise.look.own import ImageReader, TextReader, TranslationReader
+from headwise.look.reading import Reader
 
 
 def opened(what: str, device: str | None = None) -> Reader:
@@ -22,5 +23,5 @@ def opened(what: str, device: str | None = None) -> Reader:
     if isinstance(loaded, LanguageModel):
         return TextReader(name, loaded, sample.TEXT)
     if isinstance(loaded, Classifier):
-        raise ValueError(f"{what} names images")
+        return ImageReader(name, loaded)
     return TranslationReader(name, loaded, sample.ENGLISH)

@@ -49,7 +49,10 @@ class Session:
         def work() -> None:
             try:
                 self.reader = opened()
-                self._read(self._next(), self.reader.sample if what is None else what)
+                given = self.reader.sample if what is None else what
+                if given is None:
+                    raise ValueError("this model looks at images: --image FILE gives it one")
+                self._read(self._next(), given)
             except Exception as error:  # whatever is wrong with a model, the page says it
                 said, hint = told(error)
                 self._tell(Progress("error", None, None, said, hint))
