@@ -70,18 +70,37 @@ export function figure(name: string): Named {
   return { ...said, name: `${said.name}${before}${how.join(between)}${after}` };
 }
 
-const typesInChinese: Record<string, string> = {
-  'previous token': '前一词元',
-  'first token': '首词元',
-  self: '自身',
-  induction: '归纳',
-  local: '局部',
-  broad: '分散',
-  mixed: '混合',
+const typesInEnglish: Record<string, Named> = {
+  dormant: { name: 'dormant', meaning: 'puts out next to nothing' },
+  induction: { name: 'induction', meaning: 'looks at what followed the same token earlier' },
+  'previous-token': { name: 'previous token', meaning: 'looks mostly at the token before' },
+  self: { name: 'self', meaning: 'looks mostly at the token itself' },
+  sink: { name: 'sink', meaning: 'rests mostly on the first token' },
+  local: { name: 'local', meaning: 'looks mostly at tokens close by' },
+  content: { name: 'content', meaning: 'looks for something in the text' },
 };
 
-/** What a head of a type is called; null where nobody has said. */
+const typesInChinese: Record<string, Named> = {
+  dormant: { name: '休眠', meaning: '几乎没有输出' },
+  induction: { name: '归纳', meaning: '看同一词元上次出现之后的内容' },
+  'previous-token': { name: '前一词元', meaning: '主要看前一个词元' },
+  self: { name: '自身', meaning: '主要看词元自身' },
+  sink: { name: '汇', meaning: '主要停在第一个词元上' },
+  local: { name: '局部', meaning: '主要看附近的词元' },
+  content: { name: '内容', meaning: '在文本中寻找某些内容' },
+};
+
+/** What a head of a type is called. */
 export function headType(type: string | null): string {
   if (type === null) return speech.current === 'zh' ? '未分类' : 'no type';
-  return speech.current === 'zh' ? (typesInChinese[type] ?? type) : type;
+  return typeNamed(type)?.name ?? type;
+}
+
+/** What a head of a type does. */
+export function typeMeaning(type: string): string {
+  return typeNamed(type)?.meaning ?? '';
+}
+
+function typeNamed(type: string): Named | undefined {
+  return (speech.current === 'zh' ? typesInChinese : typesInEnglish)[type];
 }

@@ -1,19 +1,19 @@
 /** A colour for each type of head; heads of no type have the colour of their layer. */
 
 const HUES: Record<string, number> = {
-  'previous token': 255,
-  'first token': 60,
-  self: 320,
-  induction: 150,
+  content: 255,
   local: 200,
-  broad: 25,
+  induction: 145,
+  sink: 70,
+  'previous-token': 25,
+  self: 330,
 };
 
 const OTHER_HUES = [100, 285, 175, 350];
 
 /** A type's colour: the same in every view, as light as the theme wants it. */
 export function typeColour(type: string | null): string {
-  if (type === null || type === 'mixed') return 'var(--faint)';
+  if (type === null || type === 'dormant') return 'var(--faint)';
   const hue = HUES[type] ?? OTHER_HUES[letters(type) % OTHER_HUES.length];
   return `oklch(var(--dot-lightness) 0.15 ${hue})`;
 }
