@@ -48,11 +48,11 @@ def build_page() -> None:
     installed, locked = PAGE / "node_modules" / ".package-lock.json", PAGE / "package-lock.json"
     # No script of a package runs: none of them needs one.
     if not installed.exists() or installed.stat().st_mtime < locked.stat().st_mtime:
-        run(npm, ["ci", "--ignore-scripts", "--loglevel=error"])
-    run(node, ["node_modules/vite/bin/vite.js", "build", "--logLevel=warn"])
+        run("npm ci", npm, ["ci", "--ignore-scripts", "--loglevel=error"])
+    run("vite build", node, ["node_modules/vite/bin/vite.js", "build", "--logLevel=warn"])
 
 
-def run(program: Callable[..., Any], arguments: list[str]) -> None:
+def run(name: str, program: Callable[..., Any], arguments: list[str]) -> None:
     """Run node or npm in the page's folder; what it says is shown only if it fails."""
     done = program(
         arguments,
@@ -64,7 +64,7 @@ def run(program: Callable[..., Any], arguments: list[str]) -> None:
     )
     if done.returncode:
         print(done.stdout, file=sys.stderr)
-        raise SystemExit(FAILED.format(reason=f"{' '.join(arguments)} failed, as said above"))
+        raise SystemExit(FAILED.format(reason=f"{name} failed, as said above"))
 
 
 if __name__ == "__main__":
