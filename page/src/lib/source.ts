@@ -129,7 +129,8 @@ export class Source {
     return this.transport.json('/api/watch');
   }
 
-  series(statistic: string, from: number): Promise<Series> {
+  /** A figure of every head at the steps after `from`; without it at all of them. */
+  series(statistic: string, from?: number): Promise<Series> {
     return this.transport.json(query('/api/watch/series', { statistic, from }));
   }
 

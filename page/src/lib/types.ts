@@ -146,23 +146,30 @@ export interface TopKeys {
 
 export interface Alarm {
   step: number;
-  layer: number;
-  head: number;
+  /** Both null for an alarm about the whole model. */
+  layer: number | null;
+  head: number | null;
   rule: string;
   says: string;
 }
 
 export interface WatchState {
+  /** The name of the run's folder. */
   run: string;
-  step: number;
-  steps: number[];
-  layers: { layer: number; name: string; heads: number }[];
+  model: string;
+  /** The last step that was recorded; null before the first. */
+  step: number | null;
+  layers: { layer: number; name: string; kind: string; heads: number }[];
   statistics: string[];
   alarms: Alarm[];
+  /** What the alarms' rules say, and where they come from. */
+  rules: { name: string; says: string; source: string }[];
   finished: boolean;
 }
 
 export interface Series {
+  /** Of a long run every so many recorded steps are given. */
+  every: number;
   steps: number[];
   /** Per step, per layer, per head. */
   values: (number | null)[][][];

@@ -1,0 +1,69 @@
+/** A run as far as it has come: asked for again and again, and each time only what is new. */
+
+import type { Source } from '../../lib/source';
+import { Problem } from '../../lib/transport';
+import type { Series, WatchState } from '../../lib/types';
+
+const WHILE_GOING = 1_000;
+const AFTERWARDS = 5_000;
+
+export class Run {
+  state = $state.raw<WatchState | null>(null);
+  series = $state.raw<Series | null>(null);
+  /** Which statistic the series is of. */
+  statistic = $state.raw<string | null>(null);
+  problem = $state.raw<Problem | null>(null);
+  #wanted: string | null = null;
+  #timer: ReturnType<typeof setTimeout> | undefined;
+  #closed = false;
+
+  constructor(readonly source: Source) {}
+
+  /** Follow a statistic: from now on `series` is of it. */
+  async follow(statistic: string | null): Promise<void> {
+    this.#wanted = statistic;
+    await this.#refresh();
+  }
+
+  close(): void {
+    this.#closed = true;
+    clearTimeout(this.#timer);
+  }
+
+  async #refresh(): Promise<void> {
+    clearTimeout(this.#timer);
+    try {
+      const state = await this.source.watch();
+      const known = state.statistics.find((name) => name === this.#wanted);
+      const statistic = known ?? state.statistics[0] ?? null;
+      if (statistic) await this.#grow(statistic, state.step);
+      this.state = state;
+      this.problem = null;
+    } catch (error) {
+      this.problem = error instanceof Problem ? error : new Problem(String(error));
+    }
+    if (this.#closed) return;
+    clearTimeout(this.#timer); // another may have been set meanwhile
+    const wait = this.state?.finished ? AFTERWARDS : WHILE_GOING;
+    this.#timer = setTimeout(() => void this.#refresh(), wait);
+  }
+
+  async #grow(statistic: string, last: number | null): Promise<void> {
+    const known = this.statistic === statistic ? this.series : null;
+    const from = known?.steps.at(-1);
+    if (known && from === last) return;
+    const news = await this.source.series(statistic, from);
+    if (known && news.every === known.every) {
+      if (!news.steps.length) return;
+      this.series = {
+        every: news.every,
+        steps: [...known.steps, ...news.steps],
+        values: [...known.values, ...news.values],
+      };
+    } else {
+      // A longer run gives fewer of its steps: those we have are no longer the ones it gives.
+      this.series = known ? await this.source.series(statistic) : news;
+      this.statistic = statistic;
+    }
+  }
+}
