@@ -53,6 +53,18 @@ class AttentionMap:
             )
         self._sums = LogSums.of(self._region, lse)
 
+    @classmethod
+    def of(cls, region: Region, lse: Tensor | None = None) -> AttentionMap:
+        """The map of what `region` and `lse` of another one gave, such as one read from a file."""
+        made = object.__new__(cls)
+        made._region, made._sums = region, LogSums.of(region, lse)
+        return made
+
+    @property
+    def region(self) -> Region:
+        """What the weights are a function of, besides lse."""
+        return self._region
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, Hq, N, M)."""

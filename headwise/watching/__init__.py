@@ -5,6 +5,7 @@ from headwise.watching.clipping import Clip, qk_clip
 from headwise.watching.layer import Layer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES
+from headwise.watching.runs import WatchedRun, open_run
 from headwise.watching.table import Table
 from headwise.watching.watch import Watch, watch
 
@@ -17,6 +18,8 @@ __all__ = [
     "Recording",
     "Table",
     "Watch",
+    "WatchedRun",
+    "open_run",
     "qk_clip",
     "watch",
 ]

@@ -48,12 +48,16 @@ class Alarms:
 
     rules: tuple[Rule, ...] = RULES
     raised: list[Alarm] = field(default_factory=list)
+    looked: int = 0  # at so many steps
     _known: set[tuple[str, int | None, int | None]] = field(default_factory=set)
 
     def look(self, step: int, table: Table, layers: Sequence[Layer]) -> list[Alarm]:
         """The alarms that this step raises for the first time; the log hears of them too."""
+        self.looked += 1
         new = []
         for rule in self.rules:
+            if self.looked % rule.every:
+                continue
             found = []
             for layer, head, says in rule.check(table, layers):
                 if (rule.name, layer, head) not in self._known:

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headwise.map import AttentionMap
+from headwise.watching.head_types import sampled_weights
 from headwise.watching.layer import Layer
 from headwise.watching.naming import figure
 from headwise.watching.table import Table
@@ -30,6 +30,11 @@ class Rule(Protocol):
     name: ClassVar[str]
     source: ClassVar[str]
     needs: ClassVar[tuple[str, ...]]  # the statistics that it reads
+
+    @property
+    def every(self) -> int:
+        """It looks at each one of so many steps that are looked at."""
+        ...
 
     @property
     def says(self) -> str:
@@ -53,6 +58,7 @@ class LogitGrowth:
         "divergence"
     )
     needs: ClassVar[tuple[str, ...]] = ("max_logit",)
+    every: ClassVar[int] = 1
 
     @property
     def says(self) -> str:
@@ -81,6 +87,7 @@ class EntropyCollapse:
         "collapses; the threshold is ours, e^0.1 = 1.1 keys a row"
     )
     needs: ClassVar[tuple[str, ...]] = ("entropy", "self_mass", "previous_mass", "sink_mass")
+    every: ClassVar[int] = 1
 
     @property
     def says(self) -> str:
@@ -113,6 +120,7 @@ class DeadHead:
         "layer finds inactive heads best among a dozen scores; the threshold is ours"
     )
     needs: ClassVar[tuple[str, ...]] = ("output_norm",)
+    every: ClassVar[int] = 1
 
     @property
     def says(self) -> str:
@@ -149,6 +157,7 @@ class SinkTakeOver:
         "language models may be there from the start"
     )
     needs: ClassVar[tuple[str, ...]] = ("sink_mass",)
+    every: ClassVar[int] = 1
 
     @property
     def says(self) -> str:
@@ -175,13 +184,13 @@ class SinkTakeOver:
 class DuplicatedHeads:
     """Two heads of a layer weight the same keys alike.
 
-    Looked at in a few rows of the last pass's first sequence. Heads that look everywhere alike, as
-    all do before they have learnt anything, and heads that rest on the first token have nothing
-    to copy, and are left out.
+    Looked at in some rows of the last pass's first sequence, and not in every step: it takes longer
+    than the others. Heads that look everywhere alike, as all do before they have learnt anything,
+    and heads that rest on the first token have nothing to copy, and are left out.
     """
 
     distance: float = 0.05
-    rows: int = 16
+    every: int = 50
     name: ClassVar[str] = "duplicated heads"
     source: ClassVar[str] = (
         "Bhojanapalli and others (2110.06821) compare heads by the total variation between their "
@@ -194,8 +203,8 @@ class DuplicatedHeads:
         """The rule in words."""
         return (
             "the weights of two heads of a layer differ by a total variation of less than "
-            f"{self.distance:g} on average over {self.rows} rows, while both differ from even "
-            "weights by more than 0.2 and put less than 0.9 on the first token"
+            f"{self.distance:g} on average, while both differ from even weights by more than 0.2 "
+            f"and put less than 0.9 on the first token; every {self.every} steps"
         )
 
     def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
@@ -203,11 +212,9 @@ class DuplicatedHeads:
         for layer in layers:
             if layer.last is None or layer.last.call is None:
                 continue
-            weights = _some_rows(layer.map(), self.rows)  # (rows, heads, keys)
+            weights = sampled_weights(layer)[0].transpose(0, 1)  # (rows, heads, keys)
             alike = torch.cdist(weights, weights, p=1).mean(0) / 2 < self.distance
-            decided = _from_even(weights) > 0.2
-            sunk = weights[..., 0].mean(0) > 0.9
-            able = decided & ~sunk
+            able = (_from_even(weights) > 0.2) & (weights[..., 0].mean(0) < 0.9)
             pairs = (alike & able & able[:, None]).triu(1).nonzero().tolist()
             for first, second in pairs:
                 yield Finding(layer.number, second, f"it weights the keys as head {first} does")
@@ -245,10 +252,3 @@ def _from_even(weights: Tensor) -> Tensor:
     count = seen.sum(-1, keepdim=True)
     apart = (weights - seen / count.clamp_min(1)).abs().sum(-1, keepdim=True) / 2
     return apart.masked_fill(count == 1, 1.0).mean((0, 2))
-
-
-def _some_rows(amap: AttentionMap, count: int) -> Tensor:
-    """The weights of rows spread over the first sequence, the last one included."""
-    total = amap.shape[2]
-    rows = sorted({total - 1 - number * total // count for number in range(min(count, total))})
-    return torch.stack([amap[0, :, row, :] for row in rows])

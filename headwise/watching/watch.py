@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from headwise.observation import check_sink_keys, check_statistics
-from headwise.watching import own, torch_calls, transformers_calls
+from headwise.watching import manifest, own, runs, torch_calls, transformers_calls
 from headwise.watching.alarms import Alarm, Alarms, chosen
 from headwise.watching.importance import importance
 from headwise.watching.layer import Layer
@@ -20,6 +21,10 @@ from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import Rule
 from headwise.watching.symmetry import symmetry
 from headwise.watching.table import Table, Value
+from headwise.watching.writing import RunWriter
+
+IN_MEMORY = 1000
+"""Steps of a recorded series that stay in memory."""
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -88,6 +93,7 @@ class Watch(Recording):
         self.steps = 0  # training steps that ended
         self._recorder = Recorder(looking)
         self._undo: list[Undo] = []
+        self._runs: list[RunWriter] = []
 
     @property
     def layers(self) -> list[Layer]:
@@ -160,12 +166,49 @@ class Watch(Recording):
             self.check()
             table = self.heads()
             if any(layer.figures() for layer in self.layers):
-                self.series.append(Entry(self.steps, table))
-                self._alarms.look(self.steps, table, self.layers)
+                entry = Entry(self.steps, table)
+                self.series.append(entry)
+                raised = self._alarms.look(self.steps, table, self.layers)
+                self._write(entry, raised)
         for layer in self.layers:
             layer.close()
         self.steps += 1
         self._recorder.active = self.steps % self.looking.every == 0
+
+    def _write(self, entry: Entry, raised: list[Alarm]) -> None:
+        self._runs = [run for run in self._runs if not run.closed]
+        for run in self._runs:
+            run.add(entry, raised, self)
+        if self._runs:  # the folder has them all
+            del self.series[:-IN_MEMORY]
+
+    def record(self, folder: Path | str, **options: Any) -> RunWriter:
+        """Write every closed step into a folder, until the writer is closed; see `RunWriter`.
+
+        The series in memory keeps the last 1000 steps then.
+
+        >>> import tempfile, torch, headwise as hw
+        >>> model, folder = hw.nn.MultiHeadAttention(64, 8), tempfile.mkdtemp()
+        >>> watch = hw.watch(model)
+        >>> with watch, watch.record(folder):
+        ...     for _ in range(3):
+        ...         _ = model(torch.randn(1, 10, 64))
+        ...         watch.step()
+        >>> hw.watching.open_run(folder)
+        <WatchedRun of 1 layers, 8 heads, 3 steps>
+        """
+        about = manifest.describe(self.model, self.looking, self._alarms.rules)
+        writer = RunWriter(folder, about, **options)
+        self._runs.append(writer)
+        return writer
+
+    def save(self, folder: Path | str, maps: Iterable[tuple[int, int]] = ()) -> None:
+        """Write what was seen into a folder that `hw.watching.open_run` reads.
+
+        `maps` lists the (layer, head) whose queries, keys and lse go with it.
+        """
+        about = manifest.describe(self.model, self.looking, self._alarms.rules)
+        runs.save(self, about, folder, maps)
 
     def heads(self) -> Table:
         self.check()

@@ -1,0 +1,163 @@
+"""A series in Parquet part files: each whole or not there, and joined into larger ones at any time.
+
+    series-rank0-000007.parquet           the seventh part that process 0 wrote
+    series-rank0-000001-000064.parquet    its first 64 parts, joined
+
+A joined file takes effect with its rename; the parts it holds are passed over from then on, whether
+or not they are deleted yet. So a run may be killed at any moment and is read as it stood.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Rows = Any
+"""A pyarrow.Table, a row a step and head; the package has no type information."""
+
+NAME = re.compile(r"series-rank(\d+)-(\d{6,})(?:-(\d{6,}))?\.parquet")
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """One file: the parts first to last of a process."""
+
+    rank: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, name: str) -> Part | None:
+        """The part of a file's name; None for another file, such as one being written.
+
+        >>> Part.of("series-rank0-000007.parquet")
+        Part(rank=0, first=7, last=7)
+        >>> Part.of(".series-rank0-000007.parquet-1234") is None
+        True
+        """
+        found = NAME.fullmatch(name)
+        if found is None:
+            return None
+        rank, first, last = found.groups()
+        return cls(int(rank), int(first), int(last or first))
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        last = f"-{self.last:06d}" if self.last > self.first else ""
+        return f"series-rank{self.rank}-{self.first:06d}{last}.parquet"
+
+    def holds(self, other: Part) -> bool:
+        """Whether another part is joined into this one."""
+        within = self.first <= other.first and other.last <= self.last
+        return self != other and self.rank == other.rank and within
+
+
+def arrow() -> Any:
+    """pyarrow, which only run folders need."""
+    try:
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "run folders need the package pyarrow: pip install 'headwise[watch]'", name=missing.name
+        ) from missing
+    return pyarrow
+
+
+def parts_in(folder: Path) -> list[Part]:
+    """The parts of a run that count, in order."""
+    found = [part for path in folder.iterdir() if (part := Part.of(path.name)) is not None]
+    return sorted(part for part in found if not any(other.holds(part) for other in found))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all, whatever happens meanwhile."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename outlast a power cut, where folders can be opened (not on Windows)."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove_leftovers(folder: Path, rank: int) -> None:
+    """Delete what a process that was killed while writing left behind."""
+    for leftover in folder.glob(f".*-rank{rank}-*"):
+        leftover.unlink(missing_ok=True)
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> Rows:
+    """Rows as a Parquet table: figures in double precision, NaN as null.
+
+    >>> columns([{"step": 3, "name": "h.0", "entropy_mean": float("nan")}]).to_pylist()
+    [{'step': 3, 'name': 'h.0', 'entropy_mean': None}]
+    """
+    pyarrow = arrow()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    arrays = [
+        pyarrow.array([row.get(name) for row in rows], type=_type(name), from_pandas=True)
+        for name in names
+    ]
+    return pyarrow.table(arrays, names=names)
+
+
+def write(folder: Path, part: Part, table: Rows) -> None:
+    """Write a part."""
+    pyarrow = arrow()
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink, compression="zstd")
+    write_whole(folder / part.name, sink.getvalue().to_pybytes())
+
+
+def read(folder: Path, part: Part) -> Rows | None:
+    """A part's rows; None where the file is damaged, or was joined into another meanwhile."""
+    pyarrow = arrow()
+    try:
+        return pyarrow.parquet.read_table(folder / part.name)
+    except (FileNotFoundError, pyarrow.ArrowInvalid):
+        return None
+
+
+def join(folder: Path, parts: Sequence[Part], before: int | None = None) -> None:
+    """Make one file of consecutive parts; `before` leaves out what came at this step or later."""
+    tables = [table for part in parts if (table := read(folder, part)) is not None]
+    if tables:
+        whole = concatenated(tables)
+        if before is not None:
+            whole = whole.filter([step < before for step in whole["step"].to_pylist()])
+        joined = Part(parts[0].rank, parts[0].first, parts[-1].last)
+        write(folder, joined, whole)
+        for part in parts:
+            if part != joined:
+                (folder / part.name).unlink(missing_ok=True)
+
+
+def concatenated(tables: Iterable[Rows]) -> Rows:
+    """All rows; a column that one table lacks is null there."""
+    pyarrow = arrow()
+    return pyarrow.concat_tables(tables, promote_options="default")
+
+
+def _type(name: str) -> Any:
+    pyarrow = arrow()
+    if name in ("step", "rank", "layer", "head"):
+        return pyarrow.int64()
+    return pyarrow.string() if name in ("name", "kind") else pyarrow.float64()
