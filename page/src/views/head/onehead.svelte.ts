@@ -44,6 +44,15 @@ export class OneHead {
     return { how: this.choices.how, drop: this.choices.drop };
   }
 
+  setSpan(span: Span): void {
+    if (JSON.stringify(span) !== JSON.stringify(this.span)) this.span = span;
+  }
+
+  setRowsInSight(first: number, last: number): void {
+    const [start, stop] = this.rowsInSight;
+    if (first !== start || last !== stop) this.rowsInSight = [first, last];
+  }
+
   /** Ask again for what could not be had. */
   retry(): void {
     this.attempts++;

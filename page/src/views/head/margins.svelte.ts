@@ -1,0 +1,57 @@
+/** The margins of what is in sight, fetched once it has come to rest. */
+
+import { untrack } from 'svelte';
+import type { OneHead } from './onehead.svelte';
+import { clip, type Box } from './pyramid';
+import { marginsOf, type Margins } from './strips';
+
+const REST = 150; // milliseconds without a move
+
+export class MarginsInSight {
+  value = $state.raw<Margins | null>(null);
+  readonly #one: () => OneHead;
+  readonly #box: () => Box;
+
+  /** Follows the head and the part of it in sight; to be made while a component is. */
+  constructor(one: () => OneHead, box: () => Box) {
+    this.#one = one;
+    this.#box = box;
+    $effect(() => {
+      void this.#one(); // another head's margins are none of this one's
+      this.value = null;
+    });
+    $effect(() => this.#follow());
+  }
+
+  #follow(): () => void {
+    const { look, head, shape } = this.#one();
+    const around = wider(this.#box());
+    const controller = new AbortController();
+    const ask = async () => {
+      // Without margins the map is still a map: a file may hold none for this part.
+      this.value = await marginsOf(
+        look.source,
+        head,
+        clip(around, shape),
+        shape,
+        controller.signal,
+      ).catch(() => this.value);
+    };
+    const timer = setTimeout(() => void ask(), untrack(() => this.value) ? REST : 0);
+    return () => {
+      clearTimeout(timer);
+      controller.abort();
+    };
+  }
+}
+
+/** Half as much again on every side, so that a small move finds its margins there. */
+function wider({ left, top, right, bottom }: Box): Box {
+  const [across, down] = [(right - left) / 2, (bottom - top) / 2];
+  return {
+    left: Math.floor(left - across),
+    top: Math.floor(top - down),
+    right: Math.ceil(right + across),
+    bottom: Math.ceil(bottom + down),
+  };
+}
