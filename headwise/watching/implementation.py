@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.api import attention, attention_map
-from headwise.mask import Mask
 from headwise.nn.call import Call
 from headwise.watching.interface import Given, to_call
 from headwise.watching.mask_functions import Grid, to_mask
+from headwise.watching.mask_tensor import MaskTensor
 from headwise.watching.stretches import Memory
 
 NAME = "headwise"
@@ -46,7 +46,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Mask | Tensor | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     look: Callable[[Call], Tensor] | None = None,
     **options: Any,
@@ -66,11 +66,11 @@ def attend(
 def _to_call(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any, options: dict[str, Any]
 ) -> Call:
-    tensor = None if isinstance(given, Mask) else given
-    # Without a mask of ours the module says itself whether it is causal, as with PyTorch's kernels.
-    known = {**options, "is_causal": False} if isinstance(given, Mask) else options
-    call = to_call(Given("sdpa", module, q, k, v, tensor, known), "self", None, _memory)
-    return call._replace(mask=given) if isinstance(given, Mask) else call
+    if isinstance(given, MaskTensor):
+        plain = Given("eager", module, q, k, v, None, options)
+        return to_call(plain, "self", None, _memory)._replace(mask=given.mask)
+    # Without a mask the module says itself whether it is causal, as with PyTorch's kernels.
+    return to_call(Given("sdpa", module, q, k, v, given, options), "self", None, _memory)
 
 
 def _weights(call: Call) -> Tensor:
@@ -99,7 +99,7 @@ def mask(
     cache_position: Tensor | None = None,
     device: torch.device | str | None = None,
     **options: Any,
-) -> Mask:
+) -> MaskTensor:
     """A mask function of transformers: its rule, and padding (B, tokens), as one of our masks.
 
     Before transformers 5.4 `cache_position` (N,) numbered the queries; since then `q_length` and
@@ -136,7 +136,8 @@ def mask(
             **kept,
         )
 
-    return to_mask(rule, padding, Grid(batch_size, queries, kv_offset, kv_length), tile)
+    found = to_mask(rule, padding, Grid(batch_size, queries, kv_offset, kv_length), tile)
+    return MaskTensor(found, (batch_size, 1, len(queries), kv_length), queries.device)
 
 
 def _long_enough(padding: Tensor, tokens: int) -> Tensor:

@@ -21,17 +21,23 @@ _FULL = ("eager", "flex_attention")
 
 @dataclass(frozen=True)
 class Sequence:
-    """What the model that is running knows of its sequence, in its own keys and queries."""
+    """What the model that is running knows of its tokens."""
 
     queries: int  # tokens of this forward
     tokens: int  # with those of the cache
-    shown: Tensor | None  # (B, tokens) bool: no padding; None: no token is
+    shown: Tensor | None  # (B, tokens) bool: no padding; None: not said
+    begins: Tensor | None  # (B|1,): the first token that is no padding; None: not known
+
+    @property
+    def past(self) -> int:
+        """Tokens that earlier forwards left in the cache."""
+        return self.tokens - self.queries
 
     def padding(self, q: Tensor) -> Tensor | None:
         """Which rows of q (B, H, N, D) are padding, (B, N); None where that is not known."""
         if self.shown is None or self.queries != q.shape[2] or self.shown.shape[0] != q.shape[0]:
             return None
-        return ~self.shown[:, self.tokens - self.queries :]
+        return ~self.shown[:, self.past :]
 
 
 @dataclass(frozen=True)
@@ -138,12 +144,8 @@ def _stand(
     if sequence is None or sequence.queries != q.shape[2]:
         return True, None
     gone = max(0, sequence.tokens - k.shape[2])  # tokens that a sliding cache forgot
-    stands = sequence.tokens - sequence.queries - gone
-    if sequence.shown is None:
-        begins = torch.zeros(1, dtype=torch.int32, device=q.device)
-    else:
-        begins = sequence.shown.view(torch.uint8).argmax(-1).int()
-    return stands, (begins - gone)[:, None, None]
+    begins = None if sequence.begins is None else (sequence.begins - gone)[:, None, None]
+    return sequence.past - gone, begins
 
 
 def _all_seen(q: Tensor, k: Tensor, stands: bool | int, begins: Tensor | None) -> Mask | None:

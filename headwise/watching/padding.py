@@ -13,7 +13,7 @@ from headwise.place import Place
 def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:
     """(B, N) bool for q (B, Hq, N, D) among its own keys (B, Hkv, M, D); None: there is none.
 
-    The queries are the last N of the M tokens.
+    The queries are the last N of the M tokens, where the mask does not say otherwise.
 
     >>> import headwise as hw
     >>> x = torch.zeros(2, 1, 4, 8)
@@ -27,7 +27,9 @@ def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:
     shown = _shown(mask, place)  # (B|1, M): somebody may look at the key
     if shown is None:
         return None
-    return ~shown[:, k.shape[2] - q.shape[2] :].expand(q.shape[0], -1)
+    stands = mask.alignment(place)
+    first = stands if isinstance(stands, int) else place.offset
+    return ~shown[:, first : first + place.queries].expand(q.shape[0], -1)
 
 
 def _shown(mask: Mask, place: Place) -> Tensor | None:

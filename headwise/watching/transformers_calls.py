@@ -6,12 +6,14 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.nn.call import Call
+from headwise.place import Place
 from headwise.watching import implementation as ours
 from headwise.watching.interface import Given, Sequence, to_call
 from headwise.watching.layer import Kind
@@ -31,6 +33,7 @@ class Watched:
     recorder: Recorder
     memory: Memory = field(default_factory=Memory)
     sequences: list[tuple[nn.Module, Sequence | None]] = field(default_factory=list)
+    begins: dict[str, Tensor] = field(default_factory=dict)  # by layer, as its prompt's mask said
     proved: set[tuple[object, ...]] = field(default_factory=set)
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -42,10 +45,19 @@ class Watched:
         while self.sequences and self.sequences.pop()[0] is not module:
             pass
 
-    @property
-    def sequence(self) -> Sequence | None:
-        """That of the innermost part that runs."""
-        return self.sequences[-1][1] if self.sequences else None
+    def sequence(self, name: str) -> Sequence | None:
+        """That of the innermost part that runs, with what a layer's prompt said of it."""
+        found = self.sequences[-1][1] if self.sequences else None
+        if found is not None and found.begins is None and found.past > 0:
+            return replace(found, begins=self.begins.get(name))
+        return found
+
+    def remember(self, name: str, call: Call, sequence: Sequence | None) -> None:
+        """Keep where sequences begin, for steps whose window no longer reaches there."""
+        if sequence is not None and sequence.begins is None and call.mask is not None:
+            start = call.mask.start(Place.of(call.q, call.k))
+            if isinstance(start, Tensor):
+                self.begins[name] = start.flatten()
 
 
 def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
@@ -118,7 +130,7 @@ def _observed(
         named.pop(key) for key in ("module", "query", "key", "value", "attention_mask")
     )
     name, recorder = watched.names[id(module)], watched.recorder
-    kind, sequence = _kind(module, name), watched.sequence
+    kind, sequence = _kind(module, name), watched.sequence(name)
     padding = None if sequence is None else sequence.padding(q)
     if function is ours.attend and recorder.wants(name):
         look = functools.partial(recorder.inside, name, kind=kind, padding=padding)
@@ -132,6 +144,7 @@ def _observed(
     try:
         with torch.no_grad():
             call = to_call(given, kind, sequence, watched.memory)
+            watched.remember(name, call, sequence)
             form = (name, implementation, mask is None, q.shape[2] == 1, named.get("softcap"))
             if form not in watched.proved and not named.get("dropout"):
                 prove(call, result[0].detach())
@@ -163,14 +176,16 @@ def _sequence(named: dict[str, Any]) -> Sequence | None:
         named.get("attention_mask"),
         named.get("past_key_values"),
     )
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= queries:
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        if mask.shape[1] < queries:
+            return None  # of something else
         shown = mask.bool()
-        return Sequence(queries, mask.shape[1], None if bool(shown.all()) else shown)
-    if mask is not None:
-        return None
+        begins = shown.view(torch.uint8).argmax(-1).int()
+        return Sequence(queries, mask.shape[1], None if bool(shown.all()) else shown, begins)
     length = getattr(cache, "get_seq_length", None)
     past = 0 if length is None else int(length())
-    return Sequence(queries, past + queries, None)
+    begins = torch.zeros(1, dtype=torch.int32, device=tokens.device)
+    return Sequence(queries, past + queries, None, begins if mask is None else None)
 
 
 @functools.cache
