@@ -15,6 +15,7 @@ from headwise.engines.triton.gradients import Rows, dot_rows
 from headwise.engines.triton.launch import (
     Operands,
     described,
+    exposed,
     interpreting,
     on,
     operands,
@@ -126,7 +127,8 @@ class Call:
             tma, tensors = self.tensors(shape.rows, shape.keys)
             grad_queries[self.grid(shape.rows)](
                 *tensors, rows, grad, sums, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
-                num_warps=shape.warps, num_stages=shape.stages, **self.flags,
+                CLEAN=exposed(q, self.operands.k, terms), num_warps=shape.warps,
+                num_stages=shape.stages, **self.flags,
             )  # fmt: skip
         return grad, sums
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from headwise.engines.triton.forward import Written, forward
 from headwise.engines.triton.launch import (
     described,
+    exposed,
     interpreting,
     on,
     operands,
@@ -40,6 +41,6 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
         forward[grid](
             q_, k_, v_, outer_strides(call.q), outer_strides(call.k), outer_strides(call.v),
             call.given, *call.sizes, sums.out, written, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
-            num_warps=shape.warps, num_stages=shape.stages, **flags,
+            CLEAN=exposed(q, k, terms), num_warps=shape.warps, num_stages=shape.stages, **flags,
         )  # fmt: skip
     return sums

@@ -20,7 +20,7 @@ from headwise.engines.triton.tiles import (
     LOOSE,
     NOTHING,
     Sizes,
-    edge,
+    edge_of,
     extent,
     kept,
     load_tile,
@@ -47,9 +47,12 @@ def absorb(
     state, q, k, v, ks, vs, t, z, written, b, h, i, j0, first, last, position, hashed,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """Merge the keys [j0, j0 + KEYS) into the rows' state; MASKED: not all rows see all of them."""
+    """Merge the keys [j0, j0 + KEYS) into the rows' state.
+
+    MASKED: not all rows see all of them. CLEAN: some may be seen by no row of the call.
+    """
     acc, l, m, shifted, reach, count, mean, spread = state
     kh = h // z.group
     j = j0 + tl.arange(0, KEYS)
@@ -94,7 +97,7 @@ def absorb(
     if t.seed is not None:
         p = tl.where(kept(hashed[:, None], (j + z.first_key)[None, :], z.threshold), p, 0.0)
     values = load_tile(v, vs, b, kh, j0, z.keys, KEYS, VALUES, PADDED_VALUES, TMA)
-    if MASKED:
+    if CLEAN:
         # A weight of zero does not silence a NaN, and a key that no row sees may hold one.
         used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
         values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
@@ -111,6 +114,7 @@ def forward(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):  # fmt: skip
     """One block of ROWS query rows of one head of one batch entry."""
     z = Sizes(
@@ -129,13 +133,14 @@ def forward(
     # Which blocks of keys there are: of the first interval of each row, then of the second.
     one = extent(t, z, 0, b, h, i, KEYS, PIECES)
     two = one
-    _, _, low, _, blocks, inner, outer, _ = one
+    _, _, low, _, blocks, inner, outer, dirty = one
     edges = inner + blocks - outer
     middle = outer - inner
     more_edges, more_middle, low2, inner2 = 0, 0, low, inner
     if PIECES == 2:
         two = extent(t, z, 1, b, h, i, KEYS, PIECES)
-        _, _, low2, _, blocks2, inner2, outer2, _ = two
+        _, _, low2, _, blocks2, inner2, outer2, dirty2 = two
+        dirty = dirty | dirty2
         more_edges = inner2 + blocks2 - outer2
         more_middle = outer2 - inner2
 
@@ -143,18 +148,24 @@ def forward(
     zero = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)
-    # Two loops: a middle without a trace of masks is worth more than one pipeline for all.
-    for n in tl.range(0, edges + more_edges):
-        j0, now_first, now_last = edge(n, one, KEYS)
-        if PIECES == 2:
-            other, more_first, more_last = edge(n - edges, two, KEYS)
-            j0 = tl.where(n < edges, j0, other)
-            now_first = tl.where(n < edges, now_first, more_first)
-            now_last = tl.where(n < edges, now_last, more_last)
+    # Loops of their own: a middle without a trace of masks, and edges that need no cleaning, are
+    # worth more than one pipeline for all.
+    cleaned = 0
+    if CLEAN:
+        cleaned = tl.where(dirty, edges + more_edges, 0)
+        for n in tl.range(0, cleaned):
+            j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
+            state = absorb(
+                state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
+                position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION,
+                PLAIN, CAP, True, True,
+            )  # fmt: skip
+    for n in tl.range(cleaned, edges + more_edges):
+        j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
         state = absorb(
             state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
             position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
-            CAP, True,
+            CAP, True, False,
         )  # fmt: skip
     for n in tl.range(0, middle + more_middle):
         j0 = low + (inner + n) * KEYS
@@ -163,7 +174,7 @@ def forward(
         state = absorb(
             state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, position, position,
             position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
-            CAP, False,
+            CAP, False, False,
         )  # fmt: skip
 
     acc, l, m, shifted, reach, count, mean, spread = state

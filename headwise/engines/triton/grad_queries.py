@@ -13,7 +13,7 @@ from headwise.engines.triton.tiles import (
     FAR,
     LOOSE,
     Sizes,
-    edge,
+    edge_of,
     extent,
     load_tile,
     logits,
@@ -35,7 +35,7 @@ def step(
     state, numbers, q, do, k, v, ks, vs, t, z, rows, sums, b, h, i, j0, first, last,
     position, hashed, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [j0, j0 + KEYS) to the rows' gradient."""
     grad, slopes, before, after = state
@@ -50,11 +50,12 @@ def step(
         s, t, z, b, h, i[:, None], j, position[:, None], first[:, None], last[:, None],
         PLAIN, CAP, MASKED,
     )  # fmt: skip
-    if MASKED:  # as in the forward: a key that nobody sees may hold NaN
+    if MASKED:
         seen = s > 0.5 * FAR
         dp = tl.where(seen, dp, 0.0)
-        used = tl.max(seen.to(tl.int32), 0)
-        keys = tl.where(used[:, None] != 0, keys, 0.0).to(keys.dtype)
+        if CLEAN:  # as in the forward: a key that nobody sees may hold NaN
+            used = tl.max(seen.to(tl.int32), 0)
+            keys = tl.where(used[:, None] != 0, keys, 0.0).to(keys.dtype)
     _, ds, raw = weigh(
         s, bent, dp, t, z, rows, j, hashed[:, None], lse[:, None], shared[:, None],
         entropy[:, None], PLAIN, CAP,
@@ -78,6 +79,7 @@ def grad_queries(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):  # fmt: skip
     """One block of ROWS query rows of one head of one batch entry; the loops are the forward's."""
     z = Sizes(
@@ -95,13 +97,14 @@ def grad_queries(
         hashed = row_hash(t.seed, b, h, position)
     one = extent(t, z, 0, b, h, i, KEYS, PIECES)
     two = one
-    _, _, low, _, blocks, inner, outer, _ = one
+    _, _, low, _, blocks, inner, outer, dirty = one
     edges = inner + blocks - outer
     middle = outer - inner
     more_edges, more_middle, low2, inner2 = 0, 0, low, inner
     if PIECES == 2:
         two = extent(t, z, 1, b, h, i, KEYS, PIECES)
-        _, _, low2, _, blocks2, inner2, outer2, _ = two
+        _, _, low2, _, blocks2, inner2, outer2, dirty2 = two
+        dirty = dirty | dirty2
         more_edges = inner2 + blocks2 - outer2
         more_middle = outer2 - inner2
 
@@ -111,17 +114,22 @@ def grad_queries(
     numbers = row_numbers(rows, line, i, here)
     zero = tl.zeros([ROWS], tl.float32)
     state = (tl.zeros([ROWS, PADDED], tl.float32), zero, zero, zero)
-    for n in tl.range(0, edges + more_edges):
-        j0, now_first, now_last = edge(n, one, KEYS)
-        if PIECES == 2:
-            other, more_first, more_last = edge(n - edges, two, KEYS)
-            j0 = tl.where(n < edges, j0, other)
-            now_first = tl.where(n < edges, now_first, more_first)
-            now_last = tl.where(n < edges, now_last, more_last)
+    cleaned = 0
+    if CLEAN:
+        cleaned = tl.where(dirty, edges + more_edges, 0)
+        for n in tl.range(0, cleaned):
+            j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
+            state = step(
+                state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
+                now_first, now_last, position, hashed, KEYS, WIDTH, VALUES, PADDED,
+                PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, True, True,
+            )  # fmt: skip
+    for n in tl.range(cleaned, edges + more_edges):
+        j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
         state = step(
             state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
             now_first, now_last, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
-            TMA, PRECISION, PLAIN, CAP, True,
+            TMA, PRECISION, PLAIN, CAP, True, False,
         )  # fmt: skip
     for n in tl.range(0, middle + more_middle):
         j0 = low + (inner + n) * KEYS
@@ -130,7 +138,7 @@ def grad_queries(
         state = step(
             state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
             position, position, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
-            TMA, PRECISION, PLAIN, CAP, False,
+            TMA, PRECISION, PLAIN, CAP, False, False,
         )  # fmt: skip
 
     grad, slopes, before, after = state

@@ -60,6 +60,14 @@ def pieces(terms: Terms) -> int:
     return 1 if terms.band is not None and len(terms.band) == 3 else 0
 
 
+def exposed(q: Tensor, k: Tensor, terms: Terms) -> bool:
+    """Whether there may be a key that no row of the call sees, and that may hold anything."""
+    if terms.band is not None and len(terms.band) == 3:
+        _, low, high = terms.band
+        return low > 0 or q.shape[2] - 1 + high < k.shape[2] or low >= high
+    return terms.intervals is not None or terms.dense is not None
+
+
 def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
     """Gather what the kernels of a call take."""
     (q, q_steps), (k, k_steps), (v, v_steps) = ready(q), ready(k), ready(v)

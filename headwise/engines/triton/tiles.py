@@ -12,10 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise.engines.triton.cards import INTERPRETING
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 GOLDEN = tl.constexpr(0x9E3779B9)
 NOTHING = tl.constexpr(float("-inf"))
+INTERPRETED = tl.constexpr(INTERPRETING)
 FAR = tl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
 
 
@@ -82,8 +85,20 @@ def load_tile(
 
 @triton.jit
 def tanh(x):
-    """From one exponential and one division; the absolute error is 1e-7."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    """From one exponential and one reciprocal; the absolute error is 2e-7."""
+    return 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E)))
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x to the last bit but one, of which a division would make six instructions."""
+    if INTERPRETED:
+        found = 1.0 / x
+    else:
+        found = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
 
 
 @triton.jit
@@ -91,8 +106,10 @@ def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr):
     """cap(scale · s) + bias for rows i and keys j of the call, and tanh where there is a cap."""
     bent = s
     if CAP:
-        bent = tanh(s * (z.scale / z.softcap))  # one division for all, not one for each pair
-        s = bent * z.softcap
+        # tanh x = 1 - 2 / (1 + e^2x), to 2e-7; what is the same for every pair is multiplied once.
+        half = reciprocal(1.0 + tl.exp2(s * (z.scale / z.softcap * (2.0 * LOG2E))))
+        bent = 1.0 - 2.0 * half
+        s = z.softcap - (2.0 * z.softcap) * half
     else:
         s = s * z.scale
     if t.bias is not None:
@@ -175,8 +192,8 @@ def extent(t, z, piece: tl.constexpr, b, h, i, BLOCK: tl.constexpr, PIECES: tl.c
     """The key blocks that rows i see in one piece of the mask, as an `Extent` of scalars.
 
     Blocks are counted from `low`, the first key that any row sees; [inner, outer) of them are seen
-    whole by all rows and need no mask. `dirty`: some key inside the blocks may be seen by no row
-    at all, and may hold anything.
+    whole by all rows and need no mask. `dirty`: some key inside the blocks may be seen by none of
+    these rows, perhaps by no row at all, and may hold anything.
     """
     first, last = tl.zeros(i.shape, tl.int32), tl.zeros(i.shape, tl.int32) + z.keys
     if PIECES > 0:
@@ -213,6 +230,18 @@ def edge(n, extent, BLOCK: tl.constexpr):
     # masked by the new bound.
     back = (number == blocks - 1) & (blocks > 1) & (dirty == 0)
     return tl.where(back, high - BLOCK, start), tl.maximum(first, start), last
+
+
+@triton.jit
+def edge_of(n, one, two, edges, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """The n-th block that needs a mask, of both pieces; the first of them has `edges`."""
+    start, first, last = edge(n, one, BLOCK)
+    if PIECES == 2:
+        other, more_first, more_last = edge(n - edges, two, BLOCK)
+        start = tl.where(n < edges, start, other)
+        first = tl.where(n < edges, first, more_first)
+        last = tl.where(n < edges, last, more_last)
+    return start, first, last
 
 
 @triton.jit
