@@ -7,7 +7,7 @@ import { Problem, type Transport } from './transport';
 import type { Group, Input, State } from './types';
 
 const WHILE_LOADING = 300;
-const AFTERWARDS = 5_000;
+const AFTERWARDS = 3_000;
 
 export class Look {
   readonly source: Source;

@@ -163,8 +163,9 @@ export interface WatchState {
   statistics: string[];
   alarms: Alarm[];
   /** What the alarms' rules say, and where they come from. */
-  rules: { name: string; says: string; source: string }[];
-  finished: boolean;
+  rules: { rule: string; says: string; source: string }[];
+  /** Seconds since something was written. */
+  age: number;
 }
 
 export interface Series {

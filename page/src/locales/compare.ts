@@ -12,7 +12,7 @@ const en = {
   swap: 'Swap',
   figure: 'Figure',
   difference: 'Difference',
-  differenceMap: 'First less second',
+  differenceMap: 'First − second',
   more: 'more in the first',
   less: 'more in the second',
   shapes: 'The two maps have different shapes: there is no difference to draw.',

@@ -24,6 +24,7 @@ const en: Record<string, Named> = {
   distance: { name: 'distance', meaning: 'how many tokens back a row looks, on average' },
   output_norm: { name: 'output norm', meaning: 'the length of what the head hands on' },
   induction: { name: 'induction', meaning: 'the weight on what followed the same token before' },
+  local: { name: 'local weight', meaning: 'the weight on the tokens close by' },
 };
 
 const zh: Record<string, Named> = {
@@ -40,6 +41,7 @@ const zh: Record<string, Named> = {
   distance: { name: '距离', meaning: '平均向前看多少个词元' },
   output_norm: { name: '输出范数', meaning: '该头输出向量的长度' },
   induction: { name: '归纳', meaning: '落在同一词元上次出现之后那个词元上的权重' },
+  local: { name: '局部权重', meaning: '落在附近词元上的权重' },
 };
 
 const reductions = {
