@@ -11,12 +11,11 @@ export interface Axis {
   format?: (value: number) => string;
 }
 
-/** Where a value lies, from 0 at the low end to 1 at the high one; clipped to both. */
+/** Where a value lies: 0 at the low end, 1 at the high one; outside, below and beyond. */
 export function place(axis: Axis, value: number): number {
-  const share = axis.log
+  return axis.log
     ? Math.log(Math.max(value, Number.MIN_VALUE) / axis.low) / Math.log(axis.high / axis.low)
     : (value - axis.low) / (axis.high - axis.low || 1);
-  return Math.min(1, Math.max(0, share));
 }
 
 /** The value at a place from 0 to 1. */

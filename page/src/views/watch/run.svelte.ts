@@ -7,6 +7,9 @@ import type { Series, WatchState } from '../../lib/types';
 const WHILE_GOING = 1_000;
 const AFTERWARDS = 5_000;
 
+/** A run writes at least every ten seconds while it goes on, unless its steps take longer. */
+const GOING = 60;
+
 export class Run {
   state = $state.raw<WatchState | null>(null);
   series = $state.raw<Series | null>(null);
@@ -18,6 +21,11 @@ export class Run {
   #closed = false;
 
   constructor(readonly source: Source) {}
+
+  /** Something was written a short while ago. */
+  get going(): boolean {
+    return this.state !== null && this.state.age < GOING;
+  }
 
   /** Follow a statistic: from now on `series` is of it. */
   async follow(statistic: string | null): Promise<void> {
@@ -44,8 +52,7 @@ export class Run {
     }
     if (this.#closed) return;
     clearTimeout(this.#timer); // another may have been set meanwhile
-    const wait = this.state?.finished ? AFTERWARDS : WHILE_GOING;
-    this.#timer = setTimeout(() => void this.#refresh(), wait);
+    this.#timer = setTimeout(() => void this.#refresh(), this.going ? WHILE_GOING : AFTERWARDS);
   }
 
   async #grow(statistic: string, last: number | null): Promise<void> {
