@@ -19,6 +19,7 @@ except ModuleNotFoundError as missing:
 from headwise.doctor import gather
 from headwise.look import commands as look_commands
 from headwise.training import commands as training_commands
+from headwise.watching import commands as watching_commands
 
 app = typer.Typer(
     name="headwise",
@@ -33,6 +34,7 @@ app = typer.Typer(
 
 app.add_typer(look_commands.app)
 app.add_typer(training_commands.app)
+app.add_typer(watching_commands.app)
 
 
 def print_version(wanted: bool) -> None:

@@ -33,6 +33,9 @@ Steps = Annotated[int | None, typer.Option(min=1, help="Another number of steps.
 Minutes = Annotated[float | None, typer.Option(help="As many steps as fit into this time.")]
 Seed = Annotated[int | None, typer.Option(help="Another seed.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU if there is one.")]
+Watch = Annotated[
+    int | None, typer.Option(min=1, help="Look at the heads every so many steps: headwise watch.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Every measurement as a line of JSON.")]
 
 
@@ -46,10 +49,11 @@ def translate(
     minutes: Minutes = None,
     seed: Seed = None,
     device: Device = None,
+    watch: Watch = None,
     as_json: AsJson = False,
 ) -> None:
     """Translate: --data takes lines [b]english TAB translation[/b]."""
-    start("translate", preset, out, data, resume, steps, minutes, seed, device, as_json)
+    start("translate", preset, out, data, resume, steps, minutes, seed, device, watch, as_json)
 
 
 @app.command()
@@ -62,10 +66,11 @@ def language(
     minutes: Minutes = None,
     seed: Seed = None,
     device: Device = None,
+    watch: Watch = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue text: --data takes any UTF-8 file."""
-    start("language", preset, out, data, resume, steps, minutes, seed, device, as_json)
+    start("language", preset, out, data, resume, steps, minutes, seed, device, watch, as_json)
 
 
 @app.command()
@@ -78,10 +83,11 @@ def vision(
     minutes: Minutes = None,
     seed: Seed = None,
     device: Device = None,
+    watch: Watch = None,
     as_json: AsJson = False,
 ) -> None:
     """Name images: --data takes mnist or cifar-10."""
-    start("vision", preset, out, data, resume, steps, minutes, seed, device, as_json)
+    start("vision", preset, out, data, resume, steps, minutes, seed, device, watch, as_json)
 
 
 @app.command()
@@ -160,6 +166,7 @@ def start(
     minutes: float | None,
     seed: int | None,
     device: str | None,
+    watch: int | None,
     as_json: bool,
 ) -> None:
     """Train as asked, show it, and say how to go on where it was interrupted."""
@@ -179,6 +186,7 @@ def start(
                 minutes=minutes,
                 report=report,
                 should_stop=should_stop,
+                watch_every=watch,
             )
     if model is None:
         typer.echo(f"stopped; headwise train {task} --out {out} --resume goes on", err=True)

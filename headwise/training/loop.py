@@ -13,6 +13,7 @@ from headwise.training import checkpoints
 from headwise.training.meter import Meter
 from headwise.training.recipe import Recipe
 from headwise.training.runs import Run
+from headwise.training.watched import watched
 
 Batch = TypeVar("Batch")
 Answer = TypeVar("Answer")
@@ -65,6 +66,7 @@ class Loop(Generic[Batch]):
     device: torch.device
     report: Callable[[dict[str, Any]], None] = _silent
     should_stop: Callable[[], bool] = _never
+    watch_every: int | None = None
 
     def train(self) -> nn.Module | None:
         """Train from the run's last checkpoint, or from the start, to the end of the recipe.
@@ -72,12 +74,24 @@ class Loop(Generic[Batch]):
         None if it was asked to stop before the end; a checkpoint is there to go on from.
         """
         model, optimizer, start = self.begin()
+        with watched(model, self.run, self.watch_every, start) as looking:
+            return self.steps(model, optimizer, start, looking)
+
+    def steps(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        start: int,
+        looking: Callable[[], AbstractContextManager[object]],
+    ) -> nn.Module | None:
+        """The steps from `start` to the end, each inside what `looking()` gives."""
         call = torch.compile(model) if self.recipe.compile else model
         assert isinstance(call, nn.Module)
         meter = Meter(self.device)
         saved = start
         for step in range(start, self.recipe.steps):
-            loss, norm, count = self.step(call, optimizer, step)
+            with looking():
+                loss, norm, count = self.step(call, optimizer, step)
             meter.add(loss, norm, count)
             done = step + 1
             last = done == self.recipe.steps

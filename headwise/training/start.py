@@ -22,11 +22,13 @@ def train(
     minutes: float | None = None,
     report: Callable[[dict[str, Any]], None] = lambda measured: None,
     should_stop: Callable[[], bool] = lambda: False,
+    watch_every: int | None = None,
 ) -> nn.Module | None:
     """Train in a folder by a setup; without one, go on with the folder's run.
 
     `minutes` replaces the setup's number of steps by as many as fit. The result is the trained
-    model, or None where `should_stop` ended the run early; both leave a checkpoint.
+    model, or None where `should_stop` ended the run early; both leave a checkpoint. `watch_every`
+    looks at the heads each so many steps, for `headwise watch`.
     """
     run = Run(Path(out))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -37,7 +39,7 @@ def train(
         elif run.config.exists():
             run.begin({})  # says why not
         task: Any = setup.prepare(run)
-        loop: Loop[Any] = Loop(task, setup.recipe, run, {}, where, report, should_stop)
+        loop: Loop[Any] = Loop(task, setup.recipe, run, {}, where, report, should_stop, watch_every)
         task.batch(0, where)  # data of no use is refused before anything is written
         if beginning:
             if minutes is not None:

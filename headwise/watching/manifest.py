@@ -34,7 +34,7 @@ def describe(model: nn.Module, looking: Looking, rules: Sequence[Rule]) -> dict[
     """The manifest of a run that begins now."""
     return {
         "format": FORMAT,
-        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        "begun": now(),
         "model": {
             "class": type(model).__name__,
             "parameters": sum(each.numel() for each in model.parameters()),
@@ -49,6 +49,11 @@ def describe(model: nn.Module, looking: Looking, rules: Sequence[Rule]) -> dict[
             **{x: version(x) for x in ("transformers", "lightning") if x in sys.modules},
         },
     }
+
+
+def now() -> str:
+    """The time, as the manifest says it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def read(folder: Path) -> dict[str, Any]:

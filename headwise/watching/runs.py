@@ -21,6 +21,8 @@ from headwise.watching.writing import RunWriter, read_alarms
 def open_run(folder: Path | str) -> WatchedRun:
     """Open the folder of a watched run; ValueError where it holds none, or a newer headwise's.
 
+    A run of `headwise train --watch` keeps what was seen in a folder of its own, and is taken too.
+
     >>> import tempfile, torch, headwise as hw
     >>> model = hw.nn.MultiHeadAttention(64, 8)
     >>> with hw.watch(model) as seen: _ = model(torch.randn(1, 10, 64))
@@ -31,7 +33,15 @@ def open_run(folder: Path | str) -> WatchedRun:
     >>> hw.watching.open_run(run).map(layer=0, head=3)
     <AttentionMap 1 × 1 × 10 × 10>
     """
-    return WatchedRun(Path(folder))
+    folder = Path(folder)
+    inside = folder / INSIDE
+    return WatchedRun(
+        inside if not (folder / manifest.NAME).exists() and inside.exists() else folder
+    )
+
+
+INSIDE = "watch"
+"""Where a training run keeps what was seen of its heads."""
 
 
 class WatchedRun(Recording):
@@ -42,7 +52,6 @@ class WatchedRun(Recording):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest: dict[str, Any] = manifest.read(folder)
         self.damaged: list[str] = []
         self._read: dict[Part, Rows | None] = {}
         self._rows: Rows | None = None
@@ -51,6 +60,7 @@ class WatchedRun(Recording):
 
     def refresh(self) -> bool:
         """Read what is new; whether anything is."""
+        self.manifest: dict[str, Any] = manifest.read(self.folder)
         there = parts.parts_in(self.folder)
         if list(self._read) == there and self._rows is not None:
             return False
@@ -61,6 +71,11 @@ class WatchedRun(Recording):
         self._rows = _merged(parts.concatenated(found)) if found else None
         self._series = None
         return True
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run was closed; one that was killed is not."""
+        return "ended" in self.manifest
 
     @property
     def steps(self) -> list[int]:
@@ -138,8 +153,12 @@ class WatchedRun(Recording):
         files = (self.folder / FOLDER).glob("*.safetensors")
         return sorted(kept for file in files if (kept := Kept.of(file.name)) is not None)
 
-    def map(self, layer: int | str, head: int, step: int | None = None) -> AttentionMap:
+    def map(
+        self, layer: int | str, head: int, batch: int = 0, step: int | None = None
+    ) -> AttentionMap:
         """A map that was kept, the last of this head unless a step is named."""
+        if batch != 0:
+            raise ValueError(f"batch={batch}: a run keeps the maps of the first sequence, 0")
         number = self.layer(layer).number
         mine = [x for x in self.kept if (x.layer, x.head) == (number, head)]
         found = [x for x in mine if step is None or x.step == step]

@@ -75,11 +75,17 @@ class RunWriter:
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
         parts.remove_leftovers(self.folder, self.rank)
-        if not there and self.rank == 0:
-            said = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
-            parts.write_whole(self.folder / manifest.NAME, said.encode())
+        self._about = manifest.read(self.folder) if there else about
+        self._about.pop("ended", None)
+        self._say(self._about)
         self._next = 1 + max((part.last for part in self._parts()), default=0)
         return there and resume
+
+    def _say(self, about: dict[str, Any]) -> None:
+        """Write the manifest; the first process does it for all."""
+        if self.rank == 0:
+            said = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
+            parts.write_whole(self.folder / manifest.NAME, said.encode())
 
     def add(
         self, entry: Entry, alarms: Sequence[Alarm] = (), seen: Recording | None = None
@@ -144,6 +150,7 @@ class RunWriter:
         self.flush()
         if len(mine := self._parts()) > 1:
             self._try(lambda: parts.join(self.folder, mine))
+        self._try(lambda: self._say({**self._about, "ended": manifest.now()}))
 
     def __enter__(self) -> Self:
         return self
