@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from headwise.engines.tiles import Cells, How
+from headwise.look import why
 from headwise.look.atlas import Atlas, Picture
 from headwise.look.cells import plain
 from headwise.look.scene import Group, Head
 from headwise.look.session import Session
+from headwise.look.watch_api import WatchedFolder
 from headwise.map import TILE
 
 MOST_TOKENS = 20_000  # in one answer
@@ -226,6 +229,25 @@ def top(session: Session, query: Query, id: str, *where: str) -> Answer:
     return as_json({"rows": pairs})
 
 
+def experiment(session: Session, query: Query, name: str) -> Answer:
+    """What an experiment of "Why" measures at the asked settings."""
+    with _explained():
+        return Answer(why.answer(name, query.given).encode())
+
+
+def watched(session: Session, query: Query) -> Answer:
+    """How far the run is that is being watched, and what alarmed."""
+    with _explained():
+        return as_json(_run(session).state())
+
+
+def series(session: Session, query: Query) -> Answer:
+    """A figure of every head over the steps of the run."""
+    with _explained():
+        after = float(query.given.get("from", "-inf"))
+        return as_json(_run(session).series(query.given.get("statistic", ""), after))
+
+
 BINARY = "application/octet-stream"
 HEAD = r"/api/inputs/(\d+)/map/(\w+)/(\d{1,4})/(\d{1,4})"
 PLACE = r"(\d{1,9})"
@@ -242,12 +264,31 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (rf"{HEAD}/column/{PLACE}", column),
     (rf"{HEAD}/weight/{PLACE}/{PLACE}", weight),
     (rf"{HEAD}/top", top),
+    (r"/api/why/(\w+)", experiment),
+    (r"/api/watch", watched),
+    (r"/api/watch/series", series),
 )
 
 
 def number(value: float) -> float | None:
     """A number that JSON knows, or None."""
     return value if math.isfinite(value) else None
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turns an error that says "what is wrong; what works" into a refusal with a hint."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        problem, _, hint = str(error).partition("; ")
+        raise Refusal(400, problem, hint) from error
+
+
+def _run(session: Session) -> WatchedFolder:
+    if session.run is None:
+        raise Refusal(404, "no run is being watched", "headwise look RUN_FOLDER shows one")
+    return session.run
 
 
 def _atlas(session: Session, id: str) -> Atlas:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from headwise.look.atlas import Atlas
 from headwise.look.reading import Reader
 from headwise.look.scene import Group
+from headwise.look.watch_api import WatchedFolder
 from headwise.observation import STATISTICS, Observation
 
 MOST_INPUTS = 8
@@ -38,7 +39,7 @@ class Session:
     reader: Reader | None = None
     progress: Progress = field(default_factory=Progress)
     atlases: OrderedDict[str, Atlas] = field(default_factory=OrderedDict)
-    watching: bool = False
+    run: WatchedFolder | None = None
     heard: Callable[[Progress], None] = lambda progress: None
     _lock: Lock = field(default_factory=Lock)
     _count: int = 0
@@ -111,7 +112,7 @@ class Session:
             "hint": progress.hint,
             "notice": progress.notice,
             "version": importlib.metadata.version("headwise"),
-            "pages": {"heads": bool(self.atlases), "why": True, "watch": self.watching},
+            "pages": {"heads": bool(self.atlases), "why": True, "watch": self.run is not None},
             "sample": self.sample,
             "model": None
             if described is None

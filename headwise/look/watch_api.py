@@ -9,10 +9,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
-
 from headwise.watching.runs import WatchedRun, open_run
 
 MOST_NUMBERS = 200_000
@@ -108,32 +104,6 @@ def stride(steps: int, heads: int) -> int:
     while steps * heads > MOST_NUMBERS * every:
         every *= 2
     return every
-
-
-def routes(folder: Path) -> tuple[BaseRoute, ...]:
-    """The routes of the run in a folder."""
-    watched = WatchedFolder(folder)
-
-    def state(request: Request) -> Response:
-        try:
-            return JSONResponse(watched.state())
-        except (ValueError, OSError) as error:
-            return _refused(error)
-
-    def series(request: Request) -> Response:
-        asked = request.query_params
-        try:
-            after = float(asked.get("from", "-inf"))
-            return JSONResponse(watched.series(asked.get("statistic", ""), after))
-        except (ValueError, OSError) as error:
-            return _refused(error)
-
-    return (Route("/api/watch", state), Route("/api/watch/series", series))
-
-
-def _refused(error: Exception) -> Response:
-    problem, _, hint = str(error).partition("; ")
-    return JSONResponse({"error": problem, "hint": hint}, status_code=400)
 
 
 def _short(value: float) -> float | None:

@@ -10,9 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from headwise.look.experiments import comparing, heads, scale, settings, sharing
 
@@ -59,16 +56,3 @@ def _answer(name: str, values: tuple[tuple[str, Any], ...]) -> str:
         for setting, value in values
     }
     return json.dumps({"settings": described, "found": asdict(found)}, allow_nan=False)
-
-
-def _answered(request: Request) -> Response:
-    try:
-        body = answer(request.path_params["experiment"], request.query_params)
-    except ValueError as error:
-        problem, _, hint = str(error).partition("; ")
-        return JSONResponse({"error": problem, "hint": hint}, status_code=400)
-    return Response(body, media_type="application/json")
-
-
-# Plain functions: Starlette runs them on a thread of its pool, and the page's other requests go on.
-ROUTES: tuple[BaseRoute, ...] = (Route("/api/why/{experiment}", _answered),)
