@@ -82,10 +82,7 @@ def _weights(call: Call) -> Tensor:
         )
     options = call.options()
     del options["dropout"], options["engine"]
-    amap = attention_map(call.q, call.k, **options)
-    return torch.stack(
-        [torch.stack([amap[b, h] for h in range(shape[1])]) for b in range(shape[0])]
-    )
+    return attention_map(call.q, call.k, **options).to_tensor()
 
 
 def mask(

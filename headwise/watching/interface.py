@@ -100,9 +100,7 @@ def _refuse(given: Given) -> None:
 
 def _is_causal(given: Given) -> bool:
     """Whether the function hides the keys after a query by itself."""
-    if given.mask is not None and given.mask.ndim == 4:
-        return False
-    if given.implementation in _FULL:
+    if given.implementation in _FULL or (given.mask is not None and len(given.mask.shape) == 4):
         return False
     stated = given.option("is_causal")
     hides = getattr(given.module, "is_causal", True) if stated is None else stated

@@ -52,6 +52,14 @@ class Watched:
             return replace(found, begins=self.begins.get(name))
         return found
 
+    def prove(self, name: str, given: Given, call: Call, out: Tensor) -> None:
+        """Once for every form of a layer's calls: the call is what the function computed."""
+        said = tuple(sorted(key for key, value in given.options.items() if value is not None))
+        form = (name, given.implementation, given.mask is None, given.q.shape[2] == 1, said)
+        if form not in self.proved and not given.option("dropout"):
+            prove(call, out.detach())
+            self.proved.add(form)
+
     def remember(self, name: str, call: Call, sequence: Sequence | None) -> None:
         """Keep where sequences begin, for steps whose window no longer reaches there."""
         if sequence is not None and sequence.begins is None and call.mask is not None:
@@ -110,50 +118,54 @@ def _beside(function: Any, implementation: str, users: list[Watched]) -> Any:
         return function
 
     @functools.wraps(function)
-    def attend(module: nn.Module, *given: Any, **options: Any) -> Any:
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        options |= dict(zip(_parameters(function)[5:], more, strict=False))
+        given = Given(implementation, module, query, key, value, attention_mask, options)
         for watched in users:
             if id(module) in watched.names:
-                named = _named(function, (module, *given)) | options
-                return _observed(watched, function, implementation, named)
-        return function(module, *given, **options)
+                return _observed(watched, function, given)
+        return _run(function, given)
 
     attend.__watched__ = True  # type: ignore[attr-defined]
     return attend
 
 
-def _observed(
-    watched: Watched, function: Callable[..., Any], implementation: str, named: dict[str, Any]
-) -> Any:
+def _run(function: Callable[..., Any], given: Given, **more: Any) -> Any:
+    """The function's own result."""
+    return function(given.module, given.q, given.k, given.v, given.mask, **given.options, **more)
+
+
+def _observed(watched: Watched, function: Callable[..., Any], given: Given) -> Any:
     """The function's own result; its call was shown to the recorder."""
-    named = dict(named)
-    module, q, k, v, mask = (
-        named.pop(key) for key in ("module", "query", "key", "value", "attention_mask")
-    )
-    name, recorder = watched.names[id(module)], watched.recorder
-    kind, sequence = _kind(module, name), watched.sequence(name)
-    padding = None if sequence is None else sequence.padding(q)
+    name, recorder = watched.names[id(given.module)], watched.recorder
+    kind, sequence = _kind(given.module, name), watched.sequence(name)
+    padding = None if sequence is None else sequence.padding(given.q)
     if function is ours.attend and recorder.wants(name):
         look = functools.partial(recorder.inside, name, kind=kind, padding=padding)
-        return function(module, q, k, v, mask, look=look, **named)
+        return _run(function, given, look=look)
     with taken():
-        result = function(module, q, k, v, mask, **named)
+        result = _run(function, given)
     if not recorder.wants(name):
         return result
-    q, k, v = q.detach(), k.detach(), v.detach()
-    given = Given(implementation, module, q, k, v, mask, named)
+    given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
     try:
         with torch.no_grad():
             call = to_call(given, kind, sequence, watched.memory)
-            watched.remember(name, call, sequence)
-            form = (name, implementation, mask is None, q.shape[2] == 1, named.get("softcap"))
-            if form not in watched.proved and not named.get("dropout"):
-                prove(call, result[0].detach())
-                watched.proved.add(form)
+            watched.prove(name, given, call, result[0])
     except ValueError as error:
         raise ValueError(
-            f"{name} ({type(module).__name__}, attn_implementation={implementation!r}) can't be "
-            f"watched: {error}"
+            f"{name} ({type(given.module).__name__}, attn_implementation="
+            f"{given.implementation!r}) can't be watched: {error}"
         ) from None
+    watched.remember(name, call, sequence)
     recorder.beside(name, call, kind, padding)
     return result
 
