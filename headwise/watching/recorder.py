@@ -105,13 +105,15 @@ class Recorder:
             self._keep(name, call, kind, padding, seen)
         return out
 
-    def silence(self, name: str, out: Tensor, axis: int = 1) -> Tensor:
+    def silence(self, name: str, out: Tensor, axis: int = -3) -> Tensor:
         """The output of a module's heads, along an axis, without the head that is switched off."""
         if name not in self.silenced:
             return out
+        if out.ndim < 4:
+            return torch.zeros_like(out)  # (B, N, D): there is one head
         kept = torch.ones(out.shape[axis], dtype=out.dtype, device=out.device)
         kept[self.silenced[name]] = 0
-        return out * kept.reshape(-1, *[1] * (out.ndim - 1 - axis % out.ndim))
+        return out * kept.reshape(-1, *[1] * (-1 - axis))
 
     def _look(self, kind: Kind) -> dict[str, Any]:
         looking = self.looking

@@ -65,7 +65,8 @@ class Listener(TorchFunctionMode):
 
     def enter(self, name: str, quiet: bool, module: nn.Module, given: object) -> None:
         """A module starts to run."""
-        listening = not quiet and self.recorder.active and not self.on
+        needed = self.recorder.active or bool(self.recorder.silenced)
+        listening = not quiet and needed and not self.on
         self.frames.append(Frame(module, name, quiet, listening))
         if listening:
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -105,6 +106,7 @@ class Listener(TorchFunctionMode):
             if self.recorder.wants(frame.name):
                 call = scaled_dot_product(self.memory, *args, **(kwargs or {}))
                 self.recorder.beside(frame.name, call, kind_of(frame.name))
+            out = self.recorder.silence(frame.name, out)
         elif func in SOFTMAXES:
             frame.written_out.softmax(out, args, kwargs or {})
         elif frame.written_out.waiting:
@@ -112,6 +114,8 @@ class Listener(TorchFunctionMode):
                 found = frame.written_out.product(frame.module, frame.name, args)
                 if found is not None and self.recorder.wants(frame.name):
                     self.recorder.beside(frame.name, found, kind_of(frame.name))
+                if found is not None:
+                    out = self.recorder.silence(frame.name, out)
             else:
                 frame.written_out.follow(out, args)
         return out

@@ -248,7 +248,7 @@ class Watch(Recording):
         if not self._recorder.layers:
             measure()  # to know the layers
         self.check()
-        return importance(self._recorder, measure)
+        return importance(self.model, self._recorder, measure)
 
     def check(self) -> None:
         """ValueError where the model ran and no attention, or not the one asked for, was seen."""

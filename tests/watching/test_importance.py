@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import headwise as hw
 from headwise.models import GPT, GPTConfig
@@ -44,3 +49,59 @@ def test_heads_come_back_after_an_error() -> None:
         torch.testing.assert_close(model(ids), before)
     with pytest.raises(ValueError, match=r"attach\(\) first"):
         seen.importance(broken)
+
+
+class Plain(nn.Module):
+    """Attention as people write it around PyTorch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.make(x).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def llama(x: Tensor) -> tuple[nn.Module, nn.Linear, Callable[[], Tensor]]:
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = LlamaModel(config).eval()
+    run = partial(model, inputs_embeds=x)
+    return model, model.layers[0].self_attn.o_proj, lambda: run().last_hidden_state
+
+
+@pytest.mark.parametrize("kind", ["transformers", "sdpa", "nn.MultiheadAttention"])
+def test_heads_of_other_peoples_attention_are_switched_off_alike(kind: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 9, 16)
+    if kind == "transformers":
+        model, out, run = llama(x)
+    elif kind == "sdpa":
+        model = Plain()
+        out, run = model.out, partial(model, x)
+    else:
+        model = nn.MultiheadAttention(16, 2, batch_first=True)
+        out, run = model.out_proj, lambda: model(x, x, x)[0]
+
+    def measure() -> Tensor:
+        return run().square().mean().detach()
+
+    before = copy.deepcopy(model.state_dict())
+    with hw.watch(model) as seen:
+        table = seen.importance(measure)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+    assert len(table) == 2
+    for row in table:
+        kept = out.weight.detach().clone()
+        with torch.no_grad():
+            out.weight[:, 8 * row["head"] : 8 * row["head"] + 8] = 0  # the head's part of the sum
+        assert row["without"] == pytest.approx(float(measure()), rel=1e-5)
+        with torch.no_grad():
+            out.weight.copy_(kept)
