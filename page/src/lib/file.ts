@@ -42,7 +42,7 @@ export class FileTransport implements Transport {
   }
 
   async bytes(path: string): Promise<Bytes> {
-    const kept = this.#answers.get(canonical(path));
+    const kept = this.#answers.get(canonical(path)) ?? this.#thumbnails(path);
     if (kept && 'gzip' in kept) {
       return {
         buffer: await decode(kept.gzip),
@@ -53,6 +53,14 @@ export class FileTransport implements Transport {
     const weights = map && (await this.#line(map, line as 'row' | 'column', Number(index)));
     if (!weights) throw missing();
     return { buffer: weights.buffer as ArrayBuffer, header: (name) => headerNumber(name, null) };
+  }
+
+  /** Small maps in the one size that the file has, whichever was asked for. */
+  #thumbnails(path: string): Kept | undefined {
+    if (!path.includes('/thumbnails?')) return undefined;
+    const wanted = canonical(path).replace(/size=\d+/, '');
+    const found = [...this.#answers.keys()].find((key) => key.replace(/size=\d+/, '') === wanted);
+    return found ? this.#answers.get(found) : undefined;
   }
 
   async post<Answer>(): Promise<Answer> {

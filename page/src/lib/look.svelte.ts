@@ -51,7 +51,9 @@ export class Look {
   async refresh(): Promise<void> {
     clearTimeout(this.#timer);
     try {
-      this.state = await this.source.state();
+      const state = await this.source.state();
+      // An unchanged state stays the same object: nothing that depends on it is drawn again.
+      if (JSON.stringify(state) !== JSON.stringify(this.state)) this.state = state;
       this.stopped = null;
       if (this.#awaited) this.#showAwaited();
     } catch (error) {
