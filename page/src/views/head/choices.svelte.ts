@@ -41,8 +41,8 @@ export class Choices {
 
   /** Few tokens are read weight by weight; of many, the small weights are the picture. */
   get scale(): Scale {
-    const colour = this.#text('colour');
-    if (colour === 'linear' || colour === 'log') return colour;
+    const scale = this.#text('scale');
+    if (scale === 'linear' || scale === 'log') return scale;
     return (this.#look.group?.columns ?? 0) <= FEW ? 'linear' : 'log';
   }
 

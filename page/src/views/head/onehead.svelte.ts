@@ -22,7 +22,7 @@ export class OneHead {
   zoom = $state(1);
   /** The rows in sight: the first, and the one after the last. */
   rowsInSight = $state.raw<readonly [number, number]>([0, 0]);
-  busy = $state(false);
+  busy = $state(true);
   /** Why a part of the map that is in sight is missing. */
   problem = $state.raw<Problem | null>(null);
   /** The side of the finest cells that are drawn where others are missing. */

@@ -98,7 +98,7 @@ function edges(
   context.lineWidth = 1;
   context.beginPath();
   for (const place of places) {
-    const at = Math.round((upright ? left : top) + place) + (thick < 3 ? 0 : 0.5) - 0.5 + 0.5;
+    const at = Math.floor((upright ? left : top) + place) + 0.5;
     if (upright) {
       context.moveTo(at, top);
       context.lineTo(at, top + height);

@@ -6,43 +6,44 @@ export interface Request {
   readonly run: (signal: AbortSignal) => Promise<void>;
 }
 
-export interface Limits {
-  /** How many requests may be under way. */
-  readonly atOnce: number;
-  /** Milliseconds a new wish must last before it is sent. */
-  readonly patience: number;
-  /** Milliseconds after which it is sent even while the wishes keep changing. */
-  readonly longest: number;
-}
+/** How many requests may be under way. */
+const AT_ONCE = 6;
 
-const LIMITS: Limits = { atOnce: 6, patience: 40, longest: 160 };
+/** Times its patience after which a request is sent even while others come and go. */
+const LONGEST = 3;
 
 export class Queue {
-  readonly #limits: Limits;
   readonly #failed: (error: unknown, key: string) => void;
   readonly #running = new Map<string, AbortController>();
   #waiting: Request[] = [];
   #timer: ReturnType<typeof setTimeout> | undefined;
   #since = 0;
 
-  constructor(failed: (error: unknown, key: string) => void, limits: Limits = LIMITS) {
+  constructor(failed: (error: unknown, key: string) => void) {
     this.#failed = failed;
-    this.#limits = limits;
   }
 
   get busy(): boolean {
     return this.#running.size > 0 || this.#waiting.length > 0;
   }
 
-  /** From now on these are wanted, most important first; whatever else was under way is cancelled. */
-  want(requests: readonly Request[]): void {
+  /**
+   * From now on these are wanted, most important first; whatever else was under way is cancelled.
+   * A new wish must last for `patience` milliseconds before it is sent.
+   */
+  want(requests: readonly Request[], patience: number): void {
     const keys = new Set(requests.map((request) => request.key));
     for (const [key, controller] of this.#running) {
       if (!keys.has(key)) this.#stop(key, controller);
     }
     const known = new Set(this.#waiting.map((request) => request.key));
     this.#waiting = requests.filter((request) => !this.#running.has(request.key));
-    if (this.#waiting.some((request) => !known.has(request.key))) this.#delay(known.size === 0);
+    const old = this.#waiting.filter((request) => known.has(request.key)).length;
+    // Where nothing of the last wishes is left, as between two levels of a zoom, time starts anew:
+    // what is only passed through is never asked for.
+    if (old < this.#waiting.length) {
+      this.#delay(patience, old === 0 && this.#running.size === 0);
+    }
   }
 
   /** Cancel everything. */
@@ -58,12 +59,12 @@ export class Queue {
     controller.abort();
   }
 
-  #delay(first: boolean): void {
+  #delay(patience: number, anew: boolean): void {
     const now = performance.now();
-    if (first || this.#timer === undefined) this.#since = now;
+    if (anew || this.#timer === undefined) this.#since = now;
     clearTimeout(this.#timer);
-    const left = this.#since + this.#limits.longest - now;
-    const pause = Math.max(0, Math.min(this.#limits.patience, left));
+    const left = this.#since + LONGEST * patience - now;
+    const pause = Math.max(0, Math.min(patience, left));
     this.#timer = setTimeout(() => {
       this.#timer = undefined;
       this.#fill();
@@ -72,7 +73,7 @@ export class Queue {
 
   #fill(): void {
     if (this.#timer !== undefined) return;
-    while (this.#running.size < this.#limits.atOnce) {
+    while (this.#running.size < AT_ONCE) {
       const request = this.#waiting.shift();
       if (request === undefined) return;
       void this.#run(request);

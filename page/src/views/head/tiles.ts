@@ -30,6 +30,8 @@ export class Tiles {
   readonly #changed: () => void;
   readonly #queue: Queue;
   readonly #failed = new Map<string, Problem>();
+  /** Nothing has come yet: then nothing is worth waiting for. */
+  #empty = true;
 
   /** `changed` is called whenever a tile has arrived or could not be had. */
   constructor(
@@ -76,8 +78,11 @@ export class Tiles {
     return null;
   }
 
-  /** Ask for the tiles in sight, most important first; requests for others are cancelled. */
-  want(addresses: readonly Address[]): void {
+  /**
+   * Ask for the tiles in sight, most important first; requests for others are cancelled. A tile of
+   * large cells takes long to compute, so it must be wanted for longer before it is asked for.
+   */
+  want(addresses: readonly Address[], cell: number): void {
     const missing = addresses.filter((address) => {
       const key = this.#key(address);
       return !this.#cache.has(key) && !this.#failed.has(key);
@@ -87,6 +92,7 @@ export class Tiles {
         key: this.#key(address),
         run: (signal) => this.#load(address, signal),
       })),
+      this.#empty ? 0 : Math.min(300, 50 + 8 * cell),
     );
   }
 
@@ -98,6 +104,7 @@ export class Tiles {
     const { level, x, y } = address;
     const cells = await this.#source.tile(this.#head, level, x, y, this.#pooling, signal);
     const tile: Tile = { cells, most: largest(cells), picture: null };
+    this.#empty = false;
     this.#cache.set(this.#key(address), tile, cells.bits.length * BYTES_A_CELL);
     this.#changed();
   }
