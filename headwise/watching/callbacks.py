@@ -1,0 +1,172 @@
+"""One line for other people's training loops: transformers' Trainer and Lightning.
+
+Neither is imported before its callback is asked for. Both watch the model in the steps that are
+looked at and at no other time: evaluation leaves no trace in the figures, the batches of one
+accumulated step make one entry, and the steps between cost what they always did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from headwise.watching.rules import Rule
+from headwise.watching.watch import Watch, watch
+from headwise.watching.writing import RunWriter
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as LightningCallback
+    from transformers import TrainerCallback
+
+
+class Follower:
+    """A watch that follows a loop which is not ours: told when steps begin and end."""
+
+    def __init__(
+        self,
+        every: int = 100,
+        run: Path | str | None = None,
+        *,
+        rows: int | None = 64,
+        alarms: bool | Rule | Iterable[Rule] = True,
+        figures: Iterable[str] | None = None,
+        recorded: dict[str, Any] | None = None,
+        **looking: Any,
+    ) -> None:
+        self.every, self.run = every, run
+        self.looking = {**looking, "every": every, "rows": rows, "alarms": alarms}
+        self.figures = None if figures is None else list(figures)
+        self.recorded = recorded or {}
+        self.watch: Watch | None = None
+        self.writer: RunWriter | None = None
+
+    def begin(self, model: nn.Module, step: int) -> None:
+        """Training begins, with this many steps behind it."""
+        self.watch = watch(model, **self.looking)
+        self.watch.steps = step
+        if self.run is not None:
+            options = {"resume": step > 0, **self.recorded}
+            self.writer = self.watch.record(self.run, **options)
+
+    def before_step(self) -> None:
+        """A step begins; further batches of the same one may say so again."""
+        due = self.watch is not None and self.watch.steps % self.every == 0
+        if due and self.watch is not None and not self.watch.attached:
+            self.watch.attach()
+
+    def after_step(self) -> dict[str, float]:
+        """A step ended: its figures as scalars, where it was looked at."""
+        if self.watch is None:
+            return {}
+        looked = self.watch.attached
+        self.watch.detach()
+        self.watch.step()
+        return self.watch.scalars(self.figures) if looked else {}
+
+    def end(self) -> None:
+        """Training ends, well or not."""
+        if self.watch is not None:
+            self.watch.detach()
+        if self.writer is not None:
+            self.writer.close()
+
+
+def trainer(every: int = 100, run: Path | str | None = None, **options: Any) -> TrainerCallback:
+    """A callback for transformers' Trainer: `Trainer(..., callbacks=[trainer(every=100)])`.
+
+    It looks at each `every`-th step, writes a run's folder where `run` names one, and adds what it
+    saw to the next logs: attn/layer_03/entropy_mean, ... The Trainer calls its reporters
+    (TensorBoard, Weights & Biases) before the callbacks it was given; `callback.first(trainer)`
+    moves this one to the front, so that they hear of it. `rows`, `stats`, `layers` and `alarms` are those of
+    `hw.watch`, `figures` chooses the scalars, `recorded` has options of `RunWriter`.
+    """
+    from transformers import TrainerCallback
+
+    class HeadwiseCallback(TrainerCallback):
+        """Watches the model that a Trainer trains."""
+
+        def __init__(self) -> None:
+            self.follower = Follower(every, run, **options)
+            self.seen: dict[str, float] = {}
+
+        @property
+        def watch(self) -> Watch | None:
+            """What was seen, once training has begun."""
+            return self.follower.watch
+
+        def first(self, trainer: Any) -> Any:
+            """Move to the front of a Trainer's callbacks; the Trainer is returned."""
+            others = trainer.callback_handler.callbacks
+            trainer.callback_handler.callbacks = [self, *(x for x in others if x is not self)]
+            return trainer
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.follower.begin(given["model"], state.global_step)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.follower.before_step()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.seen = self.follower.after_step() or self.seen
+
+        def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            logs = given.get("logs")
+            if self.seen and logs is not None and "loss" in logs:
+                logs.update(self.seen)
+                state.log_history[-1].update(self.seen)
+                self.seen = {}
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.follower.end()
+
+    return HeadwiseCallback()
+
+
+def lightning(every: int = 100, run: Path | str | None = None, **options: Any) -> LightningCallback:
+    """A callback for Lightning: `Trainer(..., callbacks=[lightning(every=100)])`.
+
+    Its scalars go to the module's `log_dict`, and so to every logger. The options are those of
+    `trainer`.
+    """
+    from lightning.pytorch import Callback
+
+    class HeadwiseCallback(Callback):
+        """Watches the module that a Lightning Trainer fits."""
+
+        def __init__(self) -> None:
+            self.follower = Follower(every, run, **options)
+            self.steps = 0  # that the optimiser has taken
+
+        @property
+        def watch(self) -> Watch | None:
+            """What was seen, once fitting has begun."""
+            return self.follower.watch
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.steps = trainer.global_step
+            self.follower.begin(pl_module, self.steps)
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            self.follower.before_step()
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if trainer.global_step == self.steps:
+                return  # gradients are being accumulated
+            self.steps = trainer.global_step
+            if seen := self.follower.after_step():
+                pl_module.log_dict(seen)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.follower.end()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self.follower.end()
+
+    return HeadwiseCallback()
