@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from starlette.applications import Starlette
-from starlette.testclient import TestClient
 
 import headwise as hw
 from headwise.look import why
+from headwise.look.answers import Answer, answer
 from headwise.look.experiments import comparing, reading, scale, sharing
+from headwise.look.session import Session
 
 
 def ask(experiment: str, **settings: object) -> dict[str, Any]:
@@ -200,10 +200,12 @@ class TestSharing:
 
 
 class TestAsking:
-    client = TestClient(Starlette(routes=why.ROUTES))
+    @staticmethod
+    def get(query: str) -> Answer:
+        return answer(Session(), f"/api/why/{query}")
 
     def test_an_answer_brings_its_settings_and_their_bounds(self) -> None:
-        answered = self.client.get("/api/why/scale?d=16&scaling=none").json()
+        answered = json.loads(self.get("scale?d=16&scaling=none").body)
         assert answered["settings"]["d"] == {
             "value": 16, "default": 64, "least": 1, "most": 1024, "doubling": True,
         }  # fmt: skip
@@ -225,28 +227,27 @@ class TestAsking:
     def test_a_bad_value_is_an_error_that_says_what_works(
         self, query: str, error: str, hint: str
     ) -> None:
-        refused = self.client.get(f"/api/why/{query}")
-        assert refused.status_code == 400
-        assert refused.json() == {"error": error, "hint": hint}
+        refused = self.get(query)
+        assert refused.status == 400
+        assert json.loads(refused.body) == {"error": error, "hint": hint}
 
     def test_the_same_question_is_measured_once(self) -> None:
-        first = self.client.get("/api/why/scores?d=8&seed=77").json()
-        again = self.client.get("/api/why/scores?seed=77&d=8").json()
-        other = self.client.get("/api/why/scores?d=8&seed=78").json()
+        first, again, other = (
+            self.get(f"scores?{query}").body
+            for query in ("d=8&seed=77", "seed=77&d=8", "d=8&seed=78")
+        )
         assert first == again != other
 
     @pytest.mark.parametrize(
         ("experiment", "largest"),
         [
-            ("scale", {"d": 1024, "keys": 1024}),
-            ("heads", {"width": 512, "heads": 1, "tokens": 4096, "places": 16}),
-            ("scores", {"d": 256, "tokens": 1024}),
-            ("sharing", {"head_width": 128, "tokens": 48, "spread": 150}),
+            ("scale", "d=1024&keys=1024"),
+            ("heads", "width=512&heads=1&tokens=4096&places=16"),
+            ("scores", "d=256&tokens=1024"),
+            ("sharing", "head_width=128&tokens=48&spread=150"),
         ],
     )
-    def test_the_largest_settings_are_answered(
-        self, experiment: str, largest: dict[str, int]
-    ) -> None:
-        answered = self.client.get(f"/api/why/{experiment}", params=largest)
-        assert answered.status_code == 200
-        assert len(answered.content) < 100_000
+    def test_the_largest_settings_are_answered(self, experiment: str, largest: str) -> None:
+        answered = self.get(f"{experiment}?{largest}")
+        assert answered.status == 200
+        assert len(answered.body) < 100_000
