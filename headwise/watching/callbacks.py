@@ -80,8 +80,8 @@ def trainer(every: int = 100, run: Path | str | None = None, **options: Any) -> 
     It looks at each `every`-th step, writes a run's folder where `run` names one, and adds what it
     saw to the next logs: attn/layer_03/entropy_mean, ... The Trainer calls its reporters
     (TensorBoard, Weights & Biases) before the callbacks it was given; `callback.first(trainer)`
-    moves this one to the front, so that they hear of it. `rows`, `stats`, `layers` and `alarms` are those of
-    `hw.watch`, `figures` chooses the scalars, `recorded` has options of `RunWriter`.
+    moves this one to the front, so that they hear of it. `rows`, `stats`, `layers` and `alarms` are
+    those of `hw.watch`, `figures` chooses the scalars, `recorded` has options of `RunWriter`.
     """
     from transformers import TrainerCallback
 
