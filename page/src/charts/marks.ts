@@ -52,6 +52,8 @@ export interface Moment {
   name: string;
   x: number;
   bad?: boolean;
+  /** Only a tick on the axis, where there are many. */
+  small?: boolean;
 }
 
 export type Mark = Line | Dots | Band | Bins | Level | Moment;

@@ -18,6 +18,8 @@ export class Run {
   problem = $state.raw<Problem | null>(null);
   #wanted: string | null = null;
   #timer: ReturnType<typeof setTimeout> | undefined;
+  #busy = false;
+  #again = false;
   #closed = false;
 
   constructor(readonly source: Source) {}
@@ -38,8 +40,22 @@ export class Run {
     clearTimeout(this.#timer);
   }
 
+  /** One reading at a time, or two would add the same steps. */
   async #refresh(): Promise<void> {
+    this.#again = true;
+    if (this.#busy) return;
+    this.#busy = true;
     clearTimeout(this.#timer);
+    while (this.#again && !this.#closed) {
+      this.#again = false;
+      await this.#read();
+    }
+    this.#busy = false;
+    if (this.#closed) return;
+    this.#timer = setTimeout(() => void this.#refresh(), this.going ? WHILE_GOING : AFTERWARDS);
+  }
+
+  async #read(): Promise<void> {
     try {
       const state = await this.source.watch();
       const known = state.statistics.find((name) => name === this.#wanted);
@@ -50,16 +66,14 @@ export class Run {
     } catch (error) {
       this.problem = error instanceof Problem ? error : new Problem(String(error));
     }
-    if (this.#closed) return;
-    clearTimeout(this.#timer); // another may have been set meanwhile
-    this.#timer = setTimeout(() => void this.#refresh(), this.going ? WHILE_GOING : AFTERWARDS);
   }
 
   async #grow(statistic: string, last: number | null): Promise<void> {
-    const known = this.statistic === statistic ? this.series : null;
+    let known = this.statistic === statistic ? this.series : null;
     const from = known?.steps.at(-1);
     if (known && from === last) return;
-    const news = await this.source.series(statistic, from);
+    if (from !== undefined && (last === null || last < from)) known = null; // it was resumed earlier
+    const news = await this.source.series(statistic, known ? from : undefined);
     if (known && news.every === known.every) {
       if (!news.steps.length) return;
       this.series = {
