@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from headwise.engines import reference, sdpa, streaming
 from headwise.problem import Problem
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # compilers can't follow the question
 ENGINES = ("triton", "sdpa", "streaming", "reference")  # the first that can serves, as a rule
 
 
@@ -72,7 +73,7 @@ def _first(problem: Problem, observed: bool) -> str:
 def refusal(name: str, problem: Problem, observed: bool) -> str | None:
     """Why an engine can't serve the problem; None: it can."""
     if name == "triton":
-        missing = _triton_missing(problem.q.device.type)
+        missing = triton_missing(problem.q.device.type)
         if missing is not None:
             return missing
     reason: str | None = _transformed(name) or _module(name).refuses(problem, observed)
@@ -98,13 +99,14 @@ def _transformed(name: str) -> str | None:
 def engines() -> dict[str, str | None]:
     """Every engine's name and, where it can't run on this machine at all, the reason."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {name: _triton_missing(device) if name == "triton" else None for name in ENGINES}
+    return {name: triton_missing(device) if name == "triton" else None for name in ENGINES}
 
 
-def _triton_missing(device: str) -> str | None:
+def triton_missing(device: str) -> str | None:
+    """Why the triton engine can't run on a kind of device at all; None: it can."""
     if device != "cuda" and not (device == "cpu" and interpreting()):
         return "it needs an NVIDIA GPU (or TRITON_INTERPRET=1, to test on a CPU)"
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "Triton is not installed: pip install 'headwise[triton]'"
     return None
 

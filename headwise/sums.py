@@ -26,16 +26,18 @@ class Sums(NamedTuple):
 def room(q: Tensor, v: Tensor, wants: int) -> Sums:
     """Unwritten `Sums` for q (B, Hq, N, D) and v (B, Hkv, M, Dv)."""
     rows = q.shape[:-1]
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    nothing = q.new_empty(0, dtype=wide)  # one for all: an allocation takes microseconds
 
     def statistic(asked: int) -> Tensor:
-        return q.new_empty(rows if asked else (0,), dtype=wide)
+        return q.new_empty(rows, dtype=wide) if asked else nothing
 
     return Sums(
         q.new_empty(*rows, v.shape[-1]),
         statistic(1),
         statistic(1),
-        statistic(wants & ENTROPY),
+        # of its own, because it has a gradient
+        q.new_empty(rows if wants & ENTROPY else 0, dtype=wide),
         statistic(wants & DISTANCE),
         statistic(wants & MOMENTS),
         statistic(wants & MOMENTS),

@@ -2,7 +2,8 @@
 
 `torch.compile`, `torch.export` and FlopCounterMode meet two nodes, whichever engine made them. They
 are defined by their schemas and not by `torch.library.custom_op`, whose wrapper checks every call
-for aliases and brings in all of torch's compiler with the first one.
+for aliases and brings in all of torch's compiler with the first one. Where nobody would notice an
+operator, what it computes is called at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from headwise import flops
 from headwise.problem import Terms, without_autocast
@@ -94,7 +97,10 @@ def operators(
             "engine='reference' has all of them"
         )
 
-    computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", forward, _forward_shapes)
+    def apart(*given: Any) -> tuple[Tensor, ...]:
+        return _apart(forward(*given))
+
+    computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", apart, _forward_shapes)
     differentiated = define(
         f"{engine}_backward",
         f"({CALL}, Tensor out, Tensor lse, Tensor entropy, Tensor grad_out, Tensor? grad_lse, "
@@ -106,7 +112,34 @@ def operators(
     torch.library.register_autograd(differentiated, no_second, lib=LIBRARY)
     ops = torch.ops.headwise
     flops.register(getattr(ops, engine), getattr(ops, f"{engine}_backward"))
-    return computed  # type: ignore[no-any-return]
+    return direct(forward, computed)
+
+
+def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` itself where nobody would notice the operator, which outlasts short kernels."""
+
+    def call(q: Tensor, *given: Any) -> Any:
+        return (operator if noticed(q, *given) else run)(q, *given)
+
+    return call
+
+
+def noticed(*given: object) -> bool:
+    """Whether gradients, compilers, modes or transforms must see a call as an operator."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:
+        return True
+    if torch._C._get_tracing_state() is not None:
+        return True
+    learning = torch.is_grad_enabled()
+    for x in given:
+        if isinstance(x, Tensor):
+            if (learning and x.requires_grad) or x.is_meta:
+                return True
+            if type(x) is not Tensor and type(x) is not Parameter:
+                return True
+    return False
 
 
 def _learnable(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor | None, ...]:
@@ -114,7 +147,15 @@ def _learnable(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor | 
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return tuple(room(q, v, given[_TERMS]))
+    return _apart(room(q, v, given[_TERMS]))
+
+
+def _apart(sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same, with a tensor of its own where one stands for several: operators share none."""
+    first = {id(x): place for place, x in reversed(list(enumerate(sums)))}
+    return tuple(
+        x if first[id(x)] == place else torch.empty_like(x) for place, x in enumerate(sums)
+    )
 
 
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:

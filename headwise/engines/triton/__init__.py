@@ -28,7 +28,12 @@ def refuses(problem: Problem, observed: bool) -> str | None:
         return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
     if problem.k.shape[2] == 0:
         return "there are no keys, so there is nothing to compute"
-    found = card(q.device)
+    return refuses_device(q.device)
+
+
+def refuses_device(device: torch.device) -> str | None:
+    """Why this engine can't serve tensors on a GPU; None: it can."""
+    found = card(device)
     if torch.version.hip is not None:
         return "its kernels are written for NVIDIA GPUs"
     if found.major < OLDEST:

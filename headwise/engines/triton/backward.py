@@ -13,14 +13,17 @@ from headwise.engines.triton.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.grad_small import grad_bias, grad_distance
 from headwise.engines.triton.gradients import Rows, dot_rows
 from headwise.engines.triton.launch import (
+    WORD,
     Operands,
     described,
     exposed,
     interpreting,
+    kind_of,
     on,
     operands,
     outer_strides,
     ready,
+    start,
 )
 from headwise.engines.triton.shapes import (
     INTERPRETED,
@@ -95,9 +98,13 @@ class Call:
         a, c = (x if x.stride(-1) == 1 else x.contiguous() for x in (a, c))
         found = a.new_empty(a.shape[:3], dtype=torch.float32)
         if found.numel():
-            dot_rows[self.grid(64)](
-                a, c, outer_strides(a), outer_strides(c), found, self.rows, ROWS=64,
-                WIDTH=a.shape[-1], PADDED=self.flags["PADDED_VALUES"],
+            strides = (*outer_strides(a), *outer_strides(c))
+            unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+            aligned = all(x.data_ptr() % 16 == 0 for x in (a, c)) and max(strides) < WORD
+            start(
+                dot_rows, self.grid(64), (a.dtype, c.dtype) if aligned else None,
+                (a, c, *(stride // unit for stride in strides), found, self.rows), 4, 1, ROWS=64,
+                WIDTH=a.shape[-1], PADDED=self.flags["PADDED_VALUES"], UNIT=unit,
             )  # fmt: skip
         return found
 
@@ -113,7 +120,14 @@ class Call:
         x = self.operands
         each = (x.q, self.grad_out, x.k, x.v)
         tma, loaded = described(each, self.steps, (rows, rows, keys, keys))
-        return tma, [*loaded, *map(outer_strides, each), x.given, *x.sizes]
+        strides = [None] * 4 if tma else map(outer_strides, each)
+        return tma, [*loaded, *strides, x.given, *x.sizes]
+
+    def kind(self, rows: Rows) -> tuple[object, ...] | None:
+        """What tells compiled versions of the two large kernels apart."""
+        if self.steps[1] is None:
+            return None
+        return kind_of(self.operands, rows.entropy is None)
 
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
         """q's gradient, and the sums over each row that small gradients need."""
@@ -125,10 +139,10 @@ class Call:
         sums = RowSums(slopes, *ends)
         if grad.numel():
             tma, tensors = self.tensors(shape.rows, shape.keys)
-            grad_queries[self.grid(shape.rows)](
-                *tensors, rows, grad, sums, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
-                CLEAN=exposed(q, self.operands.k, terms), num_warps=shape.warps,
-                num_stages=shape.stages, **self.flags,
+            start(
+                grad_queries, self.grid(shape.rows), self.kind(rows), (*tensors, rows, grad, sums),
+                shape.warps, shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
+                CLEAN=exposed(q, self.operands.k, terms), **self.flags,
             )  # fmt: skip
         return grad, sums
 
@@ -143,10 +157,10 @@ class Call:
         if grad_k.numel():
             tma, tensors = self.tensors(shape.rows, shape.keys)
             grid = (-(-k.shape[2] // shape.keys), k.shape[1], self.batch)
-            grad_keys[grid](
-                *tensors, rows, grad_k, grad_v, *self.table(shape.rows), ROWS=shape.rows,
-                KEYS=shape.keys, TMA=tma, num_warps=shape.warps, num_stages=shape.stages,
-                **self.flags,
+            start(
+                grad_keys, grid, self.kind(rows),
+                (*tensors, rows, grad_k, grad_v, *self.table(shape.rows)), shape.warps,
+                shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma, **self.flags,
             )  # fmt: skip
         return grad_k, grad_v
 

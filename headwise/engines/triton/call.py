@@ -10,9 +10,11 @@ from headwise.engines.triton.launch import (
     described,
     exposed,
     interpreting,
+    kind_of,
     on,
     operands,
     outer_strides,
+    start,
 )
 from headwise.engines.triton.shapes import INTERPRETED, forward_shape
 from headwise.problem import Terms
@@ -37,10 +39,11 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     )
     written = Written(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
     grid = (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0])
+    strides = (None,) * 3 if tma else tuple(map(outer_strides, (call.q, call.k, call.v)))
     with on(q.device):
-        forward[grid](
-            q_, k_, v_, outer_strides(call.q), outer_strides(call.k), outer_strides(call.v),
-            call.given, *call.sizes, sums.out, written, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
-            CLEAN=exposed(q, k, terms), num_warps=shape.warps, num_stages=shape.stages, **flags,
+        start(
+            forward, grid, kind_of(call, wants), (q_, k_, v_, *strides, call.given, *call.sizes,
+            sums.out, written), shape.warps, shape.stages, ROWS=shape.rows, KEYS=shape.keys,
+            TMA=tma, CLEAN=exposed(q, k, terms), **flags,
         )  # fmt: skip
     return sums

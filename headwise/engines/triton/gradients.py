@@ -59,16 +59,24 @@ def row_numbers(rows, line, i, here):
     return lse, shared, entropy
 
 
-@triton.jit(do_not_specialize=["queries"])
+_STRIDES = ["left_batch", "left_head", "left_row", "right_batch", "right_head", "right_row"]
+
+
+@triton.jit(do_not_specialize=[*_STRIDES, "queries"])
 def dot_rows(
-    a, c, strides_a, strides_c, found, queries,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    left, right, left_batch, left_head, left_row, right_batch, right_head, right_row, found,
+    queries, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Σ a · c along the last axis: (B, H, N, D) twice -> (B, H, N) float32."""
+    """Σ left · right along the last axis: (B, H, N, D) twice -> (B, H, N) float32.
+
+    Strides count in UNITs, so that wide loads are known to be lawful.
+    """
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    left = load_tile(a, strides_a, b, h, block * ROWS, queries, ROWS, WIDTH, PADDED, False)
-    right = load_tile(c, strides_c, b, h, block * ROWS, queries, ROWS, WIDTH, PADDED, False)
+    strides = (left_batch * UNIT, left_head * UNIT, left_row * UNIT)
+    one = load_tile(left, strides, b, h, block * ROWS, queries, ROWS, WIDTH, PADDED, False)
+    strides = (right_batch * UNIT, right_head * UNIT, right_row * UNIT)
+    two = load_tile(right, strides, b, h, block * ROWS, queries, ROWS, WIDTH, PADDED, False)
     i = block * ROWS + tl.arange(0, ROWS)
     line = (b * tl.num_programs(1) + h).to(tl.int64) * queries
-    product = tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
+    product = tl.sum(one.to(tl.float32) * two.to(tl.float32), 1)
     tl.store(found + line + i, product, mask=i < queries)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from headwise.engines.triton.tiles import Given, Sizes
 from headwise.problem import Terms
 
 Steps = list[int] | None
+WORD = 1 << 31  # a larger number is another type to a kernel
+_COMPILED: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 @dataclass(frozen=True)
@@ -148,32 +151,81 @@ def ready(x: Tensor) -> tuple[Tensor, Steps]:
     x = x if x.stride(-1) == 1 else x.contiguous()
     if not card(x.device).copies:
         return x, None
-    steps = _steps(x)
+    steps = _steps_of(x)
     if steps is not None or INTERPRETING:  # the interpreter tries both ways to load
         return x, steps
     width = x.shape[-1]
     wide = x.new_empty(*x.shape[:-1], -(-width // 16) * 16)
     wide[..., :width] = x
-    return wide[..., :width], _steps(wide)
+    return wide[..., :width], _steps_of(wide)
 
 
-def _steps(x: Tensor) -> Steps:
-    """Strides of 16-byte steps; None where the copy engine can't load x.
+def _steps_of(x: Tensor) -> Steps:
+    return None if x.data_ptr() % 16 else _steps(x.shape, x.stride(), x.itemsize)
+
+
+@lru_cache(4096)
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Steps:
+    """Strides of 16-byte steps; None where the copy engine can't load such a tensor.
 
     Where an axis is one wide its own stride says nothing, and a lawful one stands in.
     """
-    unit = 16 // x.itemsize
-    if x.data_ptr() % 16 or x.numel() == 0:
+    if 0 in shape:
         return None
-    least = -(-x.shape[3] // unit) * unit
+    unit = 16 // itemsize
+    least = -(-shape[3] // unit) * unit
     steps = [1]
-    for size, stride in zip(x.shape[2::-1], x.stride()[2::-1], strict=True):
+    for size, stride in zip(shape[2::-1], strides[2::-1], strict=True):
         step = stride if size > 1 else least
         if step <= 0 or step % unit:
             return None
         steps.append(step)
         least = max(least, step * size)
     return steps[::-1]
+
+
+def kind_of(call: Operands, *more: object) -> tuple[object, ...] | None:
+    """What tells one compiled version of a kernel from another beside its constants.
+
+    None where that takes a look at every argument, as Triton itself does in twice the time.
+    """
+    given, sizes = call.given, call.sizes
+    bent = (given.bias, given.dense, given.slopes, given.relative, given.sinks, given.seed)
+    numbers = (sizes.first_key, sizes.shift, sizes.low, sizes.high, *sizes[8:11])
+    tensors = (given.intervals, given.position)
+    if any(x is not None for x in bent) or None in call.steps:
+        return None
+    if (
+        any(abs(x) >= WORD for x in numbers)
+        or max(sizes.interval_batch, sizes.interval_head) >= WORD
+    ):
+        return None
+    if any(x is not None and x.data_ptr() % 16 for x in tensors):
+        return None
+    return (call.q.dtype, *(x is None for x in tensors), *more)
+
+
+def start(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    kind: tuple[object, ...] | None,
+    arguments: tuple[Any, ...],
+    warps: int,
+    stages: int,
+    **constants: Any,
+) -> None:
+    """Launch a kernel on the current GPU, past Triton's own look at arguments of a known kind."""
+    if kind is None or INTERPRETING:
+        kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+        return
+    key = (kernel, torch.cuda.current_device(), kind, warps, stages, *constants.values())
+    known = _COMPILED.get(key)
+    if known is None:
+        names = kernel.arg_names[len(arguments) :]
+        compiled = kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+        _COMPILED[key] = compiled, tuple(constants[name] for name in names)
+    else:
+        known[0][grid](*arguments, *known[1])
 
 
 def pad(x: Tensor) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.engines.operators import CALL, define
+from headwise.engines.operators import CALL, define, direct
 from headwise.engines.triton.cards import INTERPRETING
 from headwise.engines.triton.launch import (
     broadcast_strides,
@@ -72,10 +72,13 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     return q.new_empty(count, *q.shape[:3], dtype=torch.float32)
 
 
-_single = define(
-    "triton_single",
-    f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor entropy, Tensor? starts, "
-    "SymInt first, SymInt sink_keys, int asked) -> Tensor",
+_single = direct(
     _run,
-    _shapes,
+    define(
+        "triton_single",
+        f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor entropy, Tensor? starts, "
+        "SymInt first, SymInt sink_keys, int asked) -> Tensor",
+        _run,
+        _shapes,
+    ),
 )
