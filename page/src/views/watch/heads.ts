@@ -31,10 +31,10 @@ export function pathOf(series: Series, row: number, head: number): [number, numb
   });
 }
 
-/** The smallest and the largest number of a series; loops, for there may be a million. */
-export function extent(series: Series): [number, number] {
+/** The smallest and the largest number of some steps; loops, for there may be a million. */
+export function extent(values: Series['values']): [number, number] {
   let [low, high] = [Infinity, -Infinity];
-  for (const layers of series.values)
+  for (const layers of values)
     for (const heads of layers)
       for (const value of heads) {
         if (value === null) continue;

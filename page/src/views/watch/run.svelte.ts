@@ -4,6 +4,9 @@ import type { Source } from '../../lib/source';
 import { Problem } from '../../lib/transport';
 import type { Series, WatchState } from '../../lib/types';
 
+/** What is shown where the address names nothing. */
+const USUAL = 'entropy_mean';
+
 const WHILE_GOING = 1_000;
 const AFTERWARDS = 5_000;
 
@@ -58,8 +61,8 @@ export class Run {
   async #read(): Promise<void> {
     try {
       const state = await this.source.watch();
-      const known = state.statistics.find((name) => name === this.#wanted);
-      const statistic = known ?? state.statistics[0] ?? null;
+      const named = [this.#wanted, USUAL].find((name) => name && state.statistics.includes(name));
+      const statistic = named ?? state.statistics[0];
       if (statistic) await this.#grow(statistic, state.step);
       this.state = state;
       this.problem = null;
