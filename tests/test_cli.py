@@ -40,7 +40,7 @@ def test_version_is_the_package_s() -> None:
 
 def test_look_shows_tokens_heads_and_maps_within_80_columns_without_colour() -> None:
     output = run("look", "--terminal")
-    assert "17 tokens" in output
+    assert "18 tokens" in output
     assert "of 48 heads" in output
     assert "looks most at the token before" in output
     assert "██" in output
@@ -76,9 +76,9 @@ def test_look_refuses_a_head_it_does_not_have_and_names_those_it_has() -> None:
 
 
 def test_look_refuses_a_model_it_does_not_have_and_names_those_it_has() -> None:
-    said = refused("look", "--terminal", "nowhere")
-    assert "no model 'nowhere'" in said
-    assert "gpt, translate" in said
+    said = refused("look", "--terminal", "runs/no/where")
+    assert "no model 'runs/no/where'" in said
+    assert "gpt and translate" in said
 
 
 @pytest.mark.parametrize("text", ["", " \n "])

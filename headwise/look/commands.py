@@ -2,114 +2,131 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import select
+import stat
 import sys
-import webbrowser
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
-from headwise.look import terminal
-from headwise.look.opening import opened
-from headwise.look.reading import silent
 
 app = typer.Typer()
 
-Text = Annotated[str | None, typer.Option(help="What the model reads.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="gpt, translate, a run's folder, or a transformers model by its folder or name."
+    ),
+]
+Said = Annotated[str | None, typer.Option(help="What the model reads.", show_default=False)]
 File = Annotated[
     typer.FileText | None,
     typer.Option(help="A file to read instead; - is standard input.", show_default=False),
+]
+ImageFile = Annotated[
+    Path | None,
+    typer.Option(help="What a vision model looks at: PNG or JPEG.", show_default=False),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU if there is one.")]
+Heads = Annotated[
+    list[str] | None,
+    typer.Option(help="These heads, by layer and number: 5.1, cross:0.3.", show_default=False),
 ]
 
 
 @app.command()
 def look(
-    model: Annotated[
-        str, typer.Argument(help="gpt, translate, or the folder of a run of headwise train.")
-    ] = "gpt",
-    text: Text = None,
+    model: Model = "gpt",
+    text: Said = None,
     file: File = None,
+    image: ImageFile = None,
+    head: Heads = None,
+    device: Device = None,
     port: Annotated[int, typer.Option(help="0 is any that is free.", min=0, max=65535)] = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU if there is one.")
+    out: Annotated[
+        Path | None, typer.Option(help="Write the page as one file.html.", show_default=False)
     ] = None,
-    in_terminal: Annotated[
-        bool, typer.Option("--terminal", help="Draw here, and start no page.")
-    ] = False,
-    head: Annotated[
-        str | None,
-        typer.Option(help="Draw this head only, by layer and number: 5.1.", show_default=False),
+    limit: Annotated[str, typer.Option(help="The most --out writes.")] = "20MB",
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw --head as an .svg, .pdf or .png.", show_default=False),
     ] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="List every head, not only those first in something.")
-    ] = False,
+    in_terminal: Annotated[bool, typer.Option("--terminal", help="Draw in the terminal.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="With --terminal: list every head.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Tokens, figures and, with --head, its map.")
+        bool, typer.Option("--json", help="Tokens, figures and, with --head, maps.")
     ] = False,
 ) -> None:
-    """Look at attention: a text, its tokens, what the heads of a model do with it, and maps.
+    """Look at attention: a page in your browser that shows what a model's heads do with a text.
 
-    The built-in [b]gpt[/b] reads English; of the built-in translator you see which English token
-    each French one looks at.
+    The built-in [b]gpt[/b] reads English; of the built-in [b]translate[/b] you see which English
+    token each French one looks at. The page is served to this machine alone.
 
     [b]Examples[/b]
 
     headwise look
 
-    headwise look --terminal --text 'to be or not to be' --head 5.1
-
     headwise look translate --text 'The cat is black.'
 
-    headwise look gpt --file speech.txt
+    headwise look gpt --file speech.txt --out speech.html
+
+    headwise look --text 'to be or not to be' --head 5.1 --picture head.svg
+
+    headwise look --terminal --text 'to be or not to be' --head 5.1
     """
-    if text is not None and file is not None:
-        raise typer.BadParameter("give --text or --file, not both")
-    said = file.read() if file is not None else text
-    if in_terminal or as_json:
-        draw(model, said, device, head, every, as_json)
-    else:
-        show_page(model, said, device, port, no_open)
+    from headwise.look import asking  # needs what only `look` needs
 
-
-def draw(
-    model: str, text: str | None, device: str | None, head: str | None, every: bool, as_json: bool
-) -> None:
-    """Print what the heads do, for someone to see or for a program to read."""
+    what = given(text, file, image)
+    asked = asking.Asked(model, what, tuple(head or ()), device)
     try:
-        read = opened(model, device).read(terminal.SENTENCE if text is None else text, silent)
-        chosen = () if head is None else (read.main.head(head),)
+        if in_terminal or as_json:
+            asking.draw(asked, every, as_json)
+        elif out is not None or picture is not None:
+            asking.write(asked, out, number_of_bytes(limit), picture)
+        else:
+            asking.serve(asked, port, no_open)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if as_json:
-        shown = terminal.as_dictionary(read, chosen)
-        typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
-    else:
-        terminal.show(Console(), read, chosen, every)
 
 
-def show_page(model: str, text: str | None, device: str | None, port: int, no_open: bool) -> None:
-    """Serve the page until Ctrl-C."""
-    from headwise.look.server import application, listening, serve
-    from headwise.look.session import Session
-
-    session = Session(sample=text is None)
+def given(text: str | None, file: typer.FileText | None, image: Path | None) -> str | bytes | None:
+    """What the model shall read; what is piped in, where nothing else is named."""
+    if sum(x is not None for x in (text, file, image)) > 1:
+        raise typer.BadParameter("give one of --text, --file and --image")
     try:
-        bound = listening(port)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    address = f"http://127.0.0.1:{bound.getsockname()[1]}/"
-    session.start(lambda: opened(model, device), text)
-    typer.echo(f"{address}   (Ctrl-C stops it)")
-    if not no_open and displayed():
-        webbrowser.open(address)
-    serve(application(session), bound)
+        if image is not None:
+            return image.read_bytes()
+        if file is not None:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"the input can't be read: {error}") from error
+    if text is None and piped():
+        return sys.stdin.read() or None
+    return text
 
 
-def displayed() -> bool:
-    """Whether a browser could show something here."""
-    return sys.platform != "linux" or bool(
-        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    )
+def piped() -> bool:
+    """Whether another program or a file feeds standard input, and has begun to."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or replaced by what has no number
+        return False
+    if stat.S_ISFIFO(mode):
+        # A pipe that nobody writes to is no text, and would be waited for without end.
+        return sys.platform != "win32" and bool(select.select([sys.stdin], [], [], 1)[0])
+    return stat.S_ISREG(mode)
+
+
+def number_of_bytes(written: str) -> int:
+    """A size such as 20MB, 512kB or 1 GB.
+
+    >>> number_of_bytes("1.5MB")
+    1500000
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)b?\s*", written, re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"--limit {written!r} is no size; 20MB would be one")
+    return int(float(match[1]) * 1000 ** " kmg".index(match[2].lower() or " "))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwise.look.scene import Group, Head
 from headwise.map import AttentionMap
-from headwise.watching import Layer, Recording
-
-REPEATS = 32
-"""How many repeated tokens are followed up in search of induction."""
+from headwise.watching import Layer, Recording, head_types
 
 NAMES = {
     "self": "self-attention",
@@ -33,33 +33,44 @@ def groups(
     that look at what followed the same token last time are found.
     """
     figures = {(row["layer"], row["head"]): row for row in seen.heads()}
+    tokens = seen.tokens if ids is None else torch.tensor([ids])
     found: dict[str, list[Head]] = {id: [] for id in axes}
-    layers: dict[str, int] = dict.fromkeys(axes, 0)
     for layer in seen.layers:
-        id = side(layer, axes)
-        maps, rows = layer.map(), layer.observation
-        follow = induction(maps, ids or (), batch)
-        for number in range(layer.heads):
-            row = figures[layer.number, number]
-            mine = {k: v for k, v in row.items() if isinstance(v, float) and k != "head"}
-            found[id].append(
-                Head(
-                    layers[id],
-                    number,
-                    layer.name,
-                    mine | ({} if follow is None else {"induction_mean": follow[number]}),
-                    maps.head(batch, number),
-                    rows.entropy[batch, number],
-                    rows.top_prob[batch, number],
-                )
-            )
-        layers[id] += 1
+        group = found[side(layer, axes)]
+        number = group[-1].layer + 1 if group else 0
+        group.extend(_heads(layer, number, figures, tokens, batch))
     made = []
     for id, heads in found.items():
         queries, keys = map(tuple, axes[id])
         if heads:
             made.append(Group(id, NAMES[id], causal(heads[0].map), queries, keys, tuple(heads)))
     return tuple(made)
+
+
+def _heads(
+    layer: Layer,
+    number: int,
+    figures: Mapping[Any, Mapping[str, Any]],
+    tokens: Tensor | None,
+    batch: int,
+) -> Iterator[Head]:
+    """The heads of a layer that is the `number`-th of its group."""
+    maps, rows, scores = layer.map(), layer.observation, head_types.scores(layer, tokens)
+    for head, kind in enumerate(scores.types()):
+        row = figures[layer.number, head]
+        mine = {name: value for name, value in row.items() if isinstance(value, float)}
+        mine |= {"induction_mean": float(scores.induction[head])}
+        mine |= {"local_mean": float(scores.local[head])}
+        yield Head(
+            number,
+            head,
+            layer.name,
+            {name: value for name, value in mine.items() if not math.isnan(value)},
+            maps.head(batch, head),
+            rows.entropy[batch, head],
+            rows.top_prob[batch, head],
+            kind,
+        )
 
 
 def side(layer: Layer, axes: Mapping[str, Axes]) -> str:
@@ -84,28 +95,3 @@ def causal(amap: AttentionMap) -> bool:
         return False
     sample = {row * (rows - 1) // 8 for row in range(8)}
     return not any(bool(amap[0, 0, row, row + 1 :].any()) for row in sample)
-
-
-def induction(amap: AttentionMap, ids: Sequence[int], batch: int) -> list[float] | None:
-    """What each head looks, on average, at what followed the same token last time."""
-    pairs = repeats(ids)
-    if not pairs:
-        return None
-    found = torch.stack([amap[batch, :, row, column] for row, column in pairs])
-    means: list[float] = found.double().mean(0).tolist()
-    return means
-
-
-def repeats(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """(row, column): a token said before, and what followed it the last time.
-
-    >>> repeats([5, 6, 7, 5, 6])
-    [(3, 1), (4, 2)]
-    """
-    last: dict[int, int] = {}
-    found = []
-    for row, token in enumerate(ids):
-        if token in last and last[token] + 1 < row:
-            found.append((row, last[token] + 1))
-        last[token] = row
-    return found[-REPEATS:]

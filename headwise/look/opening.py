@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 
-from headwise.loading import Classifier, LanguageModel, load
-from headwise.look import sample
+from headwise.loading import Classifier, LanguageModel, built_in, load
+from headwise.look import foreign, sample
 from headwise.look.own import ImageReader, TextReader, TranslationReader
 from headwise.look.reading import Reader
+from headwise.look.watch_api import WatchedFolder
+from headwise.watching.manifest import NAME
+from headwise.watching.runs import INSIDE
 
 
 def opened(what: str, device: str | None = None) -> Reader:
@@ -19,9 +23,33 @@ def opened(what: str, device: str | None = None) -> Reader:
     Description(name='gpt', parameters=5573888, layers=6, heads=48, context=4096)
     """
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if what not in built_in() and not trained_here(Path(what)):
+        return foreign.opened(what, place)
     loaded, name = load(what, place), Path(what).name
     if isinstance(loaded, LanguageModel):
         return TextReader(name, loaded, sample.TEXT)
     if isinstance(loaded, Classifier):
         return ImageReader(name, loaded)
     return TranslationReader(name, loaded, sample.ENGLISH)
+
+
+def find(what: str) -> None:
+    """ValueError where there is no such model, before anything is loaded."""
+    if what not in built_in() and not Path(what).is_dir():
+        foreign.find(what)
+
+
+def watched(what: str) -> WatchedFolder | None:
+    """The run that was watched in this folder; None where it holds none."""
+    folder = Path(what)
+    if what in built_in() or not any((x / NAME).is_file() for x in (folder, folder / INSIDE)):
+        return None
+    return WatchedFolder(folder)
+
+
+def trained_here(folder: Path) -> bool:
+    """Whether a folder is a run of `headwise train`."""
+    try:
+        return "task" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False

@@ -90,6 +90,12 @@ class Input:
         there = ", ".join(group.id for group in self.groups)
         raise ValueError(f"there is no group {id!r}; there are {there}")
 
+    def find(self, name: str) -> tuple[Group, Head]:
+        """The head of a name such as 5.1, in the main group, or cross:0.3, in another."""
+        id, _, head = name.rpartition(":")
+        group = self.group(id) if id else self.main
+        return group, group.head(head)
+
     @property
     def main(self) -> Group:
         """The group that says most: what a text does with itself, a translation with its source."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
@@ -14,29 +13,19 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from headwise.look.answers import Answer, Refusal, answer, as_json
+from headwise.look.bundle import STATIC, built
 from headwise.look.guard import Guard, TooLargeError, too_large
 from headwise.look.session import BusyError, Session
-
-STATIC = Path(__file__).parent / "static"
-"""Where the built page lies."""
-
-MISSING = """The page is not built: {folder} has no index.html.
-
-It is built when headwise is installed from its source: pip install -e . in the repository.
-The answers under /api/ work without it.
-"""
 
 IMAGES = ("image/png", "image/jpeg")
 
 
-def application(
-    session: Session, more: Sequence[BaseRoute] = (), static: Path = STATIC
-) -> Starlette:
-    """The server of a session; `more` are the routes of other pages."""
+def application(session: Session, static: Path = STATIC) -> Starlette:
+    """The server of a session, and of the page built in a folder."""
     turns = asyncio.Semaphore(2)
 
     async def get(request: Request) -> Response:
@@ -59,24 +48,26 @@ def application(
         except Refusal as refusal:
             return response(refusal.answer())
 
-    page: BaseRoute
-    if (static / "index.html").is_file():
-        from starlette.routing import Mount
-
-        page = Mount("/", StaticFiles(directory=static, html=True))
-    else:
-
-        async def missing(request: Request) -> Response:
-            return PlainTextResponse(MISSING.format(folder=static), 503)
-
-        page = Route("/{path:path}", missing)
     routes = [
-        *more,
         Route("/api/inputs", post, methods=["POST"]),
         Route("/api/{path:path}", get, methods=["GET"]),
-        page,
+        page(static),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guard)])
+
+
+def page(static: Path) -> BaseRoute:
+    """The built page, and nothing outside its folder; or how to build it."""
+    try:
+        built(static)
+    except ValueError as error:
+        said = f"{error}\nThe answers under /api/ work without it.\n"
+
+        async def missing(request: Request) -> Response:
+            return PlainTextResponse(said, 503)
+
+        return Route("/{path:path}", missing)
+    return Mount("/", StaticFiles(directory=static, html=True))
 
 
 def response(given: Answer) -> Response:

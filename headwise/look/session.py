@@ -43,24 +43,26 @@ class Session:
     heard: Callable[[Progress], None] = lambda progress: None
     _lock: Lock = field(default_factory=Lock)
     _count: int = 0
+    _stopped: bool = False
+    _thread: Thread | None = None
 
-    def start(self, opened: Callable[[], Reader], what: str | bytes | None) -> Thread:
+    def start(self, opened: Callable[[], Reader], what: str | bytes | None) -> None:
         """Load a model and let it read, in the background; `progress` says how far that is."""
 
         def work() -> None:
             try:
                 self.reader = opened()
-                given = self.reader.sample if what is None else what
-                if given is None:
-                    raise ValueError("this model looks at images: --image FILE gives it one")
-                self._read(self._next(), given)
+                self._read(self._next(), given(self.reader, what))
+            except StoppedError:
+                pass
             except Exception as error:  # whatever is wrong with a model, the page says it
                 said, hint = told(error)
-                self._tell(Progress("error", None, None, said, hint))
+                if self.run is None:
+                    self.tell(Progress("error", None, None, said, hint))
+                else:  # of a run that has only begun there is no model yet, but something to see
+                    self.tell(Progress("ready", None, notice={"error": said, "hint": hint}))
 
-        thread = Thread(target=work, name="reading", daemon=True)
-        thread.start()
-        return thread
+        self._begin(work)
 
     def add(self, what: str | bytes) -> str:
         """Let the model read something more, in the background; the id that it will have."""
@@ -73,12 +75,25 @@ class Session:
         def work() -> None:
             try:
                 self._read(id, what)
+            except StoppedError:
+                pass
             except Exception as error:
                 said, hint = told(error)
-                self._tell(Progress("ready", None, notice={"error": said, "hint": hint}))
+                self.tell(Progress("ready", None, notice={"error": said, "hint": hint}))
 
-        Thread(target=work, name="reading", daemon=True).start()
+        self._begin(work)
         return id
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        self._thread = Thread(target=work, name="reading", daemon=True)
+        self._thread.start()
+
+    def stop(self, seconds: float) -> bool:
+        """End the work in the background at the model's next block; whether it did in this time."""
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
     def _next(self) -> str:
         self._count += 1
@@ -91,12 +106,15 @@ class Session:
         self.atlases[id] = atlas
         while len(self.atlases) > MOST_INPUTS:
             self.atlases.popitem(last=False)
-        self._tell(Progress("ready", None))
+        self.tell(Progress("ready", None))
 
     def _report(self, stage: str, done: float | None) -> None:
-        self._tell(replace(self.progress, stage=stage, done=done))
+        if self._stopped:
+            raise StoppedError
+        self.tell(replace(self.progress, stage=stage, done=done))
 
-    def _tell(self, progress: Progress) -> None:
+    def tell(self, progress: Progress) -> None:
+        """Say how far the work is."""
         self.progress = progress
         self.heard(progress)
 
@@ -132,6 +150,19 @@ class Session:
 
 class BusyError(Exception):
     """One input is read at a time."""
+
+
+class StoppedError(Exception):
+    """Nobody waits for this work any more."""
+
+
+def given(reader: Reader, what: str | bytes | None) -> str | bytes:
+    """What to read: the model's sample where nothing is given."""
+    if what is not None:
+        return what
+    if reader.sample is None:
+        raise ValueError("this model looks at images: --image FILE gives it one")
+    return reader.sample
 
 
 def told(error: Exception) -> tuple[str, str]:

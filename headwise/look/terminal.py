@@ -10,8 +10,9 @@ from rich.text import Text
 from torch import Tensor
 
 from headwise.look.scene import Group, Head, Input
+from headwise.look.telling import records
 
-SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is"
+SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is a"
 """What to look at when nothing is given: words that come back."""
 
 SHADES = ((0.75, "██"), (0.45, "▓▓"), (0.2, "▒▒"), (0.05, "░░"), (0.0, "· "))
@@ -60,17 +61,6 @@ COLUMNS = (
 WITHIN = ("self", "previous", "distance")
 """Columns that mean nothing where a token of one text looks at another text."""
 
-RECORDS = (
-    ("previous_mass_mean", "looks most at the token before"),
-    ("induction_mean", "looks most at what followed the same token last time"),
-    ("self_mass_mean", "looks most at itself"),
-    ("sink_mass_mean", "looks most at the first token"),
-    ("top_prob_mean", "is most decided"),
-    ("effective_keys_mean", "spreads most widely"),
-    ("max_logit_max", "has the largest logit"),
-)
-"""What a head can be first in. Of cross-attention only the last three say anything."""
-
 DRAWN = 3
 """How many of the heads that are first in something are drawn."""
 
@@ -92,17 +82,6 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
     drawn = chosen or [head for head, _ in firsts[:DRAWN]]
     console.print(maps_side_by_side(group, drawn, said, console.width))
     console.print(legend(group.square))
-
-
-def records(group: Group) -> list[tuple[Head, str]]:
-    """The heads that are first in something, and in what; each once."""
-    found: dict[str, tuple[Head, str]] = {}
-    for figure, reason in RECORDS if group.square else RECORDS[-3:]:
-        able = [head for head in group.heads if figure in head.figures]
-        if able:
-            head = max(able, key=lambda head: head.figures[figure])
-            found.setdefault(head.name, (head, reason))
-    return list(found.values())
 
 
 def token_lines(tokens: Sequence[str], width: int) -> Text:

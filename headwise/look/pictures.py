@@ -1,0 +1,114 @@
+"""A head's map as a figure for a paper: SVG, PDF or PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headwise.look.scene import Group, Head, Input
+from headwise.look.telling import records
+
+MOST_LABELS = 40
+"""Axes of more tokens are numbered."""
+
+MOST_CELLS = 256
+"""A larger map is pooled: a figure has no more dots than that."""
+
+LEAST = 1e-3
+"""Where the colours of a logarithmic scale begin."""
+
+KINDS = (".svg", ".pdf", ".png")
+
+FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "PingFang SC", "Microsoft YaHei", "Arial Unicode MS")
+
+CAPTION = (
+    # figure, how it is written
+    ("entropy_mean", "entropy {:.2f} nats"),
+    ("effective_keys_mean", "{:.1f} effective keys"),
+    ("max_logit_max", "largest logit {:.1f}"),
+    ("sink_mass_mean", "{:.0%} on the first token"),
+    ("distance_mean", "mean distance {:.1f}"),
+)
+
+
+def save(path: Path, model: str, group: Group, head: Head) -> None:
+    """Write a head's map: its tokens where they are few, a scale, and its figures below.
+
+    Weights are coloured linearly from 0 to 1. Where a map is pooled, a cell holds the largest of
+    its weights and the colours are logarithmic, and the figure says so.
+    """
+    if path.suffix.lower() not in KINDS:
+        raise ValueError(f"{path} is no picture; its name may end in {', '.join(KINDS)}")
+    try:
+        import matplotlib
+        from matplotlib.colors import LogNorm, Normalize
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as missing:
+        raise ValueError("a picture needs matplotlib: pip install 'headwise[look]'") from missing
+    _, _, rows, columns = head.map.shape
+    pooled = max(rows, columns) > MOST_CELLS
+    weights = head.map.pool(MOST_CELLS, how="max")[0, 0] if pooled else head.map[0, 0]
+    few = max(rows, columns) <= MOST_LABELS
+    side = 4.2 if few else 3.4
+    # SVG keeps its text as text: it can be searched, and edited.
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "headwise", "font.size": 8}
+    with matplotlib.rc_context({**settings, "font.family": fonts()}):
+        height = side * max(0.3, rows / columns) + 1.1
+        figure = Figure(figsize=(side + 0.9, height), dpi=300, layout="constrained")
+        axes = figure.add_subplot()
+        edges = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+        shown = axes.imshow(
+            weights.cpu().numpy(),
+            cmap="Blues",
+            norm=LogNorm(LEAST, 1, clip=True) if pooled else Normalize(0, 1),
+            extent=edges,
+            interpolation="nearest",
+        )
+        if few:
+            axes.set_xticks(range(columns), map(label, group.columns), rotation=90)
+            axes.set_yticks(range(rows), map(label, group.rows))
+        axes.set_xlabel("key")
+        axes.set_ylabel("query")
+        axes.set_title(f"{model} · {group.name} · head {head.name}", fontsize=9)
+        scale = figure.colorbar(shown, ax=axes, shrink=0.8)
+        scale.set_label("largest weight of a cell" if pooled else "weight")
+        said = caption(group, head, pooled)
+        figure.supxlabel(said, fontsize=6.5, color="0.3", x=0.02, ha="left")
+        figure.savefig(path, bbox_inches="tight", pad_inches=0.05, metadata=metadata(path))
+
+
+def chosen(read: Input, heads: Sequence[str]) -> tuple[Group, Head]:
+    """The one head that is asked for, or else the first that leads in something."""
+    if len(heads) > 1:
+        raise ValueError(f"a picture shows one head, and {len(heads)} were named")
+    if heads:
+        return read.find(heads[0])
+    return read.main, records(read.main)[0][0]
+
+
+def caption(group: Group, head: Head, pooled: bool) -> str:
+    """A head's figures in a line."""
+    said = [form.format(head.figures[name]) for name, form in CAPTION if name in head.figures]
+    size = f"{len(group.rows):,} × {len(group.columns):,} tokens"
+    if pooled:
+        size += f" in at most {MOST_CELLS} × {MOST_CELLS} cells"
+    return f"{size}; means over the rows:\n{', '.join(said[:3])}\n{', '.join(said[3:])}"
+
+
+def label(token: str) -> str:
+    """A token as a label: matplotlib reads mathematics between dollars, and ends at a new line."""
+    return token.strip().replace("$", r"\$").replace("\n", "⏎")[:16]
+
+
+def fonts() -> list[str]:
+    """The fonts that are here, of those that between them have most of the world's letters."""
+    from matplotlib.font_manager import get_font_names
+
+    here = set(get_font_names())
+    return [name for name in FONTS if name in here]
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """No date, so that the same head gives the same file."""
+    return {"Date": None} if path.suffix.lower() == ".svg" else {}
