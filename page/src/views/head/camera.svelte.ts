@@ -20,21 +20,18 @@ const GLIDE = 220; // milliseconds a double click takes
 
 export class Camera {
   view = $state.raw<View>({ scale: 1, x: 0, y: 0 });
-  readonly #settled: (place: Place | null) => Place | null;
+  readonly #settled: (place: Place | null) => void;
   readonly #behaviour = zoom<HTMLElement, unknown>();
   #target: HTMLElement | null = null;
   #extent: Extent = { rows: 1, columns: 1 };
   #size: Size = { width: 1, height: 1 };
   #here: Place | null = null;
-  /** The place the address was last known to hold. */
+  /** The place that the address was last known to hold. */
   #addressed: string | null = null;
   #timer: ReturnType<typeof setTimeout> | undefined;
 
-  /**
-   * `settled` hears where we are, null for the whole, whenever a movement has come to rest, and
-   * says what the address made of it.
-   */
-  constructor(settled: (place: Place | null) => Place | null) {
+  /** `settled` hears where we are, null for the whole, whenever a movement has come to rest. */
+  constructor(settled: (place: Place | null) => void) {
     this.#settled = settled;
     this.#behaviour
       .duration(matchMedia('(prefers-reduced-motion: reduce)').matches ? 0 : GLIDE)
@@ -108,8 +105,6 @@ export class Camera {
     const here = placeOf(view, this.#extent, this.#size);
     this.#here = here.zoom > 1.001 ? here : null;
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => {
-      this.#addressed = JSON.stringify(this.#settled(this.#here));
-    }, REST);
+    this.#timer = setTimeout(() => this.#settled(this.#here), REST);
   }
 }

@@ -93,12 +93,13 @@ export class Choices {
     this.#look.router.set(changes);
   }
 
+  /** Rounded to less than a tenth of a pixel: the view follows the address, and nobody sees it. */
   setPlace(place: Place | null): void {
     const short = (value: number, digits: number) => Number(value.toFixed(digits));
     this.set({
-      zoom: place && short(place.zoom, 3),
-      x: place && short(place.x, 2),
-      y: place && short(place.y, 2),
+      zoom: place && short(place.zoom, 4),
+      x: place && short(place.x, 3),
+      y: place && short(place.y, 3),
     });
   }
 

@@ -1,0 +1,302 @@
+"""One head in a real browser: the map that zooms, its numbers against the library's, the text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from playwright.sync_api import Locator, Page, Route, expect
+
+from headwise.map import AttentionMap
+from tests.look.conftest import Served, Visits
+
+HEAD = "#/head?layer=5&head=1"
+CLOSE = f"{HEAD}&zoom=20&x=300&y=310"
+
+
+def the_map(served: Served, name: str = "5.1", group: str = "self") -> AttentionMap:
+    return served.session.atlases["0"].input.group(group).head(name).map
+
+
+def tokens(served: Served) -> tuple[str, ...]:
+    return served.session.atlases["0"].input.group("self").rows
+
+
+def plot(page: Page) -> Locator:
+    """The map, once everything in sight has been drawn."""
+    found = page.get_by_role("application", name=re.compile("Attention map|注意力图"))
+    expect(found).to_have_attribute("aria-busy", "false")
+    return found
+
+
+def point(page: Page, across: float, down: float) -> Locator:
+    """Rest the cursor on a place of the map, in parts of its sides; what is read there."""
+    box = plot(page).bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + across * box["width"], box["y"] + down * box["height"])
+    return page.locator("output.reading")
+
+
+def picture(page: Page) -> str:
+    """All pixels of the map's canvas, as a few characters."""
+    plot(page)
+    return page.locator(".map canvas").first.evaluate(
+        "canvas => canvas.toDataURL().length + canvas.toDataURL().slice(-2000)"
+    )
+
+
+def changed(page: Page, before: str) -> str:
+    """The picture, once it is another than before."""
+    for _ in range(200):
+        now = picture(page)
+        if now != before:
+            return now
+        page.wait_for_timeout(25)
+    raise AssertionError("the picture has stayed the same")
+
+
+def shown_weight(reading: Locator) -> float:
+    return float(reading.locator("strong").inner_text().replace("−", "-"))
+
+
+def numbers(text: str) -> list[int]:
+    """The whole numbers of a reading's tokens: 1,234 is one."""
+    return [int(found.replace(",", "")) for found in re.findall(r"\d[\d,]*", text)]
+
+
+def test_the_cursor_names_both_tokens_and_the_library_s_weight(
+    visit: Visits, served: Served
+) -> None:
+    page = visit(CLOSE)
+    reading = point(page, 0.3, 0.6)
+    expect(reading).to_have_attribute("data-exact", re.compile(r"\d"))
+    row, column = map(int, reading.locator(".number").all_inner_texts())
+    said = [tokens(served)[index].strip() for index in (row, column)]
+    assert [text.strip() for text in reading.locator(".token").all_inner_texts()] == said
+    weight = float(the_map(served)[0, 0, row, column])
+    assert float(reading.get_attribute("data-exact") or "nan") == pytest.approx(weight, rel=1e-6)
+    assert shown_weight(reading) == pytest.approx(weight, rel=1e-5)
+
+
+def test_a_pooled_cell_shows_the_mean_or_the_largest_of_its_weights(
+    visit: Visits, served: Served
+) -> None:
+    page = visit(f"{HEAD}&how=mean")
+    expect(page.get_by_text("a cell is the mean of 2 × 2 weights")).to_be_visible()
+    reading = point(page, 0.1, 0.5)
+    expect(reading.locator("strong")).to_be_visible()
+    (top, bottom), (left, right) = (
+        numbers(text) for text in reading.locator(".number").all_inner_texts()
+    )
+    part = the_map(served)[0, 0, top : bottom + 1, left : right + 1]
+    assert part.shape == (2, 2)
+    assert shown_weight(reading) == pytest.approx(float(part.mean()), rel=0.01)
+    page.keyboard.press("m")
+    expect(page.get_by_text("a cell is the largest of 2 × 2 weights")).to_be_visible()
+    reading = point(page, 0.1005, 0.5)
+    expect(reading).to_contain_text("largest")
+    assert shown_weight(reading) == pytest.approx(float(part.max()), rel=0.01)
+
+
+def test_the_wheel_zooms_to_the_token_under_the_cursor(visit: Visits) -> None:
+    page = visit(HEAD)
+    point(page, 0.2, 0.6)
+    page.mouse.down()
+    page.mouse.up()
+    expect(page).to_have_url(re.compile(r"row=\d+&column=\d+"))
+    chosen = parse_qs(urlsplit(page.url).fragment.partition("?")[2])
+    for _ in range(24):
+        page.mouse.wheel(0, -120)
+    expect(page.get_by_text("a cell is one weight")).to_be_visible()
+    expect(page).to_have_url(re.compile("zoom="))
+    reading = point(page, 0.2, 0.6)
+    row, column = map(int, reading.locator(".number").all_inner_texts())
+    assert abs(row - int(chosen["row"][0])) <= 1
+    assert abs(column - int(chosen["column"][0])) <= 1
+
+
+def test_keys_zoom_move_choose_and_lead_back_to_the_whole(visit: Visits) -> None:
+    page = visit(HEAD)
+    whole = picture(page)
+    plot(page).focus()
+    for key in ("+", "+", "+", "ArrowDown"):
+        page.keyboard.press(key)
+    expect(page).to_have_url(re.compile("zoom=8&"))
+    assert picture(page) != whole
+    expect(page.get_by_role("img", name="Where in the whole map this is")).to_be_visible()
+    page.keyboard.press("Shift+ArrowDown")
+    expect(page).to_have_url(re.compile(r"row=\d+&column=\d+"))
+    page.keyboard.press("Escape")
+    expect(page).not_to_have_url(re.compile("row="))
+    page.keyboard.press("0")
+    expect(page).not_to_have_url(re.compile("zoom="))
+    assert picture(page) == whole
+
+
+def test_pooling_colour_and_left_out_keys_change_the_picture(visit: Visits) -> None:
+    page = visit(HEAD)
+    seen = [picture(page)]
+    page.get_by_role("radio", name="max").click()
+    seen.append(changed(page, seen[-1]))
+    page.get_by_role("radio", name="linear").click()
+    seen.append(changed(page, seen[-1]))
+    page.get_by_label("First keys").select_option("4")
+    seen.append(changed(page, seen[-1]))
+    assert len(set(seen)) == 4
+    reading = point(page, 0.001, 0.5)  # the first keys: nothing is left of them
+    expect(reading.locator("strong")).to_have_text("0")
+    expect(page).to_have_url(re.compile("how=max&scale=linear&drop=4"))
+
+
+def test_the_text_is_coloured_by_what_the_chosen_token_looks_at(
+    visit: Visits, served: Served
+) -> None:
+    page = visit(HEAD)
+    page.locator("[data-token='100']").click()
+    weights = the_map(served)[0, 0]
+    title = page.locator(f"[data-token='{int(weights[100].argmax())}']")
+    expect(title).to_have_attribute("style", re.compile("background"))
+    expect(title).to_have_attribute("title", re.compile(f"{float(weights[100].max()):.3g}"))
+    expect(page.locator("[data-token='101']")).not_to_have_attribute(
+        "style", re.compile("background")
+    )  # it is still to come
+    page.get_by_role("radio", name="who looks at it").click()
+    looks = int(weights[:, 100].argmax())
+    expect(page.locator(f"[data-token='{looks}']")).to_have_attribute(
+        "title", re.compile(f"{float(weights[looks, 100]):.3g}")
+    )
+
+
+def test_pointing_at_the_text_marks_the_map_and_the_other_way_round(visit: Visits) -> None:
+    page = visit(CLOSE)
+    plot(page)
+    marks = page.locator(".map canvas").nth(1)
+    before = marks.evaluate("canvas => canvas.toDataURL()")
+    page.locator("[data-token='40']").hover()
+    assert marks.evaluate("canvas => canvas.toDataURL()") == before  # it is out of sight
+    page.get_by_role("listbox").evaluate("list => list.scrollTop = 600")
+    page.locator("[data-token='300']").hover()
+    assert marks.evaluate("canvas => canvas.toDataURL()") != before
+    point(page, 0.5, 0.5)
+    expect(page.locator(".pointed")).not_to_have_count(0)
+
+
+def test_lines_lead_to_the_largest_weights(visit: Visits, served: Served) -> None:
+    page = visit(f"{HEAD}&side=lines&from=100&to=110")
+    lines = page.get_by_role("img", name="Lines")
+    expect(lines.locator("path")).to_have_count(30)
+    weights, keys = the_map(served).top(3)
+    listed = lines.locator("g:has(> text:not(.end)) > .number.end").all_text_contents()
+    assert [int(key) for key in listed] == sorted(set(keys[0, 0, 100:110].flatten().tolist()))
+    widest = max(
+        float(path.get_attribute("stroke-width") or 0) for path in lines.locator("path").all()
+    )
+    assert widest == pytest.approx(6.5)
+    assert float(weights[0, 0, 100:110].max()) > 0
+
+
+def test_the_address_holds_the_view(visit: Visits) -> None:
+    page = visit(f"{HEAD}&how=max&scale=linear&drop=1&row=310&column=300")
+    plot(page).focus()
+    for key in ("+", "+", "+", "+", "ArrowDown", "ArrowRight"):
+        page.keyboard.press(key)
+    expect(page).to_have_url(re.compile("zoom=16&"))
+    before = picture(page)
+    other = visit(page.url)
+    assert picture(other) == before
+    expect(other.get_by_role("radio", name="max")).to_be_checked()
+    expect(other.get_by_role("radio", name="linear")).to_be_checked()
+    expect(other.get_by_label("First keys")).to_have_value("1")
+    expect(other.locator("[data-token='310']")).to_have_attribute("aria-selected", "true")
+
+
+def test_brackets_lead_from_head_to_head_and_links_to_the_other_views(visit: Visits) -> None:
+    page = visit("#/head?layer=4&head=7")
+    before = picture(page)
+    page.keyboard.press("]")
+    expect(page).to_have_url(re.compile("layer=5&head=0"))
+    changed(page, before)
+    page.keyboard.press("[")
+    expect(page.get_by_label("Layer", exact=True)).to_have_value("4")
+    page.get_by_role("link", name="← All heads").click()
+    expect(page).to_have_url(re.compile(r"#/heads\?.*layer=4&head=7"))
+    page.go_back()
+    plot(page)
+    page.get_by_label("One head").or_(page.get_by_title("Put this head beside another")).click()
+    expect(page).to_have_url(re.compile(r"#/compare\?.*layer=4&head=7"))
+
+
+def test_few_tiles_are_asked_for_at_once_and_none_that_is_hidden_or_passed_by(
+    visit: Visits,
+) -> None:
+    page = visit("", device_scale_factor=2)  # the whole map at its finest: six tiles and the top
+    held: list[Route] = []
+    dropped: list[str] = []
+    page.on("requestfailed", lambda request: dropped.append(request.url))
+    page.route("**/tile/**", lambda route: held.append(route))
+    page.goto(page.url.partition("#")[0] + HEAD)
+    expect(page.get_by_text("computing…")).to_be_visible()
+    page.wait_for_timeout(400)
+    assert len(held) == 6
+    addresses = [route.request.url.partition("/tile/")[2].partition("?")[0] for route in held]
+    assert addresses[0] == "0/0/0"
+    assert all(int(x) <= int(y) for _, x, y in (place.split("/") for place in addresses))
+    page.get_by_role("application", name=re.compile("Attention map")).focus()
+    for key in ("+", "+", "+", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowUp"):
+        page.keyboard.press(key)  # to tokens 0 to 80 or so, which are in one tile
+    page.wait_for_timeout(400)
+    assert len(dropped) >= 4
+    page.unroute("**/tile/**")
+    for route in held:
+        if route.request.url not in dropped:
+            route.continue_()
+    expect(page.get_by_text("computing…")).to_be_hidden()
+
+
+def test_a_tile_that_does_not_come_is_said_and_can_be_asked_for_again(visit: Visits) -> None:
+    page = visit("", allowed="Failed to load resource")
+    page.route("**/tile/**", lambda route: route.fulfill(status=500, json={"error": "no memory"}))
+    page.goto(page.url.partition("#")[0] + HEAD)
+    expect(page.get_by_text("Part of the map could not be had: no memory")).to_be_visible()
+    page.unroute("**/tile/**")
+    page.get_by_role("button", name="Try again").click()
+    expect(page.get_by_text("could not be had")).to_be_hidden()
+    expect(point(page, 0.1, 0.5).locator("strong")).to_be_visible()
+
+
+def test_a_head_that_is_not_there_is_said(visit: Visits) -> None:
+    page = visit("#/head?layer=77&head=1", allowed="404")
+    expect(page.get_by_text("There is no such head")).to_be_visible()
+    expect(page.get_by_text("heads are layer.number, 0.0 to 5.7")).to_be_visible()
+
+
+def test_the_head_speaks_chinese_and_is_seen_in_the_dark(visit: Visits) -> None:
+    light = picture(visit(HEAD))
+    page = visit(HEAD, locale="zh-CN", color_scheme="dark")
+    assert picture(page) != light
+    expect(page.get_by_text("每格是 2 × 2 个权重的平均值")).to_be_visible()
+    expect(page.get_by_role("radio", name="它看向谁")).to_be_checked()
+
+
+def test_a_translation_s_words_are_aligned_and_hostile_text_stays_text(
+    visit: Visits, serve: Callable[..., Served]
+) -> None:
+    said = "The <img src=x onerror=alert(1)> cat is black."
+    served = serve("translate", said).wait_until_read()
+    page = visit("#/head?layer=1&head=2", base=served.url)
+    page.on("dialog", lambda dialog: pytest.fail("the text was run"))
+    group = served.session.atlases["0"].input.group("cross")
+    lists = page.get_by_role("listbox")
+    expect(lists).to_have_count(2)
+    shown = [re.sub(r"[\s␣]", "", text) for text in lists.all_inner_texts()]
+    assert shown == ["".join("".join(side).split()) for side in (group.rows, group.columns)]
+    assert "<imgsrc=xonerror=alert(1)>" in shown[1]
+    expect(page.locator("main img")).to_have_count(0)
+    expect(page.get_by_text("a cell is one weight")).to_be_visible()
+    reading = point(page, 0.4, 0.4)
+    expect(reading).to_have_attribute("data-exact", re.compile(r"\d"))
+    row, column = map(int, reading.locator(".number").all_inner_texts())
+    weight = float(the_map(served, "1.2", "cross")[0, 0, row, column])
+    assert float(reading.get_attribute("data-exact") or "nan") == pytest.approx(weight, rel=1e-6)
