@@ -83,7 +83,11 @@ class Causal(Mask):
         _check_per_batch("causal(offset=...)", self.offset, place)
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
-        last = place.rows() + _shift(self.alignment(place), place) + 1
+        shift = self.alignment(place)
+        if isinstance(shift, Tensor):
+            last = place.rows(1) + _shift(shift, place)
+        else:
+            last = place.rows(shift + 1)
         return (_three(torch.zeros_like(last), last),)
 
     def shows_all(self, place: Place) -> bool:
@@ -235,6 +239,8 @@ class Documents(Mask):
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         starts, ends = self._bounds(place)
+        if place.first_query == place.offset == 0 and place.queries == starts.shape[-1]:
+            return (_three(starts[:, None], ends[:, None]),)
         stands = (place.rows() + place.offset).long()
         position = stands.clamp(0, max(0, starts.shape[-1] - 1))
         last = ends[..., position].masked_fill(stands != position, 0)  # outside every document
@@ -246,14 +252,11 @@ class Documents(Mask):
     def _bounds(self, place: Place) -> Interval:
         ids = self.ids.to(place.device)
         ids = ids if ids.ndim == 2 else ids[None]
-        n = ids.shape[-1]
-        number = torch.arange(n, device=place.device, dtype=torch.int32)
-        change = ids[:, 1:] != ids[:, :-1]
-        starts = torch.zeros_like(ids, dtype=torch.int32)
-        starts[:, 1:] = torch.where(change, number[1:], 0)
-        ends = torch.full_like(starts, n)
-        ends[:, :-1] = torch.where(change, number[1:], n)
-        return starts.cummax(-1).values, ends.flip(-1).cummin(-1).values.flip(-1)
+        change = torch.zeros_like(ids, dtype=torch.bool)
+        change[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        number = change.cumsum(-1, dtype=torch.int32)  # documents in their order, (B|1, M)
+        starts = torch.searchsorted(number, number, out_int32=True)
+        return starts, torch.searchsorted(number, number, right=True, out_int32=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

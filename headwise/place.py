@@ -33,9 +33,9 @@ class Place:
         keys = k.shape[2]
         return cls(batch, heads, queries, keys, offset=keys - queries, device=q.device)
 
-    def rows(self) -> Tensor:
-        """The queries' numbers in the whole sequence, (N,)."""
-        first = self.first_query
+    def rows(self, shift: int = 0) -> Tensor:
+        """The queries' numbers in the whole sequence, moved by `shift`, (N,)."""
+        first = self.first_query + shift
         return torch.arange(first, first + self.queries, device=self.device, dtype=torch.int32)
 
     def columns(self) -> Tensor:
