@@ -35,7 +35,7 @@ export default defineConfig({
   server: { proxy: { '/api': process.env.HEADWISE_SERVER ?? 'http://127.0.0.1:8470' } },
   build: {
     outDir: '../headwise/look/static',
-    emptyOutDir: true,
+    emptyOutDir: false, // its files have fixed names, and a running server may be reading them
     target: 'es2022',
     cssCodeSplit: false,
     modulePreload: false,

@@ -55,12 +55,15 @@ export class FileTransport implements Transport {
     return { buffer: weights.buffer as ArrayBuffer, header: (name) => headerNumber(name, null) };
   }
 
-  /** Small maps in the one size that the file has, whichever was asked for. */
+  /** Small maps in the largest size that the file has, whichever was asked for. */
   #thumbnails(path: string): Kept | undefined {
     if (!path.includes('/thumbnails?')) return undefined;
-    const wanted = canonical(path).replace(/size=\d+/, '');
-    const found = [...this.#answers.keys()].find((key) => key.replace(/size=\d+/, '') === wanted);
-    return found ? this.#answers.get(found) : undefined;
+    const anySize = (key: string) => key.replace(/size=\d+/, '');
+    const size = (key: string) => Number(/size=(\d+)/.exec(key)?.[1]);
+    const wanted = anySize(canonical(path));
+    const found = [...this.#answers.keys()].filter((key) => anySize(key) === wanted);
+    found.sort((one, other) => size(other) - size(one));
+    return this.#answers.get(found[0] ?? '');
   }
 
   async post<Answer>(): Promise<Answer> {

@@ -15,7 +15,7 @@ export interface State {
   sample: boolean;
   device: string;
   /** Of a file: the heads whose maps are inside. */
-  static?: { heads: { group: GroupId; layer: number; head: number }[]; bytes: number };
+  static?: { heads: RecordedHead[] };
   pages: { heads: boolean; why: boolean; watch: boolean };
   model: Model | null;
   inputs: Input[] | null;
@@ -60,6 +60,15 @@ export interface Group {
   rows: number;
   columns: number;
   layers: { layer: number; name: string; heads: number }[];
+}
+
+/** A head whose map is in a file, and how many of its levels are. */
+export interface RecordedHead {
+  group: GroupId;
+  layer: number;
+  head: number;
+  levels: number;
+  of: number;
 }
 
 /** Which head of which input. */

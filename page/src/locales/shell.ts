@@ -36,7 +36,9 @@ const en = {
   unknownPage: 'There is no such page',
   unknownPageHint: 'The address names a page this version does not have.',
   toHeads: 'Go to all heads',
-  recorded: 'A recording: no server is behind this page.',
+  recorded: 'A recording: all heads small, and in full',
+  recordedLevels: (levels: number, of: number) =>
+    levels < of ? `${levels} of ${of} levels of zoom` : 'down to single weights',
   parameters: (count: string) => `${count} parameters`,
   keysTitle: 'Keyboard',
   keysEverywhere: 'Everywhere',
@@ -87,7 +89,9 @@ const zh: typeof en = {
   unknownPage: '没有这个页面',
   unknownPageHint: '地址中的页面在此版本中不存在。',
   toHeads: '查看所有头',
-  recorded: '这是一份记录：背后没有服务器。',
+  recorded: '这是一份记录：所有头的缩略图，以及完整的',
+  recordedLevels: (levels, of) =>
+    levels < of ? `${of} 级缩放中的 ${levels} 级` : '可放大到单个权重',
   parameters: (count) => `${count} 个参数`,
   keysTitle: '键盘',
   keysEverywhere: '全局',
