@@ -85,6 +85,7 @@ def _weights(call: Call) -> Tensor:
     return attention_map(call.q, call.k, **options).to_tensor()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def mask(
     batch_size: int,
     q_length: int | None = None,

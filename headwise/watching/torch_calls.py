@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +33,10 @@ def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
     undo: list[Undo] = [listener.leave_all]
     undo += multi_head_calls.attach(model, recorder, listener)  # first: it may refuse
     for name, module in model.named_modules():
-        quiet = isinstance(module, OURS)
-        if not quiet and type(module).__module__.startswith(_PLAIN):
+        if not isinstance(module, OURS) and type(module).__module__.startswith(_PLAIN):
             continue
-        enter = partial(listener.enter, name, quiet)
-        undo.append(module.register_forward_pre_hook(enter).remove)
+        listener.names[id(module)] = name
+        undo.append(module.register_forward_pre_hook(listener.enter).remove)
         undo.append(module.register_forward_hook(listener.leave, always_call=True).remove)
     return undo
 
@@ -60,11 +58,20 @@ class Listener(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+        self.names: dict[int, str] = {}  # of the modules that tell when they run
         self.frames: list[Frame] = []
         self.memory = Memory()
 
-    def enter(self, name: str, quiet: bool, module: nn.Module, given: object) -> None:
+    def __deepcopy__(self, memo: object) -> Listener:
+        return self  # a copy of the model takes its hooks along, and is not the watched model
+
+    def enter(self, module: nn.Module, given: object) -> None:
         """A module starts to run."""
+        name, quiet = self.names.get(id(module)), isinstance(module, OURS)
+        if name is None:
+            return
+        if torch.compiler.is_compiling():
+            refuse_compiled(name)
         needed = self.recorder.active or bool(self.recorder.silenced)
         listening = not quiet and needed and not self.on
         self.frames.append(Frame(module, name, quiet, listening))
@@ -79,7 +86,7 @@ class Listener(TorchFunctionMode):
 
     def leave(self, module: nn.Module, *_: object) -> None:
         """A module has run, well or not."""
-        while self.frames:
+        while self.frames and id(module) in self.names:
             frame = self.frames.pop()
             if frame.listening:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -115,10 +122,20 @@ class Listener(TorchFunctionMode):
                 if found is not None and self.recorder.wants(frame.name):
                     self.recorder.beside(frame.name, found, kind_of(frame.name))
                 if found is not None:
-                    out = self.recorder.silence(frame.name, out)
+                    heads = out.view(*found.q.shape[:2], *out.shape[-2:])
+                    out = self.recorder.silence(frame.name, heads).view_as(out)
             else:
                 frame.written_out.follow(out, args)
         return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def refuse_compiled(name: str) -> None:
+    """Say at run time what a compiler would otherwise make of a watch: nothing good."""
+    raise ValueError(
+        f"{name or 'the watched model'} runs compiled, and compiled code can't be looked into; "
+        "call the model that was given to torch.compile while it is watched"
+    )
 
 
 def scaled_dot_product(

@@ -36,6 +36,9 @@ class Watched:
     begins: dict[str, Tensor] = field(default_factory=dict)  # by layer, as its prompt's mask said
     proved: set[tuple[object, ...]] = field(default_factory=set)
 
+    def __deepcopy__(self, memo: object) -> Watched:
+        return self  # a copy of the model takes its hooks along, and is not the watched model
+
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A model, or a part that is a model of its own, starts to run."""
         self.sequences.append((module, _sequence(_named(type(module), given) | options)))
@@ -153,8 +156,9 @@ def _observed(watched: Watched, function: Callable[..., Any], given: Given) -> A
         return _run(function, given, look=look)
     with taken():
         result = _run(function, given)
+    silenced = (recorder.silence(name, result[0], axis=-2), *result[1:])
     if not recorder.wants(name):
-        return result
+        return silenced
     given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
     try:
         with torch.no_grad():
@@ -167,7 +171,7 @@ def _observed(watched: Watched, function: Callable[..., Any], given: Given) -> A
         ) from None
     watched.remember(name, call, sequence)
     recorder.beside(name, call, kind, padding)
-    return result
+    return silenced
 
 
 def _kind(module: nn.Module, name: str) -> Kind:
