@@ -16,9 +16,6 @@ from headwise.look.scene import Group, Head
 from headwise.look.session import Session
 from headwise.look.telling import records
 
-SIZE = 48
-"""The thumbnails in a file, in cells a side: what the page asks for."""
-
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
@@ -32,9 +29,10 @@ def write(
 ) -> tuple[int, list[dict[str, Any]]]:
     """Write the session's first input as a file of at most `limit` bytes.
 
-    Every head is inside with its figures and thumbnails. The `chosen` heads, or else those that
-    lead in something, are inside as pyramids, as many levels as fit. Returns the size and, for each
-    of these heads, how many of its levels there are.
+    Every head is inside with its figures and thumbnails. Its map, down to single weights, is inside
+    where the maps of all heads fit; else those of the `chosen` heads, or of heads that lead in
+    something, are, as many levels as fit. Returns the size and, for each map, how many of its
+    levels there are.
     """
     page = template(static)
     recorded = Recorded(session, limit - len(page[0]) - len(page[1]))
@@ -56,6 +54,11 @@ def summary(inside: Sequence[dict[str, Any]], heads: int) -> str:
     return said if not whole else f"{said}, {whole} of them down to single weights"
 
 
+def thumbnail_size(heads: int) -> int:
+    """How many cells a side the page asks for, the fewer the more heads are to be seen at once."""
+    return 96 if heads <= 64 else 48 if heads <= 300 else 24
+
+
 class Recorded:
     """The answers that go into a file, counted."""
 
@@ -74,47 +77,38 @@ class Recorded:
         if read.image is not None:
             self.must(f"{self.base}/image")
         if chosen:
-            return self._record_maps([read.find(name) for name in chosen], needed=True)
+            return self._record_maps([read.find(name) for name in chosen])
+        everything = [(group, head) for group in read.groups for head in group.heads]
+        levels = [(*pair, level) for pair in everything for level in range(pair[1].map.levels)]
+        if self.may([path for each in levels for path in self._level(*each)]):
+            return [_inside(*pair, pair[1].map.levels) for pair in everything]
         telling = [(group, head) for group in read.groups for head, _ in records(group)]
-        found = self._record_maps(telling, needed=True)
-        known = {id(head) for _, head in telling}
-        rest = [(group, x) for group in read.groups for x in group.heads if id(x) not in known]
-        return found + self._record_maps(rest, needed=False)
+        return self._record_maps(telling)
 
     def _record_group(self, group: Group) -> None:
         for axis, tokens in (("rows", group.rows), ("columns", group.columns)):
             for start in range(0, len(tokens), MOST_TOKENS):
-                span = f"start={start}&stop={start + MOST_TOKENS}"
+                span = f"start={start}&stop={min(len(tokens), start + MOST_TOKENS)}"
                 self.must(f"{self.base}/tokens?group={group.id}&axis={axis}&{span}")
         for how in ("mean", "max"):
             for drop in (0, 1):
-                asked = f"group={group.id}&how={how}&size={SIZE}&drop={drop}"
+                size = thumbnail_size(len(group.heads))
+                asked = f"group={group.id}&how={how}&size={size}&drop={drop}"
                 self.must(f"{self.base}/thumbnails?{asked}")
 
-    def _record_maps(self, pairs: Sequence[Pair], needed: bool) -> list[dict[str, Any]]:
+    def _record_maps(self, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
         """The maps of some heads, level by level, so that all of them go equally deep."""
         inside = dict.fromkeys(range(len(pairs)), 0)
-        deepest = max((head.map.levels for _, head in pairs), default=0)
-        for level in range(deepest):
+        for level in range(max(head.map.levels for _, head in pairs)):
             for number, (group, head) in enumerate(pairs):
                 if level == inside[number] < head.map.levels:
                     inside[number] += self.may(self._level(group, head, level))
-        if needed and not all(inside.values()):
+        if not all(inside.values()):
             raise ValueError(
                 f"not even the first tile of each of {len(pairs)} heads fits into the file; fewer "
                 "heads with --head, or a larger --limit, would"
             )
-        return [
-            {
-                "group": group.id,
-                "layer": head.layer,
-                "head": head.number,
-                "levels": inside[number],
-                "of": head.map.levels,
-            }
-            for number, (group, head) in enumerate(pairs)
-            if inside[number]
-        ]
+        return [_inside(*pair, inside[number]) for number, pair in enumerate(pairs)]
 
     def _level(self, group: Group, head: Head, level: int) -> list[str]:
         """What the page asks to draw a level of a head; at the first also what stands beside it."""
@@ -164,6 +158,12 @@ class Recorded:
         state["static"] = {"heads": heads}
         answers = {"/api/state": {"json": state}, **self.answers}
         return {"version": state["version"], "answers": answers}
+
+
+def _inside(group: Group, head: Head, levels: int) -> dict[str, Any]:
+    """How much of a head's map is in a file."""
+    place = {"group": group.id, "layer": head.layer, "head": head.number}
+    return {**place, "levels": levels, "of": head.map.levels}
 
 
 def template(static: Path) -> tuple[str, str]:
