@@ -20,7 +20,7 @@ const en = {
   ],
   ruleOf: (rule: string) => `${rule}: the rule and its source`,
   statistic: 'Figure',
-  colours: 'Colours span',
+  colours: 'Colours',
   ofRun: 'of the run',
   ofRunTitle: 'Colours span the whole run: steps compare',
   ofStep: 'of the step',

@@ -32,6 +32,6 @@ export const PAGES: readonly Page[] = [
   { id: 'heads', view: Heads, words: heads, ofInput: true, offered: ofHeads },
   { id: 'head', view: Head, words: head, ofInput: true, offered: ofHeads },
   { id: 'compare', view: Compare, words: compare, ofInput: true, offered: ofHeads },
-  { id: 'why', view: Why, words: why, ofInput: false, offered: (state) => state.pages.why },
   { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (state) => state.pages.watch },
+  { id: 'why', view: Why, words: why, ofInput: false, offered: (state) => state.pages.why },
 ];
