@@ -1,4 +1,4 @@
-/** The pages of the page. Cost and Lab will stand between Compare and Why. */
+/** The pages of the page. Cost and Lab will stand between Compare and Watch. */
 
 import type { Component } from 'svelte';
 import type { State } from '../lib/types';
