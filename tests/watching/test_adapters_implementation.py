@@ -1,0 +1,113 @@
+"""attn_implementation="headwise": transformers' models on our engines, watched in the same pass."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import headwise as hw
+import headwise.transformers
+from headwise.watching import implementation as ours
+from tests.watching.foreign import B, N, implementation, inputs, model_of
+
+
+def test_importing_headwise_and_watching_imports_no_transformers() -> None:
+    code = """
+import sys, torch, headwise as hw
+with hw.watch(torch.nn.MultiheadAttention(8, 2)) as seen:
+    seen.model(*[torch.randn(3, 8)] * 3)
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_models_are_made_and_saved_and_loaded_with_it(tmp_path: object) -> None:
+    config = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        intermediate_size=48,
+        vocab_size=99,
+    )
+    made = AutoModelForCausalLM.from_config(config).eval()
+    made.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="headwise").eval()
+    given = inputs("llama", "left")
+    rows = given["attention_mask"].bool()
+    with torch.no_grad():
+        ours_, theirs = model(**given).logits, made(**given).logits
+    torch.testing.assert_close(ours_[rows], theirs[rows], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt_oss", "gemma2"])
+def test_gradients_are_those_of_eager_attention(family: str) -> None:
+    grads = {}
+    for attention in ("eager", "headwise"):
+        model = copy.deepcopy(model_of(family))
+        given = inputs(family, "right")
+        with implementation(model, attention):
+            out = model(**given)[0][given["attention_mask"].bool()]
+            (
+                out * torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+            ).sum().backward()
+        grads[attention] = [p.grad for p in model.parameters()]
+    for a, b in zip(grads["eager"], grads["headwise"], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4 * float(a.abs().max()))
+
+
+def test_watched_it_is_observed_in_the_pass_that_computes_it() -> None:
+    model, given = model_of("llama"), inputs("llama", "right")
+    calls: list[str] = []
+    with implementation(model, "headwise"), hw.watch(model) as seen:
+        recorder, inside = seen._recorder, seen._recorder.inside
+        recorder.inside = lambda *a, **k: (calls.append(a[0]), inside(*a, **k))[1]
+        model(**given)
+    assert calls == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert len(seen.layers) == 2
+
+
+def test_output_attentions_are_the_weights() -> None:
+    model, given = model_of("llama"), inputs("llama", "right")
+    with torch.no_grad():
+        theirs = model(**given, output_attentions=True).attentions
+        with implementation(model, "headwise"):
+            found = model(**given, output_attentions=True).attentions
+    rows = given["attention_mask"].bool()[:, None].expand(-1, 4, -1)
+    assert len(found) == 2
+    for a, b in zip(found, theirs, strict=True):
+        torch.testing.assert_close(a[rows], b[rows], rtol=1e-4, atol=1e-5)
+
+
+def test_more_weights_than_anyone_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "WEIGHTS", 100)
+    model, given = model_of("llama"), inputs("llama", "whole")
+    with (
+        implementation(model, "headwise"),
+        pytest.raises(ValueError, match=r"asks for \(3, 4, 9, 9\) weights.*seen.map"),
+    ):
+        model(**given, output_attentions=True)
+
+
+def test_dropout_drops_in_training_and_statistics_stay() -> None:
+    model = copy.deepcopy(model_of("bert"))
+    given = inputs("bert", "right")
+    for layer in model.encoder.layer:
+        layer.attention.self.dropout.p = 0.5
+    with implementation(model, "headwise"), torch.no_grad():
+        still = model(**given)[0]
+        with hw.watch(model) as quiet:
+            model(**given)
+        model.train()
+        torch.manual_seed(0)
+        with hw.watch(model) as seen:
+            dropped = model(**given)[0]
+    assert not torch.allclose(dropped, still)
+    assert seen.layers[0].observation.entropy.shape == (B, 4, N)
+    assert quiet.layers[0].observation.sees.all()

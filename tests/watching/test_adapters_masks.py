@@ -1,0 +1,197 @@
+"""Masks of others in our words: intervals where they are that, dense where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import masking_utils
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import headwise as hw
+from headwise.mask import Mask
+from headwise.masks import Dense
+from headwise.place import Place
+from headwise.watching.implementation import mask as mask_function
+from headwise.watching.mask_functions import by_rows
+from headwise.watching.mask_tensor import MaskTensor
+from headwise.watching.stretches import Memory, Stretches, read, split
+
+B, N = 2, 12
+PACKED = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])
+RULES: dict[str, Callable[..., Any]] = {
+    "causal": causal_mask_function,
+    "bidirectional": bidirectional_mask_function,
+    "window": sliding_window_causal_mask_function(4),
+    "window both ways": sliding_window_bidirectional_mask_function(3),
+    "chunked": chunked_causal_mask_function(5, torch.tensor([0, 3])),
+    "packed": and_masks(causal_mask_function, packed_sequence_mask_function(PACKED)),
+}
+BLOCKS = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1, 1, 1, -1, -1]] * 2)
+UNKNOWN: dict[str, Callable[..., Any]] = {
+    "blocks": or_masks(causal_mask_function, blockwise_overlay(BLOCKS)),
+    "prefix": lambda b, h, q, k: (k <= q) | (k < 4),
+    "holes": lambda b, h, q, k: (k <= q) & (k % 3 != 1),
+}
+PADDING = {
+    "none": None,
+    "left": torch.arange(N) >= torch.tensor([[0], [3]]),
+    "right": torch.arange(N) < torch.tensor([[12], [8]]),
+    "inside": torch.arange(N) % 5 != torch.tensor([[2], [9]]),
+}
+
+
+def dense(mask: Mask, queries: int, keys: int) -> Tensor:
+    place = Place(B, 1, queries, keys, offset=keys - queries)
+    return mask.to_dense(place).expand(B, 1, queries, keys)
+
+
+def made(rule: Callable[..., Any], padding: Tensor | None, **place: Any) -> MaskTensor:
+    return mask_function(
+        batch_size=B, mask_function=rule, attention_mask=padding, use_vmap=False, **place
+    )
+
+
+@pytest.mark.parametrize("place", [(12, 12, 0, 0), (3, 12, 9, 0), (1, 12, 11, 0), (2, 5, 9, 6)])
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("rule", [*RULES, *UNKNOWN])
+def test_rules_of_transformers_are_kept_to_the_pair(
+    rule: str, padding: str, place: tuple[int, int, int, int]
+) -> None:
+    queries, keys, q_offset, kv_offset = place
+    rules = {**RULES, **UNKNOWN}
+    where = {"q_length": queries, "kv_length": keys, "q_offset": q_offset, "kv_offset": kv_offset}
+    wanted = sdpa_mask(
+        batch_size=B,
+        mask_function=rules[rule],
+        attention_mask=PADDING[padding],
+        allow_is_causal_skip=False,
+        **where,
+    )
+    found = made(rules[rule], PADDING[padding], **where)
+    assert found.shape == (B, 1, queries, keys)
+    assert torch.equal(found.written_out(), wanted.expand(B, 1, queries, keys))
+    if rule in RULES and padding != "inside":
+        assert found.mask.pieces > 0
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_signature_before_transformers_5_4_gives_the_same_mask(rule: str, padding: str) -> None:
+    now = made(RULES[rule], PADDING[padding], q_length=3, kv_length=12, q_offset=9)
+    before = made(RULES[rule], PADDING[padding], cache_position=torch.arange(9, 12), kv_length=12)
+    assert torch.equal(before.written_out(), now.written_out())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_known_rules_look_at_no_pair(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked(**_: Any) -> Tensor:
+        raise AssertionError("a pair was looked at")
+
+    monkeypatch.setattr(masking_utils, "sdpa_mask", looked)
+    made(RULES[rule], PADDING["left"], q_length=N, kv_length=N, q_offset=0)
+
+
+def test_plain_rules_have_plain_names() -> None:
+    place = {"q_length": N, "kv_length": N, "q_offset": 0}
+    assert repr(made(RULES["causal"], None, **place).mask) == "causal(offset=0)"
+    window = repr(made(RULES["window"], None, **place).mask)
+    assert window == "(causal(offset=0) & window(3, offset=0))"
+    assert repr(made(RULES["bidirectional"], None, **place).mask) == "lengths(12)"
+
+
+def test_a_long_sequence_takes_memory_for_its_rows_only() -> None:
+    n = 100_000  # a mask of all pairs would take 10 GB
+    padding = torch.arange(n) >= torch.tensor([[0], [n // 2]])
+    found = made(RULES["window"], padding, q_length=n, kv_length=n, q_offset=0)
+    assert isinstance(found.mask, Stretches)
+    assert found.mask.start(Place(B, 1, n, n)).flatten().tolist() == [0, n // 2]
+
+
+@given(st.data())
+def test_any_intervals_are_found_in_a_tensor(data: st.DataObject) -> None:
+    queries, keys = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 7))
+    bound = st.lists(st.integers(0, keys), min_size=queries, max_size=queries)
+    first, last = torch.tensor(data.draw(bound)), torch.tensor(data.draw(bound))
+    column = torch.arange(keys)
+    seen = (column >= first[:, None]) & (column < last[:, None])
+    found = read(seen)
+    assert found.pieces > 0
+    place = Place(1, 1, queries, keys, offset=keys - queries)
+    assert torch.equal(found.to_dense(place).expand(1, 1, queries, keys)[0, 0], seen)
+
+
+@given(st.lists(st.booleans(), min_size=12, max_size=12))
+def test_any_tensor_is_read_exactly(bits: list[bool]) -> None:
+    seen = torch.tensor(bits).reshape(3, 4)
+    found = read(seen, stands=False)
+    place = Place(1, 1, 3, 4, offset=1)
+    assert torch.equal(found.to_dense(place).expand(1, 1, 3, 4)[0, 0], seen)
+
+
+def test_where_queries_stand_in_a_static_cache_is_read_from_the_mask() -> None:
+    seen = torch.arange(20) <= torch.arange(3)[:, None] + 6
+    assert read(seen).alignment(Place(1, 1, 3, 20, offset=17)) == 6
+    assert read(seen, stands=False).alignment(Place(1, 1, 3, 20, offset=17)) is None
+
+
+def test_what_is_added_is_split_into_mask_and_bias() -> None:
+    lowest = torch.finfo(torch.bfloat16).min
+    seen, bias = split(torch.tensor([[0.0, lowest], [0.5, -torch.inf]], dtype=torch.bfloat16))
+    assert seen is not None
+    assert bias is not None
+    assert seen.tolist() == [[True, False], [True, False]]
+    assert bias.tolist() == [[0.0, 0.0], [0.5, 0.0]]
+    seen, bias = split(torch.tensor([[-1e4, 0.0]]))  # of old models: low, and still a number
+    assert seen is None
+    assert bias is not None
+    assert split(torch.zeros(2, 2)) == (None, None)
+
+
+def test_a_mask_is_read_once_for_all_layers_and_again_when_it_changed() -> None:
+    memory, mask, asked = Memory(), torch.ones(3, 3).bool(), []
+    for _ in range(3):
+        memory.recall(lambda: asked.append("made") or hw.mask.causal(), mask)
+    assert len(asked) == 1
+    mask[0, 1] = False
+    memory.recall(lambda: asked.append("made") or hw.mask.causal(), mask)
+    memory.recall(lambda: asked.append("made") or hw.mask.causal(), mask, "otherwise")
+    assert len(asked) == 3
+
+
+def test_rules_of_flex_attention_are_asked_a_few_rows_at_a_time() -> None:
+    device = torch.device("cpu")
+    window = by_rows(lambda b, h, i, j: (j <= i) & (j > i - 3), (1, 1, 9, 9), device, True, None)
+    assert repr(window) == "(causal(offset=0) & window(2, offset=0))"
+    holes = by_rows(lambda b, h, i, j: j % 2 == h, (1, 2, 4, 4), device, True, None)
+    assert isinstance(holes, Dense)
+
+
+def test_a_mask_in_the_dress_of_a_tensor_survives_what_models_do_with_one() -> None:
+    given = made(RULES["window"], PADDING["left"], q_length=N, kv_length=N, q_offset=0)
+    plain = given.written_out()
+    assert given.contiguous() is given
+    assert given.ndim == len(given.shape) == given.dim() == 4
+    assert isinstance(given.to("cpu"), MaskTensor)
+    assert torch.equal(given.to(torch.float32), plain.float())
+    assert torch.equal(given[:, :, :, :5], plain[:, :, :, :5])
+    assert torch.equal(torch.where(given, 0.0, -1.0), torch.where(plain, 0.0, -1.0))
+    assert torch.equal(~given, ~plain)
+    assert given.dtype == torch.bool
+    assert given.device == plain.device
