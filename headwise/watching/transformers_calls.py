@@ -73,7 +73,7 @@ class Watched:
 
 def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
     """Let the attention interface tell the recorder of this model; returns what undoes it."""
-    if "transformers" not in sys.modules:
+    if sys.modules.get("transformers") is None:
         return []  # then no module of the model is of theirs
     from transformers import AttentionInterface, PreTrainedModel
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 
 import pytest
@@ -16,14 +15,12 @@ from headwise.watching import implementation as ours
 from tests.watching.foreign import B, N, implementation, inputs, model_of
 
 
-def test_importing_headwise_and_watching_imports_no_transformers() -> None:
-    code = """
-import sys, torch, headwise as hw
-with hw.watch(torch.nn.MultiheadAttention(8, 2)) as seen:
-    seen.model(*[torch.randn(3, 8)] * 3)
-assert "transformers" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_watching_needs_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it would fail
+    x = torch.randn(3, 8)
+    with hw.watch(attention := torch.nn.MultiheadAttention(8, 2)) as seen:
+        attention(x, x, x)
+    assert len(seen.layers) == 1
 
 
 def test_models_are_made_and_saved_and_loaded_with_it(tmp_path: object) -> None:
@@ -52,14 +49,12 @@ def test_gradients_are_those_of_eager_attention(family: str) -> None:
         given = inputs(family, "right")
         with implementation(model, attention):
             out = model(**given)[0][given["attention_mask"].bool()]
-            (
-                out * torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-            ).sum().backward()
-        grads[attention] = [p.grad for p in model.parameters()]
-    for a, b in zip(grads["eager"], grads["headwise"], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4 * float(a.abs().max()))
+            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+            (out * weights).sum().backward()
+        grads[attention] = [p.grad for p in model.parameters() if p.grad is not None]
+    largest = max(float(grad.abs().max()) for grad in grads["eager"])
+    for theirs, found in zip(grads["eager"], grads["headwise"], strict=True):
+        torch.testing.assert_close(found, theirs, rtol=1e-3, atol=1e-5 * largest)
 
 
 def test_watched_it_is_observed_in_the_pass_that_computes_it() -> None:
