@@ -1,0 +1,128 @@
+"""Takes the pictures of the page that the handbook shows: python -m bench.pictures [name ...]
+
+Each view is opened in a real browser on the built-in models, as a reader of the handbook would see
+it on a laptop, and written to docs/pictures.
+"""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.look.browser import MISSING, chromium
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+MOST_BYTES = 300_000
+ENGLISH, CHINESE = "en-GB", "zh-CN"
+
+SECOND_TEXT = (
+    "In 1921 the harbour of Port Ellery was given a new crane. The crane of Port Ellery could lift "
+    "forty tons, and the harbour master, Ida Quill, let it lift whatever people asked for: a "
+    "tram, a bell, a whale. Ida Quill wrote down every weight in a green book. The green book is "
+    "kept in the museum, and beside it stands the bell that the crane of Port Ellery let fall. "
+) * 2
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A picture: what is served, where the page goes, and how it looks."""
+
+    name: str
+    address: str
+    model: str = "gpt"
+    locale: str = ENGLISH
+    theme: str = "light"
+    hover: str | None = None
+    second_text: bool = False
+
+
+SHOTS = (
+    Shot("look-heads", "#/heads?layer=5&head=1", hover="[data-point='5.3']"),
+    Shot("look-heads-dark", "#/heads?by=previous_mass_mean&layer=4&head=6", theme="dark"),
+    Shot("look-heads.zh", "#/heads?by=entropy_mean&order=rising&layer=4&head=6", locale=CHINESE),
+    Shot("look-compare", "#/compare?layer=4&head=6&layer2=5&head2=1"),
+    Shot("look-compare-inputs", "#/compare?of=inputs", theme="dark", second_text=True),
+    Shot("look-translate", "#/heads?group=cross", "translate"),
+)
+
+
+@contextmanager
+def served(model: str) -> Iterator[str]:
+    """The address of a page on a model, as `headwise look` serves it."""
+    command = [sys.executable, "-m", "headwise.cli", "look", model, "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[0]
+        finally:
+            process.terminate()
+
+
+def take(browser: Browser, shot: Shot, url: str) -> None:
+    """Open the view, let it settle, and keep what it looks like."""
+    context = browser.new_context(
+        viewport={"width": 1280, "height": 800},
+        locale=shot.locale,
+        color_scheme=shot.theme,  # type: ignore[arg-type]
+    )
+    page = context.new_page()
+    page.goto(url)
+    page.wait_for_selector("[data-head]", timeout=60_000)
+    if shot.second_text:
+        read(page)
+    page.goto(url + shot.address)
+    page.wait_for_load_state("networkidle")
+    page.wait_for_timeout(800)
+    if shot.hover:
+        page.hover(shot.hover, force=True)
+    keep(page.screenshot(), shot.name)
+    context.close()
+
+
+def read(page: Page) -> None:
+    """Let the model read a second text."""
+    page.get_by_role("button", name="New text").click()
+    page.get_by_role("textbox").fill(SECOND_TEXT)
+    page.get_by_role("button", name="Read it").click()
+    page.wait_for_url("**input=1**", timeout=60_000)
+
+
+def keep(png: bytes, name: str) -> None:
+    """Write a picture as small as it can be, and refuse one too large for every clone to carry."""
+    small = io.BytesIO()
+    # Colours are chosen by how far apart they are, so that a single green dot stays green.
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(small, "PNG", optimize=True)
+    if small.tell() > MOST_BYTES:
+        raise ValueError(f"{name} has {small.tell():,} bytes; at most {MOST_BYTES:,} are kept")
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{name}.png").write_bytes(small.getvalue())
+    print(f"{name}.png  {small.tell() / 1000:.0f} kB")
+
+
+def main(names: list[str]) -> None:
+    """Take the pictures of these names, or all."""
+    wanted = [shot for shot in SHOTS if not names or shot.name in names]
+    path = chromium()
+    if path is None:
+        raise SystemExit(MISSING)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        for model in dict.fromkeys(shot.model for shot in wanted):
+            with served(model) as url:
+                for shot in wanted:
+                    if shot.model == model:
+                        take(browser, shot, url)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
