@@ -15,6 +15,8 @@ export class Look {
   state = $state.raw<State | null>(null);
   /** Why the last question about the state had no answer. */
   stopped = $state.raw<Problem | null>(null);
+  /** The element the page is shown in. */
+  root: HTMLElement | undefined;
   #timer: ReturnType<typeof setTimeout> | undefined;
   #closed = false;
   #awaited: string | null = null;
@@ -45,6 +47,14 @@ export class Look {
   /** A model is being loaded, or reads. */
   get busy(): boolean {
     return !this.state || this.state.state === 'loading' || this.state.stage !== null;
+  }
+
+  /** Whether a key is for a view: nobody is typing, and in a notebook the page has the focus. */
+  hears(event: KeyboardEvent): boolean {
+    const target = event.target as HTMLElement;
+    if (event.ctrlKey || event.metaKey || event.altKey) return false;
+    if (target.closest('input, textarea, select, dialog')) return false;
+    return this.transport.kind !== 'widget' || this.root?.contains(target) === true;
   }
 
   /** Ask for the state now, and again later: often while something happens, seldom afterwards. */
