@@ -51,7 +51,7 @@ class WatchedFolder:
                 "run": self.folder.resolve().name,
                 "model": run.manifest.get("model", {}).get("class", ""),
                 "step": steps[-1] if steps else None,
-                "age": max(0.0, time.time() - self.folder.stat().st_mtime),
+                "age": max(0.0, time.time() - run.folder.stat().st_mtime),
                 "layers": [
                     {
                         "layer": layer.number,

@@ -55,7 +55,7 @@ const en = {
     heads:
       'Parameters and operations are counted on hw.nn.MultiHeadAttention, biases included. The rank is that of the first head’s W_q W_kᵀ in a freshly initialised layer. For the reading task each token must know what stands at so many places before it, each for itself; heads that have several places average them, and the best linear readout (least squares) recovers what it can.',
     scores:
-      'hw.attention with hw.Dot() and hw.Additive(w), on one core, in turns, the median of three; w as a layer starts with it, uniform within ±1/√d. Bytes are what autograd keeps between forward and backward, counted by its own hooks: once for the textbook’s lines, once for headwise’s blocks. The curves are of N(0, 1) queries over as many keys as stated.',
+      'hw.attention with hw.Dot() and hw.Additive(w), on one core, in turns, the fastest of five; w as a layer starts with it, uniform within ±1/√d. Bytes are what autograd keeps between forward and backward, counted by its own hooks: once for the textbook’s lines, once for headwise’s blocks. The curves are of N(0, 1) queries over as many keys as stated.',
     sharing:
       'The same random tokens go through hw.nn.MultiHeadAttention with Separate() and with Shared() projections, freshly initialised with the same query matrix. Lengths are e^(σ·N(0, 1)). The curve is the mean over several draws of tokens.',
   } as Record<ExperimentId, string>,
@@ -199,7 +199,7 @@ const zh: typeof en = {
     heads:
       '参数量与运算量在 hw.nn.MultiHeadAttention 上数出，含偏置。秩取自新初始化的层中第一个头的 W_q W_kᵀ。读取任务中，每个词元须分别知道它之前若干位置的内容；一个头若负责多处就只能取平均，再由最优线性读出（最小二乘）尽量恢复。',
     scores:
-      '用 hw.Dot() 与 hw.Additive(w) 调用 hw.attention，单核、轮流运行，取三次的中位数；w 为层的初始值，在 ±1/√d 内均匀分布。字节数是 autograd 在前向与反向之间保留的量，由其钩子数出：一次按教科书写法，一次按 headwise 的分块计算。曲线中的查询为 N(0, 1)，键数如标题所示。',
+      '用 hw.Dot() 与 hw.Additive(w) 调用 hw.attention，单核、轮流运行，取五次中最快的一次；w 为层的初始值，在 ±1/√d 内均匀分布。字节数是 autograd 在前向与反向之间保留的量，由其钩子数出：一次按教科书写法，一次按 headwise 的分块计算。曲线中的查询为 N(0, 1)，键数如标题所示。',
     sharing:
       '同一批随机词元分别经过使用 Separate() 与 Shared() 投影的 hw.nn.MultiHeadAttention，二者新初始化，查询矩阵相同。长度为 e^(σ·N(0, 1))。曲线是多次抽样的平均。',
   },
