@@ -18,7 +18,7 @@ const en = {
   } as Record<ExperimentId, string>,
   sentences: {
     scale:
-      'A dot product of dₖ independent terms of variance 1 has variance dₖ, so without scaling softmax gives nearly all weight to one key: most rows get no gradient, and a few get far too much. Dividing by √dₖ keeps the variance at 1 whatever the width; dividing by dₖ goes too far, and every key gets the same.',
+      'A dot product of dₖ independent terms of variance 1 has variance dₖ, so unscaled logits spread with the width until softmax gives nearly all weight to one key: then most rows get no gradient, and a few far too much. Dividing by √dₖ keeps the variance at 1 whatever the width; dividing by dₖ goes too far, and every key gets the same.',
     heads:
       'Cutting the width into h heads is free: the matrices keep their 4d² parameters and the products their operations, but there are h maps instead of one, and each compares in d/h dimensions. One head has one set of weights a row, so what it brings from several places arrives as their mean; as many heads as places bring each for itself.',
     scores:
@@ -162,7 +162,7 @@ const zh: typeof en = {
   },
   sentences: {
     scale:
-      'dₖ 个方差为 1 的独立项相加，点积的方差就是 dₖ；若不缩放，softmax 会把几乎全部权重给一个键，多数行得不到梯度，少数行的梯度又过大。除以 √dₖ 使方差在任何宽度下都是 1；除以 dₖ 则过了头，所有键的权重都一样。',
+      'dₖ 个方差为 1 的独立项相加，点积的方差就是 dₖ；若不缩放，logits 随宽度越来越分散，直到 softmax 把几乎全部权重给一个键：此时多数行得不到梯度，少数行的梯度又过大。除以 √dₖ 使方差在任何宽度下都是 1；除以 dₖ 则过了头，所有键的权重都一样。',
     heads:
       '把宽度切成 h 个头不增加任何代价：四个矩阵仍是 4d² 个参数，乘法次数也不变，但注意力图从一张变成 h 张，每个头只在 d/h 维中比较。一个头每行只有一组权重，从多处取来的内容只能是平均值；有几处就用几个头，才能各自取回。',
     scores:
