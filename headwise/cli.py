@@ -16,8 +16,11 @@ except ModuleNotFoundError as missing:
         f"The command line needs {missing.name}: pip install 'headwise[cli]'"
     ) from missing
 
+import torch
+
 from headwise.doctor import gather
 from headwise.look import commands as look_commands
+from headwise.plan import engines
 from headwise.training import commands as training_commands
 from headwise.watching import commands as watching_commands
 
@@ -61,8 +64,15 @@ def doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="The same for a program to read.")
     ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Measure the GPU kernels' block shapes and keep the fastest."),
+    ] = False,
 ) -> None:
     """Say what this machine can run: versions, devices, engines, and traps known to hurt here."""
+    if tune:
+        tune_kernels()
+        return
     facts = gather()
     if as_json:
         print_json(dataclasses.asdict(facts))
@@ -82,6 +92,26 @@ def doctor(
         item(console, trap.name, trap.what, "yellow", trap.cure)
     if not facts.traps:
         item(console, "none", "nothing known to go wrong here", "green")
+
+
+def tune_kernels() -> None:
+    """Print what each kernel gained, and where the fastest shapes are kept."""
+    reason = engines()["triton"]
+    if reason is not None or not torch.cuda.is_available():
+        raise SystemExit(f"headwise doctor --tune measures an NVIDIA GPU: {reason or 'none here'}")
+    from headwise.engines.triton import tuning
+
+    console, device = Console(), torch.device("cuda", torch.cuda.current_device())
+    section(console, f"block shapes on {torch.cuda.get_device_name(device)}")
+    found = []
+    for x in tuning.tune(device):
+        tile = (
+            f"{x.chosen.rows} x {x.chosen.keys}, {x.chosen.warps} warps, {x.chosen.stages} stages"
+        )
+        said = f"{tile}: {x.usual / x.best:.2f} times as fast as the usual shape"
+        item(console, f"{x.kernel} {x.width}", said, "")
+        found.append(x)
+    item(console, "kept in", str(tuning.keep(device, found)), "green")
 
 
 def section(console: Console, title: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.engines.operators import Gradients
+from headwise.engines.triton.cards import card
 from headwise.engines.triton.grad_keys import grad_keys, row_blocks
 from headwise.engines.triton.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.grad_small import grad_bias, grad_distance
@@ -25,12 +26,8 @@ from headwise.engines.triton.launch import (
     ready,
     start,
 )
-from headwise.engines.triton.shapes import (
-    INTERPRETED,
-    Shape,
-    keys_shape,
-    queries_shape,
-)
+from headwise.engines.triton.shapes import INTERPRETED, Shape
+from headwise.engines.triton.shapes import shape as shape_of
 from headwise.problem import Terms
 
 
@@ -112,8 +109,11 @@ class Call:
         """A program for each block of rows."""
         return -(-self.rows // rows), self.heads, self.batch
 
-    def shape(self, shape: Shape) -> Shape:
-        return INTERPRETED if interpreting() else shape
+    def shape(self, kernel: str) -> Shape:
+        if interpreting():
+            return INTERPRETED
+        x = self.operands.q
+        return shape_of(kernel, self.wide, x.itemsize, card(x.device))
 
     def tensors(self, rows: int, keys: int) -> tuple[bool, list[Any]]:
         """q, grad_out, k, v as the kernels load them, and their strides."""
@@ -132,7 +132,7 @@ class Call:
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
         """q's gradient, and the sums over each row that small gradients need."""
         terms, q = self.operands.terms, self.operands.q
-        shape = self.shape(queries_shape(self.wide, q.itemsize))
+        shape = self.shape("queries")
         grad = torch.empty_like(q, memory_format=torch.contiguous_format)
         slopes = None if terms.slopes is None else torch.empty_like(rows.shared)
         ends = [None if terms.relative is None else torch.empty_like(rows.shared) for _ in range(2)]
@@ -149,7 +149,7 @@ class Call:
     def keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The gradients of k and v."""
         k, v = self.operands.k, self.operands.v
-        shape = self.shape(keys_shape(self.wide, k.itemsize))
+        shape = self.shape("keys")
         grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
         grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
         if self.rows == 0:

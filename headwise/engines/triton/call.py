@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headwise.engines.triton.cards import card
 from headwise.engines.triton.forward import Written, forward
 from headwise.engines.triton.launch import (
     described,
@@ -16,7 +17,8 @@ from headwise.engines.triton.launch import (
     outer_strides,
     start,
 )
-from headwise.engines.triton.shapes import INTERPRETED, forward_shape
+from headwise.engines.triton.shapes import INTERPRETED
+from headwise.engines.triton.shapes import shape as shape_of
 from headwise.problem import Terms
 from headwise.sums import Sums, room
 
@@ -33,7 +35,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     call = operands(q, k, v, terms)
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
-    shape = INTERPRETED if interpreting() else forward_shape(wide, q.itemsize)
+    shape = INTERPRETED if interpreting() else shape_of("forward", wide, q.itemsize, card(q.device))
     tma, (q_, k_, v_) = described(
         (call.q, call.k, call.v), call.steps, (shape.rows, shape.keys, shape.keys)
     )

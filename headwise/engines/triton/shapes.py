@@ -1,11 +1,20 @@
 """Block shapes by what a kernel has to hold: a small table, measured, so that no call is tuned.
 
-The bfloat16 choices are the best of bench/results/gpu_shapes.json, an NVIDIA H200's.
+The bfloat16 choices of Hopper are the best of bench/results/gpu_shapes.json, an NVIDIA H200's. GPUs
+with less shared memory get tiles that fit it; `headwise doctor --tune` measures on the GPU at hand
+and leaves what was fastest where `shape` finds it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headwise.engines.triton.cards import Card
+
+KERNELS = ("forward", "queries", "keys")  # the forward, and the two that differentiate
 
 
 @dataclass(frozen=True)
@@ -20,29 +29,81 @@ class Shape:
 
 INTERPRETED = Shape(32, 32, 4, 1)  # small, so that small problems have edges and a middle
 
+_TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 128 and 256
+    "hopper": {
+        ("forward", 2): (Shape(64, 128, 4, 3), Shape(128, 128, 8, 3), Shape(128, 64, 8, 2)),
+        ("queries", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
+        ("keys", 2): (Shape(32, 128, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 8, 2)),
+        ("forward", 4): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 1)),
+        ("queries", 4): (Shape(64, 32, 4, 1), Shape(64, 32, 4, 1), Shape(64, 16, 4, 1)),
+        ("keys", 4): (Shape(32, 64, 4, 1), Shape(32, 64, 4, 1), Shape(16, 64, 8, 1)),
+    },
+    "ampere": {  # 164 KB a program
+        ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 4, 2)),
+        ("queries", 2): (Shape(64, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 1)),
+        ("keys", 2): (Shape(32, 64, 4, 2), Shape(32, 64, 4, 2), Shape(32, 32, 4, 1)),
+        ("forward", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 1), Shape(32, 16, 4, 1)),
+        ("queries", 4): (Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(16, 16, 4, 1)),
+        ("keys", 4): (Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(16, 16, 4, 1)),
+    },
+    "small": {  # 99 KB: the GPUs of desks and of inference
+        ("forward", 2): (Shape(128, 64, 4, 2), Shape(64, 32, 4, 2), Shape(64, 16, 4, 1)),
+        ("queries", 2): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 1), Shape(32, 16, 4, 1)),
+        ("keys", 2): (Shape(32, 64, 4, 1), Shape(32, 32, 4, 1), Shape(16, 32, 4, 1)),
+        ("forward", 4): (Shape(64, 32, 4, 1), Shape(32, 32, 4, 1), Shape(16, 16, 4, 1)),
+        ("queries", 4): (Shape(32, 32, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1)),
+        ("keys", 4): (Shape(32, 32, 4, 1), Shape(16, 32, 4, 1), Shape(16, 16, 4, 1)),
+    },
+}
 
-def forward_shape(width: int, itemsize: int) -> Shape:
-    """Of the forward kernel, for a padded head width and the bytes of an element."""
-    if itemsize == 4:
-        return Shape(128, 64, 8, 2) if width <= 128 else Shape(64, 32, 8, 1)
-    if width <= 64:
-        return Shape(64, 128, 4, 3)
-    return Shape(128, 128, 8, 3) if width <= 128 else Shape(128, 64, 8, 2)
+
+_CHOSEN: dict[tuple[str, int, int, Card], Shape] = {}
 
 
-def queries_shape(width: int, itemsize: int) -> Shape:
-    """Of the kernel of the queries' gradient."""
-    if itemsize == 4:
-        return Shape(64, 32, 4, 1) if width <= 128 else Shape(64, 16, 4, 1)
-    if width <= 64:
-        return Shape(128, 64, 4, 3)
-    return Shape(128, 64, 8, 3) if width <= 128 else Shape(128, 32, 8, 2)
+def shape(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
+    """Of one of the KERNELS, for a padded head width and the bytes of an element."""
+    what = kernel, width, itemsize, card
+    if what not in _CHOSEN:
+        found = _tuned().get(card.name, {}).get(_key(kernel, width, itemsize))
+        use(*what, Shape(**found) if found else default(*what))
+    return _CHOSEN[what]
 
 
-def keys_shape(width: int, itemsize: int) -> Shape:
-    """Of the kernel of the keys' and values' gradients."""
-    if itemsize == 4:
-        return Shape(32, 64, 4, 1) if width <= 128 else Shape(16, 64, 8, 1)
-    if width <= 64:
-        return Shape(32, 128, 4, 3)
-    return Shape(64, 64, 4, 2) if width <= 128 else Shape(64, 64, 8, 2)
+def use(kernel: str, width: int, itemsize: int, card: Card, chosen: Shape) -> None:
+    """Have this process use a shape from now on."""
+    _CHOSEN[kernel, width, itemsize, card] = chosen
+
+
+def default(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
+    """The table's choice, whatever was tuned."""
+    room = "hopper" if card.shared >= 220_000 else "ampere" if card.shared >= 160_000 else "small"
+    return _TABLE[room][kernel, itemsize][0 if width <= 64 else 1 if width <= 128 else 2]
+
+
+def tuned_file() -> Path:
+    """Where tuned shapes lie: in the user's cache folder."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "headwise" / "shapes.json"
+
+
+def remember(card: Card, found: dict[tuple[str, int, int], Shape]) -> Path:
+    """Store a GPU's fastest shapes by kernel, width and bytes of an element, beside other GPUs'."""
+    file = tuned_file()
+    known = _tuned()
+    known[card.name] = {_key(*what): asdict(best) for what, best in found.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(known, indent=1) + "\n")
+    _CHOSEN.clear()
+    return file
+
+
+def _tuned() -> dict[str, dict[str, dict[str, int]]]:
+    file = tuned_file()
+    if not file.exists():
+        return {}
+    known: dict[str, dict[str, dict[str, int]]] = json.loads(file.read_text())
+    return known
+
+
+def _key(kernel: str, width: int, itemsize: int) -> str:
+    return f"{kernel} {width} {itemsize}"

@@ -68,16 +68,24 @@ def weight_on(
     return tl.where(seen & (s != NOTHING), power(s, lse), 0.0)
 
 
-@triton.jit(do_not_specialize=[*LOOSE, "first", "sink_keys"])
+_STRIDES = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row"]
+
+
+@triton.jit(do_not_specialize=[*LOOSE, *_STRIDES, "first", "sink_keys"])
 def single(
-    q, k, out, qs, ks, t,
+    q, k, out, q_batch, q_head, q_row, k_batch, k_head, k_row, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     known, found, starts, start_strides, first, sink_keys,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
-    PADDED_VALUES: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
+    PADDED_VALUES: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS query rows of one head; its sequence starts at key `first` or `starts`."""
+    """One block of ROWS query rows of one head; its sequence starts at key `first` or `starts`.
+
+    Strides count in UNITs, so that wide loads are known to be lawful.
+    """
+    qs = (q_batch * UNIT, q_head * UNIT, q_row * UNIT)
+    ks = (k_batch * UNIT, k_head * UNIT, k_row * UNIT)
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,

@@ -10,10 +10,13 @@ from torch import Tensor
 from headwise.engines.operators import CALL, define, direct
 from headwise.engines.triton.cards import INTERPRETING
 from headwise.engines.triton.launch import (
+    WORD,
     broadcast_strides,
+    kind_of,
     on,
     operands,
     outer_strides,
+    start,
 )
 from headwise.engines.triton.single import Known, Single, single
 from headwise.observation import STATISTICS
@@ -57,12 +60,17 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     found = Single(*(next(parts) if asked & bit else None for bit in _BITS.values()))
     known = Known(lse, max_logit, entropy if entropy.numel() else None)
     rows = 32 if max(call.padded) <= 128 else 16
+    strides = (*outer_strides(call.q), *outer_strides(call.k))
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    simple = starts is None and max(*strides, abs(first), sink_keys) < WORD
     with on(q.device):
-        single[(-(-q.shape[2] // rows), q.shape[1], q.shape[0])](
-            call.q, call.k, out.contiguous(), outer_strides(call.q), outer_strides(call.k),
-            call.given, *call.sizes, known, found, starts,
-            None if starts is None else broadcast_strides(starts), first, sink_keys, ROWS=rows,
-            num_warps=4, num_stages=1, **flags,
+        start(
+            single, (-(-q.shape[2] // rows), q.shape[1], q.shape[0]),
+            kind_of(call, asked, known.entropy is None) if simple else None,
+            (call.q, call.k, out.contiguous(), *(stride // unit for stride in strides), call.given,
+            *call.sizes, known, found, starts,
+            None if starts is None else broadcast_strides(starts), first, sink_keys),
+            4, 1, ROWS=rows, UNIT=unit, **flags,
         )  # fmt: skip
     return whole
 
