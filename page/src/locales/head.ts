@@ -37,6 +37,7 @@ const en = {
   drop: 'First keys',
   dropNone: 'shown',
   dropSome: (count: number) => (count === 1 ? 'without 1' : `without ${count}`),
+  dropInFile: 'A file holds whole maps only: headwise look leaves the first keys out.',
   dropTitle:
     'Attention sinks outshine the rest: leave the first keys out. Nothing is renormalised.',
 
@@ -101,20 +102,22 @@ const en = {
   linesLeftOut: (count: number) =>
     `${count} weaker keys are not shown: choose fewer queries to see them.`,
 
-  imageHint: 'Click a patch: brighter patches are those it looks at.',
-  imageHintReceives: 'Click a patch: brighter patches are those that look at it.',
+  imageHint: 'Click a patch: what it looks at stays clear, the rest fades.',
+  imageHintReceives: 'Click a patch: the patches that look at it stay clear, the rest fades.',
   imageLabel: 'The image, its patches coloured by attention',
   imageFirst: 'class token',
-  strength: 'Overlay',
+  strength: 'Veil',
 
   loading: 'Opening the head',
   noHead: 'There is no such head',
-  noHeadHint: (count: number) => `This input has ${count} heads: choose one of them.`,
+  noHeadHint: 'These are there, by layer and number:',
+  noHeadInFile: 'The map of this head is not in the file',
+  noHeadInFileHint: 'headwise look shows every head. In the file are:',
   failed: 'This head could not be opened',
   tileFailed: 'Part of the map could not be had:',
-  tileMissing: (side: string) =>
-    `This file holds the map down to cells of ${side} × ${side} weights. headwise look shows every weight.`,
-  notInFile: 'This is not in the file. headwise look shows it.',
+  ended: (side: string) =>
+    `The file holds this map down to cells of ${side} × ${side} weights. headwise look shows every weight.`,
+  notInFile: 'not in the file',
   retry: 'Try again',
   busy: 'computing…',
 
@@ -163,6 +166,7 @@ const zh: typeof en = {
   drop: '开头的键',
   dropNone: '显示',
   dropSome: (count) => `去掉 ${count} 个`,
+  dropInFile: '文件中只有完整的图：用 headwise look 可以去掉开头的键。',
   dropTitle: '注意力汇聚点会盖过其余部分：可去掉开头的键。其余权重不重新归一化。',
 
   map: (name, rows, columns) => `${name} 的注意力图：${rows} 行查询看向 ${columns} 个键`,
@@ -222,20 +226,22 @@ const zh: typeof en = {
   linesKeys: '键',
   linesLeftOut: (count) => `另有 ${count} 个较弱的键未显示：减少查询即可看到。`,
 
-  imageHint: '点击一个图块：越亮的图块是它越关注的。',
-  imageHintReceives: '点击一个图块：越亮的图块越关注它。',
+  imageHint: '点击一个图块：它看向的图块保持清晰，其余变淡。',
+  imageHintReceives: '点击一个图块：看向它的图块保持清晰，其余变淡。',
   imageLabel: '图像，图块按注意力着色',
   imageFirst: '分类词元',
-  strength: '叠加',
+  strength: '遮罩',
 
   loading: '正在打开这个头',
   noHead: '没有这个头',
-  noHeadHint: (count) => `此输入共有 ${count} 个头，请选择其中之一。`,
+  noHeadHint: '现有的头（层.头）：',
+  noHeadInFile: '文件中没有这个头的注意力图',
+  noHeadInFileHint: 'headwise look 可以显示所有头。文件中有：',
   failed: '无法打开这个头',
   tileFailed: '图的一部分无法取得：',
-  tileMissing: (side) =>
-    `此文件中的图最细到每格 ${side} × ${side} 个权重。headwise look 可以看到每一个权重。`,
-  notInFile: '文件中没有这部分内容。headwise look 可以显示。',
+  ended: (side) =>
+    `文件中的这幅图最细到每格 ${side} × ${side} 个权重。headwise look 可以看到每一个权重。`,
+  notInFile: '文件中没有',
   retry: '重试',
   busy: '计算中…',
 

@@ -3,7 +3,7 @@
 import type { Scale } from '../../lib/colour';
 import type { Look } from '../../lib/look.svelte';
 import type { Changes } from '../../lib/router.svelte';
-import type { Group, HeadAddress, How } from '../../lib/types';
+import type { HeadAddress, How } from '../../lib/types';
 import type { Place } from './view';
 
 export type By = 'row' | 'column';
@@ -22,17 +22,48 @@ export class Choices {
     this.#look = look;
   }
 
+  /** The heads of the group that can be opened, as [layer, head]; a file holds some only. */
+  get heads(): readonly (readonly [number, number])[] {
+    const { group, state } = this.#look;
+    const inside = state?.static?.heads.filter((each) => each.group === group?.id);
+    if (inside) {
+      const heads = inside.map(({ layer, head }) => [layer, head] as const);
+      return heads.sort((one, other) => one[0] - other[0] || one[1] - other[1]);
+    }
+    return (group?.layers ?? []).flatMap(({ layer, heads }) =>
+      Array.from({ length: heads }, (_, head) => [layer, head] as const),
+    );
+  }
+
   /** The head, by default the first of its group. */
   get head(): HeadAddress | null {
     const { input, group, router } = this.#look;
-    const layer = group?.layers[0]?.layer;
-    if (!input || !group || layer === undefined) return null;
+    if (!input || !group) return null;
+    const [layer, head] = this.heads[0] ?? [0, 0];
     return {
       input: input.id,
       group: group.id,
       layer: router.number('layer', layer),
-      head: router.number('head', 0),
+      head: router.number('head', head),
     };
+  }
+
+  /** The head so many steps on in reading order, or null at the ends. */
+  neighbour(by: number): readonly [number, number] | null {
+    const { heads, head } = this;
+    const here = heads.findIndex(
+      ([layer, number]) => layer === head?.layer && number === head.head,
+    );
+    return here < 0 ? null : (heads[here + by] ?? null);
+  }
+
+  /** How many levels of the open head's map there are, of a file perhaps not all. */
+  get levels(): number {
+    const { head } = this;
+    const inside = this.#look.state?.static?.heads.find(
+      (each) => each.group === head?.group && each.layer === head.layer && each.head === head.head,
+    );
+    return inside?.levels ?? Infinity;
   }
 
   get how(): How {
@@ -111,11 +142,4 @@ export class Choices {
     const value = this.#look.router.number(name, NaN);
     return Number.isInteger(value) && value >= 0 && value < length ? value : null;
   }
-}
-
-/** Heads of a group in reading order, as [layer, head]. */
-export function headsOf(group: Group): [number, number][] {
-  return group.layers.flatMap(({ layer, heads }) =>
-    Array.from({ length: heads }, (_, head): [number, number] => [layer, head]),
-  );
 }

@@ -25,8 +25,8 @@ export class OneHead {
   busy = $state(true);
   /** Why a part of the map that is in sight is missing. */
   problem = $state.raw<Problem | null>(null);
-  /** The side of the finest cells that are drawn where others are missing. */
-  finest = $state(1);
+  /** A file ends before the level that would be drawn here. */
+  ended = $state(false);
   /** How often somebody asked to try again. */
   attempts = $state(0);
 
@@ -56,6 +56,11 @@ export class OneHead {
   /** Ask again for what could not be had. */
   retry(): void {
     this.attempts++;
+  }
+
+  /** The finest level there is. */
+  get deepest(): number {
+    return Math.min(this.shape.levels, this.choices.levels) - 1;
   }
 
   /** Choose a row and a key: the text and the lines follow. */

@@ -32,11 +32,11 @@ export function cellSize(pyramid: Pyramid, level: number): number {
 
 /**
  * The level to draw at: the finest whose cells still fill a pixel, so that no weight falls between
- * two pixels; `deepest` is the finest there is.
+ * two pixels.
  */
-export function levelFor(pyramid: Pyramid, pixelsPerToken: number, deepest: number): number {
+export function levelFor(pyramid: Pyramid, pixelsPerToken: number): number {
   const halvings = Math.max(0, Math.ceil(-Math.log2(pixelsPerToken) - 1e-6));
-  return Math.min(deepest, Math.max(0, pyramid.levels - 1 - halvings));
+  return Math.max(0, pyramid.levels - 1 - halvings);
 }
 
 /** What a tile covers. */

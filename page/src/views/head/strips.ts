@@ -56,7 +56,7 @@ export function mostOf({ start, stop, values }: Strip, from: number, to: number)
   return most;
 }
 
-/** Draw a strip as bars along one side of the plot; `most` is the number that fills its room. */
+/** Draw a strip along one side of the plot; `most` is the number that fills its room. */
 export function drawStrip(
   context: CanvasRenderingContext2D,
   strip: Strip,
@@ -66,20 +66,25 @@ export function drawStrip(
   most: number,
   ink: Ink,
 ): void {
+  const each = (strip.stop - strip.start) / strip.values.length;
+  const room = (upright ? place.height : place.width) - 3;
+  const base = upright ? place.top + place.height : place.left;
+  const outline = new Path2D(); // one shape: bars of their own would show their seams
+  const to = (along: number, high: number) =>
+    upright ? outline.lineTo(along, base - high) : outline.lineTo(base + high, along);
+  to(pixel(strip.start), 0);
+  strip.values.forEach((value, index) => {
+    const high = most > 0 ? (Math.min(value ?? 0, most) / most) * room : 0;
+    to(pixel(strip.start + index * each), high);
+    to(pixel(strip.start + (index + 1) * each), high);
+  });
+  to(pixel(strip.stop), 0);
   context.save();
   context.beginPath();
   context.rect(place.left, place.top, place.width, place.height);
   context.clip();
   context.fillStyle = ink.accent;
   context.globalAlpha = 0.55;
-  const each = (strip.stop - strip.start) / strip.values.length;
-  const room = (upright ? place.height : place.width) - 3;
-  strip.values.forEach((value, index) => {
-    const from = pixel(strip.start + index * each);
-    const long = Math.max(0.75, pixel(strip.start + (index + 1) * each) - from);
-    const high = most > 0 ? (Math.min(value ?? 0, most) / most) * room : 0;
-    if (upright) context.fillRect(from, place.top + place.height - high, long, high);
-    else context.fillRect(place.left, from, high, long);
-  });
+  context.fill(outline);
   context.restore();
 }

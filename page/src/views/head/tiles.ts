@@ -6,7 +6,7 @@ import type { Source } from '../../lib/source';
 import { Problem } from '../../lib/transport';
 import type { Cells, HeadAddress, Pooling } from '../../lib/types';
 import type { Cache } from './cache';
-import { parent, type Address } from './pyramid';
+import type { Address } from './pyramid';
 import { Queue } from './queue';
 
 /** Cells, and the picture of them in the colours they were last drawn in. */
@@ -55,13 +55,6 @@ export class Tiles {
   /** A tile, if it is here. */
   at(address: Address): Tile | undefined {
     return this.#cache.get(this.#key(address));
-  }
-
-  /** The level of the finest tile that is here for a place: its own, or one that stands in. */
-  levelHere(address: Address): number {
-    let place: Address | null = address;
-    while (place && !this.#cache.has(this.#key(place))) place = parent(place);
-    return place?.level ?? 0;
   }
 
   /** Whether tiles are still to come. */
