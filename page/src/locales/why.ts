@@ -22,9 +22,9 @@ const en = {
     heads:
       'Cutting the width into h heads is free: the matrices keep their 4d² parameters and the products their operations, but there are h maps instead of one, and each compares in d/h dimensions. One head has one set of weights a row, so what it brings from several places arrives as their mean; as many heads as places bring each for itself.',
     scores:
-      'Both scores take O(n²·d) operations, but one is a matrix product and the other a tanh for each pair and dimension, all of them kept for the backward pass where it is written out; block by block, neither keeps any. Unscaled dot products grow like √d and saturate softmax, which bounded additive scores never do: dividing by √d takes that advantage away.',
+      'Both scores take O(n²·d) operations, but one is a matrix product and the other a tanh for each pair and dimension, all kept for the backward pass where they are written out; block by block only q, k, v and the output are kept, ever less a pair as n grows. Unscaled dot products grow like √d and saturate softmax, which bounded additive scores never do: dividing by √d takes that advantage away.',
     sharing:
-      'With one matrix for queries and keys the logits are symmetric: i looks at j as hard as j looks at i, and tokens of equal length look at themselves most. Give the tokens different lengths and the long ones win instead: it is the norm that attracts, not the diagonal.',
+      'With one matrix for queries and keys the logits are symmetric: before softmax i looks at j as hard as j at i, and tokens of equal length look at themselves most. Give the tokens different lengths and the long ones win instead: it is the norm that attracts, not the diagonal.',
   } as Record<ExperimentId, string>,
   settings: {
     d: 'Width of a head, dₖ',
@@ -166,9 +166,9 @@ const zh: typeof en = {
     heads:
       '把宽度切成 h 个头不增加任何代价：四个矩阵仍是 4d² 个参数，乘法次数也不变，但注意力图从一张变成 h 张，每个头只在 d/h 维中比较。一个头每行只有一组权重，从多处取来的内容只能是平均值；有几处就用几个头，才能各自取回。',
     scores:
-      '两种打分都是 O(n²·d)，但点积是矩阵乘法，加性打分则要对每一对、每一维算一次 tanh，逐步写出时还要为反向传播全部保留；分块计算时两者都不必保留。不缩放的点积随 √d 增大并使 softmax 饱和，有界的加性打分不会；除以 √d 之后，这一优势就不复存在。',
+      '两种打分都是 O(n²·d)，但点积是矩阵乘法，加性打分则要对每一对、每一维算一次 tanh，逐步写出时还要为反向传播全部保留；分块计算时只保留 q、k、v 和输出，n 越大，摊到每一对上的就越少。不缩放的点积随 √d 增大并使 softmax 饱和，有界的加性打分不会；除以 √d 之后，这一优势就不复存在。',
     sharing:
-      '查询与键共用一个矩阵时 logits 是对称的：i 看 j 与 j 看 i 一样多，长度相同的词元最关注自己。若词元长度不同，胜出的就是长的词元：吸引注意力的是范数，而不是对角线。',
+      '查询与键共用一个矩阵时 logits 是对称的：在 softmax 之前，i 看 j 与 j 看 i 一样强，长度相同的词元最关注自己。若词元长度不同，胜出的就是长的词元：吸引注意力的是范数，而不是对角线。',
   },
   settings: {
     d: '头的宽度 dₖ',

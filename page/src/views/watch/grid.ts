@@ -15,6 +15,9 @@ export interface Layout {
 
 const GAP = 2;
 
+/** Cells this wide have room for the head's history. */
+export const ROOMY = 36;
+
 /** Cells as large as the room allows, and never too small to hit. */
 export function layout(layers: WatchState['layers'], room: number): Layout {
   const columns = Math.max(1, ...layers.map((layer) => layer.heads));
@@ -108,7 +111,7 @@ function cell(
   const colour = value === null ? null : PALETTES[mode][shade(value, extent)]!;
   context.fillStyle = colour ? `rgb(${colour.join(' ')})` : ink.empty;
   context.fillRect(x + GAP / 2, y + GAP / 2, width - GAP, height - GAP);
-  if (width >= 36) {
+  if (width >= ROOMY) {
     const dark = colour && colour[0] * 0.3 + colour[1] * 0.6 + colour[2] * 0.1 < 128;
     history(context, scene, row, head, x + 5, y + 5, width - 10, height - 10, dark);
   }
