@@ -34,7 +34,7 @@ class Picture(NamedTuple):
         return Picture(encoded(weights), *weights.shape)
 
     def weights(self) -> Tensor:
-        """The cells as weights again, to three digits."""
+        """The cells as weights again, to some per mille."""
         return decoded(self.cells, self.rows, self.columns)
 
 
@@ -94,6 +94,7 @@ class Atlas:
             weights = self.tile(group, head, level, x, y, how).weights()
             return Picture.of(without_first(head, weights, level, x, y, how, drop))
 
+        head.map.grid(level)  # says which levels there are, where this is none
         if x * TILE * cell_width(head, level) >= drop:
             drop = 0
         key = (group.id, head.name, level, x, y, how)

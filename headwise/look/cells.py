@@ -7,8 +7,8 @@ from torch import Tensor
 def encoded(weights: Tensor) -> bytes:
     """Weights as little-endian float16 of log2(weight), -inf for 0, row by row.
 
-    Two bytes of the weight itself would end at 6e-8; its logarithm keeps three digits of the
-    smallest weight that a float32 can hold.
+    Two bytes of the weight itself would end at 6e-8. Its logarithm is right to 0.3 % down to 1e-5
+    and to 3 % at the smallest weight that a float32 can hold.
 
     >>> encoded(torch.tensor([1.0, 0.5, 0.0])).hex(" ", 2)
     '0000 00bc 00fc'
@@ -18,7 +18,7 @@ def encoded(weights: Tensor) -> bytes:
 
 
 def decoded(cells: bytes, *shape: int) -> Tensor:
-    """The weights that `encoded` was given, to three digits, float32.
+    """The weights that `encoded` was given, more or less, float32.
 
     >>> decoded(encoded(torch.tensor([1.0, 0.25, 0.0])), 3)
     tensor([1.0000, 0.2500, 0.0000])

@@ -98,7 +98,7 @@ def caption(group: Group, head: Head, pooled: bool) -> str:
 
 def label(token: str) -> str:
     """A token as a label: matplotlib reads mathematics between dollars, and ends at a new line."""
-    return token.strip().replace("$", r"\$").replace("\n", "⏎")[:16]
+    return token.replace("\n", "⏎").strip().replace("$", r"\$")[:16]
 
 
 def fonts() -> list[str]:

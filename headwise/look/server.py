@@ -98,6 +98,7 @@ def listening(port: int = 0) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(("127.0.0.1", port))
+        bound.listen()  # a browser that is faster than the server waits for it
     except OSError as error:
         bound.close()
         raise ValueError(

@@ -91,6 +91,10 @@ class Session:
     def stop(self, seconds: float) -> bool:
         """End the work in the background at the model's next block; whether it did in this time."""
         self._stopped = True
+        return self.join(seconds)
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the work in the background; whether it ended in this time."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()

@@ -1,0 +1,73 @@
+"""`headwise look` at a terminal: files, pictures, standard input, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headwise.cli import app
+from headwise.look.bundle import STATIC
+from headwise.look.commands import number_of_bytes
+
+
+def run(*words: str, stdin: str | None = None) -> str:
+    """The output of `headwise look …`, which must succeed."""
+    result = CliRunner().invoke(app, ["look", *words], input=stdin, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*words: str) -> str:
+    """What `headwise look …` says when it refuses."""
+    result = CliRunner().invoke(app, ["look", *words])
+    assert result.exit_code == 2
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(
+    not (STATIC / "index.html").is_file(), reason="the page is not built: make page"
+)
+def test_a_file_and_a_picture_are_written_and_their_size_is_said(tmp_path: Path) -> None:
+    page, figure = tmp_path / "page [1].html", tmp_path / "head.svg"
+    said = run("--text", "to be or not to be", "--out", str(page), "--picture", str(figure))
+    assert f"{page}: {page.stat().st_size / 1e6:.1f} MB, 7 tokens" in said
+    assert "all 48 heads as thumbnails, 48 as maps that zoom" in said
+    assert f"{figure}: head 4.6" in said  # the first of those that lead in something
+    assert figure.read_text().lstrip().startswith("<?xml")
+
+
+def test_a_head_of_another_group_can_be_named(tmp_path: Path) -> None:
+    figure = tmp_path / "head.png"
+    said = run(
+        "translate", "--text", "Let's see.", "--head", "encoder:1.2", "--picture", str(figure)
+    )
+    assert "head 1.2" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--text", "a", "--image", __file__), "give one of --text, --file and --image"),
+        (("--image", "no/such.png", "--terminal"), "No such file"),
+        (("--text", "a", "--terminal", "--head", "nine"), "no head 'nine'; heads are layer.number"),
+        (("--text", "a", "--terminal", "--head", "up:0.0"), "no group 'up'; there are self"),
+        (("--text", "a", "--picture", "head.doc"), "its name may end in .svg, .pdf, .png"),
+        (("--text", "a", "--out", "x.html", "--limit", "big"), "20MB would be one"),
+        (("--image", __file__, "--terminal"), "this model reads text, and an image was given"),
+        (("runs/no/where",), "no model 'runs/no/where'"),
+    ],
+)
+def test_what_can_not_be_is_refused_with_what_would(words: tuple[str, ...], said: str) -> None:
+    assert said in refused(*words)
+
+
+def test_sizes_are_written_as_people_write_them() -> None:
+    assert [number_of_bytes(x) for x in ("20MB", "1.5 kb", "7", "1g")] == [
+        20_000_000,
+        1500,
+        7,
+        1_000_000_000,
+    ]
+    with pytest.raises(typer.BadParameter):
+        number_of_bytes("20 elephants")

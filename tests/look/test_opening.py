@@ -1,0 +1,197 @@
+"""Which model is meant: the built-in ones, runs, and transformers models of every kind."""
+
+import io
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.loading import ASSETS
+from headwise.look import foreign, opening
+from headwise.look.images import MOST_PIXELS
+from headwise.look.reading import silent
+from headwise.models import ViT, ViTConfig
+from headwise.training import checkpoints
+
+transformers = pytest.importorskip("transformers", reason="its models are looked at here")
+Image = pytest.importorskip("PIL.Image", reason="images are read with Pillow")
+
+TEXT = "The cat sat on the mat. The cat sat on the hat."
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def saved(folder: Path, model: Any) -> str:
+    """A transformers model with the built-in GPT's tokeniser."""
+    tokeniser = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(ASSETS / "gpt" / "tokenizer.json"), pad_token="!", eos_token="."
+    )
+    model.save_pretrained(folder)
+    tokeniser.save_pretrained(folder)
+    return str(folder)
+
+
+def picture(*size: int) -> bytes:
+    out = io.BytesIO()
+    Image.radial_gradient("L").resize(size).convert("RGB").save(out, "PNG")
+    return out.getvalue()
+
+
+def test_a_decoder_with_fewer_key_heads_is_read_beyond_its_context(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=4200,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=8,
+        **SMALL,
+    )
+    reader = opening.opened(saved(tmp_path, transformers.LlamaForCausalLM(config)), "cpu")
+    read = reader.read(TEXT, silent)
+    assert reader.description.heads == len(read.main.heads) == 8
+    assert read.main.causal
+    assert "".join(read.main.rows) == TEXT
+    assert read.notes[0].endswith("the model was trained on 8 at a time")
+    weights = read.main.head("1.3").map[0, 0]
+    torch.testing.assert_close(weights.sum(-1), torch.ones(len(weights)))
+
+
+def test_a_model_with_learnt_places_reads_as_far_as_they_go(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=4200,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=8,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    read = opening.opened(saved(tmp_path, transformers.GPT2Model(config)), "cpu").read(TEXT, silent)
+    assert len(read.main.rows) == 8
+    assert read.notes[0].startswith("the first 8 of ")
+
+
+def test_an_encoder_looks_both_ways_and_agrees_with_eager_attention(tmp_path: Path) -> None:
+    config = transformers.BertConfig(vocab_size=4200, intermediate_size=32, **SMALL)
+    model = transformers.BertModel(config).eval()
+    folder = saved(tmp_path, model)
+    read = opening.opened(folder, "cpu").read(TEXT, silent)
+    assert not read.main.causal
+    model.set_attn_implementation("eager")
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    with torch.no_grad():
+        eager = model(torch.tensor([ids]), output_attentions=True).attentions
+    torch.testing.assert_close(read.main.head("1.2").map[0, 0], eager[1][0, 2])
+
+
+def test_an_encoder_and_a_decoder_have_three_groups(tmp_path: Path) -> None:
+    config = transformers.BartConfig(
+        vocab_size=4200,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        forced_eos_token_id=2,
+    )
+    reader = opening.opened(
+        saved(tmp_path, transformers.BartForConditionalGeneration(config)), "cpu"
+    )
+    read = reader.read("The cat", silent)
+    assert [group.id for group in read.groups] == ["encoder", "decoder", "cross"]
+    assert reader.description.heads == sum(len(group.heads) for group in read.groups)
+    assert read.groups[2].rows == read.groups[1].rows
+    assert read.groups[2].columns == read.groups[0].rows
+
+
+def test_a_vision_model_sees_an_image_as_patches(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(image_size=32, patch_size=8, intermediate_size=32, **SMALL)
+    transformers.ViTModel(config).save_pretrained(tmp_path)
+    settings = {
+        "image_processor_type": "ViTImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    reader = opening.opened(str(tmp_path), "cpu")
+    read = reader.read(picture(50, 40), silent)
+    assert read.image is not None
+    assert (read.image.grid, read.image.first) == ((4, 4), 1)
+    assert read.main.rows[:3] == ("⟨class⟩", "0,0", "0,1")
+    assert Image.open(io.BytesIO(read.image.png)).size == (32, 32)
+    with pytest.raises(ValueError, match="a text was given"):
+        reader.read("hello", silent)
+
+
+def test_a_vit_that_was_trained_here_sees_an_image(tmp_path: Path) -> None:
+    config = ViTConfig(image=16, patch=4, d_model=16, layers=1, heads=2, classes=3)
+    asked = {"task": "vision", "model": config.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(asked))
+    checkpoints.save(tmp_path / "model.safetensors", ViT(config).state_dict(), {})
+    read = opening.opened(str(tmp_path), "cpu").read(picture(30, 20), silent)
+    assert read.image is not None
+    assert read.image.grid == (4, 4)
+    assert len(read.main.rows) == 17
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n broken", picture(8, 8)[:60]]
+)
+def test_what_is_no_image_is_refused(tmp_path: Path, content: bytes) -> None:
+    from headwise.look import images
+
+    with pytest.raises(ValueError, match="no PNG or JPEG"):
+        images.opened(content)
+
+
+def test_an_image_that_would_unpack_to_too_much_is_refused() -> None:
+    from headwise.look import images
+
+    out = io.BytesIO()
+    Image.new("1", (1 << 13, 1 + (MOST_PIXELS >> 13))).save(out, "PNG")
+    with pytest.raises(ValueError, match=r"8192 × 4097 pixels"):
+        images.opened(out.getvalue())
+
+
+def test_a_name_that_can_not_be_looked_up_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    for ask in (opening.find, lambda what: opening.opened(what, "cpu")):
+        with pytest.raises(ValueError, match=r"no model 'owner/name'.*Name or service not known"):
+            ask("owner/name")
+
+
+def test_a_path_that_is_no_name_is_never_looked_up() -> None:
+    with pytest.raises(ValueError, match=r"no folder here, and no name on the hub.*gpt and transl"):
+        opening.find("runs/no/where")
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    config = transformers.BertConfig(vocab_size=4200, intermediate_size=32, **SMALL)
+    folder = saved(tmp_path, transformers.BertModel(config))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="transformers can't load"):
+        foreign.opened(folder, "cpu")
+
+
+def test_a_watched_run_is_found_in_its_folder(tmp_path: Path) -> None:
+    model = hw.nn.MultiHeadAttention(16, 2)
+    with hw.watch(model) as seen:
+        model(torch.randn(1, 5, 16))
+    seen.save(tmp_path / "run")
+    found = opening.watched(str(tmp_path / "run"))
+    assert found is not None
+    assert found.state()["layers"][0]["heads"] == 2
+    assert opening.watched("gpt") is None
+    assert opening.watched(str(tmp_path)) is None
