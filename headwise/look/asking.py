@@ -18,6 +18,7 @@ from headwise.look import session as sessions
 from headwise.look.atlas import Atlas
 from headwise.look.reading import Reader, Report, silent
 from headwise.look.session import Session
+from headwise.look.showing import displayed
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
 
     opening.find(asked.model)
     bound = server.listening(port)
-    address = f"http://127.0.0.1:{bound.getsockname()[1]}/"
+    address = server.address(bound)
     console = Console(stderr=True)
     print(f"{address}   (Ctrl-C stops it)", flush=True)
     session = Session(sample=asked.what is None)
@@ -119,10 +120,3 @@ def shown_in(progress: Progress) -> Report:
         progress.update(tasks[""], description=stage, completed=done or 0, total=total)
 
     return report
-
-
-def displayed() -> bool:
-    """Whether a browser could show something here."""
-    if sys.platform != "linux":
-        return True
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

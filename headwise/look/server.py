@@ -107,6 +107,11 @@ def listening(port: int = 0) -> socket.socket:
     return bound
 
 
+def address(bound: socket.socket) -> str:
+    """Where a browser finds the page."""
+    return f"http://127.0.0.1:{bound.getsockname()[1]}/"
+
+
 def serve(app: Starlette, bound: socket.socket) -> None:
     """Answer until Ctrl-C."""
     config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from headwise.look.atlas import Atlas
 from headwise.look.heads import Axes, groups, side
@@ -11,6 +16,44 @@ from headwise.look.reading import Report
 from headwise.look.scene import Description, Input
 from headwise.look.session import Progress, Session
 from headwise.watching import Recording
+
+
+def show(
+    seen: Recording, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None
+) -> Any:
+    """What `seen.show()` does: a widget in a notebook; elsewhere a page, served until Ctrl-C."""
+    session = session_of(seen, tokens, source)
+    if in_notebook():
+        from headwise.look.widget import LookWidget
+
+        return LookWidget(session)
+    try:
+        from headwise.look import server
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"the page needs {missing.name}: pip install 'headwise[look]'"
+        ) from missing
+    bound = server.listening()
+    address = server.address(bound)
+    print(f"{address}   (Ctrl-C stops it)", flush=True)
+    if displayed():
+        webbrowser.open(address)
+    with suppress(KeyboardInterrupt):
+        server.serve(server.application(session), bound)
+    return None
+
+
+def in_notebook() -> bool:
+    """Whether this runs in the kernel of a notebook, which can show a widget."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def displayed() -> bool:
+    """Whether a browser could show something here."""
+    if sys.platform != "linux":
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,16 @@ class Recording:
         max of maxima and the min of minima.
         """
         return naming.scalars(self.heads(), figures)
+
+    def show(self, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None) -> Any:
+        """Look at the heads' last pass: in a notebook a widget, else a page, until Ctrl-C.
+
+        `tokens` are the text's, as many as the model read, or those of the decoder's side;
+        `source` those of the encoder's. Positions are numbered where they are not given.
+        """
+        from headwise.look.showing import show  # the page's server or widget is an extra
+
+        return show(self, tokens, source)
 
     def __repr__(self) -> str:
         heads = sum(layer.heads for layer in self.layers)

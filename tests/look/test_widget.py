@@ -1,5 +1,7 @@
 """The page in a notebook: the kernel answers as the server does."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 pytest.importorskip("anywidget", reason="the notebook's page is made with anywidget")
 
 import headwise as hw
+from headwise.look import server, showing
 from headwise.look.answers import answer
 from headwise.look.showing import session_of
 from headwise.look.widget import LookWidget
@@ -77,3 +80,17 @@ def test_a_recording_reads_nothing_new(seen: Any) -> None:
     assert widget.sent[-1][0]["status"] == 400
     widget._asked(widget, {**message, "path": "/api/elsewhere"}, [])
     assert widget.sent[-1][0]["status"] == 404
+
+
+def test_show_gives_a_notebook_a_widget_and_others_a_page(
+    seen: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(server, "serve", lambda app, bound: (served.append(app), bound.close()))
+    monkeypatch.setattr(showing, "displayed", lambda: False)
+    assert seen.show() is None
+    assert len(served) == 1
+    assert capsys.readouterr().out.startswith("http://127.0.0.1:")
+    notebook = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    assert isinstance(seen.show(), LookWidget)
