@@ -88,7 +88,7 @@ def look(
             asking.write(asked, out, number_of_bytes(limit), picture)
         else:
             asking.serve(asked, port, no_open)
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
 
 

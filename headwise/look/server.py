@@ -7,14 +7,19 @@ import json
 import socket
 from pathlib import Path
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.middleware import Middleware
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse, Response
+    from starlette.routing import BaseRoute, Mount, Route
+    from starlette.staticfiles import StaticFiles
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"the page's server needs {missing.name}: pip install 'headwise[look]'", name=missing.name
+    ) from missing
 
 from headwise.look.answers import Answer, Refusal, answer, as_json
 from headwise.look.bundle import STATIC, built

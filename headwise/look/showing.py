@@ -27,12 +27,8 @@ def show(
         from headwise.look.widget import LookWidget
 
         return LookWidget(session)
-    try:
-        from headwise.look import server
-    except ModuleNotFoundError as missing:
-        raise ValueError(
-            f"the page needs {missing.name}: pip install 'headwise[look]'"
-        ) from missing
+    from headwise.look import server
+
     bound = server.listening()
     address = server.address(bound)
     print(f"{address}   (Ctrl-C stops it)", flush=True)
