@@ -17,6 +17,8 @@ from headwise.look.experiments.settings import SEED, Setting, Whole
 
 WIDEST, MOST_TOKENS = 256, 1024
 SWEEP_KEYS = 64
+SWEEP_HEADS = 8
+"""Draws of the additive score's weights behind each point: one of width 1 is a single number."""
 REPEATS = 5
 MOST_PRODUCTS = 1 << 22
 """Products q_d k_d in a timed call: where there are more, fewer query rows are timed."""
@@ -87,10 +89,10 @@ def measure(d: int, tokens: int, seed: int) -> Comparison:
     return Comparison(dot_cost, additive_cost, slow / dot, SWEEP_KEYS, _curves(seed))
 
 
-def additive(d: int, seed: int) -> hw.Additive:
+def additive(d: int, seed: int, heads: int = 1) -> hw.Additive:
     """Bahdanau's score with weights as a layer starts with them: uniform within ±1/√d."""
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.empty(d)
+    weight = torch.empty(heads, d)
     nn.init.uniform_(weight, -(d**-0.5), d**-0.5, generator=generator)
     return hw.Additive(weight)
 
@@ -119,7 +121,9 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> Tensor:
     if isinstance(score, hw.Dot):
         logits = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     else:
-        logits = torch.tanh(q[..., :, None, :] + k[..., None, :, :]) @ score.weight  # (..., N, M)
+        logits = (
+            torch.tanh(q[..., :, None, :] + k[..., None, :, :]) @ score.weight[0]
+        )  # (..., N, M)
     out: Tensor = logits.softmax(-1) @ v
     return out
 
@@ -166,11 +170,13 @@ def _curves(seed: int) -> dict[str, list[Sharpness]]:
 
 def _sharpness(name: str, d: int, seed: int) -> Sharpness:
     q, k, v = drawn(d, SWEEP_KEYS, seed)
+    heads = SWEEP_HEADS if name == "additive" else 1
+    q = q.expand(1, heads, -1, -1)
     scores: dict[str, Scored]
-    scores = {"scaled": hw.Dot(), "unscaled": hw.Dot(1.0), "additive": additive(d, seed)}
+    scores = {"scaled": hw.Dot(), "unscaled": hw.Dot(1.0), "additive": additive(d, seed, heads)}
     stats = ("top_prob", "logit_mean", "logit_var")
     _, seen = hw.observe(q, k, v, score=scores[name], stats=stats)
-    variance = seen.logit_var.mean() + seen.logit_mean.var(correction=0)
+    variance = seen.logit_var.mean() + seen.logit_mean.var(2, correction=0).mean()
     return Sharpness(d, float(variance.sqrt()), float(seen.top_prob.mean()))
 
 
