@@ -77,7 +77,10 @@ def serve() -> Iterator[Callable[..., Served]]:
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
     """The built-in GPT, which has read the sample text. Nothing may be added to it."""
-    served = start().wait_until_read()
+    with pytest.MonkeyPatch.context() as patch:
+        # This comes before the fixture that keeps triton's interpreter to tests that name it.
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        served = start().wait_until_read()
     yield served
     served.stop()
 
