@@ -1,0 +1,88 @@
+/** Where each head stands: layer by layer, or one after the other. */
+
+import type { HeadFigures } from '../../lib/types';
+import type { Order } from './arrange';
+
+const LABEL = 58; // left of the heads, for the names of layers
+const CAPTION = 18; // below a head, for its name and figure
+
+/** A head's row and column from 0, and its corner in pixels. */
+export interface Place {
+  row: number;
+  column: number;
+  x: number;
+  y: number;
+}
+
+export interface Layout {
+  /** The side of a head's square. */
+  tile: number;
+  captioned: boolean;
+  width: number;
+  height: number;
+  /** The layers with the pixel each begins at; none where heads do not stand by layer. */
+  layers: { layer: number; y: number }[];
+  places: ReadonlyMap<HeadFigures, Place>;
+}
+
+/** The layout of some heads, in the order they are given, in a room of this size. */
+export function layOut(
+  heads: readonly HeadFigures[],
+  all: readonly HeadFigures[],
+  order: Order,
+  room: { width: number; height: number },
+): Layout {
+  const layers = [...new Set(all.map((head) => head.layer))];
+  const abreast = Math.max(...all.map((head) => head.head)) + 1;
+  const gap = abreast > 16 ? 2 : 6;
+  // As large as the room lets all heads be seen at once, within reason.
+  const wide = (room.width - LABEL) / abreast - gap;
+  const high = room.height / layers.length - CAPTION - gap;
+  const tile = Math.floor(Math.max(22, Math.min(wide, 360, Math.max(high, 72))));
+  const captioned = tile >= 60;
+  const [right, down] = [tile + gap, tile + gap + (captioned ? CAPTION : 0)];
+
+  const byLayer = order === 'layers';
+  const left = byLayer ? LABEL : 0;
+  const columns = byLayer ? abreast : Math.max(1, Math.floor((room.width + gap) / right));
+  const rows = byLayer ? layers.length : Math.ceil(heads.length / columns);
+  const places = heads.map((head, index): [HeadFigures, Place] => {
+    const row = byLayer ? layers.indexOf(head.layer) : Math.floor(index / columns);
+    const column = byLayer ? head.head : index % columns;
+    return [head, { row, column, x: left + column * right, y: row * down }];
+  });
+  return {
+    tile,
+    captioned,
+    width: left + columns * right,
+    height: rows * down,
+    layers: byLayer ? layers.map((layer, row) => ({ layer, y: row * down })) : [],
+    places: new Map(places),
+  };
+}
+
+/** How arrow keys step: down and to the right. */
+export const STEPS: Readonly<Record<string, readonly [number, number]>> = {
+  ArrowLeft: [0, -1],
+  ArrowRight: [0, 1],
+  ArrowUp: [-1, 0],
+  ArrowDown: [1, 0],
+};
+
+/** The nearest head in a direction: those filtered out leave holes to step over. */
+export function neighbour(
+  { places }: Layout,
+  from: HeadFigures,
+  [down, right]: readonly [number, number],
+): HeadFigures | undefined {
+  const here = places.get(from)!;
+  let best: HeadFigures | undefined;
+  let least = Infinity;
+  for (const [head, { row, column }] of places) {
+    const ahead = (row - here.row) * down + (column - here.column) * right;
+    const aside = Math.abs((row - here.row) * right) + Math.abs((column - here.column) * down);
+    const distance = ahead + aside * 100;
+    if (ahead > 0 && distance < least) [best, least] = [head, distance];
+  }
+  return best;
+}
