@@ -48,15 +48,19 @@ class Served:
         return self
 
 
-def start(model: str = "gpt", text: str | None = None) -> Served:
-    """Serve a model that reads a text, the sample unless told, as `headwise look` does."""
+def start(model: str | None = "gpt", text: str | None = None) -> Served:
+    """Serve a model that reads a text, the sample unless told, as `headwise look` does.
+
+    Without a model the server waits for one for ever.
+    """
     session = Session(sample=text is None)
     bound = listening(0)
     config = uvicorn.Config(application(session), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
-    session.start(lambda: opened(model, "cpu"), text)
+    if model is not None:
+        session.start(lambda: opened(model, "cpu"), text)
     return Served(session, f"http://127.0.0.1:{bound.getsockname()[1]}", server, thread)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from playwright.sync_api import Page, expect
 
 from headwise.look.export import write
+from headwise.look.session import Progress
 from tests.look.conftest import Served, Visits
 
 
@@ -171,6 +172,19 @@ def test_a_translator_has_a_tab_for_each_kind_of_attention(
     page.get_by_role("radio", name="Encoder").click()
     names(page)
     expect(page).to_have_url(re.compile("group=encoder"))
+
+
+def test_a_page_that_waits_says_for_what_and_how_far_it_is(
+    visit: Visits, serve: Callable[..., Served]
+) -> None:
+    own = serve(None)
+    own.session.progress = Progress("loading", "loading the model")
+    page = visit(base=own.url)
+    expect(page.get_by_role("status")).to_contain_text("Loading the model")
+    own.session.progress = Progress("loading", "running the model", 0.25)
+    expect(page.get_by_role("progressbar", name="Running the model")).to_have_attribute(
+        "value", "0.25"
+    )
 
 
 def test_a_broken_model_says_what_is_wrong(
