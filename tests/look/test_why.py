@@ -53,7 +53,6 @@ class TestScale:
         assert found["entropy_limit"] == pytest.approx(math.log(64))
         assert found["entropy"] == pytest.approx(math.log(64), rel=1e-3)
         assert found["jacobian"]["median"] == pytest.approx(math.sqrt(63) / 64, rel=1e-2)
-        assert found["jacobian_equal"] == pytest.approx(math.sqrt(63) / 64)
 
     def test_without_scaling_wide_heads_saturate_and_most_rows_get_no_gradient(self) -> None:
         unscaled, scaled = (ask("scale", d=1024, keys=64, scaling=s) for s in ("none", "root"))
@@ -210,7 +209,7 @@ class TestAsking:
             "value": 16, "default": 64, "least": 1, "most": 1024, "doubling": True,
         }  # fmt: skip
         assert answered["settings"]["scaling"]["value"] == "none"
-        assert answered["found"]["scale"] == 1
+        assert answered["found"]["theory_variance"] == 16
 
     @pytest.mark.parametrize(
         ("query", "error", "hint"),

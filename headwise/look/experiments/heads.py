@@ -74,9 +74,9 @@ def count_layer(width: int, heads: int, tokens: int) -> Layer:
     return Layer(
         heads=heads,
         head_width=layer.head_dim,
-        parameters=_size(layer),
+        parameters=size(layer),
         flops=counter.get_total_flops(),
-        full_width_parameters=_size(full_width),
+        full_width_parameters=size(full_width),
         maps=heads * tokens**2,
     )
 
@@ -102,5 +102,6 @@ def singular_values(width: int, heads: int, seed: int) -> Tensor:
     return values
 
 
-def _size(module: nn.Module) -> int:
+def size(module: nn.Module) -> int:
+    """How many parameters a module has."""
     return sum(parameter.numel() for parameter in module.parameters())

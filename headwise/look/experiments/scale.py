@@ -63,7 +63,6 @@ class Scale:
     """What is measured at one setting, beside what theory says of it."""
 
     rows: int
-    scale: float
     logit_mean: float
     logit_variance: float
     theory_variance: float
@@ -75,7 +74,6 @@ class Scale:
     entropy: float
     entropy_limit: float  # of equal weights: log of the number of keys
     jacobian: Spread
-    jacobian_equal: float  # of equal weights
     query_gradient: Spread
     curves: dict[str, list[Point]]  # by scaling
 
@@ -99,7 +97,6 @@ def measure(d: int, keys: int, scaling: str, seed: int) -> Scale:
     ranks = sorted({round(keys ** (step / 40)) for step in range(41)})
     return Scale(
         rows=ROWS,
-        scale=factor,
         logit_mean=float(logits.mean()),
         # the variance over all pairs, from what each row saw: within rows, and between them
         logit_variance=float(seen.logit_var.mean() + seen.logit_mean.var(correction=0)),
@@ -112,7 +109,6 @@ def measure(d: int, keys: int, scaling: str, seed: int) -> Scale:
         entropy=float(seen.entropy.detach().mean()),
         entropy_limit=math.log(keys),
         jacobian=Spread.of(jacobian_norm(weights)),
-        jacobian_equal=math.sqrt(keys - 1) / keys,
         query_gradient=Spread.of(gradient.norm(dim=-1)[0, 0]),
         curves=_curves(keys, seed),
     )

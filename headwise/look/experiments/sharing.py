@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.look.experiments.draws import normals
+from headwise.look.experiments.heads import size
 from headwise.look.experiments.settings import SEED, Setting, Whole
 
 WIDTH, MOST_TOKENS = 128, 48
@@ -52,7 +53,6 @@ class Sharing:
     lengths: list[float]  # ‖x_i‖ / √width of the input's tokens
     curves: dict[str, list[float]]  # the share of rows won by the diagonal, against the spread
     spreads: list[float]
-    draws: int
 
 
 def measure(head_width: int, tokens: int, spread: int, seed: int) -> Sharing:
@@ -65,12 +65,11 @@ def measure(head_width: int, tokens: int, spread: int, seed: int) -> Sharing:
     x = inputs(tokens, spread / 100, seed)
     layers = {kind: layer(kind, head_width, seed) for kind in KINDS}
     return Sharing(
-        parameters={kind: _size(attn) for kind, attn in layers.items()},
+        parameters={kind: size(attn) for kind, attn in layers.items()},
         heads={kind: head(attn, x) for kind, attn in layers.items()},
         lengths=(x.norm(dim=-1)[0] / WIDTH**0.5).tolist(),
         curves={kind: _curve(kind, head_width, tokens, seed) for kind in KINDS},
         spreads=[step / 100 for step in SPREADS],
-        draws=SWEEP_DRAWS,
     )
 
 
@@ -136,7 +135,3 @@ def _curve(kind: str, head_width: int, tokens: int, seed: int) -> list[float]:
         _diagonal_wins(attn, torch.cat([inputs(tokens, step / 100, draw) for draw in seeds]))
         for step in SPREADS
     ]
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -60,7 +60,7 @@ const en = {
       'The same random tokens go through hw.nn.MultiHeadAttention with Separate() and with Shared() projections, freshly initialised with the same query matrix. Lengths are e^(σ·N(0, 1)). The curve is the mean over several draws of tokens.',
   } as Record<ExperimentId, string>,
   scale: {
-    logits: 'Logits',
+    logits: (rows: string, keys: string) => `Logits of ${rows} queries × ${keys} keys`,
     logit: 'logit',
     density: 'density',
     normal: 'normal, variance by theory',
@@ -204,7 +204,7 @@ const zh: typeof en = {
       '同一批随机词元分别经过使用 Separate() 与 Shared() 投影的 hw.nn.MultiHeadAttention，二者新初始化，查询矩阵相同。长度为 e^(σ·N(0, 1))。曲线是多次抽样的平均。',
   },
   scale: {
-    logits: 'Logits',
+    logits: (rows, keys) => `${rows} 个查询 × ${keys} 个键的 logits`,
     logit: 'logit',
     density: '密度',
     normal: '正态分布（理论方差）',

@@ -36,7 +36,6 @@ export type Scaling = (typeof SCALINGS)[number];
 
 export interface ScaleFound {
   rows: number;
-  scale: number;
   logit_mean: number;
   logit_variance: number;
   theory_variance: number;
@@ -48,7 +47,6 @@ export interface ScaleFound {
   entropy: number;
   entropy_limit: number;
   jacobian: Spread;
-  jacobian_equal: number;
   query_gradient: Spread;
   curves: Record<Scaling, { d: number; entropy: number; jacobian: Spread }[]>;
 }
@@ -103,5 +101,4 @@ export interface SharingFound {
   lengths: number[];
   curves: Record<Kind, number[]>;
   spreads: number[];
-  draws: number;
 }
