@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import torch
+from PIL import Image, ImageDraw
 from playwright.sync_api import Locator, Page, Route, expect
 
+from headwise.look import export
 from headwise.map import AttentionMap
+from headwise.models import ViT, ViTConfig
+from headwise.training import checkpoints
 from tests.look.conftest import Served, Visits
 
 HEAD = "#/head?layer=5&head=1"
@@ -300,3 +308,122 @@ def test_a_translation_s_words_are_aligned_and_hostile_text_stays_text(
     row, column = map(int, reading.locator(".number").all_inner_texts())
     weight = float(the_map(served, "1.2", "cross")[0, 0, row, column])
     assert float(reading.get_attribute("data-exact") or "nan") == pytest.approx(weight, rel=1e-6)
+
+
+def test_a_file_is_zoomed_as_far_as_it_goes_and_says_where_it_ends(
+    visit: Visits, served: Served, tmp_path: Path
+) -> None:
+    tiles, limit = 2 * 256 * 256 * 2, 0
+    file = tmp_path / "head.html"
+    for limit in range(
+        3_000_000, 6_000_000, tiles
+    ):  # room for two of three levels, found by trying
+        _, heads = export.write(served.session, file, ["5.1"], limit)
+        if heads[0]["levels"] == 2:
+            break
+    assert heads[0] == {"group": "self", "layer": 5, "head": 1, "levels": 2, "of": 3}
+    page = visit(f"{file.as_uri()}{CLOSE}", offline=True)
+    expect(page.get_by_text("down to cells of 2 × 2 weights")).to_be_visible()
+    reading = point(page, 0.3, 0.6)
+    (top, bottom), (left, right) = (
+        numbers(text) for text in reading.locator(".number").all_inner_texts()
+    )
+    part = the_map(served)[0, 0, top : bottom + 1, left : right + 1]
+    assert shown_weight(reading) == pytest.approx(float(part.mean()), rel=0.01)
+    page.locator("[data-token='10']").click()
+    expect(page.get_by_text("This is not in the file.")).to_be_visible()
+    page.goto(f"{file.as_uri()}#/head?layer=0&head=0")
+    expect(page.get_by_text("The map of this head is not in the file")).to_be_visible()
+    page.get_by_role("button", name="5.1").click()
+    plot(page)
+
+
+def save_vit(folder: Path) -> None:
+    """A run's folder with a ViT whose random heads look at few patches."""
+    torch.manual_seed(0)
+    config = ViTConfig(d_model=32, layers=2, heads=2)
+    weights = {name: 3 * weight for name, weight in ViT(config).state_dict().items()}
+    asked = {"task": "vision", "model": config.to_dict()}
+    (folder / "config.json").write_text(json.dumps(asked))
+    checkpoints.save(folder / "model.safetensors", weights, {})
+
+
+def picture_of_a_ball() -> bytes:
+    image = Image.new("RGB", (64, 64), "lightblue")
+    ImageDraw.Draw(image).ellipse((12, 20, 40, 48), fill="crimson")
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def test_a_patch_s_attention_lies_over_the_image(
+    visit: Visits, serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    save_vit(tmp_path)
+    served = serve(str(tmp_path), picture_of_a_ball())
+    page = visit("#/head?layer=1&head=0", base=served.wait_until_read().url)
+    patches = page.get_by_role("application", name="The image, its patches")
+    drawn = patches.locator("canvas")
+    plain = drawn.evaluate("canvas => canvas.toDataURL()")
+    box = patches.bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + 0.6 * box["width"], box["y"] + 0.3 * box["height"])
+    chosen = 1 + 2 * 8 + 4  # the class token, two rows of eight patches, four patches
+    expect(page).to_have_url(re.compile(f"row={chosen}"))
+    expect(page.get_by_role("button", name="class token")).to_contain_text(
+        f"{float(the_map(served, '1.0')[0, 0, chosen, 0]):.3g}"
+    )
+    assert drawn.evaluate("canvas => canvas.toDataURL()") != plain
+    patches.focus()
+    page.keyboard.press("ArrowDown")
+    expect(page).to_have_url(re.compile(f"row={chosen + 8}"))
+
+
+@pytest.mark.slow
+def test_sixteen_thousand_tokens_are_zoomed_smoothly_in_little_memory(
+    visit: Visits, serve: Callable[..., Served]
+) -> None:
+    ships = (
+        f"Ship {n} came in on day {n * 7 % 365} with {n * n % 97} oranges." for n in range(880)
+    )
+    served = serve("gpt", " ".join(ships)).wait_until_read(600)
+    assert len(tokens(served)) > 16_000
+    page = visit("#/head?layer=5&head=1", base=served.url)
+    box = plot(page).bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.5 * box["height"])
+    page.evaluate(
+        """() => {
+          window.frames = []; // milliseconds each
+          let last = performance.now();
+          const next = (now) => {
+            window.frames.push(now - last);
+            last = now;
+            requestAnimationFrame(next);
+          };
+          requestAnimationFrame(next);
+        }"""
+    )
+    for delta in [-120] * 40 + [120] * 40 + [-120] * 40:
+        page.mouse.wheel(0, delta)
+        page.wait_for_timeout(16)
+    frames = sorted(page.evaluate("() => window.frames.slice(1)"))
+    assert frames[len(frames) // 2] < 34  # milliseconds: two frames of a screen
+    assert frames[len(frames) * 95 // 100] < 100
+    plot(page)
+    assert private_megabytes(page) < 300
+
+
+def private_megabytes(page: Page) -> float:
+    """The memory that the page's process has to itself."""
+    session = page.context.browser.new_browser_cdp_session()  # type: ignore[union-attr]
+    processes = session.send("SystemInfo.getProcessInfo")["processInfo"]
+    sizes = [
+        sum(int(size) for size in re.findall(r"Private_\w+: +(\d+)", smaps.read_text()))
+        for process in processes
+        if process["type"] == "renderer"
+        and (smaps := Path(f"/proc/{process['id']}/smaps_rollup")).is_file()
+    ]
+    if not sizes:
+        pytest.skip("this system does not say what a process takes")
+    return max(sizes) / 1024

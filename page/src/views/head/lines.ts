@@ -15,6 +15,9 @@ export class Lines {
   #start = 0;
   #next = 0;
   #used = 0;
+  /** Where the last word of the line starts, and how much stands before it. */
+  #word = 0;
+  #before = 0;
 
   /** `width` is what a line may take, `measure` what a token takes. */
   constructor(width: number, measure: (token: string) => number) {
@@ -28,7 +31,15 @@ export class Lines {
     for (; this.#next < tokens.length; this.#next++) {
       const token = tokens[this.#next] ?? '';
       const size = this.#size(token);
-      if (this.#used > 0 && this.#used + size > this.#width) this.#break(this.#next);
+      if (/^\s/.test(token)) {
+        this.#word = this.#next;
+        this.#before = this.#used;
+      }
+      if (this.#used > 0 && this.#used + size > this.#width) {
+        // A word of several tokens stays whole, unless it fills the line alone.
+        if (this.#word > this.#start) this.#break(this.#word, this.#used - this.#before);
+        else this.#break(this.#next);
+      }
       this.#used += size;
       if (token.includes('\n')) this.#break(this.#next + 1);
     }
@@ -51,10 +62,12 @@ export class Lines {
     return first;
   }
 
-  #break(next: number): void {
+  #break(next: number, used = 0): void {
     this.#lines.push({ start: this.#start, stop: next });
     this.#start = next;
-    this.#used = 0;
+    this.#used = used;
+    this.#word = next;
+    this.#before = 0;
   }
 
   #size(token: string): number {

@@ -25,10 +25,12 @@ export class MarginsInSight {
 
   #follow(): () => void {
     const { look, head, shape } = this.#one();
-    const around = wider(this.#box());
+    const everything = { left: 0, top: 0, right: shape.columns, bottom: shape.rows };
+    // A file holds the margins of the whole.
+    const around = look.transport.kind === 'file' ? everything : wider(this.#box());
     const controller = new AbortController();
     const ask = async () => {
-      // Without margins the map is still a map: a file may hold none for this part.
+      // Without margins the map is still a map.
       this.value = await marginsOf(
         look.source,
         head,
