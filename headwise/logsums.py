@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.engines import tiles
+from headwise.engines.maps import loops_for
 from headwise.region import Box, Region
 
 
@@ -49,7 +49,8 @@ class LogSums:
         )
         needed = Box(batch, heads, rows, self.region.box.keys)
         for part in needed.aligned(self.region.group):
-            _part(self.values, part).copy_(tiles.log_sums(self.region.cut(part)))
+            region = self.region.cut(part)
+            _part(self.values, part).copy_(loops_for(region).log_sums(region))
             _part(self.known, part).fill_(True)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.engines import tiles
+from headwise.engines.maps import loops_for
 from headwise.engines.tiles import Cells, How
 from headwise.logsums import LogSums
 from headwise.problem import Problem, restate, without_dropout
@@ -169,7 +169,7 @@ class AttentionMap:
         >>> hw.attention_map(q, q, mask=hw.mask.causal()).received()
         tensor([[[1.5000, 0.5000]]])
         """
-        return self._over(self._region.box, tiles.received)
+        return self._over(self._region.box, loops_for(self._region).received)
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row, in order, and their keys, (B, Hq, N, k) each.
@@ -187,7 +187,9 @@ class AttentionMap:
         if k < 1:
             raise self._error("k is at least 1", f".top({k!r})")
         with torch.no_grad(), torch.autocast(self._region.q.device.type, enabled=False):
-            return tiles.top(self._region, self._sums.at(self._region.box), k)
+            sums = self._sums.at(self._region.box)
+            largest: tuple[Tensor, Tensor] = loops_for(self._region).top(self._region, sums, k)
+            return largest
 
     @property
     def levels(self) -> int:
@@ -248,10 +250,11 @@ class AttentionMap:
                 call,
             )
         kept = [len(part) for part in parts if isinstance(part, range)]
-        return self._over(box, tiles.fill).reshape(kept)
+        return self._over(box, loops_for(self._region).fill).reshape(kept)
 
     def _pool(self, box: Box, rows: Cells, keys: Cells, how: How) -> Tensor:
-        return self._over(box, lambda region, lse: tiles.pool(region, lse, rows, keys, how))
+        pool = loops_for(self._region).pool
+        return self._over(box, lambda region, lse: pool(region, lse, rows, keys, how))
 
     def _over(self, box: Box, work: Callable[[Region, Tensor], Tensor]) -> Tensor:
         """Do the work on a rectangle of the map, (B, Hq, ...)."""

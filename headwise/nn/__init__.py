@@ -7,8 +7,12 @@ from headwise.nn.call import Call
 from headwise.nn.feed_forward import GELU, FeedForward, ReLU, SwiGLU
 from headwise.nn.fixed import FixedAttention
 from headwise.nn.fixed_cache import FixedCache
+from headwise.nn.int8_cache import Int8Cache
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm, RMSNorm
+from headwise.nn.packed import Packed
+from headwise.nn.page_pool import PagePool
+from headwise.nn.paged_cache import PagedCache
 from headwise.nn.positions import ALiBi, Learned, Position, RelativeBuckets, Sinusoidal
 from headwise.nn.projections import Projections, Separate, Shared, Unprojected
 from headwise.nn.residual import Arrangement, PostNorm, PreNorm, Residual
@@ -35,6 +39,7 @@ __all__ = [
     "FixedCache",
     "General",
     "GrowingCache",
+    "Int8Cache",
     "LayerNorm",
     "Learned",
     "LearnedScore",
@@ -43,6 +48,9 @@ __all__ = [
     "Memory",
     "MultiHeadAttention",
     "Norm",
+    "Packed",
+    "PagePool",
+    "PagedCache",
     "Position",
     "PostNorm",
     "PreNorm",

@@ -1,8 +1,9 @@
 """Keys and values of the tokens so far, so that the next token costs one row.
 
-Three kinds, each a small object for one layer: `GrowingCache` takes any length, `FixedCache` keeps
-its shapes (for `torch.compile` and CUDA graphs), `SlidingCache` keeps a window. A `Memory` holds
-the keys and values of a context that does not change.
+Each is a small object for one layer: `GrowingCache` takes any length, `FixedCache` keeps its shapes
+(for `torch.compile` and CUDA graphs), `SlidingCache` keeps a window, `PagedCache` takes pages from
+a pool that many sequences share, `Int8Cache` keeps eight bits a number. A `Memory` holds the keys
+and values of a context that does not change.
 
 >>> import torch, headwise as hw
 >>> attn = hw.nn.MultiHeadAttention(32, 4, mask=hw.mask.causal())

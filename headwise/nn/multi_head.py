@@ -16,6 +16,7 @@ from headwise.nn.caches import Cache, Memory
 from headwise.nn.call import Call, numbers, placed
 from headwise.nn.dropping import DroppedHeads, gate_without
 from headwise.nn.norms import Norm
+from headwise.nn.packed import Packed, Unread
 from headwise.nn.placement import PositionModule
 from headwise.nn.positions import Position
 from headwise.nn.projections import Projections, Separate, Shared, Unprojected
@@ -119,15 +120,19 @@ class MultiHeadAttention(nn.Module):
         speak of the whole sequence, what the `cache` holds included. `positions` (N,) or (B, N)
         number x where it does not simply go on.
         """
+        late = self.position is not None and self.position.turns_late
+        packed = cache if isinstance(cache, Packed) and not late else None
         call = self.prepare(
             x,
             context,
             values=values,
             mask=mask,
             bias=bias,
-            cache=cache,
+            cache=cache if packed is None else Unread(packed),
             positions=positions,
         )
+        if packed is not None:  # it need not be read to be attended to
+            return self.join(packed.attend(call.q, **call.options()))
         return self.join(attention(call.q, call.k, call.v, **call.options()))
 
     def observe(

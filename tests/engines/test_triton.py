@@ -53,7 +53,7 @@ def test_any_problem_agrees_with_the_reference(recipe: Recipe) -> None:
 
 
 @pytest.mark.gpu
-@settings(max_examples=200)
+@settings(max_examples=20)  # each compiles kernels of its own
 @given(recipe=recipes(**KERNELS))
 def test_any_problem_agrees_with_the_reference_on_the_device(recipe: Recipe) -> None:
     agreement.assert_agrees(recipe, "triton", DEVICE)
@@ -168,7 +168,7 @@ def test_a_second_derivative_is_refused_in_words() -> None:
     [
         ({"dtype": torch.float64}, "float64"),
         ({"width": 257}, "257"),
-        ({"score": hw.Additive(torch.ones(16))}, "dot scores"),
+        ({"width": 129, "score": hw.Additive(torch.ones(129))}, "heads of 1 to 128"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_with_a_reason(
@@ -176,7 +176,7 @@ def test_what_the_kernels_cannot_do_is_refused_with_a_reason(
 ) -> None:
     q = torch.zeros(1, 1, 4, change.pop("width", 16), dtype=change.pop("dtype", torch.float32))
     q = q.to(DEVICE)
-    options = {name: hw.Additive(torch.ones(16, device=DEVICE)) for name in change}
+    options = {name: hw.Additive(torch.ones(q.shape[-1], device=DEVICE)) for name in change}
     with pytest.raises(ValueError, match=reason):
         hw.attention(q, q, q, engine="triton", **options)
     assert hw.attention(q, q, q, **options).shape == q.shape

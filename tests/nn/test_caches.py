@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
-from headwise.nn import Cache, FixedCache, GrowingCache, MultiHeadAttention, SlidingCache
+from headwise.nn import (
+    Cache,
+    FixedCache,
+    GrowingCache,
+    MultiHeadAttention,
+    PagedCache,
+    PagePool,
+    SlidingCache,
+)
 
 D, HEADS, B, N, WINDOW = 32, 4, 2, 14, 5
 CAUSAL, NEAR = hw.mask.causal(), hw.mask.causal() & hw.mask.window(WINDOW - 1)
@@ -23,6 +31,8 @@ CACHES = {
     "sliding": (SlidingCache(WINDOW), NEAR),
     "sliding, spare": (SlidingCache(WINDOW, spare=3), NEAR),
     "sliding, wider than the text": (SlidingCache(50), CAUSAL),
+    "paged": (PagedCache(PagePool(64, 4)), CAUSAL),
+    "paged, windowed": (PagedCache(PagePool(64, 8)), NEAR),
     "sliding, itself only": (SlidingCache(1), hw.mask.causal() & hw.mask.window(0)),
 }
 POSITIONS = {

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from headwise.engines.operators import operators
+from headwise.engines.operators import Gradients, operators
+from headwise.engines.triton import bahdanau
 from headwise.engines.triton.backward import differentiate
 from headwise.engines.triton.call import run_forward
 from headwise.engines.triton.cards import OLDEST, card
+from headwise.engines.triton.decoding import decodes, run_decode
 from headwise.engines.triton.statistics import complete
 from headwise.problem import Problem, Terms
+from headwise.single import complete as complete_additive
 from headwise.single import wanted
 from headwise.sums import Sums
 
@@ -21,7 +26,9 @@ def refuses(problem: Problem, observed: bool) -> str | None:
     """Why this engine can't serve the problem; None: it can."""
     q, v = problem.q, problem.v
     if problem.additive is not None:
-        return "its kernels compute dot scores only"
+        reason = bahdanau.refuses(problem)
+        if reason is not None:
+            return reason
     if q.dtype == torch.float64:
         return "it computes in float32 and float64 would lose precision"
     if not 1 <= q.shape[-1] <= WIDEST or not 1 <= v.shape[-1] <= WIDEST:
@@ -57,6 +64,8 @@ def observe(
     """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
     terms = problem.terms(banded=True)
     sums = _sums(problem, terms, wanted(names))
+    if problem.additive is not None:
+        return sums.out, complete_additive(problem, sums, names, sink_keys)
     return sums.out, complete(problem, terms, sums, names, sink_keys)
 
 
@@ -64,4 +73,16 @@ def _sums(problem: Problem, terms: Terms, wants: int) -> Sums:
     return Sums(*_forward(problem.q, problem.k, problem.v, *terms, wants))
 
 
-_forward = operators("triton", run_forward, differentiate)
+def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
+    """By the kernels of its kind: an additive score, few queries and many keys, or neither."""
+    if terms.additive is not None:
+        return bahdanau.run_additive(q, k, v, terms, wants)
+    return (run_decode if decodes(q, k, terms) else run_forward)(q, k, v, terms, wants)
+
+
+def _differentiate(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) -> Gradients:
+    additive = terms.additive is not None
+    return (bahdanau.differentiate_additive if additive else differentiate)(q, k, v, terms, *rest)
+
+
+_forward = operators("triton", _run, _differentiate)

@@ -1,0 +1,25 @@
+"""Which loops a map runs on: fused ones on a GPU, PyTorch's elsewhere and for what those can't."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from headwise.engines import tiles
+from headwise.plan import triton_missing
+from headwise.region import Region
+
+WIDEST = 256  # of a head
+
+
+def loops_for(region: Region) -> ModuleType:
+    """A module with `log_sums`, `fill`, `pool`, `received` and `top` for this region."""
+    q, terms = region.q, region.terms
+    fits = q.dtype != torch.float64 and q.shape[-1] <= WIDEST and terms.additive is None
+    if not fits or triton_missing(q.device.type) is not None:
+        return tiles
+    from headwise.engines import triton
+    from headwise.engines.triton import maps
+
+    return tiles if triton.refuses_device(q.device) is not None else maps

@@ -1,0 +1,123 @@
+"""One step of decoding with next to nothing before its kernel.
+
+A step against a cache takes a GPU tens of microseconds; checking and planning a call would take a
+processor longer. What is told from a few attributes goes straight to the decoding kernels here, and
+everything else takes the usual way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from headwise.mask import Mask
+from headwise.masks import Causal
+from headwise.plan import triton_missing
+from headwise.score import Dot, Score
+
+FEW = 16  # queries of a step at most
+LEAST = 1024  # keys: with fewer the usual way is as quick
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Stored(NamedTuple):
+    """Keys and values as a cache keeps them: in one piece, as int8 with scales, or in pages."""
+
+    keys: Tensor  # (B, Hkv, M, D), or (pages, Hkv, page, D)
+    values: Tensor
+    length: int  # keys of each batch entry
+    key_scales: Tensor | None = None  # (B, Hkv, M)
+    value_scales: Tensor | None = None
+    pages: Tensor | None = None  # (B, any) int32
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score | None,
+    mask: Mask | None,
+) -> Tensor | None:
+    """Attention of a few queries to many keys; None: this call takes the usual way."""
+    if not _plain(q, score, mask) or q.ndim != 4 or k.ndim != 4 or k.shape[2] < LEAST:
+        return None
+    dtype, device, keys = q.dtype, q.device, k.shape
+    alike = k.dtype is dtype and v.dtype is dtype and k.device == device == v.device
+    shaped = keys[:3] == v.shape[:3] and q.shape[0] == keys[0] and q.shape[3] == keys[3]
+    if not alike or not shaped or v.shape[3] != keys[3] or _watched(k, v):
+        return None
+    from headwise.engines.triton.decoding import step as run
+
+    return run(q, k, v, _scale(q, score), mask is not None)
+
+
+def serves_stored(
+    q: Tensor, score: Score | None, mask: Mask | None, options: Mapping[str, Any]
+) -> bool:
+    """Whether the decoding kernels serve queries q against what a cache stores."""
+    if options.get("bias") is not None or options.get("dropout"):
+        return False
+    return options.get("engine", "auto") in ("auto", "triton") and _plain(q, score, mask)
+
+
+def attend_stored(
+    q: Tensor,
+    held: Stored,
+    score: Score | None,
+    mask: Mask | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of a few queries q (B, Hq, N, D), the last tokens, to what a cache stores."""
+    from headwise.engines.triton.decoding import attend_stored as run
+
+    return run(
+        q, *held, scale=_scale(q, score), causal=mask is not None, softcap=softcap, sinks=sinks
+    )
+
+
+def _plain(q: Tensor, score: Score | None, mask: Mask | None) -> bool:
+    """Few queries of a dot score on a GPU that see all before them, and nobody else is watching."""
+    if type(q) is not Tensor or q.shape[-2] > FEW or q.shape[-1] not in (64, 128, 256):
+        return False
+    if q.dtype not in HALVES and not (q.dtype is torch.float32 and q.device.type == "cpu"):
+        return False
+    if score is not None and not isinstance(score, Dot):
+        return False
+    if mask is not None and not (isinstance(mask, Causal) and mask.offset is None):
+        return False
+    return _able(q.device) and not _watched(q)
+
+
+def _scale(q: Tensor, score: Score | None) -> float:
+    given = score.scale if isinstance(score, Dot) else None
+    return float(q.shape[-1] ** -0.5 if given is None else given)
+
+
+@cache
+def _able(device: torch.device) -> bool:
+    """Whether the decoding kernels run on this device."""
+    if triton_missing(device.type) is not None:
+        return False
+    from headwise.engines import triton
+
+    return triton.refuses_device(device) is None
+
+
+def _watched(*tensors: Tensor) -> bool:
+    """Whether gradients, compilers, modes or transforms must see the call as an operator."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return True
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled(tensors[0].device.type)
+    )

@@ -1,0 +1,231 @@
+"""From a call with few queries to the decoding kernels: what they serve, and how keys are split."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.engines.triton.cards import INTERPRETING
+from headwise.engines.triton.launch import WORD, on, operands, precision, start
+from headwise.engines.triton.split import (
+    Held,
+    Merged,
+    Parts,
+    merge,
+    merge_step,
+    split,
+    split_step,
+)
+from headwise.engines.triton.tiles import Given
+from headwise.problem import Terms
+from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums, room
+
+ROWS = 64  # of one key head at most: beyond it the forward kernel has work for the whole chip
+SPLITS = 128  # shares of the keys at most
+NOTHING_HELD = Held(None, None, None, None)
+NOT_MERGED = Merged(None, None, None, None, None, None, None)
+NOTHING_GIVEN = Given(*[None] * len(Given._fields))
+
+
+def decodes(q: Tensor, k: Tensor, terms: Terms) -> bool:
+    """Whether the decoding kernels serve this call: few rows a key head, and many keys."""
+    few: bool = q.shape[2] * (q.shape[1] // k.shape[1]) <= ROWS and q.shape[2] <= 16
+    return few and terms.additive is None and terms.seed is None and k.shape[2] >= least_keys()
+
+
+def least_keys() -> int:
+    """With fewer keys than this there is nothing to split."""
+    return 8 if INTERPRETING else 512
+
+
+def run_decode(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
+    """Output and the sums that `wants` names, as `run_forward` gives them."""
+    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
+        sums = run_decode(q.float(), k.float(), v.float(), terms, wants)
+        return sums._replace(out=sums.out.to(q.dtype))
+    sums = room(q, v, wants)
+    if sums.lse.numel() == 0:
+        return sums
+    call = operands(q, k, v, terms)
+    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
+    flags = call.flags()
+    with on(q.device):
+        launch(
+            call.q, call.k, call.v, NOTHING_HELD, call.given, tuple(call.sizes), sums.out, merged,
+            wants=wants, pieces=flags["PIECES"], plain=flags["PLAIN"], cap=flags["CAP"],
+        )  # fmt: skip
+    return sums
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    held: Held,
+    given: Given,
+    sizes: tuple[Any, ...],
+    out: Tensor,
+    merged: Merged = NOT_MERGED,
+    *,
+    wants: int = 0,
+    pieces: int = 0,
+    plain: bool = True,
+    cap: bool = False,
+    causal: bool = False,
+    page: int = 0,
+    longest: int | None = None,
+) -> None:
+    """Both kernels. `longest`: how many keys a sequence has at most, where pages do not say."""
+    batch, heads, queries, width = q.shape
+    key_heads, values = k.shape[1], v.shape[-1]
+    group = heads // key_heads
+    rows = max(16, 1 << (group * queries - 1).bit_length())
+    block, warps, stages = tile(width, k.itemsize, rows)
+    keys = k.shape[2] if longest is None else longest
+    splits = shares(batch * key_heads, -(-keys // block), processors(q.device))
+    strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
+    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+    scaled = held.key_scales
+    more = (0, 0) if scaled is None else scaled.stride()[:2]
+    more += (0 if held.pages is None else held.pages.stride(0),)
+    parts = parts_for(q, splits, values, wants)
+    split[(splits, key_heads, batch)](
+        q, k, v, held, given, parts, *(stride // unit for stride in strides), *more, splits, *sizes,
+        ROWS=rows, KEYS=block, WIDTH=width, VALUES=values, PADDED=_padded(width),
+        PADDED_VALUES=_padded(values), UNIT=unit, PAGE=page, CAUSAL=causal,
+        PRECISION=precision(q.dtype), PIECES=pieces, PLAIN=plain, CAP=cap, num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+    join(parts, out, merged, given.sinks, splits)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """Attention of few queries to many keys, all seen but by `causal`; checked by the caller."""
+    batch, heads, queries, width = q.shape
+    key_heads, keys = k.shape[1:3]
+    group = heads // key_heads
+    rows = max(16, 1 << (group * queries - 1).bit_length())
+    block, warps, stages = tile(width, q.itemsize, rows)
+    splits = shares(batch * key_heads, -(-keys // block), processors(q.device))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    size = batch * heads * queries * splits
+    mixed = q.new_empty(size * (width + 2), dtype=torch.float32)
+    found = (mixed, mixed[size * width :], mixed[size * (width + 1) :])
+    strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
+    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+    aligned = not (q.data_ptr() % 16 or k.data_ptr() % 16 or v.data_ptr() % 16)
+    kind = (q.dtype, size % 4 == 0) if aligned and max(strides) < WORD else None
+    with on(q.device):
+        start(
+            split_step, (splits, key_heads, batch), kind,
+            (q, k, v, *found, *(stride // unit for stride in strides), splits, queries, keys,
+            group, scale), warps, stages, ROWS=rows, KEYS=block, WIDTH=width, UNIT=unit,
+            CAUSAL=causal,
+        )  # fmt: skip
+        part = min(width, 64)
+        start(
+            merge_step, (batch * heads * queries, width // part, 1), kind, (*found, out, splits),
+            2, 1, SPLITS=1 << (splits - 1).bit_length(), VALUES=width, BLOCK=part,
+        )  # fmt: skip
+    return out
+
+
+def attend_stored(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: int,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    pages: Tensor | None,
+    *,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of the last tokens' queries to int8 keys, or to the keys in pages of a pool."""
+    out = q.new_empty(*q.shape[:3], values.shape[-1])
+    if out.numel() == 0:
+        return out
+    lengths = None
+    if pages is not None:
+        lengths = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+    group = q.shape[1] // keys.shape[1]
+    sizes = (q.shape[2], length, group, *[0] * 10, scale, softcap or 0.0, 1.0)
+    given = NOTHING_GIVEN._replace(sinks=None if sinks is None else sinks.contiguous())
+    with on(q.device):
+        launch(
+            q if q.stride(-1) == 1 else q.contiguous(), keys, values,
+            Held(key_scales, value_scales, pages, lengths), given, sizes, out,
+            plain=softcap is None and 1e-6 < scale < 1e6, cap=softcap is not None, causal=causal,
+            page=0 if pages is None else keys.shape[2], longest=length,
+        )  # fmt: skip
+    return out
+
+
+def join(parts: Parts, out: Tensor, merged: Merged, sinks: Tensor | None, splits: int) -> None:
+    """Merge the parts of every row into out (B, Hq, N, Dv) and the statistics."""
+    batch, heads, queries, values = out.shape
+    wide = _padded(values)
+    part = min(wide, 64)
+    merge[(batch * heads * queries, wide // part)](
+        parts, out, merged, sinks, splits, queries, heads,
+        SPLITS=1 << (splits - 1).bit_length(), VALUES=values, BLOCK=part, num_warps=2,
+    )  # fmt: skip
+
+
+def _padded(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def parts_for(q: Tensor, splits: int, values: int, wants: int) -> Parts:
+    """Unwritten room for the parts, in one piece of memory."""
+    shape = (*q.shape[:3], splits)
+    asked = [True, True, *(bool(wants & what) for what in (ENTROPY, DISTANCE))]
+    asked += 3 * [bool(wants & MOMENTS)]
+    size = q.shape[0] * q.shape[1] * q.shape[2] * splits
+    whole = q.new_empty(size * (values + sum(asked)), dtype=torch.float32)
+    found: list[Any] = [whole[: size * values].view(*shape, values)]
+    at = size * values
+    for wanted in asked:
+        found.append(whole[at : at + size].view(shape) if wanted else None)
+        at += size * wanted
+    return Parts(*found)
+
+
+def tile(width: int, itemsize: int, rows: int) -> tuple[int, int, int]:
+    """Keys a step, warps, and loads in flight, for a head's width and the bytes of an element."""
+    if INTERPRETING:
+        return 16, 4, 1
+    if itemsize == 4:
+        return 32, 4, 2
+    return (128, 4, 3) if width <= 128 else (64, 4, 2)
+
+
+@lru_cache(maxsize=4096)
+def shares(programs: int, blocks: int, processors: int) -> int:
+    """Into how many shares the keys are split so that the chip is full, and evenly.
+
+    The smallest number whose last round of programs is nearly as full as any other's could be.
+    """
+    most = max(1, min(SPLITS, blocks // 4))
+
+    def full(splits: int) -> float:
+        total = programs * splits
+        return total / (-(-total // processors) * processors)
+
+    best = max(full(splits) for splits in range(1, most + 1))
+    return next(splits for splits in range(1, most + 1) if full(splits) >= 0.94 * best)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has; the interpreter acts as two."""
+    if device.type != "cuda":
+        return 2
+    found: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return found

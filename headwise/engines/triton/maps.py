@@ -1,0 +1,152 @@
+"""An attention map's loops on the GPU: the same functions as `headwise.engines.tiles`, fused."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headwise.engines import tiles
+from headwise.engines.tiles import Cells, How
+from headwise.engines.triton.call import run_forward
+from headwise.engines.triton.cards import INTERPRETING
+from headwise.engines.triton.cells import cells
+from headwise.engines.triton.largest import largest
+from headwise.engines.triton.launch import (
+    Operands,
+    on,
+    operands,
+    outer_strides,
+    precision,
+)
+from headwise.region import Region
+
+MOST = 64  # of the largest weights that a row keeps on chip
+LOG2_E = math.log2(math.e)
+Tile = tuple[int, int, int, int]  # rows, keys, warps, loads in flight
+
+
+def log_sums(region: Region) -> Tensor:
+    """lse of every row over the region's keys, (B, Hq, N)."""
+    if not all(region.box.shape):
+        return tiles.log_sums(region)
+    # The forward kernel wants values: sixteen columns of the keys are the cheapest there are.
+    return run_forward(region.q, region.k, region.k[..., :16], region.terms, 0).lse
+
+
+def fill(region: Region, lse: Tensor) -> Tensor:
+    """Every weight, (B, Hq, N, M)."""
+    rows, keys = region.box.shape[2:]
+    return _reduce(region, lse, Cells.every(rows, 1), Cells.every(keys, 1), "mean")
+
+
+def pool(region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> Tensor:
+    """The mean or the largest weight of each cell, (B, Hq, row cells, key cells)."""
+    out = _reduce(region, lse, rows, keys, how)
+    if how == "mean":
+        out /= out.new_tensor(rows.widths)[:, None] * out.new_tensor(keys.widths)
+    return out
+
+
+def received(region: Region, lse: Tensor) -> Tensor:
+    """The sum of each key's weights over the rows, (B, Hq, M)."""
+    rows, keys = region.box.shape[2:]
+    one = Cells.every(rows, max(1, rows))  # a cell of all rows, where there are any
+    return _reduce(region, lse, one, Cells.every(keys, 1), "mean").sum(2)
+
+
+def top(region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for no key."""
+    batch, heads, rows, _ = region.box.shape
+    if count > MOST or not all(region.box.shape):
+        return tiles.top(region, lse, count)
+    call, sums = _call(region), _base_two(lse)
+    kept = max(2, 1 << (count - 1).bit_length())
+    best = sums.new_empty(batch, heads, rows, kept)
+    key = torch.empty_like(best, dtype=torch.int32)
+    block_rows, block_keys, warps, stages = _tile(call)
+    with on(region.q.device):
+        largest[(-(-rows // block_rows), heads, batch)](
+            call.q, call.k, _norms(region), sums, best, key, outer_strides(call.q),
+            outer_strides(call.k), call.given, *call.sizes, count, *_norm_strides(region),
+            ROWS=block_rows, KEYS=block_keys, KEPT=kept, num_warps=warps, num_stages=stages,
+            **_flags(call),
+        )  # fmt: skip
+    best, order = best[..., :count].sort(descending=True)
+    return best.exp2_(), key[..., :count].gather(-1, order).long()
+
+
+def _reduce(region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> Tensor:
+    """The sum or the largest weight of each cell, (B, Hq, row cells, key cells)."""
+    batch, heads, *_ = region.box.shape
+    call, sums = _call(region), _base_two(lse)
+    out = sums.new_zeros(batch, heads, len(rows), len(keys))
+    if not all(region.box.shape):
+        return out
+    block_rows, block_keys, warps, stages = _tile(call)
+    row_part, row_groups, row_steps = _cut(rows, block_rows)
+    key_part, key_groups, key_steps = _cut(keys, block_keys)
+    with on(region.q.device):
+        cells[(row_groups * key_groups, heads, batch)](
+            call.q, call.k, _norms(region), sums, out, outer_strides(call.q),
+            outer_strides(call.k), call.given, *call.sizes, len(rows), len(keys), rows.width,
+            keys.width, row_steps, key_steps, *_norm_strides(region), ROWS=block_rows,
+            KEYS=block_keys, ROW_PART=row_part, KEY_PART=key_part, LARGEST=how == "max",
+            num_warps=warps, num_stages=stages, **_flags(call),
+        )  # fmt: skip
+    return out
+
+
+def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
+    """How a tile's side is shared among cells: the part of a cell, groups of cells, steps.
+
+    Of the parts that leave next to nothing of a tile unused, the largest.
+    """
+    widest, found = max(axis.widths), {}
+    part = 1
+    while part <= block:
+        groups, steps = -(-len(axis) * part // block), -(-widest // part)
+        found[part] = (groups, steps)
+        part *= 2
+    least = min(groups * steps for groups, steps in found.values())
+    part = max(p for p, (groups, steps) in found.items() if groups * steps <= 1.03 * least)
+    return part, *found[part]
+
+
+def _call(region: Region) -> Operands:
+    q, k = region.q, region.k
+    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
+        q, k = q.float(), k.float()
+    return operands(q, k, k, region.terms)
+
+
+def _flags(call: Operands) -> dict[str, object]:
+    flags = call.flags()
+    kept = {name: flags[name] for name in ("WIDTH", "PIECES", "PLAIN", "CAP")}
+    padded = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
+    return kept | {"PADDED": padded, "PRECISION": precision(call.q.dtype)}
+
+
+def _tile(call: Operands) -> Tile:
+    if INTERPRETING:
+        return 32, 16, 4, 1
+    if call.q.itemsize == 4:
+        return 64, 32, 4, 2
+    return (128, 64, 4, 2) if call.q.shape[-1] <= 128 else (64, 64, 4, 2)
+
+
+def _base_two(lse: Tensor) -> Tensor:
+    """lse for 2^x, and +inf where a row sees nothing, so that its weights are 0."""
+    return (lse * LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).contiguous()
+
+
+def _norms(region: Region) -> Tensor | None:
+    return None if region.norms is None else region.norms[..., 0].contiguous()
+
+
+def _norm_strides(region: Region) -> tuple[int, int]:
+    if region.norms is None:
+        return 0, 0
+    _, heads, keys, _ = region.norms.shape
+    return heads * keys, keys

@@ -1,0 +1,84 @@
+"""One step of the online softmax with its statistics: `headwise.partial.merge` for a tile."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headwise.engines.triton.tiles import FAR, NOTHING
+
+
+@triton.jit
+def nothing_yet(ROWS: tl.constexpr):
+    """The sums of rows that have seen no key, as `take_in` hands them on."""
+    zero = tl.zeros([ROWS], tl.float32)
+    return zero, zero + NOTHING, zero, zero, zero, zero, zero
+
+
+@triton.jit
+def take_in(
+    sums, s, unit, position, j0, first_key, KEYS: tl.constexpr, ENTROPY: tl.constexpr,
+    DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
+):  # fmt: skip
+    """Merge the logits s (rows, keys) of the keys from j0 on into the rows' sums.
+
+    Returns the sums, the tile's weights before division, and what older sums are multiplied by.
+    `unit` turns a logit into one of base 2, because the exponential of the hardware is 2^x.
+    """
+    l, m, shifted, far, count, mean, spread = sums
+    new = tl.maximum(m, tl.max(s, 1) * unit)
+    # A row that has seen nothing yet must not take FAR from FAR: fused into one instruction the
+    # product is not rounded as `new` was, and their difference is anything up to 1e23.
+    base = tl.where(new < unit * (0.5 * FAR), 0.0, new)
+    e = s * unit - base[:, None]
+    p = tl.exp2(e)
+    shrink = tl.exp2(m - new)
+    total = tl.sum(p, 1)
+    if ENTROPY:
+        moved = tl.where(m == NOTHING, 0.0, m - new)
+        shifted = (shifted + l * moved) * shrink + tl.sum(p * e, 1)
+    if DISTANCE:
+        steps = tl.sum(p * tl.arange(0, KEYS).to(tl.float32)[None, :], 1)
+        away = (position - (j0 + first_key)).to(tl.float32)
+        far = far * shrink + (away * total - steps)
+    if MOMENTS:  # about the largest so far, which is at most √n deviations from the mean
+        there = s > 0.5 * FAR
+        found = tl.sum(there.to(tl.float32), 1)
+        e = tl.where(there, e, 0.0)
+        off = tl.sum(e, 1) / tl.maximum(found, 1.0)
+        here = tl.where(found == 0.0, 0.0, new + off)
+        share = found / tl.maximum(count + found, 1.0)
+        gap = here - mean
+        spread += tl.sum(e * e, 1) - found * off * off + gap * gap * count * share
+        mean += gap * share
+        count += found
+    return (l * shrink + total, new, shifted, far, count, mean, spread), p, shrink
+
+
+@triton.jit
+def leave(
+    parts, sums, acc, unit, line, there, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
+    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
+):  # fmt: skip
+    """Write rows' sums at `line` of the parts; rows that saw nothing leave nothing."""
+    l, m, shifted, far, count, mean, spread = sums
+    unseen = m < unit * (0.5 * FAR)
+    width = tl.arange(0, PADDED_VALUES)
+    tl.store(
+        parts.mixed + line[:, None] * VALUES + width[None, :],
+        tl.where(unseen[:, None], 0.0, acc),
+        mask=there[:, None] & (width < VALUES)[None, :],
+    )
+    tl.store(parts.maximum + line, tl.where(unseen, NOTHING, m), mask=there)
+    tl.store(parts.total + line, tl.where(unseen, 0.0, l), mask=there)
+    if ENTROPY:
+        tl.store(parts.shifted + line, tl.where(unseen, 0.0, shifted), mask=there)
+    if DISTANCE:
+        tl.store(parts.reach + line, tl.where(unseen, 0.0, far), mask=there)
+    if MOMENTS:
+        tl.store(parts.seen + line, count, mask=there)
+        tl.store(parts.mean + line, mean, mask=there)
+        tl.store(parts.spread + line, spread, mask=there)

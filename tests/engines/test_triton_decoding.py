@@ -1,0 +1,114 @@
+"""Few queries, many keys: split over the chip and merged, whatever form the keys are kept in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.engines import quick
+from headwise.nn import Int8Cache, PagedCache, PagePool
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAUSAL = hw.mask.causal()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def near(found: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
+    assert torch.equal(found.isinf(), truth.isinf())
+    finite = ~truth.isinf()
+    off = (found[finite].double() - truth[finite].double()).norm()
+    assert off <= tolerance * truth[finite].double().norm() + 1e-6
+
+
+OPTIONS = {
+    "causal": {"mask": CAUSAL},
+    "two pieces, sinks": {"mask": CAUSAL & (hw.mask.window(20) | hw.mask.prefix(4)), "sinks": 4},
+    "padding, alibi": {"mask": hw.mask.lengths([70, 0]), "bias": 4},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_shares_of_the_keys_merge_to_the_whole(kind: str) -> None:
+    options = dict(OPTIONS[kind])
+    if "sinks" in options:
+        options["sinks"] = normal(4)
+    if "bias" in options:
+        options["bias"] = hw.ALiBi(normal(4).abs())
+    q, k, v = normal(2, 4, 3, 16), normal(2, 2, 70, 16), normal(2, 2, 70, 24)
+    out, seen = hw.observe(q, k, v, engine="triton", **options)
+    wide = {n: x.double() if isinstance(x, Tensor) else x for n, x in options.items()}
+    truth, wanted = hw.observe(q.double(), k.double(), v.double(), engine="reference", **wide)
+    near(out, truth)
+    for name, x in seen.values.items():
+        near(x, getattr(wanted, name), 1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [PagedCache(PagePool(16, 8)), Int8Cache()], ids=["pages", "int8"])
+def test_the_kernel_reads_what_a_cache_keeps_as_it_lies_there(cache: hw.nn.Packed) -> None:
+    cache = cache.fresh()
+    cache.append(normal(2, 2, 30, 64), normal(2, 2, 30, 64))
+    q = normal(2, 4, 2, 64)
+    for options in ({"mask": CAUSAL}, {"softcap": 5.0, "sinks": normal(4)}):
+        assert quick.serves_stored(q, None, options.get("mask"), {})
+        truth = hw.attention(q, *cache.read(), engine="reference", **options)
+        near(cache.attend(q, **options), truth)
+
+
+def test_a_plain_step_takes_the_short_way_and_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quick, "LEAST", 64)
+    q, k, v = (normal(1, h, n, 64, dtype=torch.float16) for h, n in ((4, 2), (2, 90), (2, 90)))
+    q = q.float() if DEVICE == "cpu" else q
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    for mask in (None, CAUSAL):
+        found = quick.step(q, k, v, None, mask)
+        assert found is not None
+        truth = hw.attention(q.double(), k.double(), v.double(), mask=mask, engine="reference")
+        near(found, truth, 1e-3 if q.dtype == torch.float16 else 1e-5)
+
+
+def test_whoever_must_see_the_call_sees_it() -> None:
+    q, k = normal(1, 2, 1, 64), normal(1, 2, 2000, 64)
+    assert quick.step(q.requires_grad_(), k, k, None, None) is None
+    with torch.no_grad():
+        assert quick.step(q.double(), k.double(), k.double(), None, None) is None
+        assert quick.step(q, k, k, None, hw.mask.window(3)) is None
+        assert quick.step(q, k, k, hw.Cosine(), None) is None
+        assert quick.step(q, k[:, :, :9], k[:, :, :9], None, None) is None
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+def test_long_caches_agree(dtype: torch.dtype, width: int) -> None:
+    q, k, v = (normal(2, h, n, width, dtype=dtype) for h, n in ((8, 3), (2, 5000), (2, 5000)))
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}[dtype]
+    for mask in (None, CAUSAL, CAUSAL & hw.mask.window(700), hw.mask.lengths([4000, 77])):
+        found = hw.attention(q, k, v, mask=mask, engine="triton")
+        truth = hw.attention(q.double(), k.double(), v.double(), mask=mask, engine="reference")
+        near(found, truth, tolerance)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_step_can_be_captured_and_compiled() -> None:
+    q, k = normal(1, 8, 1, 64, dtype=torch.bfloat16), normal(1, 2, 3000, 64, dtype=torch.bfloat16)
+    expected = hw.attention(q, k, k, mask=CAUSAL)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = hw.attention(q, k, k, mask=CAUSAL)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+    compiled = torch.compile(lambda q, k: hw.attention(q, k, k, mask=CAUSAL), fullgraph=True)
+    near(compiled(q, k), expected, 2e-2)
