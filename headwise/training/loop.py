@@ -82,7 +82,7 @@ class Loop(Generic[Batch]):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         start: int,
-        looking: Callable[[], AbstractContextManager[object]],
+        looking: Callable[[], AbstractContextManager[bool]],
     ) -> nn.Module | None:
         """The steps from `start` to the end, each inside what `looking()` gives."""
         call = torch.compile(model) if self.recipe.compile else model
@@ -90,8 +90,8 @@ class Loop(Generic[Batch]):
         meter = Meter(self.device)
         saved = start
         for step in range(start, self.recipe.steps):
-            with looking():
-                loss, norm, count = self.step(call, optimizer, step)
+            with looking() as looked:
+                loss, norm, count = self.step(model if looked else call, optimizer, step)
             meter.add(loss, norm, count)
             done = step + 1
             last = done == self.recipe.steps

@@ -15,24 +15,26 @@ ROWS = 64
 @contextmanager
 def watched(
     model: nn.Module, run: Run, every: int | None, start: int
-) -> Iterator[Callable[[], AbstractContextManager[object]]]:
-    """What to put around each step, from `start` on; None: nobody looks.
+) -> Iterator[Callable[[], AbstractContextManager[bool]]]:
+    """What to put around each step, from `start` on; it gives whether someone looks at this one.
 
     The model is watched in the steps that are looked at and at no other time, so evaluation leaves
-    no trace in the figures, and the steps between cost what they always did.
+    no trace in the figures, and the steps between cost what they always did. Compiled code can't be
+    looked into: these steps must call the model itself.
     """
     if every is None:
-        yield nullcontext
+        yield lambda: nullcontext(False)
         return
     watching = watch(model, rows=ROWS, every=every, alarms=True)
     watching.steps = start
 
     @contextmanager
-    def looking() -> Iterator[None]:
-        if watching.steps % every == 0:
+    def looking() -> Iterator[bool]:
+        due = watching.steps % every == 0
+        if due:
             watching.attach()
         try:
-            yield
+            yield due
         finally:
             watching.detach()
         watching.step()
