@@ -25,10 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import headwise as hw
+from headwise.observation import STATISTICS
 from headwise.place import Place
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 TOKENS, MODEL = 16384, 2048  # tokens in all; heads times width
+WITHOUT_MOMENTS = tuple(name for name in STATISTICS if not name.startswith("logit_"))
 Run = Callable[[], object]
 
 
@@ -131,8 +133,8 @@ def seeing() -> list[dict[str, object]]:
                 "entropy": lambda q=q, k=k, v=v, o=options: hw.observe(
                     q, k, v, stats=("entropy",), **o
                 ),
-                "in the loop": lambda q=q, k=k, v=v, o=options: hw.observe(
-                    q, k, v, stats=("lse", "max_logit", "entropy", "distance"), **o
+                "all but moments": lambda q=q, k=k, v=v, o=options: hw.observe(
+                    q, k, v, stats=WITHOUT_MOMENTS, **o
                 ),
                 "all": lambda q=q, k=k, v=v, o=options: hw.observe(q, k, v, **o),
             }
@@ -286,7 +288,33 @@ def first_calls() -> list[dict[str, object]]:
     return rows
 
 
+def calls() -> list[dict[str, object]]:
+    """Microseconds of a processor for a call whose kernel takes next to nothing."""
+    q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    causal, ids = hw.mask.causal(), torch.arange(64, device="cuda")[None] // 16
+    documents = causal & hw.mask.documents(ids)
+    runs: dict[str, Run] = {
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "attention": lambda: hw.attention(q, k, v, mask=causal, engine="triton"),
+        "documents": lambda: hw.attention(q, k, v, mask=documents, engine="triton"),
+        "every statistic": lambda: hw.observe(q, k, v, mask=causal, engine="triton"),
+    }
+    row: dict[str, object] = {}
+    for name, run in runs.items():
+        found = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                run()
+            found.append((time.perf_counter() - start) / 20 * 1e6)
+        row[f"{name} µs"] = round(statistics.median(found))
+    print("  ", *(f"{x} {y}" for x, y in row.items()), sep="  ", flush=True)
+    return [row]
+
+
 SECTIONS: dict[str, Callable[[], list[dict[str, object]]]] = {
+    "calls": calls,
     "precise": precise,
     "plain": plain,
     "seeing": seeing,
@@ -310,7 +338,8 @@ def main() -> None:
     stop = time.monotonic() + given.seconds
     import triton
 
-    results: dict[str, object] = {
+    results: dict[str, object] = json.loads(given.json.read_text()) if given.json.exists() else {}
+    results |= {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from headwise.masks import FURTHEST
 from headwise.problem import Terms
 
 
@@ -37,17 +38,22 @@ def visible_pairs(q: Tensor, k: Tensor, terms: Terms) -> int:
     """How many (query, key) pairs the mask shows, over batch and query heads."""
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     every = batch * heads * queries * keys
-    if terms.band is not None and len(terms.band) == 3:
-        _, low, high = terms.band
-        seen = (min(r + high, keys) - max(r + low, 0) for r in range(queries))
-        return batch * heads * sum(max(0, count) for count in seen)
     mask = terms.dense if terms.intervals is None else terms.intervals
-    if mask is None or isinstance(mask, FakeTensor) or mask.is_meta:
+    if isinstance(mask, FakeTensor) or (mask is not None and mask.is_meta):
         return every
+    banded = terms.band is not None and len(terms.band) == 3
+    low, high = terms.band[1:] if terms.band is not None and banded else (-FURTHEST, FURTHEST)
     if terms.intervals is not None:
-        first, last = mask[:, 0], mask[:, 1]
+        row = torch.arange(queries, device=terms.intervals.device)
+        first = terms.intervals[:, 0].maximum(row + low)
+        last = terms.intervals[:, 1].minimum(row + high)
         return int((last - first).clamp_min(0).sum(0).expand(batch, heads, queries).sum())
-    return int(mask.expand(batch, heads, queries, keys).sum())
+    if mask is not None:
+        return int(mask.expand(batch, heads, queries, keys).sum())
+    if not banded:
+        return every
+    seen = (min(r + high, keys) - max(r + low, 0) for r in range(queries))
+    return batch * heads * sum(max(0, count) for count in seen)
 
 
 def _forward(q, k, v, *given, **kwargs) -> int:  # type: ignore[no-untyped-def]

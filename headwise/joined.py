@@ -48,6 +48,16 @@ class Both(Mask):
         a, b = self.a.band(place), self.b.band(place)
         return None if a is None or b is None else (max(a[0], b[0]), min(a[1], b[1]))
 
+    def apart(self, place: Place) -> tuple[tuple[int, int] | None, Mask | None]:
+        band = self.band(place)
+        if band is not None or self.pieces == 0:
+            return band, None if band else self
+        for one, other in ((self.a, self.b), (self.b, self.a)):
+            band = one.band(place)
+            if band is not None:
+                return band, other
+        return None, self
+
     @property
     def rows_alike(self) -> bool:
         return self.a.rows_alike and self.b.rows_alike

@@ -45,6 +45,11 @@ class Mask:
         """(low, high) where every query i sees exactly keys [i + low, i + high); else None."""
         return None
 
+    def apart(self, place: Place) -> tuple[tuple[int, int] | None, Mask | None]:
+        """A band and a mask that show together what this one shows; None for what is not needed."""
+        band = self.band(place)
+        return band, self if band is None else None
+
     def start(self, place: Place) -> int | Tensor:
         """The key at which each row's sequence or document begins, for `sink_mass`."""
         return 0
@@ -224,6 +229,10 @@ class Documents(Mask):
     """A query sees the keys of its own document; the queries are the last N positions."""
 
     ids: Tensor
+    bounds: Interval = field(init=False)  # of each key's document, (B|1, M) each: found once
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", _bounds(self.ids))
 
     def __repr__(self) -> str:
         return f"documents({_short(self.ids)})"
@@ -238,7 +247,7 @@ class Documents(Mask):
             )
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
-        starts, ends = self._bounds(place)
+        starts, ends = (bound.to(place.device) for bound in self.bounds)
         if place.first_query == place.offset == 0 and place.queries == starts.shape[-1]:
             return (_three(starts[:, None], ends[:, None]),)
         stands = (place.rows() + place.offset).long()
@@ -248,15 +257,6 @@ class Documents(Mask):
 
     def start(self, place: Place) -> Tensor:
         return self.intervals(place)[0][0]
-
-    def _bounds(self, place: Place) -> Interval:
-        ids = self.ids.to(place.device)
-        ids = ids if ids.ndim == 2 else ids[None]
-        change = torch.zeros_like(ids, dtype=torch.bool)
-        change[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        number = change.cumsum(-1, dtype=torch.int32)  # documents in their order, (B|1, M)
-        starts = torch.searchsorted(number, number, out_int32=True)
-        return starts, torch.searchsorted(number, number, right=True, out_int32=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -274,6 +274,16 @@ class Dense(Mask):
 
     def to_dense(self, place: Place) -> Tensor:
         return placed(self.seen.to(place.device), place)
+
+
+def _bounds(ids: Tensor) -> Interval:
+    """Where each key's document starts and ends, (B|1, M) each."""
+    ids = ids.reshape(-1, ids.shape[-1]) if ids.ndim else ids.reshape(1, 1)
+    change = torch.zeros_like(ids, dtype=torch.bool)
+    change[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    number = change.cumsum(-1, dtype=torch.int32)  # documents in their order
+    starts = torch.searchsorted(number, number, out_int32=True)
+    return starts, torch.searchsorted(number, number, right=True, out_int32=True)
 
 
 def _alignment(offset: PerBatch | None, place: Place) -> int | Tensor:

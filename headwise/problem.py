@@ -36,7 +36,8 @@ class Terms(NamedTuple):
     first_key: int
     band: list[int] | None = None
     """[shift]: row r stands beside the key position r + shift, and `position` is left empty.
-    [shift, low, high]: it also sees keys [r + low, r + high) of the call, and `intervals` is None.
+    [shift, low, high]: it also sees no keys of the call but [r + low, r + high), of which
+    `intervals`, where there are some, say which.
     """
 
     @property
@@ -68,16 +69,17 @@ class Problem:
         """The same problem for these query rows only."""
         return replace(self, q=self.q.index_select(2, rows), rows=rows)
 
-    def intervals(self) -> Tensor | None:
+    def intervals(self, mask: Mask | None = None) -> Tensor | None:
         """The mask as (P, 2, B|1, Hq|1, N) bounds among the call's keys; None: dense or none."""
-        if self.mask is None or self.mask.pieces == 0:
+        mask = self.mask if mask is None else mask
+        if mask is None or mask.pieces == 0:
             return None
         place = self.place
-        bounds = [bound for piece in self.mask.intervals(place) for bound in piece]
+        bounds = [bound for piece in mask.intervals(place) for bound in piece]
         bounds = [bound - place.first_key for bound in bounds] if place.first_key else bounds
         shape = torch.broadcast_shapes(*(bound.shape for bound in bounds), (1, 1, place.queries))
         whole = torch.stack([bound.expand(shape) for bound in bounds]).clamp_(0, place.keys)
-        return self._sampled(whole.unflatten(0, (self.mask.pieces, 2)), -1)
+        return self._sampled(whole.unflatten(0, (mask.pieces, 2)), -1)
 
     def dense(self) -> Tensor | None:
         """The mask as booleans where it is no interval; None otherwise."""
@@ -103,26 +105,26 @@ class Problem:
         rows = self._sampled(self.place.rows()[None], -1)
         return rows + (shift.reshape(-1, 1) if isinstance(shift, Tensor) else shift)
 
-    def band(self) -> list[int] | None:
-        """`Terms.band`: what three numbers say of mask and positions; None where they can't."""
+    def band(self) -> tuple[list[int] | None, Mask | None]:
+        """`Terms.band`, and what of the mask it does not say."""
         shift, place = self.shift(), self.place
         if self.rows is not None or isinstance(shift, Tensor):
-            return None
+            return None, self.mask
         shift += place.first_query
-        bounds = None if self.mask is None else self.mask.band(place)
+        bounds, rest = (None, None) if self.mask is None else self.mask.apart(place)
         if bounds is None:
-            return [shift]
+            return [shift], rest
         step = place.first_query - place.first_key
-        return [shift, bounds[0] + step, bounds[1] + step]
+        return [shift, bounds[0] + step, bounds[1] + step], rest
 
     def terms(self, banded: bool = False) -> Terms:
         """The problem as the flat arguments of an operator; `banded` for one that takes a band."""
         bias, device = self.bias, self.q.device
         tensor = placed(bias, self.place).to(device) if isinstance(bias, Tensor) else None
-        band = self.band() if banded else None
+        band, rest = self.band() if banded else (None, self.mask)
         return Terms(
             additive=self.additive,
-            intervals=None if band is not None and len(band) == 3 else self.intervals(),
+            intervals=None if rest is None else self.intervals(rest),
             dense=self.dense(),
             position=self.position() if band is None else self.q.new_empty(0, dtype=torch.int32),
             bias=None if tensor is None else self._sampled(tensor, -2),

@@ -5,6 +5,8 @@ The generated problems are those of the other engines; what is special to kernel
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,9 @@ from tests.engines import test_agreement as agreement
 from tests.problems import KINDS, Recipe, every_pair, recipes
 
 pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
+
+from headwise.engines.triton import cards, shapes
+
 # NumPy, which Triton's interpreter computes with, warns where 32-bit hashes wrap around and where
 # an exponential of something far away becomes nothing, as both are meant to.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -240,3 +245,99 @@ def test_a_new_length_compiles_nothing() -> None:
     for n in (16, 100, 513, 777):
         call(n)
     assert sum(len(cache[0]) for cache in forward.device_caches.values()) == known
+
+
+def test_an_older_gpu_is_refused_with_its_name_and_another_engine_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = cards.Card("Tesla T4", 7, 5, 65536)
+    monkeypatch.setattr(cards, "_INTERPRETED", old)
+    monkeypatch.setattr(cards, "CARDS", {0: old})
+    q = normal(1, 1, 4, 16)
+    with pytest.raises(
+        ValueError, match="needs an Ampere GPU or a later one, and this is Tesla T4"
+    ):
+        hw.attention(q, q, q, engine="triton")
+    plan = hw.explain(q, q, q, softcap=5.0)
+    assert plan.engine == "streaming"
+    assert "Tesla T4" in str(plan.reasons["triton"])
+
+
+def test_tuned_shapes_are_kept_for_each_gpu_and_preferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shapes, "_CHOSEN", {})
+    one, other = cards.Card("one", 8, 0, 166912), cards.Card("other", 8, 6, 101376)
+    best = shapes.Shape(64, 16, 2, 5)
+    file = shapes.remember(one, {("forward", 64, 2): best})
+    assert file.is_relative_to(tmp_path)
+    shapes.remember(other, {("keys", 64, 2): best})
+    assert shapes.shape("forward", 64, 2, one) == best
+    assert shapes.shape("forward", 64, 2, other) == shapes.default("forward", 64, 2, other) != best
+    assert shapes.shape("keys", 64, 2, other) == best
+
+
+@pytest.mark.gpu
+def test_tuning_finds_a_shape_that_is_not_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headwise.engines.triton import tuning
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shapes, "_CHOSEN", {})
+    device = torch.device("cuda", 0)
+    found = list(tuning.tune(device, widths=(64,), tokens=2048))
+    assert [x.kernel for x in found] == list(shapes.KERNELS)
+    assert all(x.best <= x.usual for x in found)
+    tuning.keep(device, found)
+    chosen = [shapes.shape(x.kernel, 64, 2, cards.card(device)) for x in found]
+    assert chosen == [x.chosen for x in found]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [166912, 101376], ids=["A100", "RTX"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gpus_without_a_copy_engine_compute_addresses(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, shared: int
+) -> None:
+    # As they would: their shapes and their loads, on whatever GPU is here.
+    monkeypatch.setattr(cards, "CARDS", {0: cards.Card("older", 8, 0, shared)})
+    q, k, v = (normal(1, heads, 300, width, dtype=dtype) for heads in (2, 1, 1))
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    check(q, k, v, tolerance, mask=hw.mask.causal() & hw.mask.window(100))
+
+
+@pytest.mark.gpu
+def test_calls_on_several_streams_do_not_disturb_each_other() -> None:
+    tensors = [[normal(1, 4, 700, 64, dtype=torch.bfloat16) for _ in range(3)] for _ in range(4)]
+    mask = hw.mask.causal() & hw.mask.documents(torch.arange(700, device=DEVICE) // 300)
+    expected = [hw.observe(*x, mask=mask, engine="triton") for x in tensors]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in tensors]
+    found = []
+    for _ in range(5):
+        found = []
+        for stream, x in zip(streams, tensors, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(hw.observe(*x, mask=mask, engine="triton"))
+    torch.cuda.synchronize()
+    for (out, seen), (same, saw) in zip(found, expected, strict=True):
+        assert torch.equal(out, same)
+        assert all(torch.equal(seen.values[name], saw.values[name]) for name in saw.values)
+
+
+@pytest.mark.gpu
+def test_a_training_step_compiles_into_generated_code() -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, seen = hw.observe(q, k, v, mask=hw.mask.causal(), softcap=20.0, engine="triton")
+        return out.float().square().sum() + seen.entropy.sum()
+
+    compiled = torch.compile(loss, fullgraph=True)
+    for n in (256, 300):
+        leaves = [normal(1, 2, n, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+        found = torch.autograd.grad(compiled(*leaves), leaves)
+        wanted = torch.autograd.grad(loss(*leaves), leaves)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2)

@@ -12,6 +12,7 @@ from headwise.engines.triton.launch import (
     exposed,
     interpreting,
     kind_of,
+    narrow,
     on,
     operands,
     outer_strides,
@@ -35,7 +36,8 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     call = operands(q, k, v, terms)
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
-    shape = INTERPRETED if interpreting() else shape_of("forward", wide, q.itemsize, card(q.device))
+    kernel = "narrow" if narrow(terms) else "forward"
+    shape = INTERPRETED if interpreting() else shape_of(kernel, wide, q.itemsize, card(q.device))
     tma, (q_, k_, v_) = described(
         (call.q, call.k, call.v), call.steps, (shape.rows, shape.keys, shape.keys)
     )

@@ -11,7 +11,7 @@ OLDEST = 8  # Ampere: the first with bfloat16 products and asynchronous copies
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, looks once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # looked up by identity: every call does
 class Card:
     """A GPU: its name, its generation, and the bytes of shared memory that a program may take."""
 

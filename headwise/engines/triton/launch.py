@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headwise import dropout
 from headwise.engines.triton.cards import INTERPRETING, card
 from headwise.engines.triton.tiles import Given, Sizes
+from headwise.masks import FURTHEST
 from headwise.problem import Terms
 
 Steps = list[int] | None
@@ -65,10 +66,19 @@ def pieces(terms: Terms) -> int:
 
 def exposed(q: Tensor, k: Tensor, terms: Terms) -> bool:
     """Whether there may be a key that no row of the call sees, and that may hold anything."""
-    if terms.band is not None and len(terms.band) == 3:
-        _, low, high = terms.band
-        return low > 0 or q.shape[2] - 1 + high < k.shape[2] or low >= high
-    return terms.intervals is not None or terms.dense is not None
+    if terms.intervals is not None or terms.dense is not None:
+        return True
+    if terms.band is None or len(terms.band) == 1:
+        return False
+    _, low, high = terms.band
+    return low > 0 or q.shape[2] - 1 + high < k.shape[2] or low >= high
+
+
+def narrow(terms: Terms) -> bool:
+    """Whether rows see so few keys, or may do so, that edges take much of the time."""
+    if terms.intervals is not None:
+        return True
+    return terms.band is not None and len(terms.band) == 3 and terms.band[2] - terms.band[1] <= 4096
 
 
 def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
@@ -81,7 +91,7 @@ def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
         batch = intervals.stride(2) if intervals.shape[2] > 1 else 0
         head = intervals.stride(3) if intervals.shape[3] > 1 else 0
     position = terms.position.contiguous() if terms.band is None else None
-    shift, low, high = (*(terms.band or [0]), 0, 0)[:3]
+    shift, low, high = (*(terms.band or [0]), -FURTHEST, FURTHEST)[:3]
     dense = None if terms.dense is None else terms.dense.view(torch.int8)
     given = Given(
         intervals,
@@ -138,9 +148,17 @@ def described(
     if any(step is None for step in steps):
         return False, list(tensors)
     return True, [
-        TensorDescriptor(x, list(x.shape), step, [1, 1, count, pad(x)])
+        _descriptor(x, step, [1, 1, count, pad(x)])
         for x, step, count in zip(tensors, steps, rows, strict=True)
     ]
+
+
+def _descriptor(x: Tensor, steps: Steps, block: list[int]) -> TensorDescriptor:
+    """Made without its own checks, which `_steps` and `pad` have passed, and which take as long as
+    a launch."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = x, list(x.shape), steps, block
+    return made
 
 
 def ready(x: Tensor) -> tuple[Tensor, Steps]:
@@ -248,4 +266,6 @@ def interpreting() -> bool:
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launch on the tensors' own GPU, whichever is current."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

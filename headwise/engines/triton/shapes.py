@@ -14,7 +14,8 @@ from pathlib import Path
 
 from headwise.engines.triton.cards import Card
 
-KERNELS = ("forward", "queries", "keys")  # the forward, and the two that differentiate
+KERNELS = ("forward", "narrow", "queries", "keys")
+"""The forward, the same for rows that see few keys, and the two kernels that differentiate."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ INTERPRETED = Shape(32, 32, 4, 1)  # small, so that small problems have edges an
 _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 128 and 256
     "hopper": {
         ("forward", 2): (Shape(64, 128, 4, 3), Shape(128, 128, 8, 3), Shape(128, 64, 8, 2)),
+        ("narrow", 2): (Shape(64, 128, 4, 3), Shape(64, 64, 4, 3), Shape(128, 64, 8, 2)),
         ("queries", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
         ("keys", 2): (Shape(32, 128, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 8, 2)),
         ("forward", 4): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 1)),
@@ -77,7 +79,9 @@ def use(kernel: str, width: int, itemsize: int, card: Card, chosen: Shape) -> No
 def default(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
     """The table's choice, whatever was tuned."""
     room = "hopper" if card.shared >= 220_000 else "ampere" if card.shared >= 160_000 else "small"
-    return _TABLE[room][kernel, itemsize][0 if width <= 64 else 1 if width <= 128 else 2]
+    table = _TABLE[room]
+    kernel = kernel if (kernel, itemsize) in table else "forward"  # for "narrow" in most cases
+    return table[kernel, itemsize][0 if width <= 64 else 1 if width <= 128 else 2]
 
 
 def tuned_file() -> Path:

@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
     first_key: int
     reach: int  # R of the relative table
     shift: int  # where there are no positions
-    low: int  # where there are no intervals: row i sees [i + low, i + high)
+    low: int  # row i sees no more than [i + low, i + high)
     high: int
     interval_step: int  # from `first` to `last`, and on to the next piece
     interval_batch: int
@@ -144,7 +144,9 @@ def logits(
         if t.dense is not None:
             s = tl.where(dense_seen(t, z, b, h, i, j), s, FAR)
         else:
-            s = tl.where((j >= first) & (j < last), s, FAR)
+            # one comparison instead of two: a key before the first is far after it, unsigned
+            length = tl.maximum(last - first, 0).to(tl.uint32)
+            s = tl.where((j - first).to(tl.uint32) < length, s, FAR)
     return s, bent
 
 
@@ -166,13 +168,14 @@ def dense_seen(t, z, b, h, i, j):
 def interval(t, z, piece: tl.constexpr, b, h, i):
     """[first, last) of each row i in one piece; rows past the end repeat the last one."""
     row = tl.minimum(i, z.queries - 1)
+    first, last = row + z.low, row + z.high
     if t.intervals is not None:
         start = t.intervals + b.to(tl.int64) * z.interval_batch + h.to(tl.int64) * z.interval_head
         start += row + 2 * piece * z.interval_step
-        first, last = tl.load(start), tl.load(start + z.interval_step)
-    else:
-        first = tl.minimum(tl.maximum(row + z.low, 0), z.keys)
-        last = tl.minimum(tl.maximum(row + z.high, 0), z.keys)
+        first = tl.maximum(first, tl.load(start))
+        last = tl.minimum(last, tl.load(start + z.interval_step))
+    first = tl.minimum(tl.maximum(first, 0), z.keys)
+    last = tl.minimum(tl.maximum(last, 0), z.keys)
     return first, last
 
 

@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 from headwise.engines.triton import attend
 from headwise.engines.triton.cards import card
 from headwise.engines.triton.shapes import KERNELS, Shape, default, remember, use
-from headwise.masks import Causal
+from headwise.masks import Causal, Window
 from headwise.problem import pose
 
 WIDTHS = (64, 128, 256)
@@ -24,6 +24,7 @@ _TRIED = {
         Shape(64, 64, 4, 3), Shape(64, 128, 4, 3), Shape(128, 64, 4, 3), Shape(128, 64, 8, 3),
         Shape(128, 128, 8, 2),
     ),
+    "narrow": (Shape(64, 64, 4, 3), Shape(64, 128, 4, 3), Shape(128, 64, 8, 3)),
     "queries": (
         Shape(64, 64, 4, 2), Shape(128, 32, 4, 3), Shape(128, 64, 4, 3), Shape(128, 64, 8, 2),
     ),
@@ -60,7 +61,7 @@ def tune(
             times = {}
             for tried in dict.fromkeys((usual, *_TRIED[kernel])):
                 use(kernel, width, 2, here, tried)
-                run = _forward if kernel == "forward" else _step
+                run = _RUNS.get(kernel, _step)
                 try:
                     times[tried] = _milliseconds(run, q, k, v)
                 except OutOfResources:  # more shared memory than this GPU has
@@ -80,9 +81,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> object:
         return attend(pose("attention", q, k, v, mask=Causal()))
 
 
+def _narrow(q: Tensor, k: Tensor, v: Tensor) -> object:
+    with torch.no_grad():
+        return attend(pose("attention", q, k, v, mask=Window(1023)))
+
+
 def _step(q: Tensor, k: Tensor, v: Tensor) -> object:
     out = attend(pose("attention", q, k, v, mask=Causal()))
     return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+_RUNS: dict[str, Callable[..., object]] = {"forward": _forward, "narrow": _narrow}
 
 
 def _milliseconds(run: Callable[..., object], *given: Tensor) -> float:
