@@ -86,6 +86,7 @@ export function drawRows(
     const numbers = 8 + 6.2 * String(axis.stop).length;
     for (let row = axis.start; row < axis.stop; row++) {
       const y = axis.pixel(row + 0.5);
+      if (y < frame.top || y > frame.top + frame.height) continue;
       context.font = `11px ${ink.sans}`;
       context.fillStyle = ink.text;
       context.fillText(fitted(context, axis.token(row), room - numbers), frame.left - 8, y);

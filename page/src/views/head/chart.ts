@@ -16,7 +16,7 @@ export const ROOM = { left: 108, top: 44, right: 62, bottom: 76 } as const;
 
 const WIDEST = 2.5; // times as wide as high, or as high as wide
 const GAP = 4; // between the plot and its margins
-const WEIGHTS_FROM = 36; // pixels per token that make room for a number
+const WEIGHTS_FROM = 28; // pixels per token that make room for a number
 
 export interface Chart {
   readonly view: View;
@@ -158,7 +158,7 @@ function drawWeights(
   context.beginPath();
   context.rect(frame.left, frame.top, frame.width, frame.height);
   context.clip();
-  context.font = `10.5px ${ink.sans}`;
+  context.font = `10px ${ink.sans}`;
   context.textAlign = 'center';
   context.textBaseline = 'middle';
   for (let row = rows.start; row < rows.stop; row++) {

@@ -19,11 +19,13 @@ export interface Curves {
   readonly leftOut: number;
 }
 
-/** Queries whose lines are drawn at most, and keys that are listed at most. */
+/** Queries whose lines are drawn, at most. */
 export const MOST_ROWS = 64;
-export const MOST_KEYS = 96;
 
-const AROUND = 12; // rows before and after the chosen one
+const ALL_KEYS = 64; // of a text no longer than this every key is listed
+const MOST_KEYS = 40; // of a longer one the strongest
+
+const AROUND = 8; // rows before and after the chosen one
 
 /**
  * Lay out the `most` largest weights of each row from `first` on, without the first `drop` keys.
@@ -40,10 +42,11 @@ export function curvesOf(
   const kept = top.rows.map((pairs) => pairs.filter(([key]) => key >= drop).slice(0, most));
   const mass = new Map<number, number>();
   for (const [key, weight] of kept.flat()) mass.set(key, (mass.get(key) ?? 0) + weight);
-  const every = Array.from({ length: Math.min(columns, MOST_KEYS + 1) }, (_, key) => key);
   const strongest = [...mass.keys()].sort((one, other) => mass.get(other)! - mass.get(one)!);
-  const listed = columns <= MOST_KEYS ? every : strongest.slice(0, MOST_KEYS);
-  const keys = [...listed].sort((one, other) => one - other);
+  const all = columns <= ALL_KEYS;
+  const keys = all
+    ? Array.from({ length: columns }, (_, key) => key)
+    : strongest.slice(0, MOST_KEYS).sort((one, other) => one - other);
   const places = new Map(keys.map((key, place) => [key, place]));
   const curves = kept.flatMap((pairs, from) =>
     pairs.flatMap(([key, weight]): Curve[] => {
@@ -51,7 +54,7 @@ export function curvesOf(
       return to === undefined ? [] : [{ row: first + from, key, weight, from, to }];
     }),
   );
-  const leftOut = columns <= MOST_KEYS ? 0 : Math.max(0, strongest.length - MOST_KEYS);
+  const leftOut = all ? 0 : Math.max(0, strongest.length - MOST_KEYS);
   return { rows, keys, curves, leftOut };
 }
 
