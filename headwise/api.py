@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.bias import Bias
 from headwise.dropout import Dropout
-from headwise.engines import reference
+from headwise.engines import quick, reference
 from headwise.map import AttentionMap
 from headwise.mask import Mask
 from headwise.observation import Observation, check_sink_keys, check_statistics, sample_rows
@@ -48,12 +48,17 @@ def attention(
     >>> hw.attention(q, k, v, mask=hw.mask.causal()).shape
     torch.Size([2, 8, 5, 16])
     """
+    out: Tensor | None = None
+    if bias is None and softcap is None and sinks is None and dropout == 0.0:
+        out = quick.step(q, k, v, score, mask, engine)
+        if out is not None:
+            return out
     four = _batched("attention", q, k, v)
     problem = pose(
         "attention", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout,
     )  # fmt: skip
-    out: Tensor = _restating("attention", four, choose, problem, engine).attend(problem)
+    out = _restating("attention", four, choose, problem, engine).attend(problem)
     return out if q.ndim == 4 else out[0]
 
 

@@ -62,10 +62,13 @@ def _first(problem: Problem, observed: bool) -> str:
     """The first engine that can, in the order of speed.
 
     PyTorch's own kernels are the fastest where they need no mask tensor: on Hopper the cuDNN kernel
-    leads by a tenth. Triton's interpreter serves whom asks for it, and nobody else.
+    leads by a tenth, but not where few queries meet many keys. Triton's interpreter serves whom
+    asks for it, and nobody else.
     """
-    order = ("sdpa", *ENGINES) if sdpa.maskless(problem) else ENGINES
-    interpreted = problem.q.device.type == "cpu"
+    q, k = problem.q, problem.k
+    decoding = q.is_cuda and q.shape[2] <= 16 and k.shape[2] >= 1024
+    order = ("sdpa", *ENGINES) if sdpa.maskless(problem) and not decoding else ENGINES
+    interpreted = q.device.type == "cpu"
     able = (name for name in order if not (name == "triton" and interpreted))
     return next(name for name in able if refusal(name, problem, observed) is None)
 

@@ -22,6 +22,7 @@ from headwise.score import Dot, Score
 
 FEW = 16  # queries of a step at most
 LEAST = 1024  # keys: with fewer the usual way is as quick
+ROWS = 64  # that share a key head at most
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -42,14 +43,22 @@ def step(
     v: Tensor,
     score: Score | None,
     mask: Mask | None,
+    engine: str = "triton",
 ) -> Tensor | None:
     """Attention of a few queries to many keys; None: this call takes the usual way."""
-    if not _plain(q, score, mask) or q.ndim != 4 or k.ndim != 4 or k.shape[2] < LEAST:
+    if not (type(q) is type(k) is type(v) is Tensor) or q.ndim != 4:
+        return None
+    if engine != "triton" and not (engine == "auto" and q.is_cuda):
+        return None
+    if not _plain(q, score, mask) or k.ndim != 4 or k.shape[2] < LEAST:
         return None
     dtype, device, keys = q.dtype, q.device, k.shape
     alike = k.dtype is dtype and v.dtype is dtype and k.device == device == v.device
-    shaped = keys[:3] == v.shape[:3] and q.shape[0] == keys[0] and q.shape[3] == keys[3]
-    if not alike or not shaped or v.shape[3] != keys[3] or _watched(k, v):
+    group, left = divmod(q.shape[1], keys[1])
+    shaped = keys == v.shape and q.shape[0] == keys[0] and q.shape[3] == keys[3] and left == 0
+    if not alike or not shaped or group * q.shape[2] > ROWS or _watched(k, v):
+        return None
+    if not q.stride(3) == k.stride(3) == v.stride(3) == 1 or q.numel() == 0:
         return None
     from headwise.engines.triton.decoding import step as run
 
@@ -57,10 +66,12 @@ def step(
 
 
 def serves_stored(
-    q: Tensor, score: Score | None, mask: Mask | None, options: Mapping[str, Any]
+    q: Tensor, key_heads: int, score: Score | None, mask: Mask | None, options: Mapping[str, Any]
 ) -> bool:
     """Whether the decoding kernels serve queries q against what a cache stores."""
     if options.get("bias") is not None or options.get("dropout"):
+        return False
+    if q.ndim != 4 or q.shape[1] % key_heads or q.shape[1] // key_heads * q.shape[2] > ROWS:
         return False
     return options.get("engine", "auto") in ("auto", "triton") and _plain(q, score, mask)
 
@@ -83,7 +94,9 @@ def attend_stored(
 
 def _plain(q: Tensor, score: Score | None, mask: Mask | None) -> bool:
     """Few queries of a dot score on a GPU that see all before them, and nobody else is watching."""
-    if type(q) is not Tensor or q.shape[-2] > FEW or q.shape[-1] not in (64, 128, 256):
+    if torch.compiler.is_compiling() or type(q) is not Tensor or q.shape[-2] > FEW:
+        return False
+    if q.shape[-1] not in (64, 128, 256) or not 1e-6 < _scale(q, score) < 1e6:
         return False
     if q.dtype not in HALVES and not (q.dtype is torch.float32 and q.device.type == "cpu"):
         return False
@@ -91,7 +104,7 @@ def _plain(q: Tensor, score: Score | None, mask: Mask | None) -> bool:
         return False
     if mask is not None and not (isinstance(mask, Causal) and mask.offset is None):
         return False
-    return _able(q.device) and not _watched(q)
+    return triton_missing(q.device.type) is None and _able(q.device) and not _watched(q)
 
 
 def _scale(q: Tensor, score: Score | None) -> float:
@@ -101,9 +114,7 @@ def _scale(q: Tensor, score: Score | None) -> float:
 
 @cache
 def _able(device: torch.device) -> bool:
-    """Whether the decoding kernels run on this device."""
-    if triton_missing(device.type) is not None:
-        return False
+    """Whether the decoding kernels run on this GPU."""
     from headwise.engines import triton
 
     return triton.refuses_device(device) is None
@@ -114,8 +125,7 @@ def _watched(*tensors: Tensor) -> bool:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0

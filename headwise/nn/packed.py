@@ -56,8 +56,9 @@ class Packed(Cache):
 
         Its other options are `hw.attention`'s own.
         """
-        if quick.serves_stored(q, score, mask, options):
-            return quick.attend_stored(q, self.held(), score, mask, softcap, sinks)
+        held = self.held()
+        if quick.serves_stored(q, held.keys.shape[1], score, mask, options):
+            return quick.attend_stored(q, held, score, mask, softcap, sinks)
         keys, values = self.read()
         given = {"score": score, "mask": mask, "softcap": softcap, "sinks": sinks} | options
         return attention(q, keys, values, **given)

@@ -57,7 +57,7 @@ def test_the_kernel_reads_what_a_cache_keeps_as_it_lies_there(cache: hw.nn.Packe
     cache.append(normal(2, 2, 30, 64), normal(2, 2, 30, 64))
     q = normal(2, 4, 2, 64)
     for options in ({"mask": CAUSAL}, {"softcap": 5.0, "sinks": normal(4)}):
-        assert quick.serves_stored(q, None, options.get("mask"), {})
+        assert quick.serves_stored(q, 2, None, options.get("mask"), {})
         truth = hw.attention(q, *cache.read(), engine="reference", **options)
         near(cache.attend(q, **options), truth)
 

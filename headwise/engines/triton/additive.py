@@ -18,13 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.engines.triton.online import leave, nothing_yet, take_in
+from headwise.engines.triton.online import bounds, leave, nothing_yet, take_in
 from headwise.engines.triton.tiles import (
     FAR,
     LOG2E,
     LOOSE,
     Sizes,
-    interval,
     kept,
     load_tile,
     logits,
@@ -107,19 +106,6 @@ def scores(
             pair = tl.load(line + d).to(tl.float32) + tl.load(column + d).to(tl.float32)
             s += tl.load(weight + d) * tanh(pair)
     return s.permute(2, 0, 1, 3).reshape(ROWS, KEYS)
-
-
-@triton.jit
-def bounds(t, z, piece: tl.constexpr, b, h, i, PIECES: tl.constexpr):
-    """[first, last) of each row in one piece, and of all of them together."""
-    first, last = i * 0, i * 0 + z.keys
-    lowest, highest = z.keys * 0, z.keys
-    if PIECES > 0:
-        first, last = interval(t, z, piece, b, h, i)
-        empty = first >= last
-        lowest = tl.min(tl.where(empty, z.keys, first), 0)
-        highest = tl.max(tl.where(empty, 0, last), 0)
-    return first, last, lowest, highest
 
 
 @triton.jit(do_not_specialize=LOOSE)

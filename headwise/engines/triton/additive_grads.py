@@ -14,13 +14,13 @@ import triton.language as tl
 
 from headwise.engines.triton.additive import (
     FAR_APART,
-    bounds,
     largest_size,
     pair_terms,
     scores,
 )
 from headwise.engines.triton.cells import seen_pairs, touched
 from headwise.engines.triton.gradients import row_numbers, weigh
+from headwise.engines.triton.online import bounds
 from headwise.engines.triton.tiles import (
     FAR,
     LOOSE,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.engines import tiles
 from headwise.engines.tiles import Cells, How
-from headwise.engines.triton.call import run_forward
+from headwise.engines.triton import logsum
 from headwise.engines.triton.cards import INTERPRETING
 from headwise.engines.triton.cells import cells
 from headwise.engines.triton.largest import largest
@@ -31,8 +31,17 @@ def log_sums(region: Region) -> Tensor:
     """lse of every row over the region's keys, (B, Hq, N)."""
     if not all(region.box.shape):
         return tiles.log_sums(region)
-    # The forward kernel wants values: sixteen columns of the keys are the cheapest there are.
-    return run_forward(region.q, region.k, region.k[..., :16], region.terms, 0).lse
+    call = _call(region)
+    batch, heads, rows, _ = region.box.shape
+    found = region.q.new_empty(batch, heads, rows, dtype=torch.float32)
+    block_rows, block_keys, warps, stages = _tile(call)
+    with on(region.q.device):
+        logsum.log_sums[(-(-rows // block_rows), heads, batch)](
+            call.q, call.k, found, outer_strides(call.q), outer_strides(call.k), call.given,
+            *call.sizes, ROWS=block_rows, KEYS=block_keys, num_warps=warps, num_stages=stages,
+            **_flags(call),
+        )  # fmt: skip
+    return found
 
 
 def fill(region: Region, lse: Tensor) -> Tensor:

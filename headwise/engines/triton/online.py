@@ -8,7 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.tiles import FAR, NOTHING
+from headwise.engines.triton.tiles import FAR, NOTHING, interval
+
+
+@triton.jit
+def bounds(t, z, piece: tl.constexpr, b, h, i, PIECES: tl.constexpr):
+    """[first, last) of each row in one piece, and of all of them together."""
+    first, last = i * 0, i * 0 + z.keys
+    lowest, highest = z.keys * 0, z.keys
+    if PIECES > 0:
+        first, last = interval(t, z, piece, b, h, i)
+        empty = first >= last
+        lowest = tl.min(tl.where(empty, z.keys, first), 0)
+        highest = tl.max(tl.where(empty, 0, last), 0)
+    return first, last, lowest, highest
 
 
 @triton.jit
