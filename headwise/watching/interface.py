@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from headwise import mask as masks
 from headwise.mask import Mask
 from headwise.nn.call import Call
+from headwise.place import Place
 from headwise.score import Dot
 from headwise.watching.layer import Kind
+from headwise.watching.mask_functions import by_rows
 from headwise.watching.stretches import Memory, Stretches, read, split
 
 _FULL = ("eager", "flex_attention")
@@ -170,21 +172,26 @@ def _flat(
     if width is not None:
         reach = masks.window(width - 1, 0 if causal else width - 1, offset)
         mask = reach if mask is None else mask & reach
-    if given.mask is None:
-        return _all_seen(q, k, stands, begins) if mask is None else mask
-    shown = given.mask[:, -k.shape[2] :].bool()
-    padding = read(shown[:, None, None].expand(-1, 1, q.shape[2], -1), stands, begins)
-    if padding.pieces == 0 and width is not None:
-        raise ValueError("its padding lies inside the sequence, and its window counts without it")
-    return padding if mask is None else mask & padding
+    if given.mask is not None:
+        shown = given.mask[:, -k.shape[2] :].bool()
+        padding = read(shown[:, None, None].expand(-1, 1, q.shape[2], -1), stands, begins)
+        if padding.pieces == 0 and width is not None:
+            raise ValueError(
+                "its padding lies inside the sequence, and its window counts without it"
+            )
+        mask = padding if mask is None else mask & padding
+    if mask is None:
+        return _all_seen(q, k, stands, begins)
+    if begins is None or mask.pieces == 0 or not bool(begins.any()):
+        return mask
+    first, last = mask.intervals(Place.of(q, k))[0]
+    return Stretches(first, last, offset, begins)
 
 
 def _of_blocks(
     blocks: Any, q: Tensor, k: Tensor, stands: bool | int, begins: Tensor | None
 ) -> Mask:
     """FlexAttention's BlockMask, from its rule, a few rows at a time."""
-    from headwise.watching.mask_functions import by_rows
-
     batch, heads = blocks.shape[:2]
     return by_rows(
         blocks.mask_mod, (batch, heads, q.shape[2], k.shape[2]), q.device, stands, begins

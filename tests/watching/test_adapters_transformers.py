@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -144,10 +145,14 @@ GENERATING = [
 def test_generated_tokens_are_seen_as_in_one_pass_over_all_of_them(
     family: str, attention: str, way: str
 ) -> None:
-    model = model_of(family)
-    prompt = inputs(family, "left")
+    check_generation(family, attention, GENERATION[way], "left")
+
+
+def check_generation(family: str, attention: str, way: dict[str, Any], padding: str) -> None:
+    """Generate watched and unwatched; every row's statistics are those of one pass."""
+    model, prompt = model_of(family), inputs(family, padding)
     options = {**prompt, "max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": 0}
-    options |= {"disable_compile": True, **GENERATION[way]}
+    options |= {"disable_compile": True, **way}
     with implementation(model, attention):
         torch.manual_seed(2)
         before = model.generate(**options)
@@ -155,11 +160,11 @@ def test_generated_tokens_are_seen_as_in_one_pass_over_all_of_them(
         with hw.watch(model) as seen:
             made = model.generate(**options)
     assert torch.equal(made, before)
-    real = torch.cat([prompt["attention_mask"], torch.ones(B, 4, dtype=torch.long)], 1)
+    shown = prompt.get("attention_mask", torch.ones(B, N, dtype=torch.long))
+    real = torch.cat([shown, torch.ones(B, 4, dtype=torch.long)], 1)
     whole = {"input_ids": made[:, :-1], "attention_mask": real}
     whole["position_ids"] = (real.cumsum(1) - 1).clamp_min(0)
     for layer, call in zip(seen.layers, written_out(model, whole), strict=True):
-        assert layer.heads == 4
         rows = real.bool()
         wanted = call.statistics(real.argmax(-1), across=False)
         for name, value in wanted.items():
@@ -338,24 +343,35 @@ def flat(
     return out.transpose(1, 2).contiguous(), None
 
 
+@pytest.fixture
+def _flat() -> Iterator[None]:
+    """An implementation "flat", whose masks are those of flash attention."""
+    AttentionInterface.register("flat", flat)
+    theirs = AttentionMaskInterface._global_mapping["flash_attention_2"]
+    AttentionMaskInterface.register("flat", theirs)
+    yield
+    del AttentionInterface._global_mapping["flat"]
+    del AttentionMaskInterface._global_mapping["flat"]
+
+
+@pytest.mark.usefixtures("_flat")
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_masks_as_flash_attention_has_them_are_read(family: str, padding: str) -> None:
     model, given = model_of(family), inputs(family, padding)
-    AttentionInterface.register("flat", flat)
-    AttentionMaskInterface.register(
-        "flat", AttentionMaskInterface._global_mapping["flash_attention_2"]
-    )
-    try:
-        with implementation(model, "flat"), torch.no_grad(), hw.watch(model) as seen:
-            model(**given)
-    finally:
-        del AttentionInterface._global_mapping["flat"]
-        del AttentionMaskInterface._global_mapping["flat"]
+    with implementation(model, "flat"), torch.no_grad(), hw.watch(model) as seen:
+        model(**given)
     for layer, call in zip(seen.layers, written_out(model, given), strict=True):
         rows, begins = real_rows(given, layer)
         for name, value in call.statistics(begins, across=False).items():
             close(layer.observation.values[name], value, rows, f"{layer.name} {name}")
+
+
+@pytest.mark.usefixtures("_flat")
+@pytest.mark.parametrize("padding", ["whole", "left"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_they_are_read_while_a_sliding_cache_forgets(family: str, padding: str) -> None:
+    check_generation(family, "flat", {}, padding)
 
 
 def test_a_mask_with_numbers_of_its_own_is_a_bias() -> None:
