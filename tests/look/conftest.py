@@ -48,13 +48,13 @@ class Served:
         return self
 
 
-def start(model: str | None = "gpt", text: str | None = None) -> Served:
+def start(model: str | None = "gpt", text: str | None = None, port: int = 0) -> Served:
     """Serve a model that reads a text, the sample unless told, as `headwise look` does.
 
     Without a model the server waits for one for ever.
     """
     session = Session(sample=text is None)
-    bound = listening(0)
+    bound = listening(port)
     config = uvicorn.Config(application(session), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)

@@ -197,7 +197,7 @@ def test_a_broken_model_says_what_is_wrong(
     expect(alert).to_contain_text(str(tmp_path))
 
 
-def test_a_page_left_open_says_that_the_server_has_stopped(
+def test_a_page_left_open_says_that_its_server_has_stopped_and_finds_the_next(
     visit: Visits, serve: Callable[..., Served]
 ) -> None:
     own = serve("gpt", "to be or not to be").wait_until_read()
@@ -206,6 +206,10 @@ def test_a_page_left_open_says_that_the_server_has_stopped(
     own.stop()
     expect(page.get_by_role("alert")).to_contain_text("The server has stopped")
     assert len(names(page)) == 48
+    serve("translate", "The cat is black.", int(own.url.rpartition(":")[2]))
+    expect(page.get_by_role("radio", name="Cross")).to_be_visible()
+    expect(page.locator("[data-head]")).to_have_count(24)
+    expect(page.get_by_role("alert")).to_have_count(0)
 
 
 def test_a_page_nobody_made_offers_the_way_back(visit: Visits) -> None:
