@@ -3,6 +3,7 @@ import { readFileSync } from 'node:fs';
 import { svelte } from '@sveltejs/vite-plugin-svelte';
 import { defineConfig } from 'vite';
 
+const SERVER = process.env.HEADWISE_SERVER ?? 'http://127.0.0.1:8470';
 const MARK = '<!-- the bundle -->';
 
 /**
@@ -32,7 +33,10 @@ const writeIndex = {
 
 export default defineConfig({
   plugins: [svelte(), writeIndex],
-  server: { proxy: { '/api': process.env.HEADWISE_SERVER ?? 'http://127.0.0.1:8470' } },
+  // To the server, the development server must look like its own page.
+  server: {
+    proxy: { '/api': { target: SERVER, changeOrigin: true, headers: { origin: SERVER } } },
+  },
   build: {
     outDir: '../headwise/look/static',
     emptyOutDir: false, // its files have fixed names, and a running server may be reading them

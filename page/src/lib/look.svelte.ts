@@ -62,6 +62,7 @@ export class Look {
     clearTimeout(this.#timer);
     try {
       const state = await this.source.state();
+      if (this.stopped) this.source.forget();
       // An unchanged state stays the same object: nothing that depends on it is drawn again.
       if (JSON.stringify(state) !== JSON.stringify(this.state)) this.state = state;
       this.stopped = null;

@@ -134,6 +134,11 @@ export class Source {
     return this.transport.json(query('/api/watch/series', { statistic, from }));
   }
 
+  /** Ask for everything again: another server may be answering now. */
+  forget(): void {
+    this.#kept.clear();
+  }
+
   /** Ask once; an answer that failed is asked for again. */
   #keep<Answer>(path: string): Promise<Answer> {
     const known = this.#kept.get(path);
