@@ -105,6 +105,12 @@ def tiles(asked: Asked, seed: int = 0) -> tuple[list[float], dict[int, list[floa
     return times, by_level
 
 
+def processor_seconds(process: int) -> float:
+    """What a process has used of all cores together; the clock also counts what others used."""
+    ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
 def resident(process: int) -> float:
     """Megabytes of memory that a process has for itself."""
     rollup = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="utf-8")
@@ -141,17 +147,25 @@ def browser_megabytes(url: str) -> float | None:
 
 
 def renderers() -> list[int]:
-    """The processes that draw pages."""
-    found = []
+    """The processes that draw pages for this one."""
+    parents, drawing = {}, []
     for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"--type=renderer" in command and BROWSER.rpartition("/")[2].encode() in command:
-                found.append(int(folder.name))
-    return found
+        if not folder.name.isdigit():
+            continue
+        try:
+            parents[folder.name] = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if b"--type=renderer" in (folder / "cmdline").read_bytes():
+                drawing.append(folder.name)
+        except OSError:  # it has ended meanwhile
+            continue
+    return [int(process) for process in drawing if descends(process, str(os.getpid()), parents)]
+
+
+def descends(process: str, ancestor: str, parents: dict[str, str]) -> bool:
+    """Whether one process was started by another, or by one that it started."""
+    while process in parents and process != ancestor:
+        process = parents[process]
+    return process == ancestor
 
 
 def text_of(tokens: int) -> str:
@@ -164,7 +178,8 @@ def text_of(tokens: int) -> str:
 
 def measured(tokens: int, device: str) -> list[Figure]:
     with looking(text_of(tokens), device) as asked:
-        told = len({stage for stage in asked.stages})
+        told = len(set(asked.stages))
+        burnt = processor_seconds(asked.process.pid)
         times, by_level = tiles(asked)
         server = resident(asked.process.pid)
         browser = browser_megabytes(asked.url)
@@ -177,7 +192,7 @@ def measured(tokens: int, device: str) -> list[Figure]:
             asked.seconds,
             TARGETS.get(tokens, 90.0),
             "s",
-            f"{told} different states were told on the way; server {server:.0f} MB",
+            f"{burnt:.1f} s of processor time, progress told {told} times; server {server:.0f} MB",
         ),
         at_most(
             f"{name}, a random tile, median",

@@ -1,5 +1,7 @@
 """`headwise look` at a terminal: files, pictures, standard input, and what is refused."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from typer.testing import CliRunner
 
 from headwise.cli import app
 from headwise.look.bundle import STATIC
-from headwise.look.commands import number_of_bytes
+from headwise.look.commands import given, number_of_bytes, piped
 
 
 def run(*words: str, stdin: str | None = None) -> str:
@@ -71,3 +73,16 @@ def test_sizes_are_written_as_people_write_them() -> None:
     ]
     with pytest.raises(typer.BadParameter):
         number_of_bytes("20 elephants")
+
+
+def test_what_another_program_pipes_in_is_read_and_a_silent_pipe_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, into = os.pipe()
+    with os.fdopen(out) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert not piped()
+        os.write(into, b"to be")
+        os.close(into)
+        assert piped()
+        assert given(None, None, None) == "to be"
