@@ -71,7 +71,7 @@ class WrittenOut:
             raise ValueError(
                 f"{name} ({type(module).__name__}) writes its attention out, and headwise can't "
                 f"tell its values: logits {tuple(logits.shape)}, values {tuple(values.shape)}. "
-                "layers= leaves it out of the watch"
+                f"({batch}, {heads}, {keys}, width) would work"
             )
         seen, bias = split(logits)
         nothing = logits.new_zeros(batch, heads, max(queries, keys), 1)
