@@ -48,10 +48,15 @@ def point(page: Page, across: float, down: float) -> Locator:
 
 
 def picture(page: Page) -> str:
-    """All pixels of the map's canvas, as a few characters."""
+    """All pixels of the map's canvas, as text."""
     plot(page)
     return page.locator(".map canvas").first.evaluate(
-        "canvas => canvas.toDataURL().length + canvas.toDataURL().slice(-2000)"
+        """async (canvas) => {
+          const frame = () => new Promise(requestAnimationFrame);
+          await frame();
+          await frame(); // whatever has changed is drawn by now
+          return canvas.toDataURL();
+        }"""
     )
 
 

@@ -9,6 +9,8 @@ const REST = 150; // milliseconds without a move
 
 export class MarginsInSight {
   value = $state.raw<Margins | null>(null);
+  /** Whether those of what is in sight are still to come. */
+  pending = $state(true);
   readonly #one: () => OneHead;
   readonly #box: () => Box;
 
@@ -29,6 +31,7 @@ export class MarginsInSight {
     // A file holds the margins of the whole.
     const around = look.transport.kind === 'file' ? everything : wider(this.#box());
     const controller = new AbortController();
+    this.pending = true;
     const ask = async () => {
       // Without margins the map is still a map.
       this.value = await marginsOf(
@@ -38,6 +41,7 @@ export class MarginsInSight {
         shape,
         controller.signal,
       ).catch(() => this.value);
+      if (!controller.signal.aborted) this.pending = false;
     };
     const timer = setTimeout(() => void ask(), untrack(() => this.value) ? REST : 0);
     return () => {
