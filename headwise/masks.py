@@ -25,6 +25,10 @@ class Mask:
         """The disjoint intervals of each row, in positions of the whole sequence."""
         raise NotImplementedError
 
+    def table(self, place: Place) -> Tensor | None:
+        """The intervals as `Terms` hold them, where the mask has them ready; else None."""
+        return None
+
     def check(self, place: Place) -> None:
         """Raise ValueError where the mask was made for another shape."""
 
@@ -229,7 +233,7 @@ class Documents(Mask):
     """A query sees the keys of its own document; the queries are the last N positions."""
 
     ids: Tensor
-    bounds: Interval = field(init=False)  # of each key's document, (B|1, M) each: found once
+    bounds: Tensor = field(init=False)  # of each key's document, (1, 2, B|1, 1, M): found once
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", _bounds(self.ids))
@@ -247,13 +251,18 @@ class Documents(Mask):
             )
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
-        starts, ends = (bound.to(place.device) for bound in self.bounds)
-        if place.first_query == place.offset == 0 and place.queries == starts.shape[-1]:
-            return (_three(starts[:, None], ends[:, None]),)
+        bounds = self.bounds.to(place.device)
+        starts, ends = bounds[0, 0, :, 0], bounds[0, 1, :, 0]
         stands = (place.rows() + place.offset).long()
         position = stands.clamp(0, max(0, starts.shape[-1] - 1))
         last = ends[..., position].masked_fill(stands != position, 0)  # outside every document
         return (_three(starts[..., position][:, None], last[:, None]),)
+
+    def table(self, place: Place) -> Tensor | None:
+        same = place.first_query == place.first_key == place.offset == 0
+        if not same or not self.bounds.shape[-1] == place.queries == place.keys:
+            return None
+        return self.bounds.to(place.device)
 
     def start(self, place: Place) -> Tensor:
         return self.intervals(place)[0][0]
@@ -276,14 +285,15 @@ class Dense(Mask):
         return placed(self.seen.to(place.device), place)
 
 
-def _bounds(ids: Tensor) -> Interval:
-    """Where each key's document starts and ends, (B|1, M) each."""
+def _bounds(ids: Tensor) -> Tensor:
+    """Where each key's document starts and ends, (1, 2, B|1, 1, M)."""
     ids = ids.reshape(-1, ids.shape[-1]) if ids.ndim else ids.reshape(1, 1)
     change = torch.zeros_like(ids, dtype=torch.bool)
     change[:, 1:] = ids[:, 1:] != ids[:, :-1]
     number = change.cumsum(-1, dtype=torch.int32)  # documents in their order
     starts = torch.searchsorted(number, number, out_int32=True)
-    return starts, torch.searchsorted(number, number, right=True, out_int32=True)
+    ends = torch.searchsorted(number, number, right=True, out_int32=True)
+    return torch.stack((starts, ends))[None, :, :, None]
 
 
 def _alignment(offset: PerBatch | None, place: Place) -> int | Tensor:

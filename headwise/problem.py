@@ -75,6 +75,9 @@ class Problem:
         if mask is None or mask.pieces == 0:
             return None
         place = self.place
+        ready = mask.table(place)
+        if ready is not None:
+            return self._sampled(ready, -1)
         bounds = [bound for piece in mask.intervals(place) for bound in piece]
         bounds = [bound - place.first_key for bound in bounds] if place.first_key else bounds
         shape = torch.broadcast_shapes(*(bound.shape for bound in bounds), (1, 1, place.queries))

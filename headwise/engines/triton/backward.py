@@ -14,20 +14,18 @@ from headwise.engines.triton.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.grad_small import grad_bias, grad_distance
 from headwise.engines.triton.gradients import Rows, dot_rows
 from headwise.engines.triton.launch import (
-    WORD,
     Operands,
     described,
     exposed,
     interpreting,
-    kind_of,
     on,
     operands,
     outer_strides,
     ready,
-    start,
 )
 from headwise.engines.triton.shapes import INTERPRETED, Shape
 from headwise.engines.triton.shapes import shape as shape_of
+from headwise.engines.triton.start import WORD, Kind, kind_of, start
 from headwise.problem import Terms
 
 
@@ -123,11 +121,11 @@ class Call:
         strides = [None] * 4 if tma else map(outer_strides, each)
         return tma, [*loaded, *strides, x.given, *x.sizes]
 
-    def kind(self, rows: Rows) -> tuple[object, ...] | None:
+    def kind(self, rows: Rows) -> Kind:
         """What tells compiled versions of the two large kernels apart."""
         if self.steps[1] is None:
             return None
-        return kind_of(self.operands, rows.entropy is None)
+        return kind_of(self.operands, rows)
 
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
         """q's gradient, and the sums over each row that small gradients need."""

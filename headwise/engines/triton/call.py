@@ -11,15 +11,14 @@ from headwise.engines.triton.launch import (
     described,
     exposed,
     interpreting,
-    kind_of,
     narrow,
     on,
     operands,
     outer_strides,
-    start,
 )
 from headwise.engines.triton.shapes import INTERPRETED
 from headwise.engines.triton.shapes import shape as shape_of
+from headwise.engines.triton.start import kind_of, start
 from headwise.problem import Terms
 from headwise.sums import Sums, room
 
@@ -46,7 +45,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     strides = (None,) * 3 if tma else tuple(map(outer_strides, (call.q, call.k, call.v)))
     with on(q.device):
         start(
-            forward, grid, kind_of(call, wants), (q_, k_, v_, *strides, call.given, *call.sizes,
+            forward, grid, kind_of(call, (), wants), (q_, k_, v_, *strides, call.given, *call.sizes,
             sums.out, written), shape.warps, shape.stages, ROWS=shape.rows, KEYS=shape.keys,
             TMA=tma, CLEAN=exposed(q, k, terms), **flags,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.engines.triton.cards import INTERPRETING
-from headwise.engines.triton.launch import WORD, on, operands, precision, start
+from headwise.engines.triton.launch import on, operands, precision
 from headwise.engines.triton.split import (
     Held,
     Merged,
@@ -19,6 +19,7 @@ from headwise.engines.triton.split import (
     split,
     split_step,
 )
+from headwise.engines.triton.start import WORD, start
 from headwise.engines.triton.tiles import Given
 from headwise.problem import Terms
 from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums, room

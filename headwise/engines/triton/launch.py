@@ -18,8 +18,6 @@ from headwise.masks import FURTHEST
 from headwise.problem import Terms
 
 Steps = list[int] | None
-WORD = 1 << 31  # a larger number is another type to a kernel
-_COMPILED: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 @dataclass(frozen=True)
@@ -200,50 +198,6 @@ def _steps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> S
         steps.append(step)
         least = max(least, step * size)
     return steps[::-1]
-
-
-def kind_of(call: Operands, *more: object) -> tuple[object, ...] | None:
-    """What tells one compiled version of a kernel from another beside its constants.
-
-    None where that takes a look at every argument, as Triton itself does in twice the time.
-    """
-    given, sizes = call.given, call.sizes
-    bent = (given.bias, given.dense, given.slopes, given.relative, given.sinks, given.seed)
-    numbers = (sizes.first_key, sizes.shift, sizes.low, sizes.high, *sizes[8:11])
-    tensors = (given.intervals, given.position)
-    if any(x is not None for x in bent) or None in call.steps:
-        return None
-    if (
-        any(abs(x) >= WORD for x in numbers)
-        or max(sizes.interval_batch, sizes.interval_head) >= WORD
-    ):
-        return None
-    if any(x is not None and x.data_ptr() % 16 for x in tensors):
-        return None
-    return (call.q.dtype, *(x is None for x in tensors), *more)
-
-
-def start(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    kind: tuple[object, ...] | None,
-    arguments: tuple[Any, ...],
-    warps: int,
-    stages: int,
-    **constants: Any,
-) -> None:
-    """Launch a kernel on the current GPU, past Triton's own look at arguments of a known kind."""
-    if kind is None or INTERPRETING:
-        kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
-        return
-    key = (kernel, torch.cuda.current_device(), kind, warps, stages, *constants.values())
-    known = _COMPILED.get(key)
-    if known is None:
-        names = kernel.arg_names[len(arguments) :]
-        compiled = kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
-        _COMPILED[key] = compiled, tuple(constants[name] for name in names)
-    else:
-        known[0][grid](*arguments, *known[1])
 
 
 def pad(x: Tensor) -> int:

@@ -10,15 +10,13 @@ from torch import Tensor
 from headwise.engines.operators import CALL, define, direct
 from headwise.engines.triton.cards import INTERPRETING
 from headwise.engines.triton.launch import (
-    WORD,
     broadcast_strides,
-    kind_of,
     on,
     operands,
     outer_strides,
-    start,
 )
 from headwise.engines.triton.single import Known, Single, single
+from headwise.engines.triton.start import WORD, kind_of, start
 from headwise.observation import STATISTICS
 from headwise.problem import Problem, Terms
 from headwise.sums import Sums
@@ -66,7 +64,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     with on(q.device):
         start(
             single, (-(-q.shape[2] // rows), q.shape[1], q.shape[0]),
-            kind_of(call, asked, known.entropy is None) if simple else None,
+            kind_of(call, (*known, out), asked) if simple else None,
             (call.q, call.k, out.contiguous(), *(stride // unit for stride in strides), call.given,
             *call.sizes, known, found, starts,
             None if starts is None else broadcast_strides(starts), first, sink_keys),

@@ -1,0 +1,61 @@
+"""Launching a kernel: past Triton's own look at arguments whose kind was seen before.
+
+Triton compiles a version for each combination of types, missing tensors and aligned pointers, and
+looks at every argument to find it: three times as long as the launch itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.engines.triton.cards import INTERPRETING
+from headwise.engines.triton.launch import Operands
+
+WORD = 1 << 31  # a larger number is another type to a kernel
+Kind = tuple[object, ...] | None
+_COMPILED: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def kind_of(call: Operands, tensors: tuple[Tensor | None, ...], *more: object) -> Kind:
+    """What tells one compiled version of a kernel from another beside its constants.
+
+    `tensors`: whatever the kernel takes beyond the call's own and what was just allocated. None
+    where only Triton's look can tell: a bias, a dense mask, odd layouts, numbers beyond 32 bits.
+    """
+    given, sizes = call.given, call.sizes
+    bent = (given.bias, given.dense, given.slopes, given.relative, given.sinks, given.seed)
+    if any(x is not None for x in bent) or None in call.steps:
+        return None
+    numbers = (sizes.first_key, sizes.shift, sizes.low, sizes.high, sizes.interval_step)
+    if any(abs(x) >= WORD for x in (*numbers, sizes.interval_batch, sizes.interval_head)):
+        return None
+    tensors = (given.intervals, given.position, *tensors)
+    if any(x is not None and x.data_ptr() % 16 for x in tensors):
+        return None
+    return (call.q.dtype, *(x is None for x in tensors), *more)
+
+
+def start(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    kind: Kind,
+    arguments: tuple[Any, ...],
+    warps: int,
+    stages: int,
+    **constants: Any,
+) -> None:
+    """Launch a kernel on the current GPU; kind None lets Triton look."""
+    if kind is None or INTERPRETING:
+        kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+        return
+    key = (kernel, torch.cuda.current_device(), kind, warps, stages, *constants.values())
+    known = _COMPILED.get(key)
+    if known is None:
+        names = kernel.arg_names[len(arguments) :]
+        compiled = kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+        _COMPILED[key] = compiled, tuple(constants[name] for name in names)
+    else:
+        known[0][grid](*arguments, *known[1])
