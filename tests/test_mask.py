@@ -114,6 +114,26 @@ def test_both_and_either_are_and_and_or(drawn: tuple[Sizes, Rule], data: st.Data
     assert torch.equal(shown(a.mask | b.mask, place), left | right)
 
 
+@given(rules(), st.booleans())
+def test_a_band_and_the_rest_show_together_what_the_mask_shows(
+    drawn: tuple[Sizes, Rule], causal: bool
+) -> None:
+    sizes, rule = drawn
+    place = place_of(sizes)
+    mask = hw.mask.causal() & rule.mask if causal else rule.mask
+    band, rest = mask.apart(place)
+    assert band is not None or rest is mask
+    seen = torch.ones_like(rule.matrix(sizes)) if rest is None else shown(rest, place)
+    if band is not None:
+        away = torch.arange(sizes.keys) - torch.arange(sizes.queries)[:, None]  # j - i
+        seen = seen & (away >= band[0]) & (away < band[1])
+    assert torch.equal(seen, shown(mask, place))
+    ready = None if rest is None else rest.table(place)
+    if rest is not None and ready is not None:
+        for bound, same in zip(ready[0], rest.intervals(place)[0], strict=True):
+            assert torch.equal(bound, same)
+
+
 def test_causal_masks_align_the_last_query_with_the_last_key() -> None:
     assert rows_of(hw.mask.causal(), 3, 3) == ["#..", "##.", "###"]
     assert rows_of(hw.mask.causal(), 2, 4) == ["###.", "####"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from tests.engines import test_agreement as agreement
@@ -158,6 +159,29 @@ def test_compiled_calls_agree_for_every_length() -> None:
         assert torch.allclose(
             compiled(q, k, v), hw.attention(q, k, v, mask=hw.mask.causal()), atol=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        hw.mask.causal(),
+        hw.mask.causal() & hw.mask.window(3),
+        hw.mask.causal() & hw.mask.documents(torch.arange(12) // 5),
+        hw.mask.lengths([7, 0]),
+    ],
+    ids=str,
+)
+def test_operations_are_counted_as_the_streaming_engine_counts_them(
+    mask: hw.mask.Mask | None,
+) -> None:
+    q = normal(2, 1, 12, 16)
+    counts = []
+    for engine in ("triton", "streaming"):
+        with FlopCounterMode(display=False) as counter:
+            hw.attention(q, q, q, mask=mask, engine=engine)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_second_derivative_is_refused_in_words() -> None:
