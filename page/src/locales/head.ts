@@ -16,13 +16,6 @@ const en = {
     decoder: 'decoder',
     cross: 'cross-attention',
   } as Record<string, string>,
-  figures: {
-    entropy_mean: 'entropy',
-    top_prob_mean: 'largest weight',
-    sink_mass_mean: 'on the first token',
-    previous_mass_mean: 'on the one before',
-    distance_mean: 'distance',
-  } as Record<string, string>,
 
   pooling: 'A cell shows',
   mean: 'mean',
@@ -52,10 +45,8 @@ const en = {
   rowAxis: 'query',
   columnAxis: 'key',
   entropy: 'entropy',
-  entropyTitle: 'entropy per query, nats',
   received: 'received mass per key',
   legend: (scale: string) => `weight, ${scale} colour`,
-  legendBelow: 'less',
 
   cellOne: 'a cell is one weight',
   cellMany: (side: string, how: string) =>
@@ -67,12 +58,10 @@ const en = {
   key: 'key',
   queries: 'queries',
   keysWord: 'keys',
-  weight: 'weight',
   cellMean: 'mean',
   cellMax: 'largest',
   logit: 'logit',
   hidden: 'hidden: a query does not see later keys',
-  dropped: 'left out',
   pointHint: 'Point at the map for its weights; click to choose a row and a key.',
   asking: '…',
 
@@ -91,7 +80,6 @@ const en = {
   chosenReceives: (token: string, number: string) => `${token} (${number}) is looked at by`,
   textOf: { rows: 'Queries', columns: 'Keys', both: 'Tokens' } as Record<string, string>,
   tokenOf: (number: string, token: string) => `${number}: ${token}`,
-  clear: 'Clear',
 
   from: 'From token',
   to: 'to',
@@ -145,13 +133,6 @@ const zh: typeof en = {
   head: '头',
   group: '注意力',
   groups: { self: '自注意力', encoder: '编码器', decoder: '解码器', cross: '交叉注意力' },
-  figures: {
-    entropy_mean: '熵',
-    top_prob_mean: '最大权重',
-    sink_mass_mean: '落在首个词元',
-    previous_mass_mean: '落在前一个词元',
-    distance_mean: '距离',
-  },
 
   pooling: '每格显示',
   mean: '平均',
@@ -178,10 +159,8 @@ const zh: typeof en = {
   rowAxis: '查询',
   columnAxis: '键',
   entropy: '熵',
-  entropyTitle: '每个查询的熵（nat）',
   received: '每个键收到的质量',
   legend: (scale) => `权重，${scale}配色`,
-  legendBelow: '更小',
 
   cellOne: '每格是一个权重',
   cellMany: (side, how) =>
@@ -193,12 +172,10 @@ const zh: typeof en = {
   key: '键',
   queries: '查询',
   keysWord: '键',
-  weight: '权重',
   cellMean: '平均',
   cellMax: '最大',
   logit: 'logit',
   hidden: '被遮住：查询看不到其后的键',
-  dropped: '已去掉',
   pointHint: '把光标移到图上查看权重；点击可选择一行与一个键。',
   asking: '…',
 
@@ -217,7 +194,6 @@ const zh: typeof en = {
   chosenReceives: (token, number) => `看向 ${token}（${number}）的有`,
   textOf: { rows: '查询', columns: '键', both: '词元' },
   tokenOf: (number, token) => `${number}：${token}`,
-  clear: '清除',
 
   from: '从词元',
   to: '到',

@@ -39,23 +39,22 @@ export interface Axis {
   readonly stop: number;
   readonly length: number;
   readonly pixel: (token: number) => number;
-  readonly name: string;
   readonly token: (index: number) => string;
 }
 
 /** Pixels per token from which tokens are written. */
-export const READABLE = 13;
+const READABLE = 13;
 
 const SLANT = -Math.PI / 3;
 
-export function rowAxis(frame: Frame, view: View, length: number): Omit<Axis, 'name' | 'token'> {
+export function rowAxis(frame: Frame, view: View, length: number): Omit<Axis, 'token'> {
   return {
     ...inSight(-view.y / view.scale, frame.height / view.scale, length),
     pixel: (token) => frame.top + view.y + token * view.scale,
   };
 }
 
-export function columnAxis(frame: Frame, view: View, length: number): Omit<Axis, 'name' | 'token'> {
+export function columnAxis(frame: Frame, view: View, length: number): Omit<Axis, 'token'> {
   return {
     ...inSight(-view.x / view.scale, frame.width / view.scale, length),
     pixel: (token) => frame.left + view.x + token * view.scale,
@@ -152,7 +151,7 @@ export function drawColumns(
 }
 
 /** The numbers to write so that they stand at least `apart` pixels from each other. */
-export function ticks(axis: Pick<Axis, 'start' | 'stop'>, scale: number, apart: number): number[] {
+function ticks(axis: Pick<Axis, 'start' | 'stop'>, scale: number, apart: number): number[] {
   return multiples(roundStep(apart / scale), axis.start, axis.stop - 1);
 }
 

@@ -62,12 +62,10 @@ export function drawChart(
   const { view, pyramid } = chart;
   const rows = {
     ...rowAxis(frame, view, pyramid.rows),
-    name: chart.names.row,
     token: chart.rowToken,
   };
   const columns = {
     ...columnAxis(frame, view, pyramid.columns),
-    name: chart.names.column,
     token: chart.columnToken,
   };
   drawPaper(context, frame, rows, columns, chart.mode);

@@ -39,12 +39,6 @@ export async function marginsOf(
   };
 }
 
-/** The number of a strip at a token. */
-export function valueAt({ start, stop, values }: Strip, token: number): number | null {
-  if (token < start || token >= stop) return null;
-  return values[Math.floor(((token - start) * values.length) / (stop - start))] ?? null;
-}
-
 /** The largest number of a strip between two tokens. */
 export function mostOf({ start, stop, values }: Strip, from: number, to: number): number {
   const each = (stop - start) / values.length;
