@@ -41,14 +41,14 @@ def sampled() -> list[Figure]:
         at_most(
             f"{name}, n {n}", watched_ratio(batch, n, pairs, rows=64), 1.05, detail=shape(batch)
         )
-        for batch, n, pairs in ((4, 512, 30), (1, 2048, 20))
+        for batch, n, pairs in ((4, 512, 20), (1, 2048, 12))
     ]
 
 
 def every_row() -> list[Figure]:
     """All statistics of all rows, every step."""
     name = "training step watched, every row of every step, against unwatched"
-    sizes = ((4, 512, 20), (1, 2048, 12))
+    sizes = ((4, 512, 12), (1, 2048, 8))
     found = [(batch, n, watched_ratio(batch, n, pairs)) for batch, n, pairs in sizes]
     return [at_most(f"{name}, n {n}", x, 1.5, detail=shape(batch)) for batch, n, x in found]
 
@@ -69,7 +69,7 @@ def recorded() -> list[Figure]:
         for _ in range(10):
             peer()
 
-    found = ratio(ten_watched, ten, 6)
+    found = ratio(ten_watched, ten, 3)
     watch.detach()
     name = "ten training steps, one watched with alarms, against unwatched, n 512"
     return [at_most(name, found, 1.02, detail=shape(4))]
@@ -93,7 +93,7 @@ def against_eager() -> list[Figure]:
     for label, model in (("built-in GPT", own), ("the same GPT-2", fused)):
         watch = hw.watch(model, maps=False).attach()
         step = training(model, tokens)
-        found = ratio(training(eager, tokens, output_attentions=True), _stepped(step, watch), 6)
+        found = ratio(training(eager, tokens, output_attentions=True), _stepped(step, watch), 4)
         watch.detach()
         name = f"GPT-2, eager, output_attentions, against {label} watched in every row, n {n}"
         figures.append(at_least(f"{name}, training", found, 5))
@@ -104,7 +104,7 @@ def against_eager() -> list[Figure]:
             found = ratio(
                 lambda: eager(ids, output_attentions=True),  # noqa: B023
                 _stepped(lambda: model(ids), watch),  # noqa: B023
-                8,
+                6,
             )
             watch.detach()
             name = f"GPT-2, eager, output_attentions, against {label} watched in every row, n {n}"
