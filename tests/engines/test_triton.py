@@ -211,16 +211,20 @@ def test_what_the_kernels_cannot_do_is_refused_with_a_reason(
     assert hw.attention(q, q, q, **options).shape == q.shape
 
 
+# Every combination compiles kernels of its own, which takes seconds: every mask at the widths that
+# have shapes of their own, the hardest and none at the others.
 LARGE = [
-    pytest.param(dtype, width, id=f"{str(dtype)[6:]}-{width}")
+    pytest.param(dtype, width, mask, id=f"{str(dtype)[6:]}-{width}-{mask}")
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for width in (16, 20, 64, 80, 128, 256)
+    for mask in (
+        MASKS if dtype == torch.bfloat16 and width in (64, 128) else ("none", "sinks and window")
+    )
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mask", MASKS.keys())
-@pytest.mark.parametrize(("dtype", "width"), LARGE)
+@pytest.mark.parametrize(("dtype", "width", "mask"), LARGE)
 def test_large_problems_agree(dtype: torch.dtype, width: int, mask: str) -> None:
     n, m = 1000, 1337
     made = {
