@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from bench.pretrained import MODELS, smollm2
 
 RESULTS = Path(__file__).parent / "results" / "watch_real.json"
 EXACT = ("entropy", "top_prob", "sink_mass", "self_mass", "previous_mass", "distance")
-TOKENS, ROUNDS = 200, 5
+TOKENS = 200
 
 
 @contextmanager
@@ -102,7 +103,7 @@ def exact() -> list[dict[str, Any]]:
     return rows
 
 
-def cost(tokens: int = 2048) -> dict[str, Any]:
+def cost(tokens: int = 2048, rounds: int = 5) -> dict[str, Any]:
     """Seconds of a forward: alone, watched in several ways, and with eager output_attentions."""
     model, ids = smollm2(tokens)
 
@@ -130,7 +131,7 @@ def cost(tokens: int = 2048) -> dict[str, Any]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     with torch.no_grad():
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for name, (attention, run) in ways.items():
                 with implementation(model, attention):
                     start = time.perf_counter()
@@ -168,14 +169,23 @@ def one_long_pass(tokens: int) -> None:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """The results as Markdown; the exact ones at their worst over both sides of padding."""
     lines = []
     if "exact" in results:
-        columns = ("model", "attention", "padding", "heads", "outputs apart", *EXACT)
-        lines += [" | ".join(("", *columns, "")).strip(), "|---" * len(columns) + "|"]
-        for row in results["exact"]:
-            cells = [f"{row[x]:.0e}" if isinstance(row[x], float) else str(row[x]) for x in columns]
-            lines.append(f"| {' | '.join(cells)} |".replace("0e+00", "0"))
+        columns = ("outputs apart", *EXACT)
+        lines += [f"| model | attention | heads | rows | {' | '.join(columns)} |"]
+        lines += ["|---" * (4 + len(columns)) + "|"]
+        cases = {(row["model"], row["attention"]): row["heads"] for row in results["exact"]}
+        for (model, attention), heads in cases.items():
+            same = [
+                row
+                for row in results["exact"]
+                if (row["model"], row["attention"]) == (model, attention)
+            ]
+            worst = [max(row[x] for row in same) for x in columns]
+            cells = [f"{value:.0e}" if value else "0" for value in worst]
+            rows = f"{sum(row['rows'] for row in same):,}"
+            lines.append(f"| {model} | {attention} | {heads} | {rows} | {' | '.join(cells)} |")
     if "cost" in results:
         base = results["cost"]["sdpa, unwatched"]
         lines += ["", "| SmolLM2, n = 2048 | seconds | × |", "|---|---|---|"]
@@ -187,14 +197,17 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parts = {"exact": exact, "cost": cost, "long": long}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
-    chosen = parser.parse_args().parts or list(parts)
+    parser.add_argument("parts", nargs="*", metavar="exact | cost | long")
+    parser.add_argument("--rounds", type=int, default=5, help="of the cost, interleaved")
+    given = parser.parse_args()
+    parts = {"exact": exact, "cost": partial(cost, rounds=given.rounds), "long": long}
+    if unknown := set(given.parts) - set(parts):
+        parser.error(f"there is no part {', '.join(unknown)}")
     transformers.logging.set_verbosity_error()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results["machine"] = {**machine(), "transformers": transformers.__version__}
-    for part in chosen:
+    for part in given.parts or parts:
         results[part] = parts[part]()
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(tables(results))
