@@ -15,6 +15,8 @@ export class Lines {
   #start = 0;
   #next = 0;
   #used = 0;
+  /** Whether the last line may go on. */
+  #open = false;
   /** Where the last word of the line starts, and how much stands before it. */
   #word = 0;
   #before = 0;
@@ -27,7 +29,7 @@ export class Lines {
 
   /** Take the tokens that have been added since the last time. */
   extend(tokens: readonly string[]): void {
-    if (this.#lines.at(-1)?.stop === this.#next) this.#lines.pop(); // the last line may go on
+    if (this.#open) this.#lines.pop();
     for (; this.#next < tokens.length; this.#next++) {
       const token = tokens[this.#next] ?? '';
       const size = this.#size(token);
@@ -35,15 +37,16 @@ export class Lines {
         this.#word = this.#next;
         this.#before = this.#used;
       }
-      if (this.#used > 0 && this.#used + size > this.#width) {
-        // A word of several tokens stays whole, unless it fills the line alone.
+      while (this.#used > 0 && this.#used + size > this.#width) {
+        // A word of several tokens stays whole, unless it is wider than a line.
         if (this.#word > this.#start) this.#break(this.#word, this.#used - this.#before);
         else this.#break(this.#next);
       }
       this.#used += size;
       if (token.includes('\n')) this.#break(this.#next + 1);
     }
-    if (this.#start < this.#next) this.#lines.push({ start: this.#start, stop: this.#next });
+    this.#open = this.#start < this.#next;
+    if (this.#open) this.#lines.push({ start: this.#start, stop: this.#next });
   }
 
   get all(): readonly Line[] {

@@ -27,6 +27,7 @@ export class Tokens {
 
   /** A token as it is shown, or nothing before it is here. */
   at(axis: Axis, index: number): string {
+    void this.version; // whoever shows it shows it again when it comes
     const token = this.#lists[axis][index];
     return token === undefined ? '' : shown(token);
   }
