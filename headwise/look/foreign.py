@@ -19,7 +19,7 @@ from headwise.look.reading import (
     Report,
     check_length,
     checked_text,
-    parameters,
+    described,
     running,
     silent,
     title,
@@ -121,7 +121,7 @@ class TextReader:
 
     @property
     def description(self) -> Description:
-        return described(self.name, self.model)
+        return from_config(self.name, self.model)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Run the model on a text; on its beginning, where it has no positions for the rest."""
@@ -152,7 +152,7 @@ class TranslationReader:
 
     @property
     def description(self) -> Description:
-        return described(self.name, self.model)
+        return from_config(self.name, self.model)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Let the model answer and run it on both sides."""
@@ -182,7 +182,7 @@ class ImageReader:
 
     @property
     def description(self) -> Description:
-        return described(self.name, self.model)
+        return from_config(self.name, self.model)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Run the model on an image, cut and scaled as its processor says."""
@@ -209,7 +209,7 @@ class ImageReader:
         return values * torch.tensor(deviation)[:, None, None] + torch.tensor(mean)[:, None, None]
 
 
-def described(name: str, model: Any) -> Description:
+def from_config(name: str, model: Any) -> Description:
     """A model in a few numbers, from its configuration."""
     config = model.config.get_text_config()
     layers, heads = config.num_hidden_layers, config.num_attention_heads
@@ -219,7 +219,7 @@ def described(name: str, model: Any) -> Description:
             config, "decoder_layers", getattr(config, "num_decoder_layers", layers)
         )
     context = getattr(config, "max_position_embeddings", None)
-    return Description(name, parameters(model), layers, layers * heads, context)
+    return described(name, model, layers, heads, context)
 
 
 def positions(model: nn.Module) -> int | None:

@@ -20,7 +20,7 @@ def opened(what: str, device: str | None = None) -> Reader:
     """The model of this name or folder, ready to read; ValueError says what would work.
 
     >>> opened("gpt").description
-    Description(name='gpt', parameters=5573888, layers=6, heads=48, context=4096)
+    Description(name='gpt', parameters=5573888, layers=6, heads=48, context=4096, device='cpu')
     """
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if what not in built_in() and not trained_here(Path(what)):

@@ -11,7 +11,7 @@ from headwise.look.reading import (
     Report,
     check_length,
     checked_text,
-    parameters,
+    described,
     running,
     silent,
     title,
@@ -31,10 +31,9 @@ class TextReader:
 
     @property
     def description(self) -> Description:
-        config = self.loaded.model.config
+        model, config = self.loaded.model, self.loaded.model.config
         context = getattr(config, "context", None)  # a rival may know no limit
-        count = config.layers * config.heads
-        return Description(self.name, parameters(self.loaded.model), config.layers, count, context)
+        return described(self.name, model, config.layers, config.heads, context)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Run the model on a text.
@@ -67,7 +66,7 @@ class TranslationReader:
     def description(self) -> Description:
         model, config = self.loaded.model, self.loaded.model.config
         layers = config.encoder_layers + 2 * config.decoder_layers
-        return Description(self.name, parameters(model), layers, layers * config.heads, None)
+        return described(self.name, model, layers, config.heads)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Translate a text and run the model on both sides of it.
@@ -101,8 +100,7 @@ class ImageReader:
     @property
     def description(self) -> Description:
         model, config = self.loaded.model, self.loaded.model.config
-        count = config.layers * config.heads
-        return Description(self.name, parameters(model), config.layers, count, None)
+        return described(self.name, model, config.layers, config.heads)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Run the model on an image, cut and scaled to the size that it knows."""

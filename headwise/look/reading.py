@@ -59,9 +59,14 @@ def running(model: nn.Module, report: Report) -> Iterator[None]:
             handle.remove()
 
 
-def parameters(model: nn.Module) -> int:
-    """How many numbers a model has learnt, shared ones once."""
-    return sum(p.numel() for p in model.parameters())
+def described(
+    name: str, model: nn.Module, layers: int, heads: int, context: int | None = None
+) -> Description:
+    """A model of so many layers, with so many heads each; shared weights are counted once."""
+    learnt = list(model.parameters())
+    device = learnt[0].device.type if learnt else "cpu"
+    count = sum(each.numel() for each in learnt)
+    return Description(name, count, layers, layers * heads, context, device)
 
 
 def checked_text(what: str | bytes) -> str:

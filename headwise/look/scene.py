@@ -111,3 +111,4 @@ class Description:
     layers: int
     heads: int
     context: int | None
+    device: str = "cpu"

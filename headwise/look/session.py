@@ -136,6 +136,7 @@ class Session:
             "version": importlib.metadata.version("headwise"),
             "pages": {"heads": bool(self.atlases), "why": True, "watch": self.run is not None},
             "sample": self.sample,
+            "device": "cpu" if described is None else described.device,
             "model": None
             if described is None
             else {

@@ -10,18 +10,15 @@ import torch
 from headwise.look import answers
 from headwise.look.answers import answer
 from headwise.look.cells import decoded
-from headwise.look.opening import opened
 from headwise.look.session import Session
+from tests.look.sessions import session_on
 
 TEXT = "The cat sat on the mat, and the <img src=x onerror=alert(1)> sat on the cat. " * 9
 
 
 @pytest.fixture(scope="module")
 def session() -> Session:
-    session = Session()
-    session.start(lambda: opened("gpt", "cpu"), TEXT)
-    assert session.join(60)
-    return session
+    return session_on(TEXT)
 
 
 def asked(session: Session, path: str, status: int = 200) -> Any:
@@ -152,9 +149,7 @@ def test_too_many_lines_are_refused(session: Session, monkeypatch: pytest.Monkey
 
 
 def test_a_translation_has_three_groups_with_their_own_axes() -> None:
-    session = Session()
-    session.start(lambda: opened("translate", "cpu"), "The cat is black.")
-    assert session.join(60)
+    session = session_on("The cat is black.", "translate")
     (given,) = asked(session, "/api/state")["inputs"]
     assert given["notes"] == ["→ Le chat est noir."]
     shapes = {x["id"]: (x["rows"], x["columns"], x["causal"], x["square"]) for x in given["groups"]}

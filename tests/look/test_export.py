@@ -11,23 +11,16 @@ import pytest
 
 from headwise.look import export
 from headwise.look.answers import answer
-from headwise.look.opening import opened
 from headwise.look.session import Session
+from tests.look.sessions import session_on
 
 EVIL = "</script><script>alert(1)</script> <!-- <img src=x onerror=alert(2)> -->"
 LONG = "to be or not to be, that is the question " * 27
 
 
-def session_of(text: str) -> Session:
-    session = Session()
-    session.start(lambda: opened("gpt", "cpu"), text)
-    assert session.join(120)
-    return session
-
-
 @pytest.fixture(scope="module")
 def long() -> Session:
-    return session_of(LONG)
+    return session_on(LONG)
 
 
 @pytest.fixture
@@ -57,7 +50,7 @@ def written(
 
 
 def test_a_text_can_not_break_out_of_the_file(tmp_path: Path, static: Path) -> None:
-    session = session_of(EVIL)
+    session = session_on(EVIL)
     path = tmp_path / "file.html"
     data = written(session, path, static)
     html = path.read_text()
@@ -71,14 +64,14 @@ def test_a_text_can_not_break_out_of_the_file(tmp_path: Path, static: Path) -> N
 
 def test_a_file_asks_nobody(tmp_path: Path, static: Path) -> None:
     path = tmp_path / "file.html"
-    written(session_of("hello"), path, static)
+    written(session_on("hello"), path, static)
     html = path.read_text()
     assert "default-src 'none'" in html
     assert not re.search(r"""(src|href)=["']?(?!data:)""", html)
 
 
 def test_a_short_text_is_in_the_file_with_every_map(tmp_path: Path, static: Path) -> None:
-    session = session_of("to be or not to be")
+    session = session_on("to be or not to be")
     data = written(session, tmp_path / "file.html", static)
     state = data["answers"]["/api/state"]["json"]
     assert state["pages"] == {"heads": True, "why": False, "watch": False}

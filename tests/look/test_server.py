@@ -18,19 +18,16 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from headwise.look.guard import MOST_BYTES
-from headwise.look.opening import opened
 from headwise.look.server import application, listening
 from headwise.look.session import Session
+from tests.look.sessions import session_on
 
 ADDRESS = "http://127.0.0.1:8470"
 
 
 @pytest.fixture(scope="module")
 def session() -> Session:
-    session = Session()
-    session.start(lambda: opened("gpt", "cpu"), "<script>alert(1)</script>")
-    assert session.join(60)
-    return session
+    return session_on("<script>alert(1)</script>")
 
 
 @pytest.fixture(scope="module")
@@ -187,16 +184,14 @@ def test_a_body_that_does_not_say_how_long_it_is_is_counted(client: TestClient) 
 
 
 def test_a_new_text_is_read_and_a_hopeless_one_is_noticed(static: Path) -> None:
-    session = Session()
-    session.start(lambda: opened("gpt", "cpu"), "one")
-    assert session.join(60)
+    session = session_on("one")
     with TestClient(application(session, static), base_url=ADDRESS) as client:
         sent = client.post("/api/inputs", json={"text": "two"})
         assert (sent.status_code, sent.json()) == (202, {"id": "1"})
-        assert session.join(60)
+        assert session.join(300)
         assert [x["name"] for x in client.get("/api/state").json()["inputs"]] == ["one", "two"]
         client.post("/api/inputs", json={"text": " "})
-        assert session.join(60)
+        assert session.join(300)
         assert "no word" in client.get("/api/state").json()["notice"]["error"]
 
 
@@ -232,7 +227,7 @@ def test_headwise_look_serves_until_ctrl_c_and_leaves_cleanly() -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         address = process.stdout.readline().split()[0]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             assert time.monotonic() < deadline
             try:

@@ -17,7 +17,7 @@ from headwise.look.widget import LookWidget
 TEXT = "to be or not to be"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def seen() -> Any:
     gpt = hw.load("gpt")
     with hw.watch(gpt.model) as seen:
