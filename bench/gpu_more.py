@@ -32,6 +32,7 @@ CELLS = {  # batch, query heads, key heads, keys
     "batch 1, 32/32, 32k": (1, 32, 32, 32768),
     "batch 1, 64/8, 128k": (1, 64, 8, 131072),
 }
+FLEX = "--flex" in sys.argv
 Row = dict[str, object]
 
 
@@ -57,8 +58,7 @@ def replayed(run: Run, calls: int = 5) -> Run:
 
 def decoding() -> list[Row]:
     """One query against a long cache: useful bytes a second of whole calls, and of graphs."""
-    flex = torch.compile(flex_attention, dynamic=False)
-    rows = []
+    rows: list[Row] = []
     for name, (batch, heads, key_heads, keys) in CELLS.items():
         q = normal(batch, heads, 1, 128)
         k, v = normal(batch, key_heads, keys, 128), normal(batch, key_heads, keys, 128)
@@ -73,8 +73,9 @@ def decoding() -> list[Row]:
             "flash": lambda fused=fused: fused(SDPBackend.FLASH_ATTENTION),
         }
         graphs = {f"{x}, graph": replayed(run) for x, run in runs.items()}
-        if len(rows) == 0:  # a twentieth of the others' speed, and seconds of compilation each
-            runs["flex"] = lambda q=q, k=k, v=v: flex(q, k, v, enable_gqa=True)
+        if FLEX:  # a tenth of the others' speed, and seconds of compilation for each cell
+            flex = torch.compile(flex_attention, dynamic=False)
+            runs["flex"] = lambda q=q, k=k, v=v, f=flex: f(q, k, v, enable_gqa=True)
         for kind, cache in caches(batch, keys).items():
             cache.write(k, v)
             runs[kind] = lambda q=q, c=cache: c.attend(q, mask=hw.mask.causal())
@@ -114,7 +115,7 @@ def mapping() -> list[Row]:
             "received": lambda made=made: made().received(),
             "top 8": lambda made=made: made().top(8),
             "tile": lambda lse=lse, mask=mask: (
-                hw.attention_map(q, k, mask=mask, lse=lse).head(0, 0).tile(8, 3, 200)
+                hw.attention_map(q, k, mask=mask, lse=lse).head(0, 0).tile(8, 3, 100)
             ),
         }
         with torch.no_grad():
@@ -191,6 +192,7 @@ def main() -> None:
     """Measure, print, and write the JSON after every section."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--flex", action="store_true", help="decoding beside FlexAttention too")
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     if not torch.cuda.is_available():

@@ -7,8 +7,8 @@ everything else takes the usual way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,23 +46,57 @@ def step(
     engine: str = "triton",
 ) -> Tensor | None:
     """Attention of a few queries to many keys; None: this call takes the usual way."""
-    if not (type(q) is type(k) is type(v) is Tensor) or q.ndim != 4:
+    if not (type(q) is type(k) is type(v) is Tensor) or torch.compiler.is_compiling():
         return None
     if engine != "triton" and not (engine == "auto" and q.is_cuda):
         return None
-    if not _plain(q, score, mask) or k.ndim != 4 or k.shape[2] < LEAST:
+    if score is not None and not isinstance(score, Dot):
         return None
-    dtype, device, keys = q.dtype, q.device, k.shape
-    alike = k.dtype is dtype and v.dtype is dtype and k.device == device == v.device
-    group, left = divmod(q.shape[1], keys[1])
-    shaped = keys == v.shape and q.shape[0] == keys[0] and q.shape[3] == keys[3] and left == 0
-    if not alike or not shaped or group * q.shape[2] > ROWS or _watched(k, v):
+    if mask is not None and not (isinstance(mask, Causal) and mask.offset is None):
         return None
-    if not q.stride(3) == k.stride(3) == v.stride(3) == 1 or q.numel() == 0:
+    run = _prepared(
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device, None if score is None else score.scale,
+        mask is not None,
+    )  # fmt: skip
+    if run is None or _watched(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         return None
-    from headwise.engines.triton.decoding import step as run
+    found: Tensor = run(q, k, v)
+    return found
 
-    return run(q, k, v, _scale(q, score), mask is not None)
+
+@lru_cache(maxsize=4096)  # a step for each length, and each is taken by every layer
+def _prepared(
+    q: torch.Size,
+    q_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    k: torch.Size,
+    k_strides: tuple[int, ...],
+    k_dtype: torch.dtype,
+    k_device: torch.device,
+    v: torch.Size,
+    v_strides: tuple[int, ...],
+    v_dtype: torch.dtype,
+    v_device: torch.device,
+    scale: float | None,
+    causal: bool,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """A step of these shapes, ready to run; None: not one that these kernels take."""
+    alike = dtype is k_dtype is v_dtype and device == k_device == v_device
+    if not alike or not len(q) == len(k) == len(v) == 4 or q[2] > FEW or k[2] < LEAST:
+        return None
+    if k != v or q[0] != k[0] or q[3] != k[3] or 0 in (q.numel(), k.numel()) or q[1] % k[1]:
+        return None
+    scale = float(q[3] ** -0.5 if scale is None else scale)
+    if q[1] // k[1] * q[2] > ROWS or not _served(q[3], dtype, device, scale):
+        return None
+    if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
+        return None
+    from headwise.engines.triton.steps import Step
+
+    made = Step(q, k, q_strides[:3] + k_strides[:3] + v_strides[:3], dtype, device, scale, causal)
+    return made if made.fits else None
 
 
 def serves_stored(
@@ -96,15 +130,20 @@ def _plain(q: Tensor, score: Score | None, mask: Mask | None) -> bool:
     """Few queries of a dot score on a GPU that see all before them, and nobody else is watching."""
     if torch.compiler.is_compiling() or type(q) is not Tensor or q.shape[-2] > FEW:
         return False
-    if q.shape[-1] not in (64, 128, 256) or not 1e-6 < _scale(q, score) < 1e6:
-        return False
-    if q.dtype not in HALVES and not (q.dtype is torch.float32 and q.device.type == "cpu"):
-        return False
     if score is not None and not isinstance(score, Dot):
         return False
     if mask is not None and not (isinstance(mask, Causal) and mask.offset is None):
         return False
-    return triton_missing(q.device.type) is None and _able(q.device) and not _watched(q)
+    return _served(q.shape[-1], q.dtype, q.device, _scale(q, score)) and not _watched(q)
+
+
+def _served(width: int, dtype: torch.dtype, device: torch.device, scale: float) -> bool:
+    """Whether the kernels take heads of this width and dtype on this device."""
+    if width not in (64, 128, 256) or not 1e-6 < scale < 1e6:
+        return False
+    if dtype not in HALVES and not (dtype is torch.float32 and device.type == "cpu"):
+        return False
+    return triton_missing(device.type) is None and _able(device)
 
 
 def _scale(q: Tensor, score: Score | None) -> float:

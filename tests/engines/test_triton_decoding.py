@@ -66,6 +66,7 @@ def test_a_plain_step_takes_the_short_way_and_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quick, "LEAST", 64)
+    quick._prepared.cache_clear()
     q, k, v = (normal(1, h, n, 64, dtype=torch.float16) for h, n in ((4, 2), (2, 90), (2, 90)))
     q = q.float() if DEVICE == "cpu" else q
     k, v = k.to(q.dtype), v.to(q.dtype)

@@ -4,7 +4,7 @@ With a = e^{2q} and c = e^{2k}, tanh(q + k) = 1 - 2 / (1 + a c): what is left fo
 dimension is one reciprocal. Two dimensions share it, u/x + w/y = (u y + w x) / (x y), so the
 special-function unit, which bounds this score, does half an operation where a tanh would be one.
 It is exact to float32's rounding. Where q + k may pass FAR_APART the products could overflow, and a
-tile is computed from its sums instead.
+head is computed from its sums instead.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -42,14 +42,7 @@ class Factors(NamedTuple):
     a: Tensor  # (B, Hq, D, N): e^{2q}
     c: Tensor  # (B, Hkv, D, M): e^{2k}
     weight: Tensor  # (Hq, D)
-
-
-@triton.jit
-def largest_size(x, strides, b, h, first, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-                 PADDED: tl.constexpr):  # fmt: skip
-    """max |x| over some rows of a head; of a NaN, infinity."""
-    tile = load_tile(x, strides, b, h, first, limit, ROWS, WIDTH, PADDED, False).to(tl.float32)
-    return tl.max(tl.max(tl.where(tile != tile, float("inf"), tl.abs(tile)), 1), 0)
+    size: Tensor  # (B, Hq): no |q + k| of the head is larger
 
 
 @triton.jit
@@ -135,7 +128,7 @@ def additive_forward(
     a = factors.a + (b * heads + h).to(tl.int64) * queries * EVEN
     c = factors.c + (b * (heads // group) + kh).to(tl.int64) * keys * EVEN
     weight = factors.weight + h * EVEN
-    size = largest_size(q, qs, b, h, block * ROWS, queries, ROWS, WIDTH, PADDED)
+    near = tl.load(factors.size + b * heads + h) < FAR_APART  # a NaN is not
 
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     sums = nothing_yet(ROWS)
@@ -144,7 +137,6 @@ def additive_forward(
         for n in tl.range(0, tl.maximum(tl.cdiv(highest - lowest, KEYS), 0)):
             j0 = lowest + n * KEYS
             j = j0 + tl.arange(0, KEYS)
-            near = size + largest_size(k, ks, b, kh, j0, highest, KEYS, WIDTH, PADDED) < FAR_APART
             s = scores(
                 q, k, qs, ks, a, c, weight, z, b, h, block * ROWS, j0, near, ROWS, KEYS, WIDTH,
                 EVEN,

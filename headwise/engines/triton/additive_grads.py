@@ -14,7 +14,6 @@ import triton.language as tl
 
 from headwise.engines.triton.additive import (
     FAR_APART,
-    largest_size,
     pair_terms,
     scores,
 )
@@ -104,7 +103,7 @@ def additive_grad_queries(
     a = factors.a + (b * heads + h).to(tl.int64) * queries * EVEN
     c = factors.c + (b * (heads // group) + kh).to(tl.int64) * keys * EVEN
     weight = factors.weight + h * EVEN
-    size = largest_size(q, qs, b, h, block * ROWS, queries, ROWS, WIDTH, PADDED)
+    near = tl.load(factors.size + b * heads + h) < FAR_APART
     line = (b * heads + h).to(tl.int64) * queries
     lse, shared, entropy = row_numbers(rows, line, i, there)
     grads = load_tile(do, dos, b, h, block * ROWS, queries, ROWS, VALUES, PADDED_VALUES, False)
@@ -116,7 +115,6 @@ def additive_grad_queries(
         for n in tl.range(0, tl.maximum(tl.cdiv(highest - lowest, KEYS), 0)):
             j0 = lowest + n * KEYS
             j = j0 + tl.arange(0, KEYS)
-            near = size + largest_size(k, ks, b, kh, j0, highest, KEYS, WIDTH, PADDED) < FAR_APART
             s = scores(
                 q, k, qs, ks, a, c, weight, z, b, h, block * ROWS, j0, near, ROWS, KEYS, WIDTH,
                 EVEN,
@@ -168,7 +166,6 @@ def additive_grad_keys(
     heads = tl.num_programs(1) * group
     j0 = block * KEYS
     j = j0 + tl.arange(0, KEYS)
-    size = largest_size(k, ks, b, kh, j0, keys, KEYS, WIDTH, PADDED)
     values = load_tile(v, vs, b, kh, j0, keys, KEYS, VALUES, PADDED_VALUES, False)
     c = factors.c + (b * tl.num_programs(1) + kh).to(tl.int64) * keys * EVEN
     sum_k = tl.zeros([KEYS, PADDED], tl.float32)
@@ -177,6 +174,7 @@ def additive_grad_keys(
         h = kh * group + member
         a = factors.a + (b * heads + h).to(tl.int64) * queries * EVEN
         weight = factors.weight + h * EVEN
+        near = tl.load(factors.size + b * heads + h) < FAR_APART
         line = (b * heads + h).to(tl.int64) * queries
         for n in tl.range(0, tl.cdiv(queries, ROWS)):
             i0 = n * ROWS + tl.zeros([], tl.int32)
@@ -189,8 +187,6 @@ def additive_grad_keys(
                 hashed = position
                 if t.seed is not None:
                     hashed = row_hash(t.seed, b, h, position)
-                far = largest_size(q, qs, b, h, i0, queries, ROWS, WIDTH, PADDED)
-                near = size + far < FAR_APART
                 s = scores(
                     q, k, qs, ks, a, c, weight, z, b, h, i0, j0, near, ROWS, KEYS, WIDTH, EVEN,
                 )  # fmt: skip

@@ -40,7 +40,7 @@ def run_additive(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> S
     if sums.lse.numel() == 0:
         return sums
     call = operands(q, k, v, terms)
-    rows, keys, warps = (16, 32, 4) if INTERPRETING else (64, 64, 4)
+    rows, keys, warps = (16, 32, 4) if INTERPRETING else (32, 64, 4)
     parts = parts_for(q, 1, v.shape[-1], wants)
     merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
     tensors = (call.q, call.k, call.v)
@@ -126,7 +126,9 @@ def factors(q: Tensor, k: Tensor, terms: Terms) -> Factors:
         return F.pad(x, (0, 0, 0, 1)) if odd else x
 
     weight = F.pad(terms.additive.float(), (0, odd)).contiguous()
-    return Factors(powers(q).contiguous(), powers(k).contiguous(), weight)
+    size = k.abs().amax((-1, -2)).float().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    size = size + q.abs().amax((-1, -2)).float()
+    return Factors(powers(q).contiguous(), powers(k).contiguous(), weight, size)
 
 
 def _flags(call: Operands) -> dict[str, Any]:

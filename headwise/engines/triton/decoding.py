@@ -15,9 +15,7 @@ from headwise.engines.triton.split import (
     Merged,
     Parts,
     merge,
-    merge_step,
     split,
-    split_step,
 )
 from headwise.engines.triton.start import WORD, start
 from headwise.engines.triton.tiles import Given
@@ -26,7 +24,7 @@ from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums, room
 
 ROWS = 64  # of one key head at most: beyond it the forward kernel has work for the whole chip
 SPLITS = 128  # shares of the keys at most
-NOTHING_HELD = Held(None, None, None, None)
+NOTHING_HELD = Held(None, None, None)
 NOT_MERGED = Merged(None, None, None, None, None, None, None)
 NOTHING_GIVEN = Given(*[None] * len(Given._fields))
 
@@ -78,8 +76,10 @@ def launch(
     causal: bool = False,
     page: int = 0,
     longest: int | None = None,
+    kind: tuple[object, ...] | None = None,
 ) -> None:
-    """Both kernels. `longest`: how many keys a sequence has at most, where pages do not say."""
+    """Both kernels. `longest`: how many keys a sequence has, where pages do not say; `kind` as
+    `launch.start` takes it."""
     batch, heads, queries, width = q.shape
     key_heads, values = k.shape[1], v.shape[-1]
     group = heads // key_heads
@@ -93,45 +93,17 @@ def launch(
     more = (0, 0) if scaled is None else scaled.stride()[:2]
     more += (0 if held.pages is None else held.pages.stride(0),)
     parts = parts_for(q, splits, values, wants)
-    split[(splits, key_heads, batch)](
-        q, k, v, held, given, parts, *(stride // unit for stride in strides), *more, splits, *sizes,
-        ROWS=rows, KEYS=block, WIDTH=width, VALUES=values, PADDED=_padded(width),
-        PADDED_VALUES=_padded(values), UNIT=unit, PAGE=page, CAUSAL=causal,
-        PRECISION=precision(q.dtype), PIECES=pieces, PLAIN=plain, CAP=cap, num_warps=warps,
-        num_stages=stages,
+    pointers = [x.data_ptr() for x in (q, k, v, *held, parts.maximum, parts.total) if x is not None]
+    if any(pointer % 16 for pointer in pointers) or max(*strides, *more) >= WORD:
+        kind = None
+    start(
+        split, (splits, key_heads, batch), kind,
+        (q, k, v, held, given, parts, *(stride // unit for stride in strides), *more, splits,
+        *sizes), warps, stages, ROWS=rows, KEYS=block, WIDTH=width, VALUES=values,
+        PADDED=_padded(width), PADDED_VALUES=_padded(values), UNIT=unit, PAGE=page, CAUSAL=causal,
+        PRECISION=precision(q.dtype), PIECES=pieces, PLAIN=plain, CAP=cap,
     )  # fmt: skip
-    join(parts, out, merged, given.sinks, splits)
-
-
-def step(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Attention of few queries to many keys, all seen but by `causal`; checked by the caller."""
-    batch, heads, queries, width = q.shape
-    key_heads, keys = k.shape[1:3]
-    group = heads // key_heads
-    rows = max(16, 1 << (group * queries - 1).bit_length())
-    block, warps, stages = tile(width, q.itemsize, rows)
-    splits = shares(batch * key_heads, -(-keys // block), processors(q.device))
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    size = batch * heads * queries * splits
-    mixed = q.new_empty(size * (width + 2), dtype=torch.float32)
-    found = (mixed, mixed[size * width :], mixed[size * (width + 1) :])
-    strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
-    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
-    aligned = not (q.data_ptr() % 16 or k.data_ptr() % 16 or v.data_ptr() % 16)
-    kind = (q.dtype, size % 4 == 0) if aligned and max(strides) < WORD else None
-    with on(q.device):
-        start(
-            split_step, (splits, key_heads, batch), kind,
-            (q, k, v, *found, *(stride // unit for stride in strides), splits, queries, keys,
-            group, scale), warps, stages, ROWS=rows, KEYS=block, WIDTH=width, UNIT=unit,
-            CAUSAL=causal,
-        )  # fmt: skip
-        part = min(width, 64)
-        start(
-            merge_step, (batch * heads * queries, width // part, 1), kind, (*found, out, splits),
-            2, 1, SPLITS=1 << (splits - 1).bit_length(), VALUES=width, BLOCK=part,
-        )  # fmt: skip
-    return out
+    join(parts, out, merged, given.sinks, splits, kind)
 
 
 def attend_stored(
@@ -152,30 +124,36 @@ def attend_stored(
     out = q.new_empty(*q.shape[:3], values.shape[-1])
     if out.numel() == 0:
         return out
-    lengths = None
-    if pages is not None:
-        lengths = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     group = q.shape[1] // keys.shape[1]
     sizes = (q.shape[2], length, group, *[0] * 10, scale, softcap or 0.0, 1.0)
     given = NOTHING_GIVEN._replace(sinks=None if sinks is None else sinks.contiguous())
     with on(q.device):
         launch(
             q if q.stride(-1) == 1 else q.contiguous(), keys, values,
-            Held(key_scales, value_scales, pages, lengths), given, sizes, out,
+            Held(key_scales, value_scales, pages), given, sizes, out,
             plain=softcap is None and 1e-6 < scale < 1e6, cap=softcap is not None, causal=causal,
             page=0 if pages is None else keys.shape[2], longest=length,
+            kind=(q.dtype, keys.dtype, pages is None) if sinks is None else None,
         )  # fmt: skip
     return out
 
 
-def join(parts: Parts, out: Tensor, merged: Merged, sinks: Tensor | None, splits: int) -> None:
+def join(
+    parts: Parts,
+    out: Tensor,
+    merged: Merged,
+    sinks: Tensor | None,
+    splits: int,
+    kind: tuple[object, ...] | None = None,
+) -> None:
     """Merge the parts of every row into out (B, Hq, N, Dv) and the statistics."""
     batch, heads, queries, values = out.shape
     wide = _padded(values)
     part = min(wide, 64)
-    merge[(batch * heads * queries, wide // part)](
-        parts, out, merged, sinks, splits, queries, heads,
-        SPLITS=1 << (splits - 1).bit_length(), VALUES=values, BLOCK=part, num_warps=2,
+    start(
+        merge, (batch * heads * queries, wide // part, 1), kind,
+        (parts, out, merged, sinks, splits, queries, heads), 2, 1,
+        SPLITS=1 << (splits - 1).bit_length(), VALUES=values, BLOCK=part,
     )  # fmt: skip
 
 

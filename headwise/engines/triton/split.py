@@ -61,7 +61,6 @@ class Held(NamedTuple):
     key_scales: Tensor | None  # (B, Hkv, M): int8 keys are multiplied by them
     value_scales: Tensor | None
     pages: Tensor | None  # (B, any) int32: the pool's page of each page of a sequence
-    lengths: Tensor | None  # (B,) int32: how many keys each sequence has
 
 
 STRIDES = [
@@ -71,7 +70,7 @@ STRIDES = [
 
 
 @triton.jit
-def rows_at(x, held, first, row_step, b, batch_step, page_batch, j0, KEYS: tl.constexpr,
+def rows_at(x, held, first, row_step, b, batch_step, page_batch, j0, keys, KEYS: tl.constexpr,
             PAGE: tl.constexpr):  # fmt: skip
     """Addresses of the rows [j0, j0 + KEYS) of a head: its first element is `first` after x."""
     step = tl.arange(0, KEYS)
@@ -84,10 +83,7 @@ def rows_at(x, held, first, row_step, b, batch_step, page_batch, j0, KEYS: tl.co
         rows = start + step.to(tl.int64) * row_step
     else:
         j = j0 + step
-        limit = tl.load(held.lengths + b)
-        page = tl.load(
-            held.pages + b.to(tl.int64) * page_batch + j // PAGE, mask=j < limit, other=0
-        )
+        page = tl.load(held.pages + b.to(tl.int64) * page_batch + j // PAGE, mask=j < keys, other=0)
         rows = x + first + page.to(tl.int64) * batch_step + (j % PAGE).to(tl.int64) * row_step
     return rows
 
@@ -154,13 +150,13 @@ def share(
             j = j0 + tl.arange(0, KEYS)
             here = j < highest
             tile = take(
-                rows_at(k, held, first_k, k_row * UNIT, b, k_batch * UNIT, page_batch, j0, KEYS,
-                        PAGE),
+                rows_at(k, held, first_k, k_row * UNIT, b, k_batch * UNIT, page_batch, j0, keys,
+                        KEYS, PAGE),
                 here, WIDTH, PADDED,
             )  # fmt: skip
             values = take(
-                rows_at(v, held, first_v, v_row * UNIT, b, v_batch * UNIT, page_batch, j0, KEYS,
-                        PAGE),
+                rows_at(v, held, first_v, v_row * UNIT, b, v_batch * UNIT, page_batch, j0, keys,
+                        KEYS, PAGE),
                 here, VALUES, PADDED_VALUES,
             )  # fmt: skip
             s = tl.dot(tile_q, tile.to(tile_q.dtype).T, input_precision=PRECISION)
@@ -206,8 +202,6 @@ def split(
     CAP: tl.constexpr,
 ):  # fmt: skip
     """Any call's share of the keys."""
-    if held.lengths is not None:
-        keys = tl.load(held.lengths + tl.program_id(2))
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,
@@ -222,22 +216,26 @@ def split(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*STRIDES[:9], "splits", "queries", "keys", "group", "scale"])
+@triton.jit(do_not_specialize=["size", *STRIDES[:9], "splits", "queries", "keys", "group", "scale"])
 def split_step(
-    q, k, v, mixed, maximum, total,
+    q, k, v, mixed, size,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     splits, queries, keys, group, scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The same of a plain step, whose few arguments take a processor little time."""
+    """The same of a plain step, whose few arguments take a processor little time.
+
+    `mixed` has room for `size` parts: their values, then their maxima, then their totals.
+    """
     z = Sizes(queries, keys, group, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, scale, 0.0, 1.0)
     strides = (
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, 0, 0, 0
     )  # fmt: skip
-    held = Held(None, None, None, None)
+    held = Held(None, None, None)
     given = Given(None, None, None, None, None, None, None, None, None, None)
-    parts = Parts(mixed, maximum, total, None, None, None, None, None)
+    maximum = mixed + size * WIDTH
+    parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
     share(
         q, k, v, held, given, z, parts, strides, splits, ROWS, KEYS, WIDTH, WIDTH, WIDTH, WIDTH,
         UNIT, 0, CAUSAL, "tf32x3", 0, True, False,
@@ -312,12 +310,13 @@ def merge(
     join_row(parts, out, merged, sinks, splits, queries, heads, SPLITS, VALUES, BLOCK)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["size", "splits"])
 def merge_step(
-    mixed, maximum, total, out, splits,
+    mixed, out, size, splits,
     SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same of a plain step."""
-    parts = Parts(mixed, maximum, total, None, None, None, None, None)
+    maximum = mixed + size * VALUES
+    parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
     merged = Merged(None, None, None, None, None, None, None)
     join_row(parts, out, merged, None, splits, 1, 1, SPLITS, VALUES, BLOCK)

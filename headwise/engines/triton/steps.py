@@ -1,0 +1,86 @@
+"""A plain step of decoding, worked out once for its shapes: then two launches and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.engines.triton.cards import INTERPRETING
+from headwise.engines.triton.decoding import processors, shares, tile
+from headwise.engines.triton.launch import on
+from headwise.engines.triton.split import merge_step, split_step
+from headwise.engines.triton.start import WORD
+
+Grid = tuple[int, int, int]
+
+
+class Step:
+    """Few queries (B, Hq, N, D) against many keys and values (B, Hkv, M, D) of these strides.
+
+    A call needs pointers that are multiples of 16 bytes: the kernels are compiled for such.
+    """
+
+    def __init__(
+        self,
+        q: torch.Size,
+        k: torch.Size,
+        strides: tuple[int, ...],  # of q, k and v, three each
+        dtype: torch.dtype,
+        device: torch.device,
+        scale: float,
+        causal: bool,
+    ) -> None:
+        batch, heads, queries, width = q
+        key_heads, keys = k[1:3]
+        group = heads // key_heads
+        rows = max(16, 1 << (group * queries - 1).bit_length())
+        block, warps, stages = tile(width, dtype.itemsize, rows)
+        splits = shares(batch * key_heads, -(-keys // block), processors(device))
+        unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+        self.shape, self.dtype, self.device = q, dtype, device
+        self.parts = batch * heads * queries * splits
+        self.room = self.parts * (width + 2)
+        self.fits = max(*strides, self.room) < WORD
+        numbers = [stride // unit for stride in strides]
+        self.numbers = (self.parts, *numbers, splits, queries, keys, group, scale)
+        self.constants = {
+            "ROWS": rows, "KEYS": block, "WIDTH": width, "UNIT": unit, "CAUSAL": causal,
+        }  # fmt: skip
+        self.launched = {"num_warps": warps, "num_stages": stages}
+        self.grid: Grid = (splits, key_heads, batch)
+        part = min(width, 64)
+        self.merged = (self.parts, splits)
+        self.merging = {"SPLITS": 1 << (splits - 1).bit_length(), "VALUES": width, "BLOCK": part}
+        self.lines: Grid = (batch * heads * queries, width // part, 1)
+        self.first: Callable[..., Any] | None = None
+        self.second: Callable[..., Any] | None = None
+        self.tails = (tuple(self.constants.values()), tuple(self.merging.values()))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out (B, Hq, N, D)."""
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with on(self.device):
+                return self._run(q, k, v)
+        return self._run(q, k, v)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        mixed = torch.empty(self.room, dtype=torch.float32, device=self.device)
+        if self.first is None or self.second is None:
+            return self._compile(q, k, v, mixed, out)
+        self.first(q, k, v, mixed, *self.numbers, *self.tails[0])
+        self.second(mixed, out, *self.merged, *self.tails[1])
+        return out
+
+    def _compile(self, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, out: Tensor) -> Tensor:
+        """The same by Triton's own launch, whose compiled kernels are kept."""
+        first = split_step[self.grid](
+            q, k, v, mixed, *self.numbers, **self.constants, **self.launched
+        )
+        second = merge_step[self.lines](mixed, out, *self.merged, **self.merging, num_warps=2)
+        if not INTERPRETING:
+            self.first, self.second = first[self.grid], second[self.lines]
+        return out
