@@ -79,8 +79,10 @@ class Recorded:
         if chosen:
             return self._record_maps([read.find(name) for name in chosen])
         everything = [(group, head) for group in read.groups for head in group.heads]
-        levels = [(*pair, level) for pair in everything for level in range(pair[1].map.levels)]
-        if self.may([path for each in levels for path in self._level(*each)]):
+        one = sum(self._size(path) for path in self._paths(everything[0]))
+        if one * len(everything) < 1.1 * self.room and self.may(
+            [path for pair in everything for path in self._paths(pair)]
+        ):
             return [_inside(*pair, pair[1].map.levels) for pair in everything]
         telling = [(group, head) for group in read.groups for head, _ in records(group)]
         return self._record_maps(telling)
@@ -110,6 +112,11 @@ class Recorded:
             )
         return [_inside(*pair, inside[number]) for number, pair in enumerate(pairs)]
 
+    def _paths(self, pair: Pair) -> list[str]:
+        """What the page asks to draw all levels of a head."""
+        levels = range(pair[1].map.levels)
+        return [path for level in levels for path in self._level(*pair, level)]
+
     def _level(self, group: Group, head: Head, level: int) -> list[str]:
         """What the page asks to draw a level of a head; at the first also what stands beside it."""
         at = f"{self.base}/map/{group.id}/{head.layer}/{head.number}"
@@ -133,13 +140,17 @@ class Recorded:
         """Record these answers, all of them or none; whether they fitted."""
         found, room = {}, self.room
         for path in paths:
-            found[path] = kept = self._kept(path)
-            room -= len(json.dumps({path: kept}))
+            found[path] = self._kept(path)
+            room -= self._size(path, found[path])
             if room < 0:
                 return False
         self.answers |= found
         self.room = room
         return True
+
+    def _size(self, path: str, kept: dict[str, Any] | None = None) -> int:
+        """How many bytes an answer takes in the file."""
+        return len(json.dumps({path: self._kept(path) if kept is None else kept}))
 
     def _kept(self, path: str) -> dict[str, Any]:
         given = answer(self.session, path)
