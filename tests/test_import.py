@@ -31,3 +31,8 @@ def test_the_command_line_without_its_extra_says_what_to_install() -> None:
     refused = python("import sys; sys.modules['typer'] = None; import headwise.cli")
     assert refused.returncode == 1
     assert refused.stderr == "The command line needs typer: pip install 'headwise[cli]'\n"
+
+
+def test_importing_headwise_does_not_import_the_compiler() -> None:
+    code = "import sys, headwise; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

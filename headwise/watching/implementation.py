@@ -38,7 +38,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(mask))
 
 
 def attend(
@@ -85,7 +85,6 @@ def _weights(call: Call) -> Tensor:
     return attention_map(call.q, call.k, **options).to_tensor()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def mask(
     batch_size: int,
     q_length: int | None = None,

@@ -73,7 +73,6 @@ class Recorder:
         known = [on for key, on in self._selected.items() if key.partition("#")[0] == name]
         return not known or any(known)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def beside(
         self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
     ) -> None:
@@ -86,7 +85,6 @@ class Recorder:
         seen = statistics(q, k, v, **options, **self._look(kind))
         self._keep(name, call, kind, padding, seen)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def inside(
         self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
     ) -> Tensor:

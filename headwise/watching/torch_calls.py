@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from headwise.mask import Mask, causal
@@ -129,7 +130,7 @@ class Listener(TorchFunctionMode):
         return out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # torch.compiler.disable, but it imports the compiler only when it is called
 def refuse_compiled(name: str) -> None:
     """Say at run time what a compiler would otherwise make of a watch: nothing good."""
     raise ValueError(
