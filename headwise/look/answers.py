@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from headwise.engines.tiles import Cells, How
+from headwise.engines.tiles import Cells
 from headwise.look import why
 from headwise.look.atlas import Atlas, Picture
 from headwise.look.cells import plain
+from headwise.look.query import Query
+from headwise.look.reply import Answer, Refusal, as_json, number
 from headwise.look.scene import Group, Head
 from headwise.look.session import Session
 from headwise.look.watch_api import WatchedFolder
@@ -25,63 +24,6 @@ from headwise.map import TILE
 
 MOST_TOKENS = 20_000  # in one answer
 MOST_LINES = 512  # rows whose largest weights are given at once
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A body and what it is."""
-
-    body: bytes
-    media: str = "application/json"
-    headers: dict[str, str] = field(default_factory=dict)
-    status: int = 200
-
-
-class Refusal(Exception):  # noqa: N818 - an answer like any other, only not the one hoped for
-    """Why a question has no answer, and what to ask instead."""
-
-    def __init__(self, status: int, error: str, hint: str = "") -> None:
-        super().__init__(error)
-        self.status, self.error, self.hint = status, error, hint
-
-    def answer(self) -> Answer:
-        """The refusal as it travels."""
-        return as_json({"error": self.error, "hint": self.hint}, self.status)
-
-
-class Query:
-    """What stands behind the question mark, checked."""
-
-    def __init__(self, text: str) -> None:
-        self.given = {name: values[-1] for name, values in parse_qs(text).items()}
-
-    def number(self, name: str, default: int, low: int = 0, high: int = 1 << 31) -> int:
-        """An integer from low to high."""
-        written = self.given.get(name, str(default))
-        if not re.fullmatch(r"\d{1,10}", written) or not low <= int(written) <= high:
-            raise Refusal(400, f"{name}={written[:40]!r} is no number from {low} to {high}")
-        return int(written)
-
-    def how(self) -> How:
-        """How cells are pooled."""
-        how: Literal["mean", "max"] = "mean"
-        if self.given.get("how", how) == "max":
-            how = "max"
-        elif self.given.get("how", how) != "mean":
-            raise Refusal(400, f"how={self.given['how'][:40]!r}; cells hold the mean or the max")
-        return how
-
-    def range(self, axis: str, length: int) -> slice:
-        """The positions from `axis_start` to `axis_stop`, all of them unless told."""
-        start = self.number(f"{axis}_start", 0, 0, length)
-        stop = self.number(f"{axis}_stop", length, start, length)
-        return slice(start, stop)
-
-
-def as_json(value: object, status: int = 200) -> Answer:
-    """A JSON answer; numbers that JSON does not know must have become None before."""
-    body = json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace")
-    return Answer(body, status=status)
 
 
 def answer(session: Session, address: str) -> Answer:
@@ -268,11 +210,6 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (r"/api/watch", watched),
     (r"/api/watch/series", series),
 )
-
-
-def number(value: float) -> float | None:
-    """A number that JSON knows, or None."""
-    return value if math.isfinite(value) else None
 
 
 @contextmanager

@@ -21,9 +21,10 @@ except ModuleNotFoundError as missing:
         f"the page's server needs {missing.name}: pip install 'headwise[look]'", name=missing.name
     ) from missing
 
-from headwise.look.answers import Answer, Refusal, answer, as_json
+from headwise.look.answers import answer
 from headwise.look.bundle import STATIC, built
 from headwise.look.guard import Guard, TooLargeError, too_large
+from headwise.look.reply import Answer, Refusal, as_json
 from headwise.look.session import BusyError, Session
 
 IMAGES = ("image/png", "image/jpeg")

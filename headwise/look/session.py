@@ -67,8 +67,10 @@ class Session:
     def add(self, what: str | bytes) -> str:
         """Let the model read something more, in the background; the id that it will have."""
         with self._lock:
-            if self.reader is None or self.progress.state != "ready" or self.progress.stage:
+            if self.progress.state != "ready" or self.progress.stage:
                 raise BusyError("the model is still busy with another input")
+            if self.reader is None:
+                raise BusyError("there is no model here that could read it, only a run")
             self.progress = Progress("ready", "running the model")
         id = self._next()
 

@@ -13,8 +13,9 @@ except ModuleNotFoundError as missing:
         "the notebook's page needs anywidget: pip install 'headwise[notebook]'", name=missing.name
     ) from missing
 
-from headwise.look.answers import Answer, Refusal, answer, as_json
+from headwise.look.answers import answer
 from headwise.look.bundle import STATIC
+from headwise.look.reply import Answer, Refusal, as_json
 from headwise.look.session import BusyError, Session
 
 
