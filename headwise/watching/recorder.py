@@ -74,15 +74,27 @@ class Recorder:
         return not known or any(known)
 
     def beside(
-        self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
+        self,
+        name: str,
+        call: Call,
+        kind: Kind = "self",
+        padding: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> None:
-        """Look at a call whose output someone else computes."""
+        """Look at a call whose output (B, Hq, N, Dv) someone else computes, or has computed."""
         if recomputing():
             return
         q, k, v = (x.detach() for x in call[:3])
-        options = call._replace(q=q, k=k, v=v).options()
+        options, look = call._replace(q=q, k=k, v=v).options(), self._look(kind)
         del options["dropout"], options["engine"]
-        seen = statistics(q, k, v, **options, **self._look(kind))
+        norm = None
+        if out is not None and look["rows"] is None and not call.dropout:
+            # The output is known, so its norm needs no values and no second weighting of them.
+            norm, v = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=wide(out)), v[..., :0]
+            look["stats"] = tuple(x for x in look["stats"] if x != "output_norm")
+        seen = statistics(q, k, v, **options, **look)
+        if norm is not None and "output_norm" in self.looking.stats:
+            seen.values["output_norm"] = norm
         self._keep(name, call, kind, padding, seen)
 
     def inside(
@@ -90,12 +102,15 @@ class Recorder:
     ) -> Tensor:
         """Compute a call's output (B, Hq, N, Dv), and look at it in the same pass.
 
-        A sample of the rows needs no pass over all of them, and an engine that was asked for by
-        name stays the one that computes the output.
+        A sample of the rows needs no pass over all of them, an engine that was asked for by name
+        stays the one that computes the output, and where a CPU is to compute gradients PyTorch's
+        kernel with the statistics beside it is faster than one pass with a backward of its own.
         """
-        if self.looking.rows is not None or call.engine != "auto":
-            self.beside(name, call, kind, padding)
-            return attention(call.q, call.k, call.v, **call.options())
+        learning = call.q.device.type == "cpu" and torch.is_grad_enabled() and call.q.requires_grad
+        if self.looking.rows is not None or call.engine != "auto" or learning:
+            out = attention(call.q, call.k, call.v, **call.options())
+            self.beside(name, call, kind, padding, out)
+            return out
         out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
         if not recomputing():
             self._observed.add(name)
@@ -207,6 +222,11 @@ def matches(number: int, name: str, wanted: Sequence[int | str]) -> bool:
         number == one if isinstance(one, int) else fnmatchcase(name, one) or name == one
         for one in wanted
     )
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype in which statistics of a tensor are computed."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def recomputing() -> bool:
