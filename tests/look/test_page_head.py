@@ -317,7 +317,7 @@ def test_the_head_speaks_chinese_and_is_seen_in_the_dark(visit: Visits) -> None:
 
 
 def test_a_translation_s_words_are_aligned_and_hostile_text_stays_text(
-    visit: Visits, serve: Callable[..., Served]
+    serve: Callable[..., Served], visit: Visits
 ) -> None:
     said = "The <img src=x onerror=alert(1)> cat is black."
     served = serve("translate", said).wait_until_read()
@@ -385,7 +385,7 @@ def picture_of_a_ball() -> bytes:
 
 
 def test_a_patch_s_attention_lies_over_the_image(
-    visit: Visits, serve: Callable[..., Served], tmp_path: Path
+    serve: Callable[..., Served], visit: Visits, tmp_path: Path
 ) -> None:
     save_vit(tmp_path)
     served = serve(str(tmp_path), picture_of_a_ball())
@@ -409,7 +409,7 @@ def test_a_patch_s_attention_lies_over_the_image(
 
 @pytest.mark.slow
 def test_sixteen_thousand_tokens_are_zoomed_smoothly_in_little_memory(
-    visit: Visits, serve: Callable[..., Served]
+    serve: Callable[..., Served], visit: Visits
 ) -> None:
     ships = (
         f"Ship {n} came in on day {n * 7 % 365} with {n * n % 97} oranges." for n in range(1000)
