@@ -141,7 +141,7 @@ def cost(tokens: int = 2048, rounds: int = 5) -> dict[str, Any]:
 
 
 def long(tokens: int = 8192) -> dict[str, Any]:
-    """The peak of a process of its own that loads SmolLM2 and watches one pass, in GB."""
+    """The peak of a process of its own that loads SmolLM2 and watches one pass, in GiB."""
     code = f"import bench.watch_real as b; b.one_long_pass({tokens})"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
@@ -158,8 +158,8 @@ def one_long_pass(tokens: int) -> None:
         model(ids, logits_to_keep=1)
     found = {
         "tokens": ids.shape[1],
-        "loading, GB": loaded / 1024,
-        "peak, GB": peak() / 1024,
+        "loading, GiB": loaded / 1024,
+        "peak, GiB": peak() / 1024,
         "eager weights would take, GB": 30 * 9 * ids.shape[1] ** 2 * 4 / 1e9,
         "seconds": time.perf_counter() - start,
         "heads": len(seen.heads()),
