@@ -324,6 +324,7 @@ def test_a_translation_s_words_are_aligned_and_hostile_text_stays_text(
     page = visit("#/head?layer=1&head=2", base=served.url)
     page.on("dialog", lambda dialog: pytest.fail("the text was run"))
     group = served.session.atlases["0"].input.group("cross")
+    plot(page)
     lists = page.get_by_role("listbox")
     expect(lists).to_have_count(2)
     shown = [re.sub(r"[\s␣]", "", text) for text in lists.all_inner_texts()]

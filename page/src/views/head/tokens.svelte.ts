@@ -10,14 +10,16 @@ export class Tokens {
   readonly #lists: Record<Axis, string[]>;
   /** Grows as parts arrive: whoever draws tokens draws them again. */
   version = $state(0);
-  /** Why some did not come: the map works without. */
-  problem = $state.raw<unknown>(null);
+  /** Whether some are still to come. */
+  pending = $state(true);
 
   constructor(source: Source, input: string, group: Group) {
     const rows: string[] = [];
     this.#lists = { rows, columns: group.square ? rows : [] };
-    void this.#load(source, input, group, 'rows');
-    if (!group.square) void this.#load(source, input, group, 'columns');
+    const axes: Axis[] = group.square ? ['rows'] : ['rows', 'columns'];
+    const loads = axes.map((axis) => this.#load(source, input, group, axis));
+    // The map works without: numbers stand for the tokens that did not come.
+    void Promise.allSettled(loads).then(() => (this.pending = false));
   }
 
   /** The tokens of an axis that are here. */
@@ -34,16 +36,12 @@ export class Tokens {
 
   async #load(source: Source, input: string, group: Group, axis: Axis): Promise<void> {
     const list = this.#lists[axis];
-    try {
-      while (list.length < group[axis]) {
-        const stop = Math.min(group[axis], list.length + PART);
-        const { tokens } = await source.tokens(input, group.id, axis, list.length, stop);
-        if (tokens.length === 0) break;
-        for (const token of tokens) list.push(token);
-        this.version++;
-      }
-    } catch (error) {
-      this.problem = error;
+    while (list.length < group[axis]) {
+      const stop = Math.min(group[axis], list.length + PART);
+      const { tokens } = await source.tokens(input, group.id, axis, list.length, stop);
+      if (tokens.length === 0) break;
+      for (const token of tokens) list.push(token);
+      this.version++;
     }
   }
 }
