@@ -153,7 +153,8 @@ def _observed(watched: Watched, function: Callable[..., Any], given: Given) -> A
     padding = None if sequence is None else sequence.padding(given.q)
     if function is ours.attend and recorder.wants(name):
         look = functools.partial(recorder.inside, name, kind=kind, padding=padding)
-        return _run(function, given, look=look)
+        with taken():  # its engine may be PyTorch's
+            return _run(function, given, look=look)
     with taken():
         result = _run(function, given)
     silenced = (recorder.silence(name, result[0], axis=-2), *result[1:])
