@@ -94,15 +94,17 @@ def log_sums(
     unit = scale * LOG2E if PLAIN else LOG2E
     unseen = m < unit * (0.5 * FAR)
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
-    base = m
+    base, summit = m, m * LN2
     if t.sinks is not None:
-        sink = tl.load(t.sinks + h).to(tl.float32) * LOG2E
+        given = tl.load(t.sinks + h).to(tl.float32)
+        sink = given * LOG2E
         base = tl.maximum(m, sink)
+        summit = tl.where(sink > m, given, summit)  # a sink that rules is not rounded twice
     base = tl.where(base == NOTHING, 0.0, base)
     total = l * tl.exp2(m - base)
     if t.sinks is not None:
         total += tl.exp2(sink - base)
     empty = total == 0.0
-    found = (base + tl.log2(tl.where(empty, 1.0, total))) * LN2
+    found = summit + tl.log2(tl.where(empty, 1.0, total)) * LN2
     line = (b * tl.num_programs(1) + h).to(tl.int64) * queries + i
     tl.store(lse + line, tl.where(empty, NOTHING, found), mask=there)

@@ -255,10 +255,12 @@ def join_row(
     m = tl.load(parts.maximum + at, mask=there, other=NOTHING)
     top = tl.max(m, 0)
     l = tl.load(parts.total + at, mask=there, other=0.0)
-    base = top
+    base, summit = top, top * LN2
     if sinks is not None:
-        sink = tl.load(sinks + (line // queries) % heads).to(tl.float32) * LOG2E
+        given = tl.load(sinks + (line // queries) % heads).to(tl.float32)
+        sink = given * LOG2E
         base = tl.maximum(top, sink)
+        summit = tl.where(sink > top, given, summit)  # a sink that rules is not rounded twice
     base = tl.where(base == NOTHING, 0.0, base)
     share = tl.exp2(m - base)  # of each part; 0 where it saw nothing
     seen = tl.sum(l * share, 0)
@@ -275,7 +277,7 @@ def join_row(
     if block == 0:
         above = tl.log2(tl.where(empty, 1.0, total))
         if merged.lse is not None:
-            tl.store(merged.lse + line, tl.where(empty, NOTHING, (base + above) * LN2))
+            tl.store(merged.lse + line, tl.where(empty, NOTHING, summit + above * LN2))
             tl.store(merged.max_logit + line, top * LN2)
         if merged.entropy is not None:
             moved = tl.where(l == 0.0, 0.0, m - base)
