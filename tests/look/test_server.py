@@ -1,5 +1,6 @@
 """The server: who may ask, what may be sent, what is served."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
+from headwise.look import server
 from headwise.look.guard import MOST_BYTES
 from headwise.look.server import application, listening
 from headwise.look.session import Session
@@ -50,11 +53,11 @@ def port(session: Session, static: Path) -> Iterator[int]:
     """Where a real server listens."""
     bound = listening()
     config = uvicorn.Config(application(session, static), log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
-    thread = Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    running = uvicorn.Server(config)
+    thread = Thread(target=running.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     yield bound.getsockname()[1]
-    server.should_exit = True
+    running.should_exit = True
     thread.join(10)
 
 
@@ -193,6 +196,32 @@ def test_a_new_text_is_read_and_a_hopeless_one_is_noticed(static: Path) -> None:
         client.post("/api/inputs", json={"text": " "})
         assert session.join(300)
         assert "no word" in client.get("/api/state").json()["notice"]["error"]
+
+
+def test_a_tile_that_was_scrolled_past_is_not_computed(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[str] = []
+    monkeypatch.setattr(server, "answer", lambda session, path: computed.append(path))
+    sent: list[Any] = []
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/api/inputs/0/map/self/0/0/tile/0/0/0",
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1:8470")],
+        "server": ("127.0.0.1", 8470),
+    }
+    asyncio.run(application(session)(scope, gone, send))
+    assert sent[0]["status"] == 499
+    assert not computed
 
 
 def test_a_page_that_is_not_built_says_how_to_build_it(session: Session, tmp_path: Path) -> None:
