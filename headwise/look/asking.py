@@ -17,6 +17,7 @@ from headwise.look import opening, terminal
 from headwise.look import session as sessions
 from headwise.look.atlas import Atlas
 from headwise.look.reading import Reader, Report, silent
+from headwise.look.scene import Input
 from headwise.look.session import Session
 from headwise.look.showing import displayed
 
@@ -85,9 +86,11 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
                 report(now.stage, now.done)
                 return
             progress.stop()
-            for problem in (now.error, now.notice and now.notice["error"]):
-                if problem:
-                    console.print(problem, style="red", markup=False)
+            problem = now.error or (now.notice and now.notice["error"])
+            if problem:
+                console.print(problem, style="red", markup=False)
+            elif session.atlases:
+                print(ready(next(reversed(session.atlases.values())).input), flush=True)
 
         session.heard = heard
         session.run = opening.watched(asked.model)
@@ -103,6 +106,12 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
         # Deep inside a model or a download, which hears of nothing; Python would abort.
         sys.stdout.flush()
         os._exit(0)
+
+
+def ready(read: Input) -> str:
+    """What can be looked at now, in a line."""
+    heads = sum(len(group.heads) for group in read.groups)
+    return "; ".join([f"{len(read.main.rows):,} tokens, {heads} heads are ready", *read.notes])
 
 
 def bar(console: Console | None = None) -> Progress:
