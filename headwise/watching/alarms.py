@@ -51,12 +51,17 @@ class Alarms:
     looked: int = 0  # at so many steps
     _known: set[tuple[str, int | None, int | None]] = field(default_factory=set)
 
-    def look(self, step: int, table: Table, layers: Sequence[Layer]) -> list[Alarm]:
-        """The alarms that this step raises for the first time; the log hears of them too."""
+    def look(
+        self, step: int, table: Table, layers: Sequence[Layer], last: bool = False
+    ) -> list[Alarm]:
+        """The alarms that this step raises for the first time; the log hears of them too.
+
+        Where it is the last look, rules that look now and then do so too.
+        """
         self.looked += 1
         new = []
         for rule in self.rules:
-            if self.looked % rule.every:
+            if self.looked % rule.every and not last:
                 continue
             found = []
             for layer, head, says in rule.check(table, layers):
@@ -85,6 +90,10 @@ def chosen(
     else:
         rules = tuple(asked) if isinstance(asked, Iterable) else (asked,)
     for rule in rules:
+        if not hasattr(rule, "check"):
+            raise ValueError(
+                f"alarms={asked!r}: True, or rules such as headwise.watching.RULES[:2], would work"
+            )
         missing = [name for name in rule.needs if name not in stats]
         if missing:
             raise ValueError(

@@ -105,9 +105,9 @@ def sampled_weights(layer: Layer) -> tuple[Tensor, Tensor]:
     """
     amap = layer.map()
     _, _, queries, keys = amap.shape
-    early = _early(layer)[0] if layer.observation.rows is None else None
-    rows = torch.arange(queries) if early is None else (~early).nonzero()[:, 0].cpu()
-    rows = rows if len(rows) else torch.arange(queries)
+    looked, early = layer.observation.rows, _early(layer)[0].cpu()
+    rows = torch.arange(queries) if looked is None else looked.cpu()
+    rows = rows[~early] if not early.all() else rows
     chosen = rows[torch.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).long()]
     weights = torch.stack([amap[0, :, int(row), :] for row in chosen], 1).cpu()
     return weights, chosen + keys - queries

@@ -34,6 +34,8 @@ class Part:
     padding: Tensor | None  # (B, N) bool: rows that are padding
     call: Call | None  # what a map needs; None: no maps were wanted
     lse: Tensor | None  # (B, Hq, N), where every row was looked at
+    bent: str | None = None  # why its logits are more than queries times keys
+    keys: int = 0  # where its keys lie: the same ones again are the same memory
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Layer:
     name: str
     kind: Kind
     heads: int
+    sampled: bool = False  # its figures are of a sample of the rows, and named so
+    ended: bool = False  # the next call begins a new pass, whatever it looks like
     _parts: list[Part] = field(default_factory=list, repr=False)
     _reduction: Reduction | None = field(default=None, repr=False)
 
@@ -55,11 +59,27 @@ class Layer:
         """Keep a call: as further rows of the last pass, or as a new one."""
         if not continuing:
             self._parts.clear()
-        elif self._parts and self._parts[-1].call is not None:
+        self.ended = False
+        while self._parts and self.kind == "self" and self._parts[-1].start >= part.start > 0:
+            self._parts.pop()  # tokens that were taken back
+        if self._parts and self.kind == "self":
+            self._parts[-1] = _cut(self._parts[-1], part.start - self._parts[-1].start)
+        if self._parts and self._parts[-1].call is not None:
             self._parts[-1] = _own_keys(self._parts[-1], first=len(self._parts) == 1)
         self._parts.append(part)
         found = Reduction.of(part.observation, part.padding)
+        found = replace(found, sampled=found.sampled or self.sampled)
         self._reduction = found if self._reduction is None else self._reduction + found
+
+    @property
+    def title(self) -> str:
+        """Its name, for people: a model that is one layer has none."""
+        return self.name or "the model"
+
+    @property
+    def prompted(self) -> bool:
+        """Whether the pass began with more than one token, as generating does."""
+        return bool(self._parts) and self._parts[0].queries > 1
 
     @property
     def last(self) -> Part | None:
@@ -71,7 +91,7 @@ class Layer:
         """The statistics of the last pass, (B, Hq, N) each."""
         parts = self._parts
         if not parts:
-            raise ValueError(f"nothing of {self.name} is kept row by row")
+            raise ValueError(f"nothing of {self.title} is kept row by row")
         if len(parts) == 1:
             return parts[0].observation
         seen = [part.observation for part in parts]
@@ -99,7 +119,8 @@ class Layer:
         calls = [part.call for part in self._parts if part.call is not None]
         if not calls or len(calls) < len(self._parts):
             raise ValueError(
-                f"no map of {self.name} was kept; hw.watch(model, maps=True) keeps one"
+                f"no map of {self.title} was kept: hw.watch(..., maps=True) keeps one, but for a "
+                "model that takes tokens back while it generates"
             )
         sums = [part.lse for part in self._parts if part.lse is not None]
         lse = torch.cat(sums, 2) if len(sums) == len(calls) else None
@@ -117,7 +138,7 @@ class Layer:
         k = torch.cat([*before, last.k[:, :, begun:end]], 2) if before else last.k
         if not across and not torch.equal(k, last.k[:, :, :end]):
             raise ValueError(
-                f"the keys that earlier rows of {self.name} saw are gone: a cache forgot them, or "
+                f"the keys that earlier rows of {self.title} saw are gone: a cache forgot them, or "
                 "beams changed places. Watch a pass over the whole text to have its map"
             )
         places = [
@@ -142,8 +163,8 @@ class Layer:
         return {} if self._reduction is None else self._reduction.figures()
 
     def close(self) -> None:
-        """Start the figures anew."""
-        self._reduction = None
+        """Start the figures anew, and end the pass."""
+        self._reduction, self.ended = None, True
 
 
 def _joined_mask(parts: list[Mask | None], places: list[Place], keys: int) -> Mask:
@@ -189,6 +210,24 @@ def _wide(x: Tensor, place: Place, keys: int, fill: float) -> Tensor:
     x = four(x)
     x = x.expand(*x.shape[:2], place.queries, max(place.keys, x.shape[3]))[..., : place.keys]
     return F.pad(x, (0, keys - place.keys), value=fill)
+
+
+def _cut(part: Part, queries: int) -> Part:
+    """The first rows of a part, without a map: those after them were taken back."""
+    if queries >= part.queries:
+        return part
+    seen = part.observation
+    kept = queries if seen.rows is None else int((seen.rows < queries).sum())
+    values = {name: value[:, :, :kept] for name, value in seen.values.items()}
+    rows = None if seen.rows is None else seen.rows[:kept]
+    return replace(
+        part,
+        queries=queries,
+        observation=Observation(values, seen.sees[:, :, :kept], rows),
+        padding=None if part.padding is None else part.padding[:, :queries],
+        call=None,
+        lse=None,
+    )
 
 
 def _own_keys(part: Part, first: bool) -> Part:

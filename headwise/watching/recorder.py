@@ -14,6 +14,7 @@ from headwise.api import attention, observe, statistics
 from headwise.nn.call import Call
 from headwise.observation import STATISTICS, Observation
 from headwise.place import Place
+from headwise.score import Dot, General
 from headwise.watching.layer import WITHIN, Kind, Layer, Part
 from headwise.watching.padding import padding_rows
 
@@ -43,26 +44,33 @@ class Recorder:
     ran: bool = False  # the model did run, whether or not an attention was seen
     _observed: set[str] = field(default_factory=set)  # from inside: a recomputation does so too
     _selected: dict[str, bool] = field(default_factory=dict)
-    _forward: dict[str, int] | None = None  # inside the model's forward: calls by layer so far
+    _depth: int = 0  # modules of the model that are running
+    _calls: dict[str, int] = field(default_factory=dict)  # of each module in this pass so far
     _ids: Tensor | None = None  # what this forward was called with
     _past: bool = False  # this forward goes on from a cache
 
-    def begin(self, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """The model's forward starts, with these arguments."""
-        if not recomputing():
-            self.ran, self._forward, self._past = True, {}, False
-            self._ids = token_ids(given, options)
+    def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
+        """A module of the model starts to run; the outermost one makes a pass."""
+        if recomputing():
+            return
+        if self._depth == 0:
+            self.ran, self._calls, self._past, self._ids = True, {}, False, None
+        self._depth += 1
+        if given or options:
+            self._ids = token_ids(given, options or {})
 
     def end(self) -> None:
-        """The model's forward ends, well or not."""
-        if recomputing():
+        """It has run, well or not."""
+        if recomputing() or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
             return
         before, ids = self.tokens, self._ids
         if self._past and before is not None and ids is not None and len(before) == len(ids):
             self.tokens = torch.cat((before, ids), 1)
-        else:
+        elif ids is not None or not self._past:
             self.tokens = None if self._past else ids
-        self._forward = None
 
     def wants(self, name: str) -> bool:
         """Whether to hand over this module's call: not where nobody looks at it."""
@@ -141,7 +149,7 @@ class Recorder:
         looking = self.looking
         start = first_position(call) if kind == "self" else 0
         self._past = self._past or start > 0
-        layer = self._layer(self._resolved(name, call, kind), call, kind)
+        layer = self._layer(self._resolved(name, kind), call, kind)
         if layer is None:
             return
         if padding is None and kind == "self":
@@ -152,31 +160,36 @@ class Recorder:
         kept = None
         if looking.maps:
             k = call.k.detach()
-            written = start + call.q.shape[2]
-            k = (
-                k.clone() if kind == "self" and k.shape[2] > written else k
-            )  # it will be overwritten
-            kept = call._replace(q=call.q.detach(), k=k, v=call.v[..., :0].detach())
-        part = Part(call.q.shape[2], start, seen, padding, kept, lse)
-        layer.add(part, self._continues(layer, call, kind, start))
+            if kind == "self" and k.shape[2] > start + call.q.shape[2]:
+                k = k.clone()  # a cache with room to spare, which it will write into
+            none = call.v.new_empty(*call.v.shape[:3], 0)  # a view would hold all the values
+            kept = call._replace(q=call.q.detach(), k=k, v=none)
+        continues = self._continues(layer, call, start)
+        last = layer.last
+        if continues and last is not None and forgetting(layer, call, start):
+            start = last.start + last.queries  # the cache's first keys are not the sequence's
+        part = Part(call.q.shape[2], start, seen, padding, kept, lse, bent(call), call.k.data_ptr())
+        layer.add(part, continues)
 
-    def _resolved(self, name: str, call: Call, kind: Kind) -> str:
-        """A name of its own for each depth at which one forward uses the same module."""
-        if self._forward is None:
-            return name
-        again = self._forward.get(name, 0)
-        self._forward[name] = again + 1
-        deeper = again and kind == "self" and not self._past
-        return f"{name}#{again}" if deeper else name
+    def _resolved(self, name: str, kind: Kind) -> str:
+        """A name of its own for each depth at which a pass uses the same module, and each kind."""
+        again = self._calls.get(name, 0)
+        self._calls[name] = again + 1
+        if again and kind == "self" and not self._past and self._depth:
+            name = f"{name}#{again}"
+        known = self.layers.get(name)
+        return name if known is None or known.kind == kind else f"{name}#{kind}"
 
-    def _continues(self, layer: Layer, call: Call, kind: Kind, start: int) -> bool:
+    def _continues(self, layer: Layer, call: Call, start: int) -> bool:
         """Whether a call adds rows to the one before: the next step of a model that generates."""
         last = layer.last
-        if last is None or last.observation.sees.shape[0] != call.q.shape[0]:
+        if last is None or layer.ended or last.observation.sees.shape[0] != call.q.shape[0]:
             return False  # beams begin with a larger batch
-        if kind == "self":
-            return start > 0
-        return self._past or self._forward is None or self._forward.get(layer.name, 0) > 1
+        if layer.kind == "self":  # before the end: tokens were taken back
+            return 0 < start <= last.start + last.queries or forgetting(layer, call, start)
+        again = self._depth > 0 and self._calls.get(layer.name.partition("#")[0], 0) > 1
+        same = call.q.shape[2] == 1 and last.keys == call.k.data_ptr()
+        return self._past or again or same
 
     def _layer(self, name: str, call: Call, kind: Kind) -> Layer | None:
         """The layer of this name, a new one if need be; None: it was not asked for."""
@@ -185,7 +198,8 @@ class Recorder:
             wanted = self.looking.layers
             self._selected[name] = wanted is None or matches(number, name, wanted)
             if self._selected[name]:
-                self.layers[name] = Layer(number, name, kind, call.q.shape[1])
+                sampled = self.looking.rows is not None
+                self.layers[name] = Layer(number, name, kind, call.q.shape[1], sampled)
         return self.layers.get(name)
 
     def known(self) -> list[str]:
@@ -197,14 +211,32 @@ def first_position(call: Call) -> int:
     """Where the first query stands among the keys: how many tokens came before it."""
     place = Place.of(call.q, call.k)
     if call.mask is None or place.queries == place.keys:
-        return place.offset
+        return max(0, place.offset)
     stands = call.mask.alignment(place)
     if isinstance(stands, int):
-        return stands
+        return max(0, stands)
     if call.mask.pieces:  # it stands beside the last key that it sees
         return max(0, max(int(last[..., 0].max()) for _, last in call.mask.intervals(place)) - 1)
     row = call.mask.to_dense(place)[:, :, 0].flatten(0, 1).any(0)  # (M,)
     return int(row.nonzero().max()) if row.any() else 0
+
+
+def forgetting(layer: Layer, call: Call, start: int) -> bool:
+    """Whether one more token came to a cache that is full: as many keys as the time before."""
+    last = layer.last
+    full = call.q.shape[2] == 1 and start + 1 == call.k.shape[2]
+    return full and last is not None and layer.prompted and last.start + last.queries > start
+
+
+def bent(call: Call) -> str | None:
+    """Why a logit is more than queries times keys times a number; None: it is not."""
+    if call.softcap is not None:
+        return f"its logits are capped at {call.softcap:g}"
+    if not isinstance(call.score, Dot | General):
+        return f"a {type(call.score).__name__.lower()} score is not proportional to its weights"
+    if isinstance(call.bias, Tensor):
+        return "a tensor is added to its logits"
+    return None if call.bias is None else f"{type(call.bias).__name__} is added to its logits"
 
 
 def token_ids(given: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | None:

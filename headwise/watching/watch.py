@@ -35,7 +35,7 @@ def watch(
     stats: Iterable[str] | None = None,
     rows: int | None = None,
     layers: int | str | Iterable[int | str] | None = None,
-    heads: Iterable[int] | None = None,
+    heads: int | Iterable[int] | None = None,
     every: int = 1,
     maps: bool = True,
     sink_keys: int = 1,
@@ -67,20 +67,30 @@ def watch(
     if not isinstance(model, nn.Module):
         raise ValueError(f"hw.watch takes a torch.nn.Module, not {type(model).__name__}")
     check_sink_keys(sink_keys)
-    for name, value in (("rows", rows), ("every", every)):
-        if value is not None and value < 1:
-            raise ValueError(f"hw.watch({name}={value}): at least 1 would work")
-    one = isinstance(layers, int | str)
+    numbers: tuple[tuple[str, object], ...] = (("rows", rows), ("every", every))
+    for name, value in numbers:
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"hw.watch({name}={value!r}): a whole number from 1 on would work")
     looking = Looking(
         check_statistics(stats),
         rows,
-        (layers,) if one else None if layers is None else tuple(layers),  # type: ignore[arg-type]
-        None if heads is None else tuple(heads),
+        _several("layers", layers, int | str, "numbers or names of layers"),
+        _several("heads", heads, int, "numbers of heads"),
         every,
         maps,
         sink_keys,
     )
     return Watch(model, looking, chosen(alarms, looking.stats, maps))
+
+
+def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:
+    """One or more things of a kind as a tuple; ValueError for anything else."""
+    if given is None:
+        return None
+    many = (given,) if isinstance(given, kind) or not isinstance(given, Iterable) else tuple(given)
+    if not many or not all(isinstance(one, kind) for one in many):
+        raise ValueError(f"hw.watch({name}={given!r}): {wanted} would work")
+    return many
 
 
 class Watch(Recording):
@@ -93,6 +103,7 @@ class Watch(Recording):
         self.steps = 0  # training steps that ended
         self._recorder = Recorder(looking)
         self._undo: list[Undo] = []
+        self._modules: set[nn.Module] = set()
         self._runs: list[RunWriter] = []
 
     @property
@@ -132,6 +143,7 @@ class Watch(Recording):
         except BaseException:
             self.detach()
             raise
+        self._modules = modules
         _watched.update(modules)
         return self
 
@@ -149,8 +161,8 @@ class Watch(Recording):
         """End it; the model is as it was before."""
         while self._undo:
             self._undo.pop()()
-        for module in self.model.modules():
-            _watched.discard(module)
+        _watched.difference_update(self._modules)
+        self._modules = set()
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -159,6 +171,8 @@ class Watch(Recording):
         self.detach()
         if kind is None:
             self.check()
+            if any(layer.figures() for layer in self.layers):  # of no step: look at it all the same
+                self._alarms.look(self.steps, self.heads(), self.layers, last=True)
 
     def step(self) -> None:
         """End a training step: what was seen since the last one joins the series."""
@@ -212,6 +226,11 @@ class Watch(Recording):
 
     def heads(self) -> Table:
         self.check()
+        if not self.layers and not self.series:
+            raise ValueError(
+                f"nothing was seen of this {type(self.model).__name__}: it did not run while it was "
+                "watched, or runs code that was compiled before"
+            )
         table = super().heads()
         wanted = self.looking.heads
         return table if wanted is None else Table([row for row in table if row["head"] in wanted])
@@ -256,9 +275,13 @@ class Watch(Recording):
         if recorder.ran and not known and recorder.active and not self.series:
             raise ValueError(
                 f"no attention was found in this {type(self.model).__name__}. headwise sees its "
-                "own modules, transformers models, nn.MultiheadAttention and calls of "
-                "F.scaled_dot_product_attention"
+                "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, transformers' "
+                "attention interface, and a softmax that is multiplied with values"
             )
+        most = max((layer.heads for layer in self.layers), default=0)
+        for head in self.looking.heads or () if most else ():
+            if not 0 <= head < most:
+                raise ValueError(f"there is no head {head}; heads are 0 to {most - 1}")
         for wanted in self.looking.layers or () if known else ():
             if not any(matches(number, name, (wanted,)) for number, name in enumerate(known)):
                 there = ", ".join(f"{number} {name}" for number, name in enumerate(known))

@@ -263,3 +263,110 @@ def test_an_engine_asked_for_by_name_still_computes_the_output() -> None:
         during = attention(x)
     assert torch.equal(during, attention(x))
     assert seen.layers[0].observation.entropy.shape == (1, 2, 9)
+
+
+def test_an_unlawful_wish_is_refused_before_anything_runs(model: GPT) -> None:
+    for wish in ({"rows": 2.5}, {"layers": []}, {"heads": "one"}, {"alarms": "all"}, {"every": 0}):
+        with pytest.raises(ValueError, match="would work"):
+            hw.watch(model, **wish)
+
+
+def test_a_head_that_is_not_there_is_named(model: GPT, ids: Tensor) -> None:
+    with (
+        pytest.raises(ValueError, match="there is no head 9; heads are 0 to 3"),
+        hw.watch(model, heads=[9]),
+    ):
+        model(ids)
+
+
+def test_a_watch_that_is_not_attached_frees_nobody_else(model: GPT) -> None:
+    first, second = hw.watch(model).attach(), hw.watch(model)
+    second.detach()
+    with pytest.raises(ValueError, match="watched already"):
+        second.attach()
+    first.detach()
+
+
+def test_parts_of_a_model_that_run_by_themselves_make_a_pass_each() -> None:
+    class Loose(nn.Module):
+        """Its own forward is never called, as Lightning does it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            config = TransformerConfig(30, d_model=16, encoder_layers=1, decoder_layers=1, heads=2)
+            self.net = Transformer(config)
+
+        def training_step(self, source: Tensor, target: Tensor) -> Tensor:
+            return self.net(source, target)
+
+    model = Loose()
+    with hw.watch(model) as seen:
+        for _ in range(3):
+            model.training_step(torch.randint(3, 30, (2, 7)), torch.randint(3, 30, (2, 5)))
+    assert [layer.observation.entropy.shape[2] for layer in seen.layers] == [7, 5, 5]
+
+
+def test_queries_of_another_sequence_start_a_pass_each_time() -> None:
+    class Latents(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.latents = nn.Parameter(torch.randn(8, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.latents.expand(len(x), -1, -1).unflatten(-1, (4, 4)).transpose(1, 2)
+            k = x.unflatten(-1, (4, 4)).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, k)
+
+    model = Latents()
+    with hw.watch(model) as seen:
+        for _ in range(3):
+            model(torch.randn(2, 32, 16))
+    (layer,) = seen.layers
+    assert layer.observation.entropy.shape == (2, 4, 8)
+
+
+def test_tokens_that_were_taken_back_are_rows_no_more(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model) as seen:
+        caches = [hw.nn.GrowingCache() for _ in model.blocks]
+        model(ids, caches=caches)
+        model(ids[:, :4], caches=caches)
+        for cache in caches:
+            cache.rollback(3)
+        model(ids[:, :2], caches=caches)
+    assert seen.layers[0].observation.entropy.shape[2] == 23
+    with pytest.raises(ValueError, match="takes tokens back"):
+        seen.map(0, 0)
+
+
+def test_a_cache_that_forgets_still_adds_a_row_a_token() -> None:
+    torch.manual_seed(0)
+    mask = hw.mask.causal() & hw.mask.window(7)
+    attention = hw.nn.MultiHeadAttention(16, 2, mask=mask)
+    x, cache = torch.randn(1, 12, 16), hw.nn.SlidingCache(8)
+    with hw.watch(attention) as seen:
+        attention(x[:, :6], cache=cache)
+        for i in range(6, 12):
+            attention(x[:, i : i + 1], cache=cache)
+    assert seen.layers[0].observation.entropy.shape == (1, 2, 12)
+    with pytest.raises(ValueError, match="a cache forgot them"):
+        seen.map(0, 0)
+
+
+def test_alarms_look_at_a_watch_that_ends_without_a_step() -> None:
+    attention = hw.nn.MultiHeadAttention(16, 2)
+    nn.init.normal_(attention.query.weight, std=100)
+    with hw.watch(attention, alarms=True) as seen:
+        attention(10 * torch.randn(1, 9, 16))
+    assert "logit growth" in {alarm.rule for alarm in seen.alarms}
+
+
+def test_a_sampled_figure_keeps_its_name_where_a_batch_is_short(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model, rows=30) as seen:
+        model(ids)
+    assert "max_logit_max_lower_bound" in seen.heads().columns
+
+
+def test_nothing_but_queries_and_keys_is_kept_for_maps(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model) as seen:
+        model(ids)
+    assert seen.layers[0].last.call.v.untyped_storage().nbytes() == 0
