@@ -228,8 +228,8 @@ class Watch(Recording):
         self.check()
         if not self.layers and not self.series:
             raise ValueError(
-                f"nothing was seen of this {type(self.model).__name__}: it did not run while it was "
-                "watched, or runs code that was compiled before"
+                f"nothing was seen of this {type(self.model).__name__}: it did not run while it "
+                "was watched, or runs code that was compiled before"
             )
         table = super().heads()
         wanted = self.looking.heads
