@@ -10,14 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headwise.score import Dot, General
 from headwise.watching.layer import Layer
 from headwise.watching.made_by import Made, made_by
 from headwise.watching.naming import figure
+from headwise.watching.proportional import why_not
 from headwise.watching.recording import Recording
-
-HIDDEN = -1e4
-"""What is added to a logit below this hides a key, and is no position bias."""
 
 _used: weakref.WeakKeyDictionary[Recording, int] = weakref.WeakKeyDictionary()
 
@@ -67,21 +64,21 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> list[Cli
     step = _step(seen)
     if _used.get(seen, -1) >= step:
         return []
-    _used[seen] = step
     largest, lower_bound = _largest(seen)
+    agreed = _agreed(largest)
+    _refuse_what_is_no_number(agreed, seen)
+    made = {path: _made(model, path, seen) for path in agreed}  # all, or nothing is changed
     done = []
-    for path, heads in _agreed(largest).items():
-        layers = [layer for layer in seen.layers if _path(layer) == path]
-        for layer in layers:
-            _refuse_what_is_added(layer)
-        made = made_by(find(model, path), path, layers[0].heads)
+    for path, heads in agreed.items():
         factors = {head: limit / value for head, value in heads.items() if value > limit}
         if factors:
-            scale(made, factors)
+            scale(made[path], factors)
+        number = _layers(seen, path)[0].number
         done += [
-            Clip(layers[0].number, path, head, heads[head], factor, lower_bound)
+            Clip(number, path, head, heads[head], factor, lower_bound)
             for head, factor in factors.items()
         ]
+    _used[seen] = step
     return done
 
 
@@ -125,29 +122,29 @@ def _step(seen: Recording) -> int:
 
 
 def _largest(seen: Recording) -> tuple[dict[str, dict[int, float]], bool]:
-    """The largest logit of each head, by the path of its module, and whether rows were sampled."""
+    """The largest logit of each head, by the path of its module, and whether rows were sampled.
+
+    What is no number any more is infinite here, which no other process's logit can hide.
+    """
     table = seen.heads()
     values = figure(table, "max_logit_max")
     if len(table) and not values:
         raise ValueError("hw.qk_clip reads max_logit, which was not looked at; name it in stats=")
     found: dict[str, dict[int, float]] = {}
     for row, value in zip(table, values, strict=True):
-        if not math.isfinite(value) and value != -math.inf:
-            raise ValueError(
-                f"hw.qk_clip: head {row['layer']}.{row['head']} has the logit {value}; no scaling "
-                "helps there, the last checkpoint may"
-            )
-        heads = found.setdefault(str(row["name"]).partition("#")[0], {})
+        value = math.inf if math.isnan(value) else value
+        heads = found.setdefault(_path(str(row["name"])), {})
         heads[int(row["head"])] = max(value, heads.get(int(row["head"]), value))
     return found, "max_logit_max" not in table.columns
 
 
 def _agreed(largest: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
-    """The same over all processes, so that their weights stay equal."""
+    """The same over all processes, so that their weights stay equal and they fail together."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return largest
-    values = torch.tensor([x for heads in largest.values() for x in heads.values()])
+    found = [x for heads in largest.values() for x in heads.values()]
+    values = torch.tensor(found, dtype=torch.float64)
     if distributed.get_backend() == "nccl":
         values = values.cuda()
     distributed.all_reduce(values, op=distributed.ReduceOp.MAX)
@@ -155,25 +152,33 @@ def _agreed(largest: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]
     return {path: {head: next(agreed) for head in heads} for path, heads in largest.items()}
 
 
-def _path(layer: Layer) -> str:
-    """A layer's module: one that runs at several depths has several layers."""
-    return layer.name.partition("#")[0]
+def _refuse_what_is_no_number(largest: dict[str, dict[int, float]], seen: Recording) -> None:
+    for path, heads in largest.items():
+        for head, value in heads.items():
+            if value == math.inf:
+                raise ValueError(
+                    f"hw.qk_clip: head {_layers(seen, path)[0].number}.{head} has a logit that is "
+                    "infinite or no number; no scaling helps there, the last checkpoint may"
+                )
 
 
-def _refuse_what_is_added(layer: Layer) -> None:
-    """ValueError where a logit was more than queries and keys times a number."""
-    call = None if layer.last is None else layer.last.call
-    if call is None:
-        return
-    reason = None
-    if call.softcap is not None:
-        reason = f"its logits are capped at {call.softcap:g} already"
-    elif not isinstance(call.score, Dot | General):
-        reason = f"a {type(call.score).__name__.lower()} score is not proportional to its weights"
-    elif isinstance(call.bias, Tensor):
-        added = call.bias[(call.bias != 0) & (call.bias > HIDDEN)]
-        reason = "a position bias is added to its logits" if added.numel() else None
-    elif call.bias is not None:
-        reason = f"{type(call.bias).__name__} is added to its logits"
-    if reason is not None:
-        raise ValueError(f"hw.qk_clip can't clip {layer.name}: {reason}")
+def _made(model: nn.Module, path: str, seen: Recording) -> Made:
+    """What makes the queries and keys of a module; ValueError where it does not set the logits."""
+    module, layers = find(model, path), _layers(seen, path)
+    reasons = [reason for layer in layers if (reason := why_not(module, layer)) is not None]
+    if reasons:
+        raise ValueError(f"hw.qk_clip can't clip {path or 'the model'}: {reasons[0]}")
+    try:
+        return made_by(module, path, layers[0].heads)
+    except ValueError as unknown:
+        raise ValueError(f"hw.qk_clip can't clip {unknown}") from unknown
+
+
+def _layers(seen: Recording, path: str) -> list[Layer]:
+    """The layers of a module: one that runs at several depths has several."""
+    return [layer for layer in seen.layers if _path(layer.name) == path]
+
+
+def _path(name: str) -> str:
+    """The module of a layer's name, without its depth."""
+    return name.partition("#")[0]

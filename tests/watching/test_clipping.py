@@ -1,10 +1,12 @@
 """The remedy for growing logits: exactly the limit afterwards, or a refusal by name."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ WIDTH, HEADS = 32, 4
 
 def grown(model: nn.Module, times: float = 40.0) -> nn.Module:
     """The same model with queries and keys made as large as in a run that diverges."""
-    parts = ("query", "key", "q_proj", "k_proj", "qkv_proj", "c_attn")
+    parts = ("query", "key", "q_proj", "k_proj", "qkv_proj", "c_attn", "mapping_in")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in parts) and "out" not in name:
@@ -95,13 +97,30 @@ def foreign(family: str) -> nn.Module:
         "llama": lambda: transformers.LlamaConfig(**grouped),
         "gpt_neox": lambda: transformers.GPTNeoXConfig(vocab_size=50, intermediate_size=32, **size),
         "phi3": lambda: transformers.Phi3Config(pad_token_id=0, **grouped),
+        "bigcode": lambda: transformers.GPTBigCodeConfig(
+            vocab_size=50, n_layer=1, n_embd=WIDTH, n_head=HEADS
+        ),
+        "bigcode, no shared keys": lambda: transformers.GPTBigCodeConfig(
+            vocab_size=50, n_layer=1, n_embd=WIDTH, n_head=HEADS, multi_query=False
+        ),
+        "albert": lambda: transformers.AlbertConfig(
+            vocab_size=50, embedding_size=16, intermediate_size=32, **size
+        ),
+        "hunyuan": lambda: transformers.HunYuanDenseV1Config(head_dim=8, pad_token_id=0, **grouped),
+        "bloom": lambda: transformers.BloomConfig(
+            vocab_size=50, n_layer=1, hidden_size=WIDTH, n_head=HEADS
+        ),
         "qwen3": lambda: transformers.Qwen3Config(head_dim=8, **grouped),
         "gemma2": lambda: transformers.Gemma2Config(head_dim=8, **grouped),
     }
     return grown(transformers.AutoModel.from_config(configs[family]()), times=25.0)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "gpt_neox", "phi3"])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # GPT-BigCode's file
+@pytest.mark.parametrize(
+    "family",
+    ["bert", "gpt2", "llama", "gpt_neox", "phi3", "bigcode", "bigcode, no shared keys", "albert"],
+)
 def test_transformers_models_are_clipped_to_the_limit(family: str) -> None:
     model, tokens = foreign(family), torch.randint(1, 50, (2, 12))
     before = largest(model, lambda: model(tokens))
@@ -157,12 +176,88 @@ def test_a_layer_whose_weights_do_not_set_its_logits_is_refused_by_name(
     assert all(map(torch.equal, weights, whole.parameters()))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_transformers_models_with_norms_or_caps_are_refused(family: str) -> None:
+@pytest.mark.parametrize("maps", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "hunyuan", "bloom"])
+def test_transformers_models_with_norms_caps_or_biases_are_refused(family: str, maps: bool) -> None:
     model, tokens = foreign(family), torch.randint(1, 50, (2, 12))
-    before = largest(model, lambda: model(tokens))
-    with pytest.raises(ValueError, match=r"hw\.qk_clip can't clip layers\.0\.self_attn"):
+    before = largest(model, lambda: model(tokens), maps=maps)
+    with pytest.raises(ValueError, match=r"hw\.qk_clip can't clip (layers|h)\.0\.self_att"):
         qk_clip(model, before, LIMIT)
+
+
+class Fused(nn.Module):
+    """Attention as nanoGPT writes it: one plain linear layer for queries, keys and values."""
+
+    def __init__(self, bias: bool = True, outputs: int = 3 * WIDTH, norm: str | None = None):
+        super().__init__()
+        self.c_attn = nn.Linear(WIDTH, outputs, bias=bias)
+        if norm is not None:
+            setattr(self, norm, nn.LayerNorm(WIDTH // HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.c_attn(x)[..., : 3 * WIDTH].chunk(3, -1)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in made)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_plain_layer_for_queries_keys_and_values_keeps_its_values(bias: bool) -> None:
+    model, x = grown(Fused(bias)), torch.randn(2, 12, WIDTH)
+    values = model.c_attn.weight[2 * WIDTH :].clone()
+    before = largest(model, lambda: model(x))
+    qk_clip(model, before, LIMIT)
+    after = torch.tensor(largest(model, lambda: model(x)).heads()["max_logit_max"])
+    expected = torch.tensor(before.heads()["max_logit_max"]).clamp_max(LIMIT)
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model.c_attn.weight[2 * WIDTH :], values)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"outputs": 3 * WIDTH + 5}, "101 outputs are no 4 heads of 8"),
+        ({"norm": "q_ln"}, r"normalises queries and keys \(q_ln\)"),
+        ({"norm": "qk_norm"}, r"normalises queries and keys \(qk_norm\)"),
+    ],
+)
+def test_weights_that_are_not_understood_are_refused_in_words(
+    options: dict[str, Any], said: str
+) -> None:
+    model, x = grown(Fused(**options)), torch.randn(2, 12, WIDTH)
+    with pytest.raises(ValueError, match=f"hw.qk_clip can't clip the model: .*{said}"):
+        qk_clip(model, largest(model, lambda: model(x)), LIMIT)
+
+
+def test_weights_that_are_computed_from_others_are_refused() -> None:
+    model, x = grown(Fused()), torch.randn(2, 12, WIDTH)
+    nn.utils.parametrizations.weight_norm(model.c_attn)
+    with pytest.raises(ValueError, match="quantised, or computed from others"):
+        qk_clip(model, largest(model, lambda: model(x)), LIMIT)
+
+
+def test_a_norm_of_the_output_changes_nothing() -> None:
+    model, x = grown(Fused(norm="out_norm")), torch.randn(2, 12, WIDTH)
+    assert qk_clip(model, largest(model, lambda: model(x)), LIMIT)
+
+
+def test_a_model_is_clipped_in_all_its_layers_or_in_none() -> None:
+    layers = [grown(hw.nn.MultiHeadAttention(WIDTH, HEADS)) for _ in range(2)]
+    model, x = nn.Sequential(*layers), torch.randn(2, 12, WIDTH)
+    before = largest(model, lambda: model(x))
+    model[1].query_norm = nn.RMSNorm(WIDTH // HEADS)
+    weights = [x.clone() for x in model.parameters()]
+    with pytest.raises(ValueError, match="can't clip 1"):
+        qk_clip(model, before, LIMIT)
+    assert all(map(torch.equal, weights, model.parameters()))
+    model[1].query_norm = None
+    assert {clip.layer for clip in qk_clip(model, before, LIMIT)} == {0, 1}  # not used before
+
+
+def test_a_folder_s_figures_are_no_ground_to_clip_on(tmp_path: Path) -> None:
+    model, x = grown(hw.nn.MultiHeadAttention(WIDTH, HEADS)), torch.randn(2, 12, WIDTH)
+    largest(model, lambda: model(x)).save(tmp_path / "run")
+    with pytest.raises(ValueError, match="not how its logits were made"):
+        qk_clip(model, hw.watching.open_run(tmp_path / "run"), LIMIT)
 
 
 def test_sampled_rows_are_clipped_by_what_they_show_and_say_so() -> None:
@@ -216,5 +311,5 @@ def test_bad_calls_are_refused_in_words() -> None:
     wrapped = nn.Sequential(model)
     with pytest.raises(ValueError, match="there is no '0' in this MultiHeadAttention"):
         qk_clip(model, largest(wrapped, lambda: wrapped(x)))
-    with pytest.raises(ValueError, match="has the logit nan; no scaling helps"):
+    with pytest.raises(ValueError, match=r"head 0\.0 has a logit that is infinite or no n"):
         qk_clip(model, largest(model, lambda: model(x * float("nan"))))

@@ -356,6 +356,14 @@ with watch, watch.record(folder):
         if step == 2:
             hw.qk_clip(model, watch, limit=5.0)
 torch.save(model.module.state_dict(), folder + f"/weights-{rank}.pt")
+with hw.watch(model.module) as seen:
+    model.module(torch.full((1, 8, 16), float("nan") if rank else 1.0))
+try:
+    hw.qk_clip(model.module, seen)  # one has no numbers any more: no other waits for it
+except ValueError as error:
+    assert "infinite or no number" in str(error)
+else:
+    raise AssertionError("both refuse")
 largest = [max(row["max_logit_max"] for row in entry.table) for entry in watch.series]
 print(largest[:3])
 dist.destroy_process_group()

@@ -35,3 +35,20 @@ def test_it_is_the_share_of_the_symmetric_part() -> None:
     even, odd = (m + m.mT) / 2, (m - m.mT) / 2
     wanted = (even.square().sum((1, 2)) - odd.square().sum((1, 2))) / m.square().sum((1, 2))
     assert score(model) == pytest.approx(wanted.tolist())
+
+
+def test_norms_and_caps_do_not_matter_to_it() -> None:
+    options = {"qk_norm": hw.nn.RMSNorm(), "softcap": 30.0, "position": hw.nn.ALiBi()}
+    torch.manual_seed(2)
+    model = hw.nn.MultiHeadAttention(32, 4, **options)
+    with torch.no_grad():
+        model.key.weight.copy_(model.query.weight)
+    assert score(model) == pytest.approx([1.0] * 4)
+
+
+def test_weights_that_are_not_found_are_named_without_a_word_of_clipping() -> None:
+    model = hw.nn.MultiHeadAttention(32, 4, projections=hw.nn.Unprojected())
+    with pytest.raises(
+        ValueError, match=r"^the model: Unprojected queries and keys are made by no"
+    ):
+        score(model)
