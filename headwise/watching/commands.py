@@ -50,9 +50,7 @@ def watch(
             terminal.show(console, opened, statistic)
         else:
             follow(console, opened, statistic, seconds)
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(str(error)) from error
-    except ValueError as error:
+    except (ModuleNotFoundError, OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
 
 

@@ -17,10 +17,12 @@ from torch import Tensor
 from headwise.map import AttentionMap
 from headwise.problem import Terms
 from headwise.region import Region
-from headwise.watching.parts import write_whole
+from headwise.watching.parts import numbers_in, write_whole
 
 FOLDER = "maps"
-NAME = re.compile(r"step-(\d+)-layer-(\d+)-head-(\d+)-rank(\d+)\.safetensors")
+NAME = re.compile(
+    r"step-(?P<step>\d+)-layer-(?P<layer>\d+)-head-(?P<head>\d+)-rank(?P<rank>\d+)\.safetensors"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -39,14 +41,20 @@ class Kept:
         >>> Kept.of("step-00000100-layer-003-head-005-rank0.safetensors")
         Kept(step=100, layer=3, head=5, rank=0)
         """
-        found = NAME.fullmatch(name)
-        return None if found is None else cls(*map(int, found.groups()))
+        found = numbers_in(name, NAME)
+        return None if found is None else cls(**found)
 
     @property
     def name(self) -> str:
         """The name of its file."""
         place = f"layer-{self.layer:03d}-head-{self.head:03d}-rank{self.rank}"
         return f"step-{self.step:08d}-{place}.safetensors"
+
+
+def kept_in(folder: Path) -> list[Kept]:
+    """The maps that a run's folder has."""
+    files = (folder / FOLDER).glob("*.safetensors")
+    return sorted(kept for file in files if (kept := Kept.of(file.name)) is not None)
 
 
 def write_map(path: Path, amap: AttentionMap) -> None:

@@ -29,6 +29,9 @@ FORMAT = 1
 
 NAME = "manifest.json"
 
+NEEDED = {"model": ("class", "parameters"), "looking": ("rows", "every")}
+"""What a reader relies on."""
+
 
 def describe(model: nn.Module, looking: Looking, rules: Sequence[Rule]) -> dict[str, Any]:
     """The manifest of a run that begins now."""
@@ -63,6 +66,8 @@ def read(folder: Path) -> dict[str, Any]:
         said = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"{folder} holds no watched run: it has no {NAME}") from error
+    except OSError as error:
+        raise ValueError(f"{folder} can't be read as a watched run: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     found = said.get("format") if isinstance(said, dict) else None
@@ -73,6 +78,11 @@ def read(folder: Path) -> dict[str, Any]:
             f"{folder} was written by a newer headwise: its format is {found}, and this one reads "
             f"up to {FORMAT}; pip install --upgrade headwise"
         )
+    for part, names in NEEDED.items():
+        inside = said.get(part)
+        missing = [x for x in names if not isinstance(inside, dict) or x not in inside]
+        if missing:
+            raise ValueError(f"{path} is damaged: {part} has no {' and no '.join(missing)}")
     manifest: dict[str, Any] = said
     return manifest
 

@@ -19,7 +19,10 @@ from typing import Any
 Rows = Any
 """A pyarrow.Table, a row a step and head; the package has no type information."""
 
-NAME = re.compile(r"series-rank(\d+)-(\d{6,})(?:-(\d{6,}))?\.parquet")
+NAME = re.compile(r"series-rank(?P<rank>\d+)-(?P<first>\d{6,})(?:-(?P<last>\d{6,}))?\.parquet")
+
+LEFTOVER = re.compile(r"\.(manifest\.json|.*rank(?P<rank>\d+).*)-\d+")
+"""The name of a file that is being written; the manifest is written by process 0."""
 
 
 @dataclass(frozen=True, order=True)
@@ -39,11 +42,8 @@ class Part:
         >>> Part.of(".series-rank0-000007.parquet-1234") is None
         True
         """
-        found = NAME.fullmatch(name)
-        if found is None:
-            return None
-        rank, first, last = found.groups()
-        return cls(int(rank), int(first), int(last or first))
+        found = numbers_in(name, NAME)
+        return None if found is None else cls(**{"last": found["first"], **found})
 
     @property
     def name(self) -> str:
@@ -55,6 +55,18 @@ class Part:
         """Whether another part is joined into this one."""
         within = self.first <= other.first and other.last <= self.last
         return self != other and self.rank == other.rank and within
+
+
+def numbers_in(name: str, pattern: re.Pattern[str]) -> dict[str, int] | None:
+    """What a file's name says, by the names of the pattern's groups; None for another file.
+
+    >>> numbers_in("step-12-head-3", re.compile(r"step-(?P<step>\\d+)-head-(?P<head>\\d+)"))
+    {'step': 12, 'head': 3}
+    """
+    found = pattern.fullmatch(name)
+    if found is None:
+        return None
+    return {key: int(value) for key, value in found.groupdict().items() if value is not None}
 
 
 def arrow() -> Any:
@@ -100,8 +112,10 @@ def sync_folder(folder: Path) -> None:
 
 def remove_leftovers(folder: Path, rank: int) -> None:
     """Delete what a process that was killed while writing left behind."""
-    for leftover in folder.glob(f".*-rank{rank}-*"):
-        leftover.unlink(missing_ok=True)
+    for path in folder.glob(".*"):
+        found = numbers_in(path.name, LEFTOVER)
+        if found is not None and found.get("rank", 0) == rank:
+            path.unlink(missing_ok=True)
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> Rows:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwise.map import AttentionMap
 from headwise.watching import manifest, parts
 from headwise.watching.alarms import Alarm
-from headwise.watching.kept import FOLDER, Kept, read_map
+from headwise.watching.kept import FOLDER, Kept, kept_in, read_map
 from headwise.watching.layer import Kind, Layer
 from headwise.watching.naming import PLACES
 from headwise.watching.parts import Part, Rows
 from headwise.watching.recording import NAN, Entry, Recording
 from headwise.watching.table import Table
 from headwise.watching.writing import RunWriter, read_alarms
+
+if TYPE_CHECKING:
+    from headwise.watching.watch import Watch
 
 
 def open_run(folder: Path | str) -> WatchedRun:
@@ -150,8 +153,7 @@ class WatchedRun(Recording):
     @property
     def kept(self) -> list[Kept]:
         """The maps that there are."""
-        files = (self.folder / FOLDER).glob("*.safetensors")
-        return sorted(kept for file in files if (kept := Kept.of(file.name)) is not None)
+        return kept_in(self.folder)
 
     def map(
         self, layer: int | str, head: int, batch: int = 0, step: int | None = None
@@ -169,15 +171,23 @@ class WatchedRun(Recording):
 
 
 def save(
-    seen: Recording, about: dict[str, Any], folder: Path | str, maps: Iterable[tuple[int, int]]
+    seen: Watch, about: dict[str, Any], folder: Path | str, maps: Iterable[tuple[int, int]]
 ) -> None:
-    """Write what was seen of a model that was run, not trained, as a run of one step."""
-    table = seen.heads()
-    if not len(table):
+    """Write what was seen: the series, what came after its last step, the alarms, some maps."""
+    entries = list(seen.series)
+    if any(layer.figures() for layer in seen.layers):
+        entries.append(Entry(seen.steps, seen.heads()))
+    if not entries:
         raise ValueError(f"nothing was seen yet that could be saved in {folder}")
-    with RunWriter(folder, about, keep=maps, keep_every=1, on_error="stop") as writer:
-        for entry in seen.series or [Entry(0, table)]:
-            writer.add(entry, seen=seen if entry.table is table else None)
+    wanted = list(maps)
+    for layer, head in wanted:
+        seen.map(layer, head)  # says what is wrong before anything is written
+    if manifest.rank() == 0 and (Path(folder) / manifest.NAME).exists():
+        raise ValueError(f"{folder} holds a watched run already; choose another folder")
+    with RunWriter(folder, about, keep=wanted, keep_every=1, on_error="stop") as writer:
+        for entry in entries[:-1]:
+            writer.add(entry)
+        writer.add(entries[-1], seen.alarms, seen)
 
 
 def _merged(rows: Rows) -> Rows:

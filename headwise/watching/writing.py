@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal, Self
 
 from headwise.watching import manifest, parts
 from headwise.watching.alarms import Alarm
-from headwise.watching.kept import FOLDER, Kept, write_map
+from headwise.watching.kept import FOLDER, Kept, kept_in, write_map
 from headwise.watching.parts import Part
 from headwise.watching.recording import Entry, Recording
 
@@ -54,12 +53,20 @@ class RunWriter:
         parts.arrow()
         if on_error not in ("go on", "stop"):
             raise ValueError(f"on_error={on_error!r}; 'go on' and 'stop' are known")
+        if keep_every < 1:
+            raise ValueError(f"keep_every={keep_every}: at least 1 would work")
         self.folder, self.rank = Path(folder), manifest.rank()
         self.keep, self.keep_every = tuple(keep), keep_every
+        if self.keep and not about["looking"].get("maps", True):
+            raise ValueError(
+                f"keep={list(self.keep)}: the watch has maps=False and so no map to keep; "
+                "hw.watch(model, maps=True) would work"
+            )
         self.steps, self.seconds, self.on_error = steps, seconds, on_error
         self.closed = False
         self._waiting: list[dict[str, Any]] = []
         self._entries = 0  # that wait
+        self._alarms: list[Alarm] = []  # that wait
         self._flushed_at = time.monotonic()
         self._failing = False
         self._resuming = self._begin(about, resume)
@@ -74,7 +81,8 @@ class RunWriter:
                     f"{self.folder} holds a watched run already; resume=True goes on with it"
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
-        parts.remove_leftovers(self.folder, self.rank)
+        for place in (self.folder, self.folder / FOLDER):
+            parts.remove_leftovers(place, self.rank)
         self._about = manifest.read(self.folder) if there else about
         self._about.pop("ended", None)
         self._say(self._about)
@@ -96,8 +104,9 @@ class RunWriter:
             self._try(lambda: self._forget(entry.step))
         self._waiting += [{"step": entry.step, "rank": self.rank, **row} for row in entry.table]
         self._entries += 1
+        self._alarms += alarms
         if alarms:
-            self._try(lambda: self._append(alarms))
+            self._try(self._write_alarms)
         if seen is not None and entry.step % self.keep_every == 0:
             for layer, head in self.keep:
                 self._try(lambda: self.keep_map(entry.step, layer, head, seen))  # noqa: B023
@@ -108,7 +117,8 @@ class RunWriter:
     def keep_map(self, step: int, layer: int, head: int, seen: Recording) -> None:
         """Keep the map of one head in the last pass."""
         (self.folder / FOLDER).mkdir(exist_ok=True)
-        kept = Kept(step, layer, head, self.rank)
+        found = seen.layer(layer)
+        kept = Kept(step, found.number, head % found.heads, self.rank)
         write_map(self.folder / FOLDER / kept.name, seen.map(layer, head))
 
     def flush(self) -> None:
@@ -116,6 +126,8 @@ class RunWriter:
         self._flushed_at, self._entries = time.monotonic(), 0
         if self._waiting:
             self._try(self._write)
+        if self._alarms:
+            self._try(self._write_alarms)
 
     def _write(self) -> None:
         part = Part(self.rank, self._next, self._next)
@@ -126,23 +138,25 @@ class RunWriter:
         if len(small) >= JOINED:
             parts.join(self.folder, small)
 
-    def _append(self, alarms: Sequence[Alarm]) -> None:
+    def _write_alarms(self, before: int | None = None) -> None:
+        """Write the alarms that wait after those there are; `before` leaves out later ones."""
         path = self.folder / f"alarms-rank{self.rank}.jsonl"
-        with path.open("a", encoding="utf-8") as file:
-            for alarm in alarms:
-                file.write(json.dumps(alarm.to_dict(), ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if not self._alarms and not path.exists():
+            return
+        known = read_alarms(path) if path.exists() else []
+        known = [alarm for alarm in known if before is None or alarm.step < before]
+        said = [json.dumps(x.to_dict(), ensure_ascii=False) for x in (*known, *self._alarms)]
+        parts.write_whole(path, "".join(f"{line}\n" for line in said).encode())
+        self._alarms = []
 
     def _forget(self, step: int) -> None:
         """Drop what a run that resumes will see again: this step and later ones."""
         if before := self._parts():
             parts.join(self.folder, before, before=step)
-        path = self.folder / f"alarms-rank{self.rank}.jsonl"
-        if path.exists():
-            known = [alarm for alarm in read_alarms(path) if alarm.step < step]
-            lines = [json.dumps(alarm.to_dict(), ensure_ascii=False) + "\n" for alarm in known]
-            parts.write_whole(path, "".join(lines).encode())
+        self._write_alarms(before=step)
+        for kept in kept_in(self.folder):
+            if kept.rank == self.rank and kept.step >= step:
+                (self.folder / FOLDER / kept.name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Write what waits, and join the parts into one file."""

@@ -15,11 +15,15 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.watching import Entry, Table, open_run, parts, writing
+from headwise.watching import Alarm, Entry, Table, open_run, parts, writing
 from headwise.watching.parts import Part
 from headwise.watching.writing import RunWriter
 
-ABOUT = {"format": 1, "model": {}, "looking": {}}
+ABOUT = {
+    "format": 1,
+    "model": {"class": "Module", "parameters": 0},
+    "looking": {"rows": None, "every": 1},
+}
 
 
 def entry(step: int, heads: int = 2, value: float = 1.0) -> Entry:
@@ -120,8 +124,44 @@ def test_what_was_seen_at_inference_is_a_run_of_one_step(tmp_path: Path) -> None
     run = open_run(tmp_path / "run")
     assert repr(run) == "<WatchedRun of 6 layers, 48 heads, 1 steps>"
     assert list(run.heads()) == list(seen.heads())
-    with pytest.raises(ValueError, match="holds a watched run already"):
+    with pytest.raises(ValueError, match="holds a watched run already; choose another folder"):
         seen.save(tmp_path / "run")
+
+
+def test_saving_keeps_the_series_what_came_after_it_the_alarms_and_the_maps(tmp_path: Path) -> None:
+    model, x = hw.nn.MultiHeadAttention(16, 4), torch.randn(1, 20, 16)
+    torch.nn.init.normal_(model.query.weight, std=200)
+    watch = hw.watch(model, alarms=True, heads=[1, 2]).attach()
+    for _ in range(2):
+        model(x)
+        watch.step()
+    watch.save(tmp_path / "closed", maps=[(0, 1)])
+    model(x * 0.1)
+    watch.detach()
+    watch.save(tmp_path / "open", maps=[(-1, -3)])
+    closed, still = open_run(tmp_path / "closed"), open_run(tmp_path / "open")
+    assert (closed.steps, still.steps) == ([0, 1], [0, 1, 2])
+    assert list(still.heads()) == list(watch.heads())
+    assert [row["head"] for row in closed.heads()] == [1, 2]
+    assert watch.alarms
+    assert closed.alarms == still.alarms == watch.alarms
+    assert [(kept.step, kept.layer, kept.head) for kept in closed.kept] == [(1, 0, 1)]
+    assert [(kept.step, kept.layer, kept.head) for kept in still.kept] == [(2, 0, 1)]
+
+
+def test_maps_that_are_not_there_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = hw.nn.MultiHeadAttention(16, 4)
+    with hw.watch(model, maps=False) as seen:
+        model(torch.randn(1, 5, 16))
+    for maps, said in (([(9, 0)], "there is no layer 9"), ([(0, 4)], "4 is none"),
+                       ([(0, 0)], "no map of the model was kept")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            seen.save(tmp_path / "run", maps=maps)
+    with pytest.raises(ValueError, match=r"keep=\[\(0, 1\)\]: the watch has maps=False"):
+        seen.record(tmp_path / "run", keep=[(0, 1)])
+    with pytest.raises(ValueError, match="keep_every=0: at least 1 would work"):
+        seen.record(tmp_path / "run", keep_every=0)
+    assert not (tmp_path / "run").exists()
 
 
 def test_nan_is_null_in_the_file_and_nan_again_when_read(tmp_path: Path) -> None:
@@ -219,6 +259,40 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(
     assert open_run(tmp_path).steps == [0, 1, 2, 3, 4]
 
 
+def test_alarms_that_found_no_room_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarms = [Alarm(step, "logit growth", 0, step, "its largest logit is 120") for step in range(3)]
+    writer = RunWriter(tmp_path, dict(ABOUT))
+    writer.add(entry(0), alarms[:1])
+    monkeypatch.setattr(os, "fsync", full)
+    writer.add(entry(1), alarms[1:2])
+    assert open_run(tmp_path).alarms == alarms[:1]
+    monkeypatch.undo()
+    writer.flush()
+    assert open_run(tmp_path).alarms == alarms[:2]
+    writer.add(entry(2), alarms[2:])
+    assert open_run(tmp_path).alarms == alarms
+
+
+def test_what_a_killed_process_left_half_written_goes_when_it_resumes(tmp_path: Path) -> None:
+    written(tmp_path, range(2))
+    (tmp_path / "maps").mkdir()
+    names = (
+        ".series-rank0-000004.parquet-1234",
+        ".manifest.json-1234",
+        ".alarms-rank0.jsonl-1234",
+        "maps/.step-00000000-layer-000-head-001-rank0.safetensors-1234",
+    )
+    others = (".series-rank1-000004.parquet-1234", ".series-rank10-000004.parquet-9", ".gitignore")
+    for name in (*names, *others):
+        (tmp_path / name).write_text("half")
+    with RunWriter(tmp_path, dict(ABOUT), resume=True):
+        pass
+    assert not any((tmp_path / name).exists() for name in names)
+    assert all((tmp_path / name).exists() for name in others)
+
+
 def test_a_full_disk_stops_the_run_where_that_was_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +334,8 @@ def test_a_run_of_a_newer_headwise_is_refused(tmp_path: Path) -> None:
         ("{", "is damaged"),
         ("[]", "was not written by headwise"),
         ("{}", "was not written by headwise"),
+        ('{"format": 1}', "is damaged: model has no class and no parameters"),
+        ('{"format": 1, "model": {"class": "A", "parameters": 1}, "looking": 3}', "looking has no"),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(content: str | None, said: str, tmp_path: Path) -> None:
@@ -269,8 +345,15 @@ def test_a_folder_that_is_no_run_is_refused(content: str | None, said: str, tmp_
         open_run(tmp_path)
 
 
+def test_a_file_is_no_run(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"file\.py can't be read as a watched run: Not a dir"):
+        open_run(file)
+
+
 def test_a_run_that_resumes_forgets_what_it_will_see_again(tmp_path: Path) -> None:
-    watched(tmp_path, steps=5)
+    watched(tmp_path, steps=5, keep=[(0, 1)], keep_every=2)
     with pytest.raises(ValueError, match="holds a watched run already; resume=True goes on"):
         watched(tmp_path)
     model = hw.nn.MultiHeadAttention(16, 4)
@@ -283,6 +366,7 @@ def test_a_run_that_resumes_forgets_what_it_will_see_again(tmp_path: Path) -> No
     run = open_run(tmp_path)
     assert run.steps == [0, 1, 2, 3, 4, 5, 6]
     assert len(run.heads(4)) == 4
+    assert [kept.step for kept in run.kept] == [0, 2]
 
 
 def test_alarms_are_kept_with_the_run(tmp_path: Path) -> None:

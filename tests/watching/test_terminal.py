@@ -94,6 +94,8 @@ def test_an_unknown_statistic_names_those_there_are(folder: Path) -> None:
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     assert "holds no watched run" in refused("watch", str(tmp_path), "--once")
+    (tmp_path / "file.py").write_text("")
+    assert "can't be read as a watched run" in refused("watch", str(tmp_path / "file.py"), "--once")
 
 
 def test_a_live_view_ends_with_its_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
