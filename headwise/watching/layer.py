@@ -20,6 +20,9 @@ from headwise.watching.table import Value
 
 Kind = Literal["self", "cross"]
 
+LARGEST = 1 << 24
+"""So many weights a call may have where they are written out, to be kept for a map."""
+
 WITHIN = ("self_mass", "previous_mass", "distance")
 """Statistics that mean nothing where the tokens of one sequence look at another."""
 
@@ -120,7 +123,8 @@ class Layer:
         if not calls or len(calls) < len(self._parts):
             raise ValueError(
                 f"no map of {self.title} was kept: hw.watch(..., maps=True) keeps one, but for a "
-                "model that takes tokens back while it generates"
+                "model that takes tokens back while it generates, and for attention that is "
+                f"written out and has more than {LARGEST:,} weights a call"
             )
         sums = [part.lse for part in self._parts if part.lse is not None]
         lse = torch.cat(sums, 2) if len(sums) == len(calls) else None

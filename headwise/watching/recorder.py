@@ -88,8 +88,12 @@ class Recorder:
         kind: Kind = "self",
         padding: Tensor | None = None,
         out: Tensor | None = None,
+        maps: bool = True,
     ) -> None:
-        """Look at a call whose output (B, Hq, N, Dv) someone else computes, or has computed."""
+        """Look at a call whose output (B, Hq, N, Dv) someone else computes, or has computed.
+
+        `maps=False` keeps nothing of it for a map, whatever was asked for.
+        """
         if recomputing():
             return
         q, k, v = (x.detach() for x in call[:3])
@@ -103,7 +107,7 @@ class Recorder:
         seen = statistics(q, k, v, **options, **look)
         if norm is not None and "output_norm" in self.looking.stats:
             seen.values["output_norm"] = norm
-        self._keep(name, call, kind, padding, seen)
+        self._keep(name, call, kind, padding, seen, maps)
 
     def inside(
         self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
@@ -144,7 +148,13 @@ class Recorder:
         return {"stats": stats, "rows": looking.rows, "sink_keys": looking.sink_keys}
 
     def _keep(
-        self, name: str, call: Call, kind: Kind, padding: Tensor | None, seen: Observation
+        self,
+        name: str,
+        call: Call,
+        kind: Kind,
+        padding: Tensor | None,
+        seen: Observation,
+        maps: bool = True,
     ) -> None:
         looking = self.looking
         start = first_position(call) if kind == "self" else 0
@@ -158,7 +168,7 @@ class Recorder:
         if "lse" not in looking.stats:
             seen.values.pop("lse", None)
         kept = None
-        if looking.maps:
+        if looking.maps and maps:
             k = call.k.detach()
             if kind == "self" and k.shape[2] > start + call.q.shape[2]:
                 k = k.clone()  # a cache with room to spare, which it will write into
