@@ -16,6 +16,8 @@ from headwise.masks import Between
 from headwise.place import Place, four
 
 Made = TypeVar("Made")
+HIDDEN = -1e4
+"""What is added to a logit hides the key from here downwards, and is no position bias."""
 ROWS = 1024  # are read at a time, so that reading takes little memory
 
 
@@ -106,27 +108,36 @@ class Memory:
 
     def recall(self, make: Callable[[], Made], tensor: Tensor, *options: object) -> Made:
         """What `make` gave for this very tensor, unchanged since, and these options."""
+        if tensor.is_inference():
+            return make()  # it does not count its changes
         for known, version, given, found in self._made:
             if known() is tensor and version == tensor._version and given == options:
                 kept: Made = found
                 return kept
         made = make()
-        self._made = [*self._made[-3:], (weakref.ref(tensor), tensor._version, options, made)]
+        known = weakref.ref(tensor, self._forget)
+        self._made = [*self._made[-3:], (known, tensor._version, options, made)]
         return made
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        self._made = [entry for entry in self._made if entry[0] is not gone]
 
 
 def split(added: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """What is added to logits, as (which keys are seen, what else is added); None: all, nothing.
 
-    A key is hidden by -inf and by the dtype's lowest number, as transformers write it; sums of a
-    bias and the lowest number are as low as makes no difference.
+    A key is hidden by -inf, by the dtype's lowest number and by what people write instead, -1e4
+    and below: the exponential is 0 there.
 
-    >>> lowest = torch.finfo(torch.float32).min
-    >>> split(torch.tensor([[0.0, lowest], [0.0, 0.0]]))
+    >>> split(torch.tensor([[0.0, -1e9], [0.0, 0.0]]))
     (tensor([[ True, False],
             [ True,  True]]), None)
     """
-    seen = added > torch.finfo(added.dtype).min / 2
+    return apart(added, added > HIDDEN)
+
+
+def apart(added: Tensor, seen: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The same where it is known which keys are seen."""
     everything = bool(seen.all())
     kept = added if everything else added.masked_fill(~seen, 0)
     return None if everything else seen, kept if bool(kept.any()) else None

@@ -158,9 +158,11 @@ def test_what_is_added_is_split_into_mask_and_bias() -> None:
     assert bias is not None
     assert seen.tolist() == [[True, False], [True, False]]
     assert bias.tolist() == [[0.0, 0.0], [0.5, 0.0]]
-    seen, bias = split(torch.tensor([[-1e4, 0.0]]))  # of old models: low, and still a number
-    assert seen is None
+    seen, bias = split(torch.tensor([[-1e4, 0.0], [-1e9, -9e3]]))  # as people write it by hand
+    assert seen is not None
     assert bias is not None
+    assert seen.tolist() == [[False, True], [False, True]]
+    assert bias.tolist() == [[0.0, 0.0], [0.0, -9e3]]
     assert split(torch.zeros(2, 2)) == (None, None)
 
 
@@ -195,3 +197,18 @@ def test_a_mask_in_the_dress_of_a_tensor_survives_what_models_do_with_one() -> N
     assert torch.equal(~given, ~plain)
     assert given.dtype == torch.bool
     assert given.device == plain.device
+
+
+def test_nothing_is_remembered_of_tensors_that_are_gone_or_do_not_count_their_changes() -> None:
+    memory, mask = Memory(), torch.ones(3, 3).bool()
+    made = read(mask.detach())
+    memory.recall(lambda: made, mask)
+    assert len(memory._made) == 1
+    del mask
+    assert memory._made == []
+    with torch.inference_mode():
+        uncounted = torch.zeros(2)
+        found = [memory.recall(lambda: float(uncounted.sum()), uncounted)]
+        uncounted.add_(1)
+        found.append(memory.recall(lambda: float(uncounted.sum()), uncounted))
+    assert found == [0.0, 2.0]
