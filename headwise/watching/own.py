@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,26 +14,61 @@ from headwise.api import attention
 from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
 from headwise.watching.layer import Kind
 from headwise.watching.recorder import Recorder
+from headwise.watching.replacement import Replacement
 
 OURS = (MultiHeadAttention, FixedAttention, AdditiveAttention)
 Undo = Callable[[], None]
 
 
+@dataclass(eq=False)
+class Watched:
+    """The layers of ours in a watched model, and who hears of them."""
+
+    names: weakref.WeakKeyDictionary[nn.Module, str]
+    recorder: Recorder
+
+
 def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
-    """Let every layer of ours in the model tell the recorder; returns what undoes it."""
-    undo: list[Undo] = []
+    """Let every layer of ours in the model tell the recorder; returns what undoes it.
+
+    The forwards are replaced in their classes: a module that is copied or saved has nothing to take
+    along, and one whose forward somebody wrapped goes on through the wrapping.
+    """
+    watched = Watched(weakref.WeakKeyDictionary(), recorder)
     for name, module in model.named_modules():
         if isinstance(module, OURS):
-            module.__dict__["forward"] = partial(_observed, module, name, recorder)
-            undo.append(partial(module.__dict__.pop, "forward"))
-    return undo
+            watched.names[module] = name
+    return [replacement.add(watched) for replacement in _REPLACED] if watched.names else []
 
 
-def _observed(module: Any, name: str, recorder: Recorder, *given: Any, **options: Any) -> Tensor:
+def _make_forward(original: Any, users: list[Watched]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *given: Any, **options: Any) -> Any:
+        for watched in users:
+            name = watched.names.get(self)
+            if name is not None:
+                run = functools.partial(original, self)
+                return _observed(self, name, watched.recorder, run, given, options)
+        return original(self, *given, **options)
+
+    return forward
+
+
+_REPLACED = tuple(Replacement[Watched](kind, "forward", _make_forward) for kind in OURS)
+
+
+def _observed(
+    module: Any,
+    name: str,
+    recorder: Recorder,
+    run: Callable[..., Tensor],
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Tensor:
     """The module's forward, watched."""
     wanted = recorder.wants(name)
     if not wanted and name not in recorder.silenced:
-        return type(module).forward(module, *given, **options)  # type: ignore[no-any-return]
+        return run(*given, **options)
     call = module.prepare(*given, **options)
     if wanted:
         out = recorder.inside(name, call, _kind(module, given, options))
