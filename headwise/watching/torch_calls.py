@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from headwise.mask import Mask, causal
-from headwise.nn.call import Call
-from headwise.place import four
-from headwise.score import Dot
 from headwise.watching import multi_head_calls
-from headwise.watching.layer import Kind
+from headwise.watching.hooks import Hook
+from headwise.watching.layer import LARGEST
 from headwise.watching.own import OURS, Undo
-from headwise.watching.recorder import Recorder
+from headwise.watching.proof import prove
+from headwise.watching.recorder import Recorder, matches, recomputing
 from headwise.watching.replacement import is_taken
-from headwise.watching.stretches import Memory, read, split
-from headwise.watching.written_out import PRODUCTS, SOFTMAXES, WrittenOut
+from headwise.watching.scaled_dot_product import are_apart, kind_of, scaled_dot_product
+from headwise.watching.stretches import Memory
+from headwise.watching.written_out import PRODUCTS, SOFTMAXES, Found, WrittenOut
 
 _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, but for those that are seen otherwise."""
@@ -37,8 +38,9 @@ def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
         if not isinstance(module, OURS) and type(module).__module__.startswith(_PLAIN):
             continue
         listener.names[id(module)] = name
-        undo.append(module.register_forward_pre_hook(listener.enter).remove)
-        undo.append(module.register_forward_hook(listener.leave, always_call=True).remove)
+        before = module.register_forward_pre_hook(Hook(listener.enter), with_kwargs=True)
+        after = module.register_forward_hook(Hook(listener.leave), always_call=True)
+        undo += [before.remove, after.remove]
     return undo
 
 
@@ -50,7 +52,15 @@ class Frame:
     name: str
     quiet: bool
     listening: bool  # it was this frame that began to listen
+    sizes: tuple[int, ...]  # of the first tensor that the outermost module was called with
     written_out: WrittenOut = field(default_factory=WrittenOut)
+
+
+class Running(threading.local):
+    """The modules that run in a thread; PyTorch's modes are a thread's own too."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
 
 
 class Listener(TorchFunctionMode):
@@ -60,24 +70,40 @@ class Listener(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
         self.names: dict[int, str] = {}  # of the modules that tell when they run
-        self.frames: list[Frame] = []
         self.memory = Memory()
+        self.thread = threading.get_ident()
+        self.running = Running()
+        self.proved: set[str] = set()
 
-    def __deepcopy__(self, memo: object) -> Listener:
-        return self  # a copy of the model takes its hooks along, and is not the watched model
+    @property
+    def frames(self) -> list[Frame]:
+        """The modules that run in this thread, the innermost last."""
+        return self.running.frames
 
-    def enter(self, module: nn.Module, given: object) -> None:
+    def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A module starts to run."""
         name, quiet = self.names.get(id(module)), isinstance(module, OURS)
         if name is None:
             return
         if torch.compiler.is_compiling():
             refuse_compiled(name)
+        self.refuse_other_threads(name)
         needed = self.recorder.active or bool(self.recorder.silenced)
         listening = not quiet and needed and not self.on
-        self.frames.append(Frame(module, name, quiet, listening))
+        sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
+        self.frames.append(Frame(module, name, quiet, listening, sizes))
+        self.recorder.begin()
         if listening:
             self.__enter__()  # type: ignore[no-untyped-call]
+
+    def refuse_other_threads(self, name: str) -> None:
+        """ValueError where two threads would run the model under one watch."""
+        if threading.get_ident() != self.thread and not recomputing():
+            raise ValueError(
+                f"{name or 'the watched model'} runs in another thread than the one that attached "
+                "its watch, and a watch follows that thread alone; attach() it in the thread that "
+                "runs the model"
+            )
 
     @property
     def on(self) -> bool:
@@ -87,8 +113,11 @@ class Listener(TorchFunctionMode):
 
     def leave(self, module: nn.Module, *_: object) -> None:
         """A module has run, well or not."""
-        while self.frames and id(module) in self.names:
+        if torch.compiler.is_compiling() or not any(x.module is module for x in self.frames):
+            return  # it was refused as it started
+        while self.frames:
             frame = self.frames.pop()
+            self.recorder.end()
             if frame.listening:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if frame.module is module:
@@ -106,28 +135,57 @@ class Listener(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out, options = func(*args, **(kwargs or {})), kwargs or {}
         if not self.frames or self.frames[-1].quiet or is_taken():
             return out
         frame = self.frames[-1]
         if func is F.scaled_dot_product_attention:
             if self.recorder.wants(frame.name):
-                call = scaled_dot_product(self.memory, *args, **(kwargs or {}))
-                self.recorder.beside(frame.name, call, kind_of(frame.name))
-            out = self.recorder.silence(frame.name, out)
-        elif func in SOFTMAXES:
-            frame.written_out.softmax(out, args, kwargs or {})
+                call, kind = scaled_dot_product(self.memory, *args, **options)
+                self.recorder.beside(frame.name, call, kind or kind_of(frame.name))
+            return self.recorder.silence(frame.name, out)
+        if func in SOFTMAXES:
+            frame.written_out.softmax(out, args, options)
+        elif frame.written_out.waiting and func in PRODUCTS:
+            return self.product(frame, args, out)
         elif frame.written_out.waiting:
-            if func in PRODUCTS:
-                found = frame.written_out.product(frame.module, frame.name, args)
-                if found is not None and self.recorder.wants(frame.name):
-                    self.recorder.beside(frame.name, found, kind_of(frame.name))
-                if found is not None:
-                    heads = out.view(*found.q.shape[:2], *out.shape[-2:])
-                    out = self.recorder.silence(frame.name, heads).view_as(out)
-            else:
-                frame.written_out.follow(out, args)
+            frame.written_out.follow(func, out, args, options)
         return out
+
+    def product(self, frame: Frame, given: tuple[Any, ...], out: Tensor) -> Tensor:
+        """A product that may weigh values by a softmax: attention, written out."""
+        name, recorder = frame.name, self.recorder
+        wanted, silenced = recorder.wants(name), name in recorder.silenced
+        try:
+            found = frame.written_out.product(frame.module, name, given, frame.sizes)
+            if found is not None and wanted:
+                self.prove(name, found, out)
+        except ValueError:
+            if silenced or (wanted and asked_for(recorder, name)):
+                raise
+            return out  # what nobody asked for need not be understood
+        if found is None:
+            return out
+        if wanted:
+            across = found.call.mask is None and are_apart(*found.call[:2])
+            few = found.call.q.shape[:3].numel() * found.call.k.shape[2] <= LARGEST
+            recorder.beside(name, found.call, "cross" if across else kind_of(name), maps=few)
+        if not silenced:
+            return out
+        heads = found.product.heads_first(out, found.call.q.shape[1])
+        return found.product.as_it_was(recorder.silence(name, heads))
+
+    def prove(self, name: str, found: Found, out: Tensor) -> None:
+        """Once for every layer: the call is what the product computed."""
+        if name in self.proved or not found.exact:
+            return
+        rows = found.product.heads_first(out.detach(), found.call.q.shape[1]).transpose(1, 2)
+        try:
+            with torch.no_grad():
+                prove(found.call, rows)
+        except ValueError as error:
+            raise ValueError(f"{name or 'the model'} can't be watched: {error}") from None
+        self.proved.add(name)
 
 
 @_disable_dynamo  # torch.compiler.disable, but it imports the compiler only when it is called
@@ -139,58 +197,15 @@ def refuse_compiled(name: str) -> None:
     )
 
 
-def scaled_dot_product(
-    memory: Memory,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Call:
-    """A call of F.scaled_dot_product_attention in our words; dropout does not change statistics."""
-    q, k, v = (_with_heads(x.detach()) for x in (query, key, value))
-    mask: Mask | None = None
-    bias: Tensor | None = None
-    if is_causal:
-        mask = causal(offset=0)  # PyTorch aligns it at the start, also where N ≠ M
-    elif attn_mask is not None:
-        mask, bias = read_mask(memory, attn_mask, query)
-    return Call(q, k, v, Dot(scale), mask, bias, None, None, 0.0, "auto")
+def asked_for(recorder: Recorder, name: str) -> bool:
+    """Whether a layer of this name would be one of those that are looked at."""
+    wanted = recorder.looking.layers
+    return wanted is None or matches(len(recorder.known()), name, wanted)
 
 
-def read_mask(memory: Memory, given: Tensor, query: Tensor) -> tuple[Mask | None, Tensor | None]:
-    """A mask tensor, True = may attend or added to the logits, as mask and bias."""
-
-    def made() -> tuple[Mask | None, Tensor | None]:
-        fitting = _fitting(given.detach(), query)
-        seen, bias = (fitting, None) if given.dtype == torch.bool else split(fitting)
-        return None if seen is None else read(seen), bias
-
-    return memory.recall(made, given, query.ndim)
-
-
-def _with_heads(x: Tensor) -> Tensor:
-    """(..., H, N, D) with one batch axis; (B, N, D) is one head."""
-    if x.ndim == 3:
-        return x[:, None]
-    return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
-
-
-def _fitting(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask for queries of three, four or more axes, with the axes of four."""
-    if query.ndim == 3 and mask.ndim == 3:
-        return mask[:, None]
-    if query.ndim > 4 and mask.ndim > 4:
-        mask = mask.expand(*query.shape[:-3], *mask.shape[-3:])
-        return mask.reshape(-1, *mask.shape[-3:])
-    return four(mask)
-
-
-def kind_of(name: str) -> Kind:
-    """Whether a module's name says that it looks at another sequence."""
-    last = name.lower().rsplit(".", 1)[-1]
-    across = ("cross" in last, "encoder_attn" in last, "encdec" in last, "multihead_attn" in last)
-    return "cross" if any(across) else "self"
+def _sizes(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, ...]:
+    """The sizes of the first tensor among what a module is called with."""
+    for x in tree_leaves((given, options)):
+        if isinstance(x, Tensor) and not x.is_nested:
+            return tuple(x.shape)
+    return ()

@@ -21,8 +21,8 @@ from headwise.watching.own import Undo
 from headwise.watching.proof import prove
 from headwise.watching.recorder import Recorder
 from headwise.watching.replacement import Replacement, taken
+from headwise.watching.scaled_dot_product import kind_of
 from headwise.watching.stretches import Memory
-from headwise.watching.torch_calls import kind_of
 
 
 @dataclass(eq=False)
