@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.map import AttentionMap
@@ -48,13 +49,14 @@ class Recording:
         value where the name says so, since the last step of a training or else of all there was.
         """
         rows: list[dict[str, Value]] = []
-        figures = [(layer, layer.figures()) for layer in self.layers]
-        columns = list(dict.fromkeys(name for _, found in figures for name in found))
-        for layer, found in figures:
-            for head in range(layer.heads) if found else ():
-                row = layer.place(head)
-                row |= {x: float(found[x][head]) if x in found else NAN for x in columns}
-                rows.append(row)
+        # One transfer a layer: a figure at a time would wait for a GPU a thousand times.
+        found = [(layer, list(figures), torch.stack(list(figures.values())).tolist())
+                 for layer in self.layers if (figures := layer.figures())]  # fmt: skip
+        columns = list(dict.fromkeys(name for _, names, _ in found for name in names))
+        for layer, names, values in found:
+            for head in range(layer.heads):
+                mine = {name: value[head] for name, value in zip(names, values, strict=True)}
+                rows.append(layer.place(head) | {x: mine.get(x, NAN) for x in columns})
         if not rows and self.series:
             return self.series[-1].table
         return Table(rows)
