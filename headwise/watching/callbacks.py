@@ -44,11 +44,16 @@ class Follower:
         self.writer: RunWriter | None = None
 
     def begin(self, model: nn.Module, step: int) -> None:
-        """Training begins, with this many steps behind it."""
+        """Training begins, with this many steps behind it.
+
+        A training before it that was interrupted may never have ended; its folder is gone on with.
+        """
+        again = self.writer is not None
+        self.end()
         self.watch = watch(model, **self.looking)
         self.watch.steps = step
         if self.run is not None:
-            options = {"resume": step > 0, **self.recorded}
+            options = {"resume": again or step > 0, **self.recorded}
             self.writer = self.watch.record(self.run, **options)
 
     def before_step(self) -> None:
@@ -70,7 +75,7 @@ class Follower:
         """Training ends, well or not."""
         if self.watch is not None:
             self.watch.detach()
-        if self.writer is not None:
+        if self.writer is not None and not self.writer.closed:
             self.writer.close()
 
 

@@ -203,6 +203,36 @@ def test_a_run_that_fails_leaves_what_it_saw_and_the_model_as_it_was(tmp_path: P
     assert open_run(tmp_path / "run").steps == [0]
 
 
+def test_an_interrupted_trainer_trains_again(tmp_path: Path) -> None:
+    import transformers
+
+    class Interruption(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.left = 1
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 2 and self.left:
+                self.left -= 1
+                raise KeyboardInterrupt
+
+    callback = callbacks.trainer(every=1, run=tmp_path / "run")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=gpt2(), args=arguments, train_dataset=Tokens(), callbacks=[callback, Interruption()]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    run = open_run(tmp_path / "run")
+    assert run.steps == [0, 1, 2, 3]
+    assert run.ended
+    assert callback.watch is not None
+    assert not callback.watch.attached
+
+
 def test_importing_the_callbacks_imports_no_framework() -> None:
     code = (
         "import sys; hidden = ('transformers', 'lightning', 'pytorch_lightning', 'pyarrow')\n"
