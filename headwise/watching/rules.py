@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.watching.head_types import sampled_weights
 from headwise.watching.layer import Layer
 from headwise.watching.naming import figure
-from headwise.watching.table import Table
+from headwise.watching.table import Table, Value
 
 
 class Finding(NamedTuple):
@@ -68,7 +68,9 @@ class LogitGrowth:
     def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
         """The heads whose largest logit is above the limit; a sampled one is so all the more."""
         for row, largest in zip(table, figure(table, "max_logit_max"), strict=False):
-            if largest > self.limit or math.isnan(largest):
+            if math.isnan(largest):
+                yield _of(row, "its largest logit is no number any more")
+            elif largest > self.limit:
                 yield _of(row, f"its largest logit is {largest:.4g}, above {self.limit:g}")
 
 
@@ -128,16 +130,22 @@ class DeadHead:
         return f"a head's mean output norm is at most {self.share:g} of its layer's mean"
 
     def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
-        """The heads whose output is small beside their neighbours', or zero."""
+        """The heads whose output is small beside their neighbours', or zero.
+
+        A head whose logits are no numbers any more has no output to speak of, and is left out.
+        """
         norms = figure(table, "output_norm_mean")
-        means: dict[object, list[float]] = {}
-        for row, norm in zip(table, norms, strict=False):
-            means.setdefault(row["layer"], []).append(norm)
-        for row, norm in zip(table, norms, strict=False):
-            mean = sum(means[row["layer"]]) / len(means[row["layer"]])
-            if norm <= self.share * mean:
-                of = f"{norm / mean:.1%} of its layer's mean" if mean else "nothing at all"
-                yield _of(row, f"its mean output norm is {norm:.3g}: {of}")
+        logits = figure(table, "max_logit_max") or [0.0] * len(norms)
+        by_layer: dict[object, list[tuple[dict[str, Value], float]]] = {}
+        for row, norm, logit in zip(table, norms, logits, strict=False):
+            if not math.isnan(norm) and not math.isnan(logit):
+                by_layer.setdefault(row["layer"], []).append((row, norm))
+        for heads in by_layer.values():
+            mean = sum(norm for _, norm in heads) / len(heads)
+            for row, norm in heads:
+                if norm <= self.share * mean:
+                    of = f"{norm / mean:.1%} of its layer's mean" if mean else "nothing at all"
+                    yield _of(row, f"its mean output norm is {norm:.3g}: {of}")
 
 
 @dataclass(frozen=True)
@@ -230,7 +238,7 @@ RULES: tuple[Rule, ...] = (
 """The rules of `hw.watch(model, alarms=True)`."""
 
 
-def _of(row: dict[str, int | float | str], says: str) -> Finding:
+def _of(row: dict[str, Value], says: str) -> Finding:
     return Finding(int(row["layer"]), int(row["head"]), says)
 
 

@@ -53,8 +53,18 @@ def test_a_logit_above_the_limit_is_an_alarm_of_its_head() -> None:
 
 
 def test_logits_that_are_no_numbers_any_more_are_an_alarm() -> None:
-    found = raised(attention(), inputs() * float("nan"), LogitGrowth())
+    found = raised(attention(), inputs() * float("nan"), LogitGrowth(), DeadHead())
     assert [alarm.head for alarm in found] == [0, 1, 2, 3]
+    assert {alarm.says for alarm in found} == {"its largest logit is no number any more"}
+
+
+def test_a_head_without_numbers_is_not_called_dead_and_hides_no_other() -> None:
+    model = attention()
+    with torch.no_grad():
+        model.query.weight[:8] = torch.nan  # head 0
+        model.value.weight[24:] *= 0.01  # head 3
+    (alarm,) = raised(model, inputs(), DeadHead())
+    assert alarm.head == 3
 
 
 def test_a_head_that_looks_at_one_key_for_no_reason_of_place_has_collapsed() -> None:
