@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from headwise.watching.layer import Layer
 from headwise.watching.recorder import Recorder
 from headwise.watching.table import Table, Value
 
@@ -19,9 +20,12 @@ Head = tuple[str, int]
 def importance(model: nn.Module, recorder: Recorder, measure: Measure) -> Table:
     """A row a head: the measure without its output, and how much that is above the measure with it.
 
-    The model runs once more for every head that is watched.
+    The model runs once more for every head that is watched. A module that runs at several depths is
+    switched off at all of them at once: its heads have one row each, under the first depth's name.
     """
-    layers = list(recorder.layers.values())
+    layers: dict[str, Layer] = {}
+    for layer in recorder.layers.values():
+        layers.setdefault(layer.name.partition("#")[0], layer)
     if not layers:
         raise ValueError("no layer was seen yet: run the model once, then ask for importance")
     active, recorder.active = recorder.active, False
@@ -29,22 +33,25 @@ def importance(model: nn.Module, recorder: Recorder, measure: Measure) -> Table:
         with torch.no_grad():
             whole = float(measure())
             without: dict[Head, float] = {}
-            heads = [(layer.name, head) for layer in layers for head in range(layer.heads)]
-            for name, head in _shown(heads):
-                with _off(model, recorder, name.partition("#")[0], head):
+            for name, head in _shown(_wanted(layers, recorder.looking.heads)):
+                with _off(model, recorder, name, head):
                     without[name, head] = float(measure())
     finally:
         recorder.active = active
     rows: list[dict[str, Value]] = [
-        layer.place(head)
-        | {
-            "without": without[layer.name, head],
-            "importance": without[layer.name, head] - whole,
-        }
-        for layer in layers
-        for head in range(layer.heads)
+        layers[name].place(head) | {"without": value, "importance": value - whole}
+        for (name, head), value in without.items()
     ]
     return Table(rows)
+
+
+def _wanted(layers: Mapping[str, Layer], numbers: Sequence[int] | None) -> list[Head]:
+    return [
+        (name, head)
+        for name, layer in layers.items()
+        for head in range(layer.heads)
+        if numbers is None or head in numbers
+    ]
 
 
 @contextmanager

@@ -51,6 +51,39 @@ def test_heads_come_back_after_an_error() -> None:
         seen.importance(broken)
 
 
+def test_only_heads_that_are_watched_are_switched_off() -> None:
+    model, ids = GPT(CONFIG).eval(), torch.randint(0, 20, (1, 12))
+    with hw.watch(model, heads=[1]) as seen:
+        table = seen.importance(lambda: model(ids).square().mean())
+    assert [(row["layer"], row["head"]) for row in table] == [(0, 1), (1, 1)]
+
+
+class Twice(nn.Module):
+    """One layer at two depths, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = hw.nn.MultiHeadAttention(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(self.attention(x))
+
+
+def test_a_module_at_several_depths_has_one_row_a_head() -> None:
+    model, x = Twice().eval(), torch.randn(1, 9, 16)
+
+    def measure() -> Tensor:
+        return model(x).square().mean()
+
+    with hw.watch(model) as seen:
+        table = seen.importance(measure)
+        assert len(seen.layers) == 2
+    assert [(row["name"], row["head"]) for row in table] == [("attention", 0), ("attention", 1)]
+    for row in table:
+        with torch.no_grad(), model.attention.drop_heads([row["head"]]):
+            assert row["without"] == pytest.approx(float(measure()))
+
+
 class Plain(nn.Module):
     """Attention as people write it around PyTorch's function."""
 
