@@ -18,7 +18,7 @@ MOST_ROWS = 60
 
 
 class Table:
-    """Rows of named values, every row with the same names.
+    """Rows of named values, every row with the same names; without rows they may be given.
 
     >>> table = Table([{"layer": 0, "head": 1, "entropy_mean": 2.5},
     ...                {"layer": 1, "head": 0, "entropy_mean": 0.5}])
@@ -32,13 +32,16 @@ class Table:
         1     0           0.5
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Value]]) -> None:
+    def __init__(
+        self, rows: Sequence[Mapping[str, Value]], columns: Sequence[str] | None = None
+    ) -> None:
         self._rows = [dict(row) for row in rows]
+        self._columns = list(self._rows[0]) if self._rows else list(columns or ())
 
     @property
     def columns(self) -> list[str]:
         """The names, in order."""
-        return list(self._rows[0]) if self._rows else []
+        return list(self._columns)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -46,26 +49,32 @@ class Table:
     def __iter__(self) -> Iterator[dict[str, Value]]:
         return iter(self._rows)
 
-    def __getitem__(self, wanted: str | int) -> Any:
-        """A column by its name, a row by its number."""
+    def __getitem__(self, wanted: str | int | slice) -> Any:
+        """A column by its name, a row by its number, a table of some rows by a slice."""
         if isinstance(wanted, int):
             return self._rows[wanted]
-        if wanted not in self.columns:
-            raise KeyError(f"there is no column {wanted!r}; there are {', '.join(self.columns)}")
+        if isinstance(wanted, slice):
+            return Table(self._rows[wanted], self._columns)
+        if wanted not in self._columns:
+            raise KeyError(self._lacks(wanted))
         return [row[wanted] for row in self._rows]
 
     def sort(self, column: str, descending: bool = False) -> Table:
-        """The rows in the order of a column, NaN last."""
-        values = self[column]
+        """The rows in the order of a column, NaN last; ValueError where there is no such column."""
+        if column not in self._columns:
+            raise ValueError(self._lacks(column))
         last = -math.inf if descending else math.inf
-        keys = [last if isinstance(x, float) and math.isnan(x) else x for x in values]
+        keys = [last if isinstance(x, float) and math.isnan(x) else x for x in self[column]]
         order = sorted(range(len(self)), key=lambda i: keys[i], reverse=descending)
-        return Table([self._rows[i] for i in order])
+        return Table([self._rows[i] for i in order], self._columns)
 
     def where(self, **values: Value) -> Table:
-        """The rows that have these values, such as where(layer=3)."""
-        kept = (row for row in self._rows if all(row.get(k) == v for k, v in values.items()))
-        return Table(list(kept))
+        """The rows that have these values, such as where(layer=3); ValueError as in `sort`."""
+        for column in values:
+            if column not in self._columns:
+                raise ValueError(self._lacks(column))
+        kept = (row for row in self._rows if all(row[k] == v for k, v in values.items()))
+        return Table(list(kept), self._columns)
 
     def to_pandas(self) -> DataFrame:
         """The same as a DataFrame."""
@@ -74,6 +83,8 @@ class Table:
         return pandas.DataFrame(self._rows)
 
     def __repr__(self) -> str:
+        if not self._columns:
+            return "(an empty table)"
         cells = [
             self.columns,
             *([_short(value) for value in row.values()] for row in self._shown()),
@@ -105,6 +116,10 @@ class Table:
         half = MOST_ROWS // 2
         few = len(self) <= MOST_ROWS
         return self._rows if few else self._rows[:half] + self._rows[-half:]
+
+    def _lacks(self, column: object) -> str:
+        there = f"there are {', '.join(self._columns)}" if self._columns else "the table is empty"
+        return f"there is no column {column!r}; {there}"
 
     def _left_out(self) -> list[str]:
         hidden = len(self) - MOST_ROWS
