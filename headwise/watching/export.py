@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,51 +141,29 @@ def _config(
     }
 
 
+class Weight(NamedTuple):
+    """One weight that the viewer gets."""
+
+    row: int
+    key: int
+    value: float
+
+
 def _head(layer: Layer, head: int, texts: list[list[str]]) -> dict[str, Any]:
     """The sequences as one head reads them: sparse weights, and sums over them."""
-    amap, length = layer.map(), len(texts[0])
-    found, largest = [], []
-    distances = [0.0] * (len(DISTANCES) - 1)
-    by_query: Counter[str] = Counter()
-    by_key: Counter[str] = Counter()
-    for number, text in enumerate(texts):
-        weights, keys = (x[0, 0] for x in amap.head(number, head).top(KEYS_A_ROW))
-        rows, kept = torch.arange(length)[:, None].expand_as(keys), weights >= LEAST
-        flat = list(
-            zip(rows[kept].tolist(), keys[kept].tolist(), weights[kept].tolist(), strict=True)
-        )
-        inner = [
-            weight for row, key, weight in flat if row and key
-        ]  # the first token outshines all
-        largest.append(max(inner, default=0.0))
-        for row, key, weight in flat:
-            place = bisect_right(DISTANCES, abs(row - key)) - 1
-            if place < len(distances):
-                distances[place] += weight
-            by_query[text[row]] += weight
-            by_key[text[key]] += weight
-        found.append(
-            {
-                "sequence_id": number,
-                "tokens": text,
-                "attention_indices": [row * length + key for row, key, _ in flat],
-                "attention_values": [_round(weight) for _, _, weight in flat],
-                "seq_len": length,
-                "max_activation": _round(largest[-1]),
-            }
-        )
-    order = sorted(range(len(texts)), key=largest.__getitem__)
-    for rank, number in enumerate(order):
-        found[number]["interval"] = -(-(rank + 1) * INTERVALS // len(order))  # 1 to INTERVALS
+    read = [_weights(layer, number, head) for number in range(len(texts))]
+    # The first token outshines all others, so it is left out of the largest.
+    largest = [max((x.value for x in some if x.row and x.key), default=0.0) for some in read]
     counts = torch.histc(torch.tensor(largest), BINS, 0, 1).int().tolist()
+    both = [(text, x) for text, some in zip(texts, read, strict=True) for x in some]
     return {
-        "sequences": found,
+        "sequences": _sequences(texts, read, largest),
         "qk_distance_histogram": {
             "bin_edges": DISTANCES,
-            "bin_values": [_round(x) for x in distances],
+            "bin_values": [_round(x) for x in _by_distance(x for _, x in both)],
         },
-        "top_query_tokens": _top(by_query),
-        "top_key_tokens": _top(by_key),
+        "top_query_tokens": _top((text[x.row], x.value) for text, x in both),
+        "top_key_tokens": _top((text[x.key], x.value) for text, x in both),
         "histogram": {
             "bin_edges": [_round(i / BINS) for i in range(BINS + 1)],
             "bin_values": counts,
@@ -198,8 +175,51 @@ def _head(layer: Layer, head: int, texts: list[list[str]]) -> dict[str, Any]:
     }
 
 
-def _top(weights: Counter[str]) -> list[dict[str, Any]]:
-    return [{"token": token, "weight": _round(x)} for token, x in weights.most_common(TOKENS)]
+def _weights(layer: Layer, number: int, head: int) -> list[Weight]:
+    """The largest weights of each row of a sequence, row by row."""
+    values, keys = (x[0, 0] for x in layer.map().head(number, head).top(KEYS_A_ROW))
+    rows, kept = torch.arange(len(keys))[:, None].expand_as(keys), values >= LEAST
+    found = zip(rows[kept].tolist(), keys[kept].tolist(), values[kept].tolist(), strict=True)
+    return [Weight(*each) for each in found]
+
+
+def _sequences(
+    texts: list[list[str]], read: list[list[Weight]], largest: list[float]
+) -> list[dict[str, Any]]:
+    """Each sequence with its weights, and the interval in which its largest one stands."""
+    order = sorted(range(len(texts)), key=largest.__getitem__)
+    ranks = {number: rank for rank, number in enumerate(order, 1)}
+    return [
+        {
+            "sequence_id": number,
+            "tokens": text,
+            "attention_indices": [x.row * len(text) + x.key for x in read[number]],
+            "attention_values": [_round(x.value) for x in read[number]],
+            "seq_len": len(text),
+            "max_activation": _round(largest[number]),
+            "interval": -(-ranks[number] * INTERVALS // len(texts)),  # 1 to INTERVALS
+        }
+        for number, text in enumerate(texts)
+    ]
+
+
+def _by_distance(weights: Iterable[Weight]) -> list[float]:
+    """The sum of the weights in each interval of distances."""
+    found = [0.0] * (len(DISTANCES) - 1)
+    for row, key, value in weights:
+        place = bisect_right(DISTANCES, abs(row - key)) - 1
+        if place < len(found):
+            found[place] += value
+    return found
+
+
+def _top(weights: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
+    """The tokens that get the most weight."""
+    sums: dict[str, float] = {}
+    for token, value in weights:
+        sums[token] = sums.get(token, 0.0) + value
+    most = sorted(sums.items(), key=lambda each: each[1], reverse=True)[:TOKENS]
+    return [{"token": token, "weight": _round(x)} for token, x in most]
 
 
 def _distance_variance(weights: Tensor, positions: Tensor) -> Tensor:
