@@ -64,7 +64,7 @@ def to_call(given: Given, kind: Kind, sequence: Sequence | None, memory: Memory)
     _refuse(given)
     q, k, v = given.q, given.k, given.v
     position_bias = given.option("position_bias")
-    causal = _is_causal(given)
+    causal = is_causal(given)
     if causal and given.implementation == "sdpa" and k.shape[2] > q.shape[2]:
         # the first tokens in a static cache: the rest of it is empty
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
@@ -100,7 +100,7 @@ def _refuse(given: Given) -> None:
         )
 
 
-def _is_causal(given: Given) -> bool:
+def is_causal(given: Given) -> bool:
     """Whether the function hides the keys after a query by itself."""
     if given.implementation in _FULL or (given.mask is not None and len(given.mask.shape) == 4):
         return False

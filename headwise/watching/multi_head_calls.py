@@ -91,6 +91,7 @@ def _attention(
     is_causal: bool = False,
 ) -> Any:
     """An attention that is called, by its fast path or not."""
+    watched.listener.refuse_other_threads(watched.names[id(module)])
     with _unheard(watched.listener), taken():
         out = run()
     watched.seen.add(id(module))
@@ -110,6 +111,7 @@ def _encoder_layer(
     is_causal: bool = False,
 ) -> Any:
     """A layer whose fast path does not call its attention."""
+    watched.listener.refuse_other_threads(watched.names[id(layer)])
     watched.seen.discard(id(layer.self_attn))
     with _unheard(watched.listener), _unhooked(layer):
         out = run()
@@ -154,7 +156,7 @@ def _look(
     is_causal: bool,
 ) -> None:
     """Hand the call over: its projections once more, its masks in our words."""
-    across: Kind = "cross" if _storage(query) not in (_storage(key), _storage(value)) else "self"
+    across: Kind = "self" if _are_same(query, key) or _are_same(query, value) else "cross"
     if query.ndim == 2:
         query, key, value = (x[None] for x in (query, key, value))
     elif not module.batch_first:
@@ -247,5 +249,9 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("headwise.watching")
 
 
-def _storage(x: Tensor) -> int:
-    return id(x) if x.is_nested else x.untyped_storage().data_ptr()
+def _are_same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same numbers; a part of a sequence is not the sequence."""
+    if x is y or x.is_nested or y.is_nested:
+        return x is y
+    begins = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    return begins and x.storage_offset() == y.storage_offset() and x.shape == y.shape

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.engines import reference
 from headwise.nn.call import Call
@@ -41,3 +44,18 @@ def prove(call: Call, out: Tensor) -> None:
             f"its output is not softmax(scale · q·k + mask) · v as its arguments say: off by "
             f"{apart:.2g} where rounding explains {allowed:.2g}"
         )
+
+
+@contextmanager
+def without_dropout(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """A module that drops nothing for a while, and where no random number is used up."""
+    learning = [part for part in module.modules() if part.training]
+    others = [] if device.type == "cpu" else [device]
+    for part in learning:
+        part.training = False
+    try:
+        with torch.random.fork_rng(others, device_type=others[0].type if others else "cuda"):
+            yield
+    finally:
+        for part in learning:
+            part.training = True

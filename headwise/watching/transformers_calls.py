@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from headwise.nn.call import Call
 from headwise.place import Place
 from headwise.watching import implementation as ours
-from headwise.watching.interface import Given, Sequence, to_call
+from headwise.watching.hooks import Hook
+from headwise.watching.interface import Given, Sequence, is_causal, to_call
 from headwise.watching.layer import Kind
 from headwise.watching.own import Undo
-from headwise.watching.proof import prove
+from headwise.watching.proof import prove, without_dropout
 from headwise.watching.recorder import Recorder
 from headwise.watching.replacement import Replacement, taken
-from headwise.watching.scaled_dot_product import kind_of
+from headwise.watching.scaled_dot_product import are_apart, kind_of
 from headwise.watching.stretches import Memory
 
 
@@ -36,17 +37,15 @@ class Watched:
     begins: dict[str, Tensor] = field(default_factory=dict)  # by layer, as its prompt's mask said
     proved: set[tuple[object, ...]] = field(default_factory=set)
 
-    def __deepcopy__(self, memo: object) -> Watched:
-        return self  # a copy of the model takes its hooks along, and is not the watched model
-
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A model, or a part that is a model of its own, starts to run."""
         self.sequences.append((module, _sequence(_named(type(module), given) | options)))
 
     def leave(self, module: nn.Module, *_: object) -> None:
         """It has run, well or not."""
-        while self.sequences and self.sequences.pop()[0] is not module:
-            pass
+        if any(running is module for running, _ in self.sequences):
+            while self.sequences.pop()[0] is not module:
+                pass
 
     def sequence(self, name: str) -> Sequence | None:
         """That of the innermost part that runs, with what a layer's prompt said of it."""
@@ -55,12 +54,16 @@ class Watched:
             return replace(found, begins=self.begins.get(name))
         return found
 
-    def prove(self, name: str, given: Given, call: Call, out: Tensor) -> None:
-        """Once for every form of a layer's calls: the call is what the function computed."""
+    def prove(self, name: str, function: Any, given: Given, call: Call, out: Tensor) -> None:
+        """Once for every form of a layer's calls: the call is what the function computed.
+
+        Where it dropped weights, what it computes without that: once more, and no random number
+        of the model's is used up.
+        """
         said = tuple(sorted(key for key, value in given.options.items() if value is not None))
         form = (name, given.implementation, given.mask is None, given.q.shape[2] == 1, said)
-        if form not in self.proved and not given.option("dropout"):
-            prove(call, out.detach())
+        if form not in self.proved:
+            prove(call, _undropped(function, given) if given.option("dropout") else out.detach())
             self.proved.add(form)
 
     def remember(self, name: str, call: Call, sequence: Sequence | None) -> None:
@@ -83,8 +86,8 @@ def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
     ]
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            before = module.register_forward_pre_hook(watched.enter, with_kwargs=True)
-            after = module.register_forward_hook(watched.leave, always_call=True)
+            before = module.register_forward_pre_hook(Hook(watched.enter), with_kwargs=True)
+            after = module.register_forward_hook(Hook(watched.leave), always_call=True)
             undo += [before.remove, after.remove]
     return undo
 
@@ -146,10 +149,18 @@ def _run(function: Callable[..., Any], given: Given, **more: Any) -> Any:
     return function(given.module, given.q, given.k, given.v, given.mask, **given.options, **more)
 
 
+def _undropped(function: Callable[..., Any], given: Given) -> Tensor:
+    """What a function computes where nothing is dropped, whether it or its module would do it."""
+    plain = replace(given, options={**given.options, "dropout": 0.0})
+    with without_dropout(given.module, given.q.device), taken():
+        out: Tensor = _run(function, plain)[0]
+    return out
+
+
 def _observed(watched: Watched, function: Callable[..., Any], given: Given) -> Any:
     """The function's own result; its call was shown to the recorder."""
     name, recorder = watched.names[id(given.module)], watched.recorder
-    kind, sequence = _kind(given.module, name), watched.sequence(name)
+    kind, sequence = _kind(given, name), watched.sequence(name)
     padding = None if sequence is None else sequence.padding(given.q)
     if function is ours.attend and recorder.wants(name):
         look = functools.partial(recorder.inside, name, kind=kind, padding=padding)
@@ -164,7 +175,7 @@ def _observed(watched: Watched, function: Callable[..., Any], given: Given) -> A
     try:
         with torch.no_grad():
             call = to_call(given, kind, sequence, watched.memory)
-            watched.prove(name, given, call, result[0])
+            watched.prove(name, function, given, call, result[0])
     except ValueError as error:
         raise ValueError(
             f"{name} ({type(given.module).__name__}, attn_implementation="
@@ -175,9 +186,12 @@ def _observed(watched: Watched, function: Callable[..., Any], given: Given) -> A
     return silenced
 
 
-def _kind(module: nn.Module, name: str) -> Kind:
+def _kind(given: Given, name: str) -> Kind:
     """Whether a module's queries look at the keys of another sequence."""
+    module = given.module
     if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower():
+        return "cross"
+    if given.mask is None and not is_causal(given) and are_apart(given.q, given.k):
         return "cross"
     return "cross" if any(kind_of(part) == "cross" for part in name.split(".")[-2:]) else "self"
 

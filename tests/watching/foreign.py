@@ -65,9 +65,22 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         *("GPTJForCausalLM", "GPTJConfig"),
         {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 99, "rotary_dim": 8},
     ),
+    "codegen": (
+        *("CodeGenForCausalLM", "CodeGenConfig"),
+        {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 99, "rotary_dim": 8},
+    ),
+    "gpt_neo": (
+        *("GPTNeoForCausalLM", "GPTNeoConfig"),
+        {"hidden_size": 32, "num_heads": 4, "num_layers": 2, "vocab_size": 99, "window_size": 4}
+        | {"attention_types": [[["global", "local"], 1]]},
+    ),
+    "xlnet": (
+        *("XLNetModel", "XLNetConfig"),
+        {"d_model": 32, "n_head": 4, "n_layer": 2, "d_inner": 48, "vocab_size": 99},
+    ),
 }
-INTERFACE = [name for name in CONFIGS if name not in ("bloom", "gptj")]
-WRITTEN_OUT = ["bloom", "gptj"]
+WRITTEN_OUT = ["bloom", "gptj", "codegen", "gpt_neo", "xlnet"]
+INTERFACE = [name for name in CONFIGS if name not in WRITTEN_OUT]
 DECODERS = ["gpt2", "llama", "mistral", "gemma2", "gpt_oss"]
 PADDINGS = ["whole", "right", "left"]
 IMPLEMENTATIONS = ["eager", "sdpa", "headwise"]

@@ -124,6 +124,23 @@ def test_models_that_write_their_attention_out_are_seen_too(family: str, padding
         torch.testing.assert_close(layer.map().to_tensor()[0], p[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("family", ["gptj", "gpt_neo"])
+def test_so_they_are_in_half_precision(family: str, padding: str) -> None:
+    model, given = copy.deepcopy(model_of(family)).half(), inputs(family, padding)
+    with torch.no_grad(), hw.watch(model) as seen:
+        weights = model(**given, output_attentions=True).attentions
+    rows = given["attention_mask"].bool()
+    for layer, p in zip(seen.layers, weights, strict=True):
+        assert torch.equal(layer.padding, ~rows)
+        kept, p = rows[:, None].expand(-1, 4, -1), p.float()
+        wanted = -torch.special.xlogy(p, p).sum(-1)
+        torch.testing.assert_close(
+            layer.observation.entropy[kept], wanted[kept], atol=0.01, rtol=0.01
+        )
+        assert float(layer.observation.logit_mean[kept].abs().max()) < 1e4
+
+
 GENERATION = {
     "greedy": {},
     "sampling": {"do_sample": True},
@@ -320,6 +337,38 @@ def test_a_function_that_computes_something_else_is_refused_by_name() -> None:
     finally:
         del AttentionInterface._global_mapping["odd"]
         del AttentionMaskInterface._global_mapping["odd"]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_calls_that_drop_weights_are_proved_without_and_use_up_no_random_number(
+    family: str, attention: str
+) -> None:
+    model, given = copy.deepcopy(model_of(family)).train(), inputs(family, "right")
+    with implementation(model, attention):
+        torch.manual_seed(5)
+        before = model(**given)[0]
+        torch.manual_seed(5)
+        with hw.watch(model) as seen:
+            assert torch.equal(model(**given)[0], before)
+    assert len(seen.layers) == 2
+    assert all(module.training for module in model.modules())
+
+
+def test_a_function_that_computes_something_else_is_refused_while_it_drops_weights() -> None:
+    model = copy.deepcopy(model_of("llama")).train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    AttentionInterface.register("odd", odd)
+    AttentionMaskInterface.register("odd", AttentionMaskInterface._global_mapping["sdpa"])
+    refused = pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn.*can't be watched")
+    try:
+        with implementation(model, "odd"), refused, hw.watch(model):
+            model(**inputs("llama", "whole"))
+    finally:
+        del AttentionInterface._global_mapping["odd"]
+        del AttentionMaskInterface._global_mapping["odd"]
+    assert all(module.training for module in model.modules())
 
 
 def flat(
