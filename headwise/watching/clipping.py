@@ -47,7 +47,7 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> list[Cli
 
     With torch.distributed the processes agree on the largest logits, so all of them must call it.
     ValueError where weights don't set the logits: with QK-norm, cosine or additive scores, a
-    softcap, a position bias.
+    softcap, a position bias; or where they are not known. Nothing is changed then.
 
     >>> import torch, headwise as hw
     >>> model = hw.nn.MultiHeadAttention(64, 8)

@@ -78,23 +78,25 @@ def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
 def grid(run: WatchedRun, figure: str, width: int) -> Grid:
     """A line a layer: its heads, and the course of the layer's figure over all steps."""
     table, kinds = run.heads(), {}
-    values: dict[int, list[float]] = {}
+    values: dict[int, dict[int, float]] = {}
     for row in table:
-        values.setdefault(int(row["layer"]), []).append(float(row[figure]))
+        values.setdefault(int(row["layer"]), {})[int(row["head"])] = float(row[figure])
         kinds[int(row["layer"])] = str(row["kind"])
-    finite = [x for line in values.values() for x in line if math.isfinite(x)]
+    finite = [x for line in values.values() for x in line.values() if math.isfinite(x)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     course = courses(run, figure)
-    heads = max(map(len, values.values()))
-    cell = 7 if 10 + 7 * heads + COURSE <= width else 2
+    heads = sorted({head for line in values.values() for head in line})
+    cell = 7 if 10 + 7 * len(heads) + COURSE <= width else 2
     drawn = Grid(box=None, padding=(0, 1, 0, 0), header_style="dim")
     drawn.add_column("layer", justify="right", no_wrap=True)
-    numbers = "".join(f"{head:>{cell}}"[-cell:] for head in range(heads))
+    numbers = "".join(f"{head:>{cell}}"[-cell:] for head in heads)
     drawn.add_column(numbers, no_wrap=True)
     drawn.add_column("over the steps", no_wrap=True)
     for layer, line in values.items():
         name = f"{layer}" if kinds[layer] == "self" else f"{layer} cross"
-        cells = Text.assemble(*(_cell(x, low, high, cell) for x in line))
+        cells = Text.assemble(
+            *(_cell(line[head], low, high, cell) if head in line else " " * cell for head in heads)
+        )
         drawn.add_row(name, cells, Text(spark(course[layer]), style="cyan"))
     return drawn
 

@@ -67,6 +67,16 @@ def test_many_heads_fit_a_line_as_shades(tmp_path: Path) -> None:
     assert max(cell_len(line) for line in output.splitlines()) <= 80
 
 
+def test_chosen_heads_keep_their_numbers(tmp_path: Path) -> None:
+    model = hw.nn.MultiHeadAttention(64, 16)
+    with hw.watch(model, heads=[5, 11]) as seen:
+        model(torch.randn(1, 12, 64))
+    seen.save(tmp_path / "run")
+    output = run("watch", str(tmp_path / "run"), "--once")
+    (line,) = (line for line in output.splitlines() if "layer" in line and "steps" in line)
+    assert line.split()[:3] == ["layer", "5", "11"]
+
+
 def test_figures_that_are_no_numbers_are_marked(tmp_path: Path) -> None:
     model = hw.nn.MultiHeadAttention(16, 4)
     with hw.watch(model) as seen:
