@@ -31,7 +31,7 @@ _LAYOUTS: frozenset[Callable[..., Any]] = frozenset(
     )
     if hasattr(owner, name)
 )
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nheads", "nhead", "h")
 FURTHER = 1e3
 """A logit that lies so far below the largest of its row has the weight 0, and was hidden."""
 
