@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from headwise.bias import Bias
 from headwise.dropout import Dropout
@@ -48,6 +49,12 @@ def attention(
     >>> hw.attention(q, k, v, mask=hw.mask.causal()).shape
     torch.Size([2, 8, 5, 16])
     """
+    if has_torch_function_variadic(q, k, v):  # someone wants to know of it, such as a watch
+        heard: Tensor = handle_torch_function(
+            attention, (q, k, v), q, k, v, score=score, mask=mask, bias=bias, softcap=softcap,
+            sinks=sinks, dropout=dropout, engine=engine,
+        )  # fmt: skip
+        return heard
     out: Tensor | None = None
     if bias is None and softcap is None and sinks is None and dropout == 0.0:
         out = quick.step(q, k, v, score, mask, engine)

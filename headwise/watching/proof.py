@@ -16,11 +16,12 @@ from headwise.problem import pose
 ROWS = 8
 
 
-def prove(call: Call, out: Tensor) -> None:
+def prove(call: Call, out: Tensor) -> bool:
     """ValueError unless the call gives what the function gave, out (B, N, Hq, Dv), in a few rows.
 
     Logits of low precision are rounded before the exponential, so the larger they are the further
-    an honest output may be off; rows that see nothing are no proof of anything.
+    an honest output may be off. Rows that see nothing, and numbers that are none any more, are no
+    proof of anything; False where there was nothing else.
     """
     options = call.options()
     del options["dropout"], options["engine"]
@@ -30,20 +31,23 @@ def prove(call: Call, out: Tensor) -> None:
         problem, out = problem.at(rows), out.index_select(1, rows)
     ours, seen = reference.observe(problem, sink_keys=1)
     shown = seen["max_logit"] > -torch.inf  # (B, Hq, N)
-    if not bool(shown.any()):
-        return
     theirs = out.transpose(1, 2)
     if theirs.shape != ours.shape:
         raise ValueError(f"its output is {tuple(theirs.shape)} where {tuple(ours.shape)} was due")
+    finite = ours.isfinite() & theirs.isfinite() & shown[..., None]
+    if not bool(finite.any()):
+        return False
     eps = max(torch.finfo(x.dtype).eps for x in (problem.q, out))
-    largest = float(seen["max_logit"][shown].abs().max())
-    allowed = float(call.v.abs().max()) * (eps**0.5 + 4 * eps * largest)
-    apart = float((theirs - ours).abs().amax(-1)[shown].max())
+    largest = float(seen["max_logit"][finite.any(-1)].abs().max())
+    width = float(call.v.abs().nan_to_num(0.0, posinf=0.0).max())
+    allowed = width * (eps**0.5 + 4 * eps * largest)
+    apart = float((theirs - ours)[finite].abs().max())
     if not apart <= allowed:
         raise ValueError(
             f"its output is not softmax(scale · q·k + mask) · v as its arguments say: off by "
             f"{apart:.2g} where rounding explains {allowed:.2g}"
         )
+    return True
 
 
 @contextmanager

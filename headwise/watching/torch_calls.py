@@ -14,6 +14,9 @@ from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from headwise.api import attention
+from headwise.nn.call import Call
+from headwise.score import Dot
 from headwise.watching import multi_head_calls
 from headwise.watching.hooks import Hook
 from headwise.watching.layer import LARGEST
@@ -135,10 +138,13 @@ class Listener(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        out, options = func(*args, **(kwargs or {})), kwargs or {}
+        options = kwargs or {}
         if not self.frames or self.frames[-1].quiet or is_taken():
-            return out
+            return func(*args, **options)
         frame = self.frames[-1]
+        if func is attention:
+            return self.own(frame.name, *args, **options)
+        out = func(*args, **options)
         if func is F.scaled_dot_product_attention:
             if self.recorder.wants(frame.name):
                 call, kind = scaled_dot_product(self.memory, *args, **options)
@@ -151,6 +157,16 @@ class Listener(TorchFunctionMode):
         elif frame.written_out.waiting:
             frame.written_out.follow(func, out, args, options)
         return out
+
+    def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """A call of hw.attention in a module of someone else's."""
+        if q.ndim != 4 or not self.recorder.wants(name):
+            out = attention(q, k, v, **options)
+        else:
+            call = Call(q, k, v, **(options | {"score": options["score"] or Dot()}))
+            across = call.mask is None and are_apart(q, k)
+            out = self.recorder.inside(name, call, "cross" if across else kind_of(name))
+        return self.recorder.silence(name, out)
 
     def product(self, frame: Frame, given: tuple[Any, ...], out: Tensor) -> Tensor:
         """A product that may weigh values by a softmax: attention, written out."""
@@ -182,10 +198,11 @@ class Listener(TorchFunctionMode):
         rows = found.product.heads_first(out.detach(), found.call.q.shape[1]).transpose(1, 2)
         try:
             with torch.no_grad():
-                prove(found.call, rows)
+                proved = prove(found.call, rows)
         except ValueError as error:
             raise ValueError(f"{name or 'the model'} can't be watched: {error}") from None
-        self.proved.add(name)
+        if proved:
+            self.proved.add(name)
 
 
 @_disable_dynamo  # torch.compiler.disable, but it imports the compiler only when it is called

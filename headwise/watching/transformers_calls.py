@@ -63,8 +63,9 @@ class Watched:
         said = tuple(sorted(key for key, value in given.options.items() if value is not None))
         form = (name, given.implementation, given.mask is None, given.q.shape[2] == 1, said)
         if form not in self.proved:
-            prove(call, _undropped(function, given) if given.option("dropout") else out.detach())
-            self.proved.add(form)
+            whole = _undropped(function, given) if given.option("dropout") else out.detach()
+            if prove(call, whole):
+                self.proved.add(form)
 
     def remember(self, name: str, call: Call, sequence: Sequence | None) -> None:
         """Keep where sequences begin, for steps whose window no longer reaches there."""

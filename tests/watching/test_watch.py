@@ -370,3 +370,19 @@ def test_nothing_but_queries_and_keys_is_kept_for_maps(model: GPT, ids: Tensor) 
     with hw.watch(model) as seen:
         model(ids)
     assert seen.layers[0].last.call.v.untyped_storage().nbytes() == 0
+
+
+def test_calls_of_hw_attention_in_a_module_of_ones_own_are_seen_on_every_engine() -> None:
+    class Mine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+            return hw.attention(heads, heads, heads, mask=hw.mask.causal(), softcap=20.0)
+
+    model, x = Mine(), torch.randn(1, 9, 16)
+    before = model(x)
+    with hw.watch(model) as seen:
+        torch.testing.assert_close(model(x), before)
+    (layer,) = seen.layers
+    heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+    _, wanted = hw.observe(heads, heads, heads, mask=hw.mask.causal(), softcap=20.0)
+    torch.testing.assert_close(layer.observation.entropy, wanted.entropy)
