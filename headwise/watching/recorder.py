@@ -245,7 +245,7 @@ def bent(call: Call) -> str | None:
     if not isinstance(call.score, Dot | General):
         return f"a {type(call.score).__name__.lower()} score is not proportional to its weights"
     if isinstance(call.bias, Tensor):
-        return "a tensor is added to its logits"
+        return "its logits are written out, or a tensor is added to them"
     return None if call.bias is None else f"{type(call.bias).__name__} is added to its logits"
 
 

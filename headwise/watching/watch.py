@@ -249,7 +249,8 @@ class Watch(Recording):
     def importance(self, measure: Callable[[], float | Tensor]) -> Table:
         """What each head is worth: `measure()`, such as a loss, with its output switched off.
 
-        A row a head: the measure without it, and by how much that is larger.
+        A row a head: the measure without it, and by how much that is larger. A module that runs at
+        several depths has one row a head: it is switched off at all of them.
 
         >>> import torch, headwise as hw
         >>> gpt = hw.load("gpt")
