@@ -133,7 +133,7 @@ def split(added: Tensor) -> tuple[Tensor | None, Tensor | None]:
     (tensor([[ True, False],
             [ True,  True]]), None)
     """
-    return apart(added, added > HIDDEN)
+    return apart(added, ~(added <= HIDDEN))  # what is no number any more hides nothing
 
 
 def apart(added: Tensor, seen: Tensor) -> tuple[Tensor | None, Tensor | None]:

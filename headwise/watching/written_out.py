@@ -30,7 +30,7 @@ _LAYOUTS: frozenset[Callable[..., Any]] = frozenset(
         *("transpose", "permute", "movedim", "swapaxes"),
     )
     if hasattr(owner, name)
-)
+) | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nheads", "nhead", "h")
 FURTHER = 1e3
 """A logit that lies so far below the largest of its row has the weight 0, and was hidden."""
@@ -91,14 +91,14 @@ class WrittenOut:
     ) -> None:
         """Something was made of a result: dropout, another dtype, another shape."""
         known = self.waiting.get(id(given[0])) if given else None
-        if known is None or not isinstance(out, Tensor) or out is known.result:
+        if known is None or not isinstance(out, Tensor):
             return
-        if function in _LAYOUTS:
+        dropped = known.dropped or (function in _DROPOUTS and _drops(*given, **options))
+        if function in _LAYOUTS and out is not known.result:
             logits = known.followed(function, given, options)
             if logits is not None:
-                self.waiting[id(out)] = Softmax(out, logits, known.dropped)
+                self.waiting[id(out)] = Softmax(out, logits, dropped)
         elif out.shape == known.result.shape:
-            dropped = known.dropped or function in _DROPOUTS
             self.waiting[id(out)] = Softmax(out, known.logits, dropped)
 
     def product(
@@ -136,11 +136,19 @@ class WrittenOut:
         return Found(_call(logits, v), product, not known.dropped)
 
 
+def _drops(
+    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **options: bool
+) -> bool:
+    """Whether a dropout with these arguments drops anything."""
+    return p > 0 and options.get("train", training)
+
+
 def _call(logits: Tensor, v: Tensor) -> Call:
     """Attention with these logits (B, H, N, M) and values (B|1, H|1, M, D)."""
     batch, heads, queries, keys = logits.shape
     largest = logits.amax(-1, keepdim=True)
-    seen, bias = apart(logits, (logits > HIDDEN) & (logits >= largest - FURTHER))
+    hidden = (logits <= HIDDEN) | (logits < largest - FURTHER)
+    seen, bias = apart(logits, ~hidden)  # what is no number any more hides nothing
     nothing = logits.new_zeros(batch, heads, max(queries, keys), 1)
     return Call(
         nothing[:, :, :queries],

@@ -143,8 +143,9 @@ def test_only_layers_that_are_asked_for_are_refused() -> None:
     assert [layer.name for layer in seen.layers] == ["second"]
 
 
-def test_weights_that_were_changed_are_not_shown_as_if_they_were_the_softmax() -> None:
-    model = Hand(lambda p, v: (p * 3.0) @ v.transpose(1, 2))
+@pytest.mark.parametrize("change", [lambda p: p * 3.0, lambda p: F.dropout(p, 0.5, False) ** 2])
+def test_weights_that_were_changed_are_not_shown_as_if_they_were_the_softmax(change: Any) -> None:
+    model = Hand(lambda p, v: change(p) @ v.transpose(1, 2))
     refused = pytest.raises(ValueError, match="can't be watched: its output is not softmax")
     with refused, hw.watch(model):
         model(torch.randn(B, N, H * D))
@@ -176,3 +177,29 @@ def test_large_weights_are_not_kept_for_a_map(monkeypatch: pytest.MonkeyPatch) -
     assert seen.layers[0].last.call is None
     with pytest.raises(ValueError, match=f"more than {layers.LARGEST:,} weights"):
         seen.layers[0].map()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropped_weights_are_no_reason_to_refuse(inplace: bool) -> None:
+    drop = nn.Dropout(0.5, inplace)
+    model, x = Hand(lambda p, v: drop(p) @ v.transpose(1, 2)), torch.randn(B, N, H * D)
+    with hw.watch(model) as seen:
+        model(x)
+    s = model.logits(x).masked_fill(model.hides, -torch.inf)
+    torch.testing.assert_close(seen.layers[0].observation.lse, s.logsumexp(-1))
+
+
+def test_a_product_with_weights_turned_around_is_no_attention() -> None:
+    model = Hand(lambda p, v: p.mT @ v.transpose(1, 2))
+    with pytest.raises(ValueError, match="no attention was found"), hw.watch(model):
+        model(torch.randn(B, N, H * D))
+
+
+@pytest.mark.parametrize("broken", ["q", "v"])
+def test_a_model_whose_numbers_are_gone_is_watched_all_the_same(broken: str) -> None:
+    model = Hand(WAYS["matmul"])
+    getattr(model, broken).weight.data.fill_(torch.nan)
+    with hw.watch(model) as seen:
+        model(torch.randn(B, N, H * D))
+    figure = "max_logit_max" if broken == "q" else "output_norm_mean"
+    assert torch.tensor(seen.heads()[figure]).isnan().all()
