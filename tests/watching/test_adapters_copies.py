@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import threading
 from typing import Any
 
@@ -48,6 +49,20 @@ def test_a_copy_of_a_watched_model_is_free_and_computes_the_same(which: str, way
         with hw.watch(copied) as again:
             run(copied)
     assert len(again.layers) == len(seen.layers) > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+def test_parts_of_a_watched_model_are_saved_without_its_watch(family: str) -> None:
+    model, file = model_of(family), io.BytesIO()
+    with hw.watch(model):
+        torch.save(model.transformer, file)
+    file.seek(0)
+    part, ids = torch.load(file, weights_only=False), inputs(family, "whole")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(part(ids)[0], model.transformer(ids)[0])
+    hooks = [hook for module in part.modules() for hook in module._forward_hooks.values()]
+    assert hooks
+    assert all(hook.function is None for hook in hooks)
 
 
 def test_a_forward_that_someone_wrapped_goes_on_through_the_wrapping() -> None:
