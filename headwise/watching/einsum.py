@@ -57,8 +57,20 @@ def of_matmul(weights: int, values: int) -> Product | None:
     return known.get(values) if weights == 4 else None
 
 
+def weighs(written: str, first: bool = True) -> bool:
+    """Whether an einsum sums over the weights' last axis, as attention does and routing does not.
+
+    >>> weighs("bhqk,bkhd->bqhd"), weighs("bnec,bnd->becd")
+    (True, False)
+    """
+    given, _, out = written.replace(" ", "").partition("->")
+    ours, _, theirs = given.partition(",")
+    ours, theirs = (ours, theirs) if first else (theirs, ours)
+    return ours[-1:] in theirs and ours[-1:] not in out
+
+
 def of_einsum(written: str, weights: int, values: int, first: bool = True) -> Product | None:
-    """What an einsum over weights and values of so many axes does; None: no attention.
+    """What an einsum over weights and values of so many axes does; None: no known one.
 
     The weights' last axis is that of the keys, and the values have no axis for queries. `first`
     says that the weights stand before the values.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.einsum import Product, of_einsum, of_matmul
+from headwise.watching.einsum import Product, of_einsum, of_matmul, weighs
 from headwise.watching.stretches import HIDDEN, apart, read
 
 SOFTMAXES: frozenset[Callable[..., Any]] = frozenset(
@@ -119,6 +119,8 @@ class WrittenOut:
         weights, values = operands if first else reversed(operands)
         if values.ndim < 3:
             return None  # the same for all: a matrix of weights, such as an embedding
+        if written is not None and not weighs(written, first):
+            return None
         known = self.waiting[id(weights)]
         self.waiting.clear()
         if written is None:

@@ -113,6 +113,23 @@ def test_a_softmax_over_a_table_is_no_attention() -> None:
     assert [layer.name for layer in seen.layers] == ["attend"]
 
 
+def test_a_softmax_that_sends_tokens_to_experts_is_no_attention() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.route, self.attend = nn.Linear(16, 6), hw.nn.MultiHeadAttention(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            p = self.route(x).unflatten(-1, (2, 3)).softmax(-1)  # (B, N, experts, slots)
+            sent = torch.einsum("bnec,bnd->becd", p, x)
+            out: Tensor = self.attend(x) + sent.mean((1, 2))[:, None]
+            return out
+
+    with hw.watch(model := Routed()) as seen:
+        model(torch.randn(B, N, 16))
+    assert [layer.name for layer in seen.layers] == ["attend"]
+
+
 class Pair(nn.Module):
     """A module that can't be read, and one that can."""
 
