@@ -2,10 +2,10 @@
 
     python -m bench.watch_divergence --picture docs/pictures/watch-divergence.png
 
-A GPT of two layers learns to repeat the token three places back. Its learning rate rises to 0.4, a
-hundred times what serves it, and nothing normalises its queries and keys. It learns at first; then
-its logits grow, its attention collapses, and it forgets all it knew: when the rate falls again the
-softmax is so saturated that it passes no gradient. `hw.qk_clip` after each step is the only
+A GPT of two layers learns to repeat the token three places back. Its learning rate rises to 0.8,
+two hundred times what serves it, and nothing normalises its queries and keys. It learns at first;
+then its logits grow, its attention collapses, and it forgets all it knew: when the rate falls again
+the softmax is so saturated that it passes no gradient. `hw.qk_clip` after each step is the only
 difference of the second run. `--seeds 4` tells of several.
 """
 
@@ -35,7 +35,7 @@ CONFIG = GPTConfig(
     heads=4,
     feed_forward=SwiGLU(64),
 )
-RECIPE = Recipe(steps=240, learning_rate=0.4, warmup=150, weight_decay=0.0, betas=(0.9, 0.95))
+RECIPE = Recipe(steps=240, learning_rate=0.8, warmup=150, weight_decay=0.0, betas=(0.9, 0.95))
 SEED = 3
 
 

@@ -14,6 +14,6 @@ pass that computes the output.
 'headwise'
 """
 
-from headwise.watching.implementation import register
+from headwise.watching.adapters.implementation import register
 
 register()

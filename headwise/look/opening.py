@@ -12,8 +12,8 @@ from headwise.look import foreign, sample
 from headwise.look.own import ImageReader, TextReader, TranslationReader
 from headwise.look.reading import Reader
 from headwise.look.watch_api import WatchedFolder
-from headwise.watching.manifest import NAME
-from headwise.watching.runs import INSIDE
+from headwise.watching.folder.manifest import NAME
+from headwise.watching.folder.reading import INSIDE
 
 
 def opened(what: str, device: str | None = None) -> Reader:

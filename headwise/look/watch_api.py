@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from headwise.watching.runs import WatchedRun, open_run
+from headwise.watching.folder.reading import WatchedRun, open_run
 
 MOST_NUMBERS = 200_000
 """In one answer: of a run with more, every second of its steps is given, or every fourth, …"""

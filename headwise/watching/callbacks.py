@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from headwise.watching.folder.writing import RunWriter
 from headwise.watching.rules import Rule
 from headwise.watching.watch import Watch, watch
-from headwise.watching.writing import RunWriter
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as LightningCallback

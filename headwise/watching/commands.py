@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from headwise.watching import terminal
-from headwise.watching.runs import WatchedRun, open_run
+from headwise.watching.folder.reading import WatchedRun, open_run
 
 app = typer.Typer()
 

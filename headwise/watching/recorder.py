@@ -178,7 +178,7 @@ class Recorder:
         last = layer.last
         if continues and last is not None and forgetting(layer, call, start):
             start = last.start + last.queries  # the cache's first keys are not the sequence's
-        part = Part(call.q.shape[2], start, seen, padding, kept, lse, bent(call), call.k.data_ptr())
+        part = Part(call.q.shape[2], start, seen, padding, kept, lse, bent(call), address(call.k))
         layer.add(part, continues)
 
     def _resolved(self, name: str, kind: Kind) -> str:
@@ -198,7 +198,7 @@ class Recorder:
         if layer.kind == "self":  # before the end: tokens were taken back
             return 0 < start <= last.start + last.queries or forgetting(layer, call, start)
         again = self._depth > 0 and self._calls.get(layer.name.partition("#")[0], 0) > 1
-        same = call.q.shape[2] == 1 and last.keys == call.k.data_ptr()
+        same = call.q.shape[2] == 1 and last.keys == address(call.k)
         return self._past or again or same
 
     def _layer(self, name: str, call: Call, kind: Kind) -> Layer | None:
@@ -236,6 +236,14 @@ def forgetting(layer: Layer, call: Call, start: int) -> bool:
     last = layer.last
     full = call.q.shape[2] == 1 and start + 1 == call.k.shape[2]
     return full and last is not None and layer.prompted and last.start + last.queries > start
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor lies; 0 where PyTorch's transforms hide it."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def bent(call: Call) -> str | None:

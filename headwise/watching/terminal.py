@@ -11,8 +11,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from headwise.watching.alarms import Alarm
+from headwise.watching.folder.reading import WatchedRun
 from headwise.watching.naming import scalars
-from headwise.watching.runs import WatchedRun
 
 BARS = "▁▂▃▄▅▆▇█"
 """Eight heights for a line of figures."""

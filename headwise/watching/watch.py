@@ -10,18 +10,21 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from headwise.observation import check_sink_keys, check_statistics
-from headwise.watching import manifest, own, runs, torch_calls, transformers_calls
+from headwise.watching.adapters import own, torch_calls, transformers_calls
+from headwise.watching.adapters.hooks import Hook
+from headwise.watching.adapters.own import Undo
 from headwise.watching.alarms import Alarm, Alarms, chosen
+from headwise.watching.folder import manifest
+from headwise.watching.folder import reading as runs
+from headwise.watching.folder.writing import RunWriter
 from headwise.watching.importance import importance
 from headwise.watching.layer import Layer
 from headwise.watching.made_by import made_by
-from headwise.watching.own import Undo
 from headwise.watching.recorder import Looking, Recorder, matches
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import Rule
 from headwise.watching.symmetry import symmetry
 from headwise.watching.table import Table, Value
-from headwise.watching.writing import RunWriter
 
 IN_MEMORY = 1000
 """Steps of a recorded series that stay in memory."""
@@ -149,10 +152,10 @@ class Watch(Recording):
 
     def _attach(self) -> None:
         recorder = self._recorder
-        before = self.model.register_forward_pre_hook(
-            lambda _, given, options: recorder.begin(given, options), with_kwargs=True
-        )
-        after = self.model.register_forward_hook(lambda *_: recorder.end(), always_call=True)
+        begin = Hook(lambda _, given, options: recorder.begin(given, options))
+        end = Hook(lambda *_: recorder.end())
+        before = self.model.register_forward_pre_hook(begin, with_kwargs=True)
+        after = self.model.register_forward_hook(end, always_call=True)
         self._undo += [before.remove, after.remove]
         for adapter in (own, torch_calls, transformers_calls):
             self._undo += adapter.attach(self.model, recorder)
@@ -178,11 +181,10 @@ class Watch(Recording):
         """End a training step: what was seen since the last one joins the series."""
         if self._recorder.active:
             self.check()
-            table = self.heads()
             if any(layer.figures() for layer in self.layers):
-                entry = Entry(self.steps, table)
+                entry = Entry(self.steps, self.heads())
                 self.series.append(entry)
-                raised = self._alarms.look(self.steps, table, self.layers)
+                raised = self._alarms.look(self.steps, entry.table, self.layers)
                 self._write(entry, raised)
         for layer in self.layers:
             layer.close()

@@ -58,7 +58,7 @@ def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
 
 def test_evaluation_leaves_no_trace_in_the_figures(tmp_path: Path) -> None:
     trained(tmp_path / "run", watch_every=1)
-    _, heads = open_run(tmp_path / "run").history("max_logit_max")
+    _, heads = open_run(tmp_path / "run").history("max_logit_max_lower_bound")
     # Evaluated inputs are a hundred times as large, their logits ten thousand times.
     assert max(max(line) for line in heads.values()) < 100
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import headwise as hw
 import headwise.transformers
-from headwise.watching import implementation as ours
+from headwise.watching.adapters import implementation as ours
 from tests.watching.foreign import B, N, implementation, inputs, model_of
 
 

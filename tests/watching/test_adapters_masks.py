@@ -28,10 +28,10 @@ import headwise as hw
 from headwise.mask import Mask
 from headwise.masks import Dense
 from headwise.place import Place
-from headwise.watching.implementation import mask as mask_function
-from headwise.watching.mask_functions import by_rows
-from headwise.watching.mask_tensor import MaskTensor
-from headwise.watching.stretches import Memory, Stretches, read, split
+from headwise.watching.adapters.implementation import mask as mask_function
+from headwise.watching.adapters.mask_functions import by_rows
+from headwise.watching.adapters.mask_tensor import MaskTensor
+from headwise.watching.adapters.stretches import Memory, Stretches, read, split
 
 B, N = 2, 12
 PACKED = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])

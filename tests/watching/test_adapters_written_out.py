@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.watching import layer as layers
-from headwise.watching import torch_calls
+from headwise.watching.adapters import torch_calls
 
 B, H, N, D = 2, 4, 4, 8  # as many keys as heads: axes can't be told by their sizes
 

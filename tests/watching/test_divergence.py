@@ -20,7 +20,7 @@ def test_the_alarm_comes_long_before_the_loss_turns(diverged: Course) -> None:
     assert alarm is not None
     assert turned is not None
     assert alarm + 10 < turned
-    assert min(diverged.losses) < 1.0  # it had learnt something
+    assert min(diverged.losses) < 2.0  # it had learnt something
     assert last(diverged) > 2.0  # and does not get over it, though the rate falls to its end
     assert diverged.max_logits[-1] > 1000
 
@@ -30,5 +30,5 @@ def test_clipping_after_each_step_saves_the_same_run(diverged: Course) -> None:
     assert len(saved.losses) == RECIPE.steps
     assert saved.clipped > 0
     assert saved.turned() is None
-    assert last(saved) < 0.7 < last(diverged)
+    assert last(saved) < 1.0 < last(diverged)
     assert saved.max_logits[-1] < 150

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.watching import Alarm, Entry, Table, open_run, parts, writing
-from headwise.watching.parts import Part
-from headwise.watching.writing import RunWriter
+from headwise.watching import Alarm, Entry, Table, open_run
+from headwise.watching.folder import parts, writing
+from headwise.watching.folder.parts import Part
+from headwise.watching.folder.writing import RunWriter
 
 ABOUT = {
     "format": 1,

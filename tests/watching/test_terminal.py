@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import headwise as hw
 from headwise.cli import app
 from headwise.watching import commands, open_run, terminal
-from headwise.watching.runs import WatchedRun
+from headwise.watching.folder.reading import WatchedRun
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -386,3 +387,25 @@ def test_calls_of_hw_attention_in_a_module_of_ones_own_are_seen_on_every_engine(
     heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
     _, wanted = hw.observe(heads, heads, heads, mask=hw.mask.causal(), softcap=20.0)
     torch.testing.assert_close(layer.observation.entropy, wanted.entropy)
+
+
+def test_a_watched_model_can_be_copied_and_saved_whole(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model) as seen:
+        twin = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        for other in (twin, loaded):
+            torch.testing.assert_close(other(ids), model(ids))
+        assert len(seen.layers) == 2
+        assert seen.layers[0]._reduction.rows.tolist() == [80] * 4  # of the model itself, twice
+
+
+def test_transforms_of_a_watched_module_work() -> None:
+    attention, x = hw.nn.MultiHeadAttention(16, 2), torch.randn(3, 5, 16)
+    with hw.watch(attention):
+        grad = torch.func.grad(lambda x: attention(x).square().sum())(x)
+    x.requires_grad_()
+    attention(x).square().sum().backward()
+    torch.testing.assert_close(grad, x.grad)

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.map import AttentionMap
-from headwise.watching import manifest, parts
 from headwise.watching.alarms import Alarm
-from headwise.watching.kept import FOLDER, Kept, kept_in, read_map
+from headwise.watching.folder import manifest, parts
+from headwise.watching.folder.kept import FOLDER, Kept, kept_in, read_map
+from headwise.watching.folder.parts import Part, Rows
+from headwise.watching.folder.writing import RunWriter, read_alarms
 from headwise.watching.layer import Kind, Layer
 from headwise.watching.naming import PLACES
-from headwise.watching.parts import Part, Rows
 from headwise.watching.recording import NAN, Entry, Recording
 from headwise.watching.table import Table
-from headwise.watching.writing import RunWriter, read_alarms
 
 if TYPE_CHECKING:
     from headwise.watching.watch import Watch

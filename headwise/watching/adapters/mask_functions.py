@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise import mask as masks
 from headwise.mask import Mask
-from headwise.watching.stretches import interval_mask, intervals
+from headwise.watching.adapters.stretches import interval_mask, intervals
 
 PAIRS = 1 << 24  # are looked at at a time
 Rule = Callable[..., Tensor]

@@ -17,7 +17,7 @@ from torch import Tensor
 from headwise.map import AttentionMap
 from headwise.problem import Terms
 from headwise.region import Region
-from headwise.watching.parts import numbers_in, write_whole
+from headwise.watching.folder.parts import numbers_in, write_whole
 
 FOLDER = "maps"
 NAME = re.compile(

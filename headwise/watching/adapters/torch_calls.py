@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching import multi_head_calls
-from headwise.watching.hooks import Hook
+from headwise.watching.adapters import multi_head_calls
+from headwise.watching.adapters.hooks import Hook
+from headwise.watching.adapters.own import OURS, Undo
+from headwise.watching.adapters.proof import prove
+from headwise.watching.adapters.replacement import is_taken
+from headwise.watching.adapters.scaled_dot_product import are_apart, kind_of, scaled_dot_product
+from headwise.watching.adapters.stretches import Memory
+from headwise.watching.adapters.written_out import PRODUCTS, SOFTMAXES, Found, WrittenOut
 from headwise.watching.layer import LARGEST
-from headwise.watching.own import OURS, Undo
-from headwise.watching.proof import prove
 from headwise.watching.recorder import Recorder, matches, recomputing
-from headwise.watching.replacement import is_taken
-from headwise.watching.scaled_dot_product import are_apart, kind_of, scaled_dot_product
-from headwise.watching.stretches import Memory
-from headwise.watching.written_out import PRODUCTS, SOFTMAXES, Found, WrittenOut
 
 _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, but for those that are seen otherwise."""

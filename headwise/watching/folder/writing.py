@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from headwise.watching import manifest, parts
 from headwise.watching.alarms import Alarm
-from headwise.watching.kept import FOLDER, Kept, kept_in, write_map
-from headwise.watching.parts import Part
+from headwise.watching.folder import manifest, parts
+from headwise.watching.folder.kept import FOLDER, Kept, kept_in, write_map
+from headwise.watching.folder.parts import Part
 from headwise.watching.recording import Entry, Recording
 
 log = logging.getLogger("headwise")

@@ -9,8 +9,8 @@ from headwise.mask import Mask, causal
 from headwise.nn.call import Call
 from headwise.place import four
 from headwise.score import Dot
+from headwise.watching.adapters.stretches import Memory, read, split
 from headwise.watching.layer import Kind
-from headwise.watching.stretches import Memory, read, split
 
 
 def scaled_dot_product(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from headwise.api import attention
 from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
+from headwise.watching.adapters.replacement import Replacement
 from headwise.watching.layer import Kind
 from headwise.watching.recorder import Recorder
-from headwise.watching.replacement import Replacement
 
 OURS = (MultiHeadAttention, FixedAttention, AdditiveAttention)
 Undo = Callable[[], None]

@@ -21,14 +21,14 @@ from torch.overrides import _pop_mode_temporarily
 from headwise.mask import Mask, causal
 from headwise.nn.call import Call
 from headwise.score import Dot
+from headwise.watching.adapters.own import Undo
+from headwise.watching.adapters.replacement import Replacement, taken
+from headwise.watching.adapters.stretches import read, split
 from headwise.watching.layer import Kind
-from headwise.watching.own import Undo
 from headwise.watching.recorder import Recorder
-from headwise.watching.replacement import Replacement, taken
-from headwise.watching.stretches import read, split
 
 if TYPE_CHECKING:
-    from headwise.watching.torch_calls import Listener
+    from headwise.watching.adapters.torch_calls import Listener
 
 
 @dataclass(eq=False)

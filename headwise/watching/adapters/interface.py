@@ -13,9 +13,9 @@ from headwise.mask import Mask
 from headwise.nn.call import Call
 from headwise.place import Place
 from headwise.score import Dot
+from headwise.watching.adapters.mask_functions import by_rows
+from headwise.watching.adapters.stretches import Memory, Stretches, read, split
 from headwise.watching.layer import Kind
-from headwise.watching.mask_functions import by_rows
-from headwise.watching.stretches import Memory, Stretches, read, split
 
 _FULL = ("eager", "flex_attention")
 """Implementations whose mask says everything: without one, every key is seen."""
