@@ -35,9 +35,15 @@ class Asked:
         """The model, ready to read."""
         return opening.opened(self.model, self.device)
 
+    def check(self) -> None:
+        """ValueError where there is no such model or device, before anything is loaded."""
+        opening.find(self.model)
+        opening.check_device(self.device)
+
 
 def draw(asked: Asked, every: bool, as_json: bool) -> None:
     """Print what the heads do, for someone to see or for a program to read."""
+    asked.check()
     what = terminal.SENTENCE if asked.what is None else asked.what
     read = asked.open().read(what, silent)
     chosen = [read.find(name)[1] for name in asked.heads]
@@ -51,6 +57,12 @@ def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> N
     """Write the page as a file, or a head as a picture, or both; say where and how large."""
     from headwise.look import export, pictures
 
+    asked.check()
+    for path in (out, picture):
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            raise ValueError(f"{path} can't be written: name a file in a folder that is there")
+    if picture is not None:
+        pictures.check(picture)
     with bar() as progress:
         session = Session(sample=asked.what is None)
         session.reader = reader = asked.open()
@@ -72,7 +84,7 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
     """Serve the page until Ctrl-C."""
     from headwise.look import server
 
-    opening.find(asked.model)
+    asked.check()
     bound = server.listening(port)
     address = server.address(bound)
     console = Console(stderr=True)

@@ -79,6 +79,8 @@ def look(
     """
     from headwise.look import asking  # needs what only `look` needs
 
+    if (in_terminal or as_json) and (out is not None or picture is not None):
+        raise typer.BadParameter("--terminal and --json print; --out and --picture write")
     what = given(text, file, image)
     asked = asking.Asked(model, what, tuple(head or ()), device)
     try:
@@ -88,7 +90,7 @@ def look(
             asking.write(asked, out, number_of_bytes(limit), picture)
         else:
             asking.serve(asked, port, no_open)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
 
 
@@ -104,7 +106,10 @@ def given(text: str | None, file: typer.FileText | None, image: Path | None) -> 
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"the input can't be read: {error}") from error
     if text is None and piped():
-        return sys.stdin.read() or None
+        try:
+            return sys.stdin.buffer.read().decode() or None
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"standard input is no text in UTF-8: {error}") from error
     return text
 
 
@@ -116,7 +121,11 @@ def piped() -> bool:
         return False
     if stat.S_ISFIFO(mode):
         # A pipe that nobody writes to is no text, and would be waited for without end.
-        return sys.platform != "win32" and bool(select.select([sys.stdin], [], [], 1)[0])
+        begun = sys.platform != "win32" and bool(select.select([sys.stdin], [], [], 1)[0])
+        if not begun:
+            said = "standard input said nothing within a second and is passed over; --file - waits"
+            typer.echo(said, err=True)
+        return begun
     return stat.S_ISREG(mode)
 
 
@@ -127,6 +136,6 @@ def number_of_bytes(written: str) -> int:
     1500000
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)b?\s*", written, re.IGNORECASE)
-    if match is None:
-        raise typer.BadParameter(f"--limit {written!r} is no size; 20MB would be one")
+    if match is None or len(match[1]) > 15:
+        raise typer.BadParameter(f"--limit {written[:40]!r} is no size; 20MB would be one")
     return int(float(match[1]) * 1000 ** " kmg".index(match[2].lower() or " "))

@@ -26,6 +26,7 @@ from headwise.look.reading import (
     too_long,
 )
 from headwise.look.scene import Description, Image, Input
+from headwise.training.characters import whole_characters
 from headwise.watching import watch
 
 SAID = 128
@@ -235,10 +236,12 @@ def positions(model: nn.Module) -> int | None:
 def pieces(tokeniser: Any, ids: Sequence[int]) -> list[str]:
     """Each token as a reader should see it: with the space before it, without the signs for one."""
     decode: Callable[[list[int]], str] = tokeniser.decode
-    found = []
-    for id, raw in zip(ids, tokeniser.convert_ids_to_tokens(ids), strict=True):
-        if raw.startswith(("▁", "##")):  # SentencePiece's space, WordPiece's lack of one
-            found.append(raw.replace("▁", " "))
-        else:
-            found.append(decode([id]) or raw)
-    return found
+    raw = tokeniser.convert_ids_to_tokens(ids)
+    if any(
+        x.startswith(("▁", "##")) for x in raw
+    ):  # SentencePiece's space, WordPiece's lack of one
+        return [
+            x.replace("▁", " ") if x.startswith(("▁", "##")) else decode([id]) or x
+            for id, x in zip(ids, raw, strict=True)
+        ]
+    return whole_characters(ids, decode)

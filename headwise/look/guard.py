@@ -47,7 +47,7 @@ class Guard:
                 message["headers"] = [*message["headers"], *extra]
             await send(message)
 
-        refusal = refused(Headers(scope=scope), port_of(scope), scope["method"])
+        refusal = refused(Headers(scope=scope), port_of(scope), scope["path"])
         if refusal is None:
             await self.app(scope, Limited(receive), guarded)
         else:
@@ -72,8 +72,8 @@ class TooLargeError(Exception):
     """A body without a length turned out to be too long."""
 
 
-def refused(headers: Headers, port: int | None, method: str) -> JSONResponse | None:
-    """Why a request is refused, or None."""
+def refused(headers: Headers, port: int | None, path: str) -> JSONResponse | None:
+    """Why a request is refused, or None; another site may link to the page, and ask for nothing."""
     host = headers.get("host", "")
     if not ours(host, port):
         return refusal(
@@ -84,7 +84,8 @@ def refused(headers: Headers, port: int | None, method: str) -> JSONResponse | N
     origin = headers.get("origin")
     if origin is not None and not ours(origin.removeprefix("http://"), port):
         return refusal(403, f"requests from {origin[:100]!r} are refused", "use the page itself")
-    if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and method != "GET":
+    elsewhere = headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
+    if elsewhere and path.startswith("/api"):
         return refusal(403, "requests from other sites are refused", "use the page itself")
     length = headers.get("content-length", "0")
     if not length.isdigit() or int(length) > MOST_BYTES:

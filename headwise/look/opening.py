@@ -24,6 +24,11 @@ def opened(what: str, device: str | None = None) -> Reader:
     """
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if what not in built_in() and not trained_here(Path(what)):
+        if watched(what) is not None:
+            raise ValueError(
+                f"{what} is a watched run, without its model: headwise look {what} shows it in the "
+                f"browser, and headwise watch {what} in the terminal"
+            )
         return foreign.opened(what, place)
     loaded, name = load(what, place), Path(what).name
     if isinstance(loaded, LanguageModel):
@@ -37,6 +42,17 @@ def find(what: str) -> None:
     """ValueError where there is no such model, before anything is loaded."""
     if what not in built_in() and not Path(what).is_dir():
         foreign.find(what)
+
+
+def check_device(device: str | None) -> None:
+    """ValueError for a device that is none, or not of this machine."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).splitlines()[0][:120]
+        raise ValueError(f"--device {device} can't be used here: {said}; cpu would work") from None
 
 
 def watched(what: str) -> WatchedFolder | None:

@@ -32,14 +32,19 @@ CAPTION = (
 )
 
 
+def check(path: Path) -> None:
+    """ValueError unless a file's name ends as a picture's."""
+    if path.suffix.lower() not in KINDS:
+        raise ValueError(f"{path} is no picture; its name may end in {', '.join(KINDS)}")
+
+
 def save(path: Path, model: str, group: Group, head: Head) -> None:
     """Write a head's map: its tokens where they are few, a scale, and its figures below.
 
     Weights are coloured linearly from 0 to 1. Where a map is pooled, a cell holds the largest of
     its weights and the colours are logarithmic, and the figure says so.
     """
-    if path.suffix.lower() not in KINDS:
-        raise ValueError(f"{path} is no picture; its name may end in {', '.join(KINDS)}")
+    check(path)
     try:
         import matplotlib
         from matplotlib.colors import LogNorm, Normalize

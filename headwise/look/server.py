@@ -91,7 +91,7 @@ def _sent(media: str, body: bytes) -> str | bytes:
         raise Refusal(415, f"a body of type {media[:60]!r}", 'send {"text": …} as application/json')
     try:
         text = json.loads(body)["text"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
         raise Refusal(400, "the body has no text", 'send {"text": "…"}')

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 try:
@@ -10,6 +11,8 @@ except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         "tokenisers need the package tokenizers: pip install 'headwise[train]'", name=missing.name
     ) from missing
+
+from headwise.training.characters import whole_characters
 
 BYTES = 256
 """The smallest vocabulary: one number a byte."""
@@ -70,7 +73,13 @@ class Tokeniser:
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Each number as a reader should see it: its text, or a sign for what has none."""
         signs = {self.pad: "·", self.start: "⟨start⟩", self.end: "⟨end⟩"}
-        return [signs.get(i) or str(self.inner.decode([i])) for i in ids]
+        found = []
+        for sign, part in groupby(ids, signs.get):
+            same = list(part)
+            found += (
+                whole_characters(same, self.inner.decode) if sign is None else [sign] * len(same)
+            )
+        return found
 
     def save(self, path: Path) -> None:
         """Write it as a tokenizer.json, which other libraries read too."""

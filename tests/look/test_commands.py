@@ -58,6 +58,11 @@ def test_a_head_of_another_group_can_be_named(tmp_path: Path) -> None:
         (("--text", "a", "--out", "x.html", "--limit", "big"), "20MB would be one"),
         (("--image", __file__, "--terminal"), "this model reads text, and an image was given"),
         (("runs/no/where",), "no model 'runs/no/where'"),
+        (("--text", "a", "--out", "no/where/x.html"), "name a file in a folder that is there"),
+        (("--text", "a", "--out", "."), "name a file in a folder that is there"),
+        (("--text", "a", "--terminal", "--out", "x.html"), "--out and --picture write"),
+        (("--text", "a", "--terminal", "--device", "toaster"), "cpu would work"),
+        (("--text", "a", "--out", "x.html", "--limit", "9" * 400), "20MB would be one"),
     ],
 )
 def test_what_can_not_be_is_refused_with_what_would(words: tuple[str, ...], said: str) -> None:

@@ -135,6 +135,9 @@ def test_a_form_of_another_site_can_send_nothing(client: TestClient, session: Se
     assert client.post("/api/inputs", content='{"text": "x"}', headers=plain).status_code == 415
     crossed = {"sec-fetch-site": "cross-site"}
     assert client.post("/api/inputs", json={"text": "x"}, headers=crossed).status_code == 403
+    assert client.get("/api/state", headers=crossed).status_code == 403  # nor keep us busy
+    deep = {"content-type": "application/json"}
+    assert client.post("/api/inputs", content="[" * 200_000, headers=deep).status_code == 400
     assert list(session.atlases) == ["0"]
 
 
