@@ -24,9 +24,9 @@ def told() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"{error.name} is missing: pip install 'headwise[train]'"
-        ) from error
+        known = "pip install" in str(error)  # who asked for it knows which extra brings it
+        said = str(error) if known else f"{error.name} is missing: pip install 'headwise[train]'"
+        raise typer.BadParameter(said) from error
     except (ValueError, OSError, RuntimeError) as error:
         if type(error) is RuntimeError:  # torch's: a traceback says more
             raise

@@ -21,7 +21,7 @@ SMALL = [  # the interpreter takes seconds for one
 ]
 # Where every tanh is about a thousandth, the weight's gradient, Σ ds tanh, shows that 1 - 2r is off
 # by a unit of 1 and not of itself: three times what rounding explains.
-KNOWN = pytest.mark.xfail(reason="tanh from a reciprocal has an absolute error", strict=False)
+KNOWN = pytest.mark.xfail(reason="tanh from a reciprocal has an absolute error")
 pairs = [
     *(pytest.param(recipe, id=f"small-{recipe.seed}") for recipe in SMALL),
     *(
