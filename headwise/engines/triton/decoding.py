@@ -30,9 +30,14 @@ NOTHING_GIVEN = Given(*[None] * len(Given._fields))
 
 
 def decodes(q: Tensor, k: Tensor, terms: Terms) -> bool:
-    """Whether the decoding kernels serve this call: few rows a key head, and many keys."""
-    few: bool = q.shape[2] * (q.shape[1] // k.shape[1]) <= ROWS and q.shape[2] <= 16
-    return few and terms.additive is None and terms.seed is None and k.shape[2] >= least_keys()
+    """Whether the decoding kernels serve this call."""
+    return few(q, k) and terms.additive is None and terms.seed is None
+
+
+def few(q: Tensor, k: Tensor) -> bool:
+    """Whether there are few rows a key head, and many keys."""
+    rows: int = q.shape[2] * (q.shape[1] // k.shape[1])
+    return rows <= ROWS and q.shape[2] <= 16 and k.shape[2] >= least_keys()
 
 
 def least_keys() -> int:

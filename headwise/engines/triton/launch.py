@@ -66,9 +66,14 @@ def exposed(q: Tensor, k: Tensor, terms: Terms) -> bool:
     """Whether there may be a key that no row of the call sees, and that may hold anything."""
     if terms.intervals is not None or terms.dense is not None:
         return True
-    if terms.band is None or len(terms.band) == 1:
+    return terms.band is not None and leaves_keys(q, k, terms.band)
+
+
+def leaves_keys(q: Tensor, k: Tensor, band: list[int]) -> bool:
+    """Whether there are keys outside of a band (`Terms.band`), which no row sees."""
+    if len(band) == 1:
         return False
-    _, low, high = terms.band
+    _, low, high = band
     return low > 0 or q.shape[2] - 1 + high < k.shape[2] or low >= high
 
 
