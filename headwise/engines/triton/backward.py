@@ -12,7 +12,7 @@ from headwise.engines.triton.cards import card
 from headwise.engines.triton.grad_keys import grad_keys, row_blocks
 from headwise.engines.triton.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.grad_small import grad_bias, grad_distance
-from headwise.engines.triton.gradients import Rows, dot_rows
+from headwise.engines.triton.gradients import WHOLE, Rows, fill_rows
 from headwise.engines.triton.launch import (
     Operands,
     described,
@@ -47,13 +47,15 @@ def differentiate(
     with on(q.device):
         call = Call(q, k, v, terms, out, grad_out)
         share = None if terms.sinks is None else torch.exp(terms.sinks.float()[:, None] - lse)
-        shared = call.dot(call.grad_out, out)
-        shared = shared if grad_lse is None else shared - grad_lse
+        rows = call.numbers(out, lse)
+        shared = rows.shared[..., : call.rows]
+        if grad_lse is not None:
+            shared -= grad_lse
         if grad_entropy is not None:
             seen = 1.0 if share is None else 1 - share
-            shared = shared + grad_entropy * (entropy + 1 - seen)
-            grad_entropy = grad_entropy.contiguous()
-        rows = Rows(lse, shared, grad_entropy)
+            shared += grad_entropy * (entropy + 1 - seen)
+            past = rows.shared.shape[-1] - call.rows
+            rows = rows._replace(entropy=torch.nn.functional.pad(grad_entropy, (0, past)))
         grad_q, sums = call.queries(rows)
         grad_k, grad_v = call.keys(rows)
         return Gradients(
@@ -71,7 +73,7 @@ def differentiate(
 def _sinks(share: Tensor, rows: Rows) -> Tensor:
     """For the sink dP = 0 and there is no value; its entropy term is the sum over visible keys."""
     row = -rows.shared if rows.entropy is None else rows.entropy - rows.shared
-    return (share * row).sum((0, 2))
+    return (share * row[..., : share.shape[-1]]).sum((0, 2))
 
 
 class Call:
@@ -88,20 +90,23 @@ class Call:
         self.batch, self.heads, self.rows = q.shape[:3]
         self.wide = max(self.operands.padded)
 
-    def dot(self, a: Tensor, c: Tensor) -> Tensor:
-        """Σ a · c along the last axis, (B, Hq, N) float32."""
-        a, c = (x if x.stride(-1) == 1 else x.contiguous() for x in (a, c))
-        found = a.new_empty(a.shape[:3], dtype=torch.float32)
+    def numbers(self, out: Tensor, lse: Tensor) -> Rows:
+        """lse and Σ grad_out · out of every row."""
+        a, c = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.grad_out, out))
+        blocks = -(-self.rows // WHOLE.value)
+        found = lse.new_empty(2, self.batch, self.heads, blocks * WHOLE.value)
         if found.numel():
             strides = (*outer_strides(a), *outer_strides(c))
             unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-            aligned = all(x.data_ptr() % 16 == 0 for x in (a, c)) and max(strides) < WORD
+            aligned = all(x.data_ptr() % 16 == 0 for x in (a, c, lse)) and max(strides) < WORD
             start(
-                dot_rows, self.grid(64), (a.dtype, c.dtype) if aligned else None,
-                (a, c, *(stride // unit for stride in strides), found, self.rows), 4, 1, ROWS=64,
-                WIDTH=a.shape[-1], PADDED=self.flags["PADDED_VALUES"], UNIT=unit,
+                fill_rows, (blocks * 2, self.heads, self.batch),
+                (a.dtype, c.dtype) if aligned else None,
+                (a, c, *(stride // unit for stride in strides), lse, found, self.rows), 4, 1,
+                ROWS=WHOLE.value // 2, WIDTH=a.shape[-1], PADDED=self.flags["PADDED_VALUES"],
+                UNIT=unit,
             )  # fmt: skip
-        return found
+        return Rows(found[0], found[1], None)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """A program for each block of rows."""
@@ -132,8 +137,9 @@ class Call:
         terms, q = self.operands.terms, self.operands.q
         shape = self.shape("queries")
         grad = torch.empty_like(q, memory_format=torch.contiguous_format)
-        slopes = None if terms.slopes is None else torch.empty_like(rows.shared)
-        ends = [None if terms.relative is None else torch.empty_like(rows.shared) for _ in range(2)]
+        empty, size = rows.shared.new_empty, q.shape[:3]
+        slopes = None if terms.slopes is None else empty(size)
+        ends = [None if terms.relative is None else empty(size) for _ in range(2)]
         sums = RowSums(slopes, *ends)
         if grad.numel():
             tma, tensors = self.tensors(shape.rows, shape.keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.gradients import row_numbers, weigh
+from headwise.engines.triton.gradients import weigh, whole_rows
 from headwise.engines.triton.tiles import (
     FAR,
     LOOSE,
@@ -109,11 +109,13 @@ def step(
 ):  # fmt: skip
     """Add one block of rows to the keys' and values' gradients."""
     i = block * ROWS + tl.arange(0, ROWS)
-    here = i < z.queries
     queries = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
     grads = load_tile(do, dos, b, h, block * ROWS, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
-    line = (b * heads + h).to(tl.int64) * z.queries
-    lse, shared, entropy = row_numbers(rows, line, i, here)
+    line = whole_rows(z, b, heads, h)
+    lse, shared = tl.load(rows.lse + line + i), tl.load(rows.shared + line + i)
+    entropy = shared
+    if rows.entropy is not None:
+        entropy = tl.load(rows.entropy + line + i)
     s = tl.dot(keys, queries.T, input_precision=PRECISION)  # (KEYS, ROWS)
     dp = tl.dot(values, grads.T, input_precision=PRECISION)
     position, hashed = i, i

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.engines.triton.gradients import row_numbers, weigh
+from headwise.engines.triton.gradients import row_numbers, weigh, whole_rows
 from headwise.engines.triton.tiles import (
     FAR,
     LOOSE,
@@ -111,7 +111,7 @@ def grad_queries(
     here_q = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
     grads = load_tile(do, dos, b, h, block * ROWS, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
     line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries
-    numbers = row_numbers(rows, line, i, here)
+    numbers = row_numbers(rows, whole_rows(z, b, tl.num_programs(1), h), i, here)
     zero = tl.zeros([ROWS], tl.float32)
     state = (tl.zeros([ROWS, PADDED], tl.float32), zero, zero, zero)
     cleaned = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.gradients import row_numbers, weigh
+from headwise.engines.triton.gradients import row_numbers, weigh, whole_rows
 from headwise.engines.triton.tiles import (
     FAR,
     LOOSE,
@@ -84,7 +84,7 @@ def grad_bias(
         hashed = position
         if t.seed is not None:
             hashed = row_hash(t.seed, b, h, position)
-        line = (b * heads + h).to(tl.int64) * z.queries
+        line = whole_rows(z, b, heads, h)
         lse, shared, entropy = row_numbers(rows, line, i, i < z.queries)
         seen = visible(t, z, b, h, i[:, None], j[None, :], i[:, None], PIECES)
         if not PLAIN:
@@ -125,7 +125,7 @@ def grad_distance(
     number, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     distance = number + 1 - z.reach
     heads = tl.num_programs(1)
-    line = (b * heads + h).to(tl.int64) * z.queries
+    line = whole_rows(z, b, heads, h)
     total = tl.zeros([ROWS], tl.float32)
     wide, values = tl.arange(0, PADDED)[None, :], tl.arange(0, PADDED_VALUES)[None, :]
     start_q = q + b.to(tl.int64) * qs[0] + h.to(tl.int64) * qs[1] + wide
