@@ -73,10 +73,15 @@ class Translator:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A ViT, and its card."""
+    """A ViT, its card, and what it scales pixels of 0 to 1 by, a number a channel.
+
+    `mean` and `deviation` are empty where the run was trained before they were kept.
+    """
 
     model: ViT
     card: str
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
 
 
 Device = str | torch.device
@@ -134,7 +139,9 @@ def _ready(model: Any, run: Any) -> LanguageModel | Translator | Classifier:
         return LanguageModel(model, Tokeniser.load(run.tokeniser), card)
     if isinstance(model, Transformer):
         return Translator(model, Tokeniser.load(run.tokeniser), card)
-    return Classifier(model, card)
+    pixels = run.asked().get("pixels", {})
+    mean, deviation = (tuple(pixels.get(name, ())) for name in ("mean", "deviation"))
+    return Classifier(model, card, mean, deviation)
 
 
 def built_in() -> list[str]:

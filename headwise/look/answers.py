@@ -21,6 +21,7 @@ from headwise.look.scene import Group, Head
 from headwise.look.session import Session
 from headwise.look.watch_api import WatchedFolder
 from headwise.map import TILE
+from headwise.saying import halves, said_by, say, with_chinese
 
 MOST_TOKENS = 20_000  # in one answer
 MOST_LINES = 512  # rows whose largest weights are given at once
@@ -38,16 +39,17 @@ def answer(session: Session, address: str) -> Answer:
             match = re.fullmatch(pattern, parts.path)
             if match:
                 return reply(session, Query(parts.query), *match.groups())
-        raise Refusal(404, f"there is nothing at {parts.path[:200]}", "see docs/look.md")
+        nothing = say("there is nothing at {path}", path=parts.path[:200])
+        raise Refusal(404, nothing, say("see docs/look.md"))
     except Refusal as refusal:
         return refusal.answer()
     except ValueError as error:  # the library restates the call, and says what would work
-        return Refusal(404, str(error)).answer()
+        return Refusal(404, said_by(error)).answer()
 
 
 def state(session: Session, query: Query) -> Answer:
     """How far things are, the model and its inputs."""
-    return as_json(session.state())
+    return as_json(with_chinese(session.state()))
 
 
 def tokens(session: Session, query: Query, id: str) -> Answer:
@@ -55,7 +57,7 @@ def tokens(session: Session, query: Query, id: str) -> Answer:
     group = _atlas(session, id).input.group(query.given.get("group", "self"))
     axis = query.given.get("axis", "rows")
     if axis not in ("rows", "columns"):
-        raise Refusal(400, f"axis={axis[:40]!r}; a map has rows and columns")
+        raise Refusal(400, say("axis={axis!r}; a map has rows and columns", axis=axis[:40]))
     all_tokens = group.rows if axis == "rows" else group.columns
     start = query.number("start", 0)
     stop = min(query.number("stop", MOST_TOKENS), start + MOST_TOKENS)
@@ -97,7 +99,7 @@ def image(session: Session, query: Query, id: str) -> Answer:
     """The image that was read."""
     seen = _atlas(session, id).input.image
     if seen is None:
-        raise Refusal(404, f"input {id} is no image")
+        raise Refusal(404, say("input {id} is no image", id=id))
     return Answer(seen.png, "image/png")
 
 
@@ -161,8 +163,10 @@ def top(session: Session, query: Query, id: str, *where: str) -> Answer:
     """The largest weights of some rows."""
     _, group, head = _head(session, id, *where)
     rows = query.range("row", len(group.rows))
-    if rows.stop - rows.start > MOST_LINES:
-        raise Refusal(400, f"{rows.stop - rows.start} rows; at most {MOST_LINES} are given at once")
+    count = rows.stop - rows.start
+    if count > MOST_LINES:
+        said = say("{rows} rows; at most {most} are given at once", rows=count, most=MOST_LINES)
+        raise Refusal(400, said)
     weights, keys = head.map[0, 0, rows].topk(min(query.number("k", 3, 1, 64), len(group.columns)))
     pairs = [
         [[key, value] for key, value in zip(*row, strict=True) if value > 0]
@@ -180,7 +184,7 @@ def experiment(session: Session, query: Query, name: str) -> Answer:
 def watched(session: Session, query: Query) -> Answer:
     """How far the run is that is being watched, and what alarmed."""
     with _explained():
-        return as_json(_run(session).state())
+        return as_json(with_chinese(_run(session).state()))
 
 
 def series(session: Session, query: Query) -> Answer:
@@ -218,21 +222,22 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        problem, _, hint = str(error).partition("; ")
-        raise Refusal(400, problem, hint) from error
+        raise Refusal(400, *halves(said_by(error))) from error
 
 
 def _run(session: Session) -> WatchedFolder:
     if session.run is None:
-        raise Refusal(404, "no run is being watched", "headwise look RUN_FOLDER shows one")
+        hint = say("headwise look RUN_FOLDER shows one")
+        raise Refusal(404, say("no run is being watched"), hint)
     return session.run
 
 
 def _atlas(session: Session, id: str) -> Atlas:
     atlas = session.atlases.get(id)
     if atlas is None:
-        there = ", ".join(session.atlases) or "none yet"
-        raise Refusal(404, f"there is no input {id}", f"there are: {there}")
+        there = ", ".join(session.atlases) or say("none yet")
+        hint = say("there are: {there}", there=there)
+        raise Refusal(404, say("there is no input {id}", id=id), hint)
     return atlas
 
 

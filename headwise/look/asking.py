@@ -98,9 +98,8 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
                 report(now.stage, now.done)
                 return
             progress.stop()
-            problem = now.error or (now.notice and now.notice["error"])
-            if problem:
-                console.print(problem, style="red", markup=False)
+            if now.problem is not None:
+                console.print(now.problem.error, style="red", markup=False)
             elif session.atlases:
                 print(ready(next(reversed(session.atlases.values())).input), flush=True)
 

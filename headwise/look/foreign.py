@@ -26,6 +26,7 @@ from headwise.look.reading import (
     too_long,
 )
 from headwise.look.scene import Description, Image, Input
+from headwise.saying import say
 from headwise.training.characters import whole_characters
 from headwise.watching import watch
 
@@ -60,7 +61,8 @@ def opened(what: str, device: str) -> Reader:
         return (TranslationReader if both else TextReader)(name, model, tokeniser)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"transformers can't load {what}: {reason}") from error
+        said = say("transformers can't load {what}: {reason}", what=what, reason=reason)
+        raise ValueError(said) from error
     finally:
         auto.utils.logging.set_verbosity(talk)
 
@@ -129,11 +131,16 @@ class TextReader:
         text = checked_text(what)
         ids = self.tokeniser(text, verbose=False)["input_ids"]
         if not ids:
-            raise ValueError(f"there is no token to look at in {text[:20]!r}")
+            raise ValueError(say("there is no word to look at in {text!r}", text=text[:20]))
         notes = too_long(len(ids), self.description.context)
         places = positions(self.model)
         if places is not None and len(ids) > places:
-            notes = (f"the first {places:,} of {len(ids):,} tokens: the model has no more places",)
+            said = say(
+                "the first {places:,} of {tokens:,} tokens: the model has no more places",
+                places=places,
+                tokens=len(ids),
+            )
+            notes = (said,)
             ids = ids[:places]
         check_length(len(ids), self.model.device)
         with watch(self.model) as seen, running(self.model, report):
@@ -196,7 +203,12 @@ class ImageReader:
         first = seen.layers[0].map().shape[3] - grid[0] * grid[1]
         if first < 0:
             raise ValueError(
-                f"{self.name} does not keep its {grid[0]} × {grid[1]} patches as tokens; a ViT does"
+                say(
+                    "{name} does not keep its {high} × {wide} patches as tokens; a ViT does",
+                    name=self.name,
+                    high=grid[0],
+                    wide=grid[1],
+                )
             )
         tokens = images.patch_names(first, *grid)
         shown = Image(images.png(self._pixels(values[0])), grid, first)

@@ -12,6 +12,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headwise.saying import Sentence, say, with_chinese
+
 MOST_BYTES = 4 << 20
 """The largest body that is read."""
 
@@ -78,15 +80,17 @@ def refused(headers: Headers, port: int | None, path: str) -> JSONResponse | Non
     if not ours(host, port):
         return refusal(
             421,
-            f"this page is not served as {host[:100]!r}",
-            f"open http://127.0.0.1:{port}/",
+            say("this page is not served as {host!r}", host=host[:100]),
+            say("open http://127.0.0.1:{port}/", port=port),
         )
     origin = headers.get("origin")
     if origin is not None and not ours(origin.removeprefix("http://"), port):
-        return refusal(403, f"requests from {origin[:100]!r} are refused", "use the page itself")
+        said = say("requests from {origin!r} are refused", origin=origin[:100])
+        return refusal(403, said, say("use the page itself"))
     elsewhere = headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
     if elsewhere and path.startswith("/api"):
-        return refusal(403, "requests from other sites are refused", "use the page itself")
+        said = say("requests from other sites are refused")
+        return refusal(403, said, say("use the page itself"))
     length = headers.get("content-length", "0")
     if not length.isdigit() or int(length) > MOST_BYTES:
         return too_large()
@@ -107,9 +111,10 @@ def port_of(scope: Scope) -> int | None:
 
 def too_large() -> JSONResponse:
     """What a body over the limit gets."""
-    return refusal(413, f"the body is larger than {MOST_BYTES >> 20} MiB", "send a shorter text")
+    said = say("this is larger than {most} MiB", most=MOST_BYTES >> 20)
+    return refusal(413, said, say("a shorter text or a smaller image would work"))
 
 
-def refusal(status: int, error: str, hint: str) -> JSONResponse:
+def refusal(status: int, error: Sentence, hint: Sentence) -> JSONResponse:
     """An error as the page understands it."""
-    return JSONResponse({"error": error, "hint": hint}, status)
+    return JSONResponse(with_chinese({"error": error, "hint": hint}), status)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.saying import say
+
 MOST_PIXELS = 1 << 25
 """A larger picture is refused before it is unpacked."""
 
@@ -17,19 +19,26 @@ def opened(what: str | bytes) -> Any:
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError as missing:
-        raise ValueError("reading an image needs Pillow: pip install 'headwise[look]'") from missing
+        said = say("reading an image needs Pillow: pip install 'headwise[look]'")
+        raise ValueError(said) from missing
     if isinstance(what, str):
-        raise ValueError("this model looks at images, and a text was given; --image would work")
+        said = say("this model looks at images, and a text was given; --image would work")
+        raise ValueError(said)
     try:
         image = Image.open(io.BytesIO(what), formats=("PNG", "JPEG"))
         if image.width * image.height > MOST_PIXELS:
             raise ValueError(
-                f"the image has {image.width} × {image.height} pixels; at most {MOST_PIXELS:,} "
-                "would work"
+                say(
+                    "the image has {wide} × {high} pixels; at most {most:,} would work",
+                    wide=image.width,
+                    high=image.height,
+                    most=MOST_PIXELS,
+                )
             )
         return image.convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"this is no PNG or JPEG image: {error}") from error
+        said = say("this is no PNG or JPEG image: {reason}", reason=error)
+        raise ValueError(said) from error
 
 
 def pixels(what: str | bytes, side: int, channels: int) -> Tensor:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from headwise.loading import Classifier, LanguageModel, Translator
 from headwise.look import images
 from headwise.look.heads import groups
@@ -18,6 +21,7 @@ from headwise.look.reading import (
     too_long,
 )
 from headwise.look.scene import Description, Image, Input
+from headwise.saying import say
 from headwise.watching import watch
 
 
@@ -108,9 +112,21 @@ class ImageReader:
         pixels = images.pixels(what, config.image, config.channels)  # (C, H, W), 0 to 1
         device = model.summary.device
         with watch(model) as seen, running(model, report):
-            model(images.centred(pixels).to(device)[None])
+            model(self._scaled(pixels).to(device)[None])
         side = config.image // config.patch
         tokens = images.patch_names(1, side, side)
         shown = Image(images.png(pixels), (side, side), 1)
-        said = "pixels are scaled by this image's mean and deviation: the run keeps no others"
-        return Input("image", "image", groups(seen, {"self": (tokens, tokens)}), (said,), shown)
+        own = say(
+            "pixels are scaled by this image's own mean and deviation: the run keeps no others"
+        )
+        notes = () if self.loaded.mean else (own,)
+        return Input("image", "image", groups(seen, {"self": (tokens, tokens)}), notes, shown)
+
+    def _scaled(self, pixels: Tensor) -> Tensor:
+        """As the model learnt to see them, (C, H, W); by their own measure where none was kept."""
+        if not self.loaded.mean:
+            return images.centred(pixels)
+        mean, deviation = (
+            torch.tensor(x)[:, None, None] for x in (self.loaded.mean, self.loaded.deviation)
+        )
+        return (pixels - mean) / deviation

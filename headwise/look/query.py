@@ -8,6 +8,7 @@ from urllib.parse import parse_qs
 
 from headwise.engines.tiles import How
 from headwise.look.reply import Refusal
+from headwise.saying import say
 
 
 class Query:
@@ -20,7 +21,14 @@ class Query:
         """An integer from low to high."""
         written = self.given.get(name, str(default))
         if not re.fullmatch(r"\d{1,10}", written) or not low <= int(written) <= high:
-            raise Refusal(400, f"{name}={written[:40]!r} is no number from {low} to {high}")
+            said = say(
+                "{name}={written!r} is no number from {low} to {high}",
+                name=name,
+                written=written[:40],
+                low=low,
+                high=high,
+            )
+            raise Refusal(400, said)
         return int(written)
 
     def how(self) -> How:
@@ -29,7 +37,8 @@ class Query:
         if self.given.get("how", how) == "max":
             how = "max"
         elif self.given.get("how", how) != "mean":
-            raise Refusal(400, f"how={self.given['how'][:40]!r}; cells hold the mean or the max")
+            given = self.given["how"][:40]
+            raise Refusal(400, say("how={how!r}; cells hold the mean or the max", how=given))
         return how
 
     def range(self, axis: str, length: int) -> slice:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from headwise.look.scene import Description, Input
+from headwise.saying import say
 
 Report = Callable[[str, float | None], None]
 """Told what is being done, and how much of it is: `report("running the model", 0.5)`."""
@@ -72,9 +73,9 @@ def described(
 def checked_text(what: str | bytes) -> str:
     """The text; ValueError where there is no word in it."""
     if isinstance(what, bytes):
-        raise ValueError("this model reads text, and an image was given; --text would work")
+        raise ValueError(say("this model reads text, and an image was given; --text would work"))
     if not what.strip():
-        raise ValueError(f"there is no word to look at in {what[:20]!r}")
+        raise ValueError(say("there is no word to look at in {text!r}", text=what[:20]))
     return what
 
 
@@ -82,10 +83,13 @@ def check_length(tokens: int, device: torch.device) -> None:
     """ValueError where so many tokens would take too long on their device."""
     most = MOST_TOKENS.get(device.type, MOST_TOKENS["cpu"])
     if tokens > most:
-        hint = "; a GPU takes more" if device.type == "cpu" else ""
+        more = say("; a GPU takes more") if device.type == "cpu" else ""
         raise ValueError(
-            f"{tokens:,} tokens are too many to look at on {device.type}: at most {most:,}{hint}"
-        )
+            say(
+                "{tokens:,} tokens are too many to look at on {device}: at most {most:,}{more}",
+                tokens=tokens, device=device.type, most=most, more=more,
+            )
+        )  # fmt: skip
 
 
 def too_long(tokens: int, context: int | None) -> tuple[str, ...]:
@@ -96,7 +100,12 @@ def too_long(tokens: int, context: int | None) -> tuple[str, ...]:
     """
     if context is None or tokens <= context:
         return ()
-    return (f"{tokens:,} tokens; the model was trained on {context:,} at a time",)
+    said = say(
+        "{tokens:,} tokens; the model was trained on {context:,} at a time",
+        tokens=tokens,
+        context=context,
+    )
+    return (said,)
 
 
 def title(text: str) -> str:

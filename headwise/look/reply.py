@@ -6,6 +6,8 @@ import json
 import math
 from dataclasses import dataclass, field
 
+from headwise.saying import with_chinese
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -26,7 +28,7 @@ class Refusal(Exception):  # noqa: N818 - an answer like any other, only not the
 
     def answer(self) -> Answer:
         """The refusal as it travels."""
-        return as_json({"error": self.error, "hint": self.hint}, self.status)
+        return as_json(with_chinese({"error": self.error, "hint": self.hint}), self.status)
 
 
 def as_json(value: object, status: int = 200) -> Answer:

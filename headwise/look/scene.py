@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from headwise.map import AttentionMap
+from headwise.saying import say
 
 Kind = Literal["text", "translation", "image"]
 
@@ -52,8 +53,14 @@ class Group:
         for head in self.heads:
             if head.name == name:
                 return head
-        first, last = self.heads[0].name, self.heads[-1].name
-        raise ValueError(f"there is no head {name!r}; heads are layer.number, {first} to {last}")
+        raise ValueError(
+            say(
+                "there is no head {name!r}; heads are layer.number, {first} to {last}",
+                name=name,
+                first=self.heads[0].name,
+                last=self.heads[-1].name,
+            )
+        )
 
     def layers(self) -> list[tuple[int, str, int]]:
         """The number, the module and the count of heads of each layer."""
@@ -88,7 +95,7 @@ class Input:
             if group.id == id:
                 return group
         there = ", ".join(group.id for group in self.groups)
-        raise ValueError(f"there is no group {id!r}; there are {there}")
+        raise ValueError(say("there is no group {id!r}; there are {there}", id=id, there=there))
 
     def find(self, name: str) -> tuple[Group, Head]:
         """The head of a name such as 5.1, in the main group, or cross:0.3, in another."""

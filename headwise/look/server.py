@@ -26,6 +26,7 @@ from headwise.look.bundle import STATIC, built
 from headwise.look.guard import Guard, TooLargeError, too_large
 from headwise.look.reply import Answer, Refusal, as_json
 from headwise.look.session import BusyError, Session
+from headwise.saying import say
 
 IMAGES = ("image/png", "image/jpeg")
 
@@ -50,7 +51,7 @@ def application(session: Session, static: Path = STATIC) -> Starlette:
         except TooLargeError:
             return too_large()
         except BusyError as busy:
-            return response(Refusal(409, str(busy), "wait until it is done").answer())
+            return response(Refusal(409, *busy.args).answer())
         except Refusal as refusal:
             return response(refusal.answer())
 
@@ -88,13 +89,15 @@ def _sent(media: str, body: bytes) -> str | bytes:
     if media in IMAGES:
         return body
     if media != "application/json":
-        raise Refusal(415, f"a body of type {media[:60]!r}", 'send {"text": …} as application/json')
+        hint = say('send {{"text": "…"}} as application/json')
+        raise Refusal(415, say("a body of type {media!r} can't be read", media=media[:60]), hint)
     try:
         text = json.loads(body)["text"]
     except (ValueError, KeyError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
-        raise Refusal(400, "the body has no text", 'send {"text": "…"}')
+        hint = say('send {{"text": "…"}} as application/json')
+        raise Refusal(400, say("the body has no text"), hint)
     return text
 
 

@@ -7,28 +7,40 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Lock, Thread
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from headwise.look.atlas import Atlas
 from headwise.look.reading import Reader
 from headwise.look.scene import Group
 from headwise.look.watch_api import WatchedFolder
 from headwise.observation import STATISTICS, Observation
+from headwise.saying import Sentence, said_by, say
+
+State = Literal["loading", "ready", "error"]
 
 MOST_INPUTS = 8
 """An input keeps the queries and keys of every layer; the oldest go first."""
 
 
+class Problem(NamedTuple):
+    """Why the input of an id could not be read, and what to do about it."""
+
+    id: str
+    error: Sentence
+    hint: Sentence
+
+
 @dataclass(frozen=True)
 class Progress:
-    """How far the work is; `done` is a share where one is known."""
+    """How far the work is; `done` is a share where one is known.
 
-    state: Literal["loading", "ready", "error"] = "loading"
+    A problem is the end in the state "error"; in others what was read before can be seen.
+    """
+
+    state: State = "loading"
     stage: str | None = "loading the model"
     done: float | None = None
-    error: str | None = None
-    hint: str | None = None
-    notice: dict[str, str] | None = None
+    problem: Problem | None = None
 
 
 @dataclass
@@ -50,17 +62,20 @@ class Session:
         """Load a model and let it read, in the background; `progress` says how far that is."""
 
         def work() -> None:
+            id = self._next()
             try:
                 self.reader = opened()
-                self._read(self._next(), given(self.reader, what))
+                self._read(id, given(self.reader, what))
             except StoppedError:
                 pass
             except Exception as error:  # whatever is wrong with a model, the page says it
-                said, hint = told(error)
-                if self.run is None:
-                    self.tell(Progress("error", None, None, said, hint))
-                else:  # of a run that has only begun there is no model yet, but something to see
-                    self.tell(Progress("ready", None, notice={"error": said, "hint": hint}))
+                if self.reader is not None:  # it is the input that is wrong, and not the model
+                    self._refuse(id, error)
+                    return
+                hint = say("change what the message names, and start headwise look again")
+                # Of a run that has only begun there is no model yet, but something to see.
+                state: State = "error" if self.run is None else "ready"
+                self.tell(Progress(state, None, problem=told(id, error, hint)))
 
         self._begin(work)
 
@@ -68,9 +83,11 @@ class Session:
         """Let the model read something more, in the background; the id that it will have."""
         with self._lock:
             if self.progress.state != "ready" or self.progress.stage:
-                raise BusyError("the model is still busy with another input")
+                hint = say("wait until it is done")
+                raise BusyError(say("the model is still busy with another input"), hint)
             if self.reader is None:
-                raise BusyError("there is no model here that could read it, only a run")
+                hint = say("headwise look MODEL opens a model")
+                raise BusyError(say("there is no model here that could read it, only a run"), hint)
             self.progress = Progress("ready", "running the model")
         id = self._next()
 
@@ -80,11 +97,14 @@ class Session:
             except StoppedError:
                 pass
             except Exception as error:
-                said, hint = told(error)
-                self.tell(Progress("ready", None, notice={"error": said, "hint": hint}))
+                self._refuse(id, error)
 
         self._begin(work)
         return id
+
+    def _refuse(self, id: str, error: Exception) -> None:
+        hint = say("the model is ready for another one")
+        self.tell(Progress("ready", None, problem=told(id, error, hint)))
 
     def _begin(self, work: Callable[[], None]) -> None:
         self._thread = Thread(target=work, name="reading", daemon=True)
@@ -132,9 +152,7 @@ class Session:
             "state": progress.state,
             "stage": progress.stage,
             "done": progress.done,
-            "error": progress.error,
-            "hint": progress.hint,
-            "notice": progress.notice,
+            "problem": None if progress.problem is None else progress.problem._asdict(),
             "version": importlib.metadata.version("headwise"),
             "pages": {"heads": bool(self.atlases), "why": True, "watch": self.run is not None},
             "sample": self.sample,
@@ -147,6 +165,7 @@ class Session:
                 "layers": described.layers,
                 "heads": described.heads,
                 "context": described.context,
+                "reads": "image" if reader is not None and reader.sample is None else "text",
             },
             "inputs": [_input(id, atlas) for id, atlas in list(self.atlases.items())],
             "statistics": [
@@ -156,7 +175,7 @@ class Session:
 
 
 class BusyError(Exception):
-    """One input is read at a time."""
+    """What can't be read now: why, and what to do; one input is read at a time."""
 
 
 class StoppedError(Exception):
@@ -168,16 +187,16 @@ def given(reader: Reader, what: str | bytes | None) -> str | bytes:
     if what is not None:
         return what
     if reader.sample is None:
-        raise ValueError("this model looks at images: --image FILE gives it one")
+        raise ValueError(say("this model looks at images: --image FILE gives it one"))
     return reader.sample
 
 
-def told(error: Exception) -> tuple[str, str]:
-    """What went wrong, and what to do about it."""
+def told(id: str, error: Exception, hint: Sentence) -> Problem:
+    """Why an input could not be read; the hint is for what can be helped."""
     if isinstance(error, ValueError | OSError | ModuleNotFoundError):
-        return str(error), "change what the message names, and start headwise look again"
-    said = f"{type(error).__name__}: {error}"
-    return said, "this is an error inside the model or headwise; the terminal may say more"
+        return Problem(id, said_by(error), hint)
+    inside = say("this is an error inside the model or headwise; the terminal may say more")
+    return Problem(id, Sentence(f"{type(error).__name__}: {error}"), inside)
 
 
 def _input(id: str, atlas: Atlas) -> dict[str, Any]:

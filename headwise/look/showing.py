@@ -15,6 +15,7 @@ from headwise.look.heads import Axes, groups, side
 from headwise.look.reading import Report
 from headwise.look.scene import Description, Input
 from headwise.look.session import Progress, Session
+from headwise.saying import say
 from headwise.watching import Recording
 
 
@@ -60,7 +61,8 @@ class Watched:
     sample: None = None
 
     def read(self, what: str | bytes, report: Report) -> Input:
-        raise ValueError("this is a recording: run the model again to look at something else")
+        said = say("this is a recording: run the model again to look at something else")
+        raise ValueError(said)
 
 
 def session_of(

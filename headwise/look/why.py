@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headwise.look.experiments import comparing, heads, scale, settings, sharing
+from headwise.saying import say
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ def answer(name: str, asked: Mapping[str, str]) -> str:
     16
     """
     if name not in EXPERIMENTS:
-        raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
+        there = ", ".join(EXPERIMENTS)
+        raise ValueError(
+            say("there is no experiment {name!r}; there are {there}", name=name, there=there)
+        )
     return _answer(name, tuple(settings.read(EXPERIMENTS[name].settings, asked).items()))
 
 

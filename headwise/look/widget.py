@@ -17,6 +17,7 @@ from headwise.look.answers import answer
 from headwise.look.bundle import STATIC
 from headwise.look.reply import Answer, Refusal, as_json
 from headwise.look.session import BusyError, Session
+from headwise.saying import say
 
 
 class LookWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
@@ -48,12 +49,12 @@ def replied(session: Session, message: dict[str, Any], buffers: list[bytes]) -> 
     if message.get("method") != "POST":
         return answer(session, path)
     if path != "/api/inputs":
-        return Refusal(404, f"there is nothing to send to {path[:200]}").answer()
+        return Refusal(404, say("there is nothing at {path}", path=path[:200])).answer()
     body = message.get("body") or {}
     what = buffers[0] if buffers else body.get("text")
     if not isinstance(what, str | bytes):
-        return Refusal(400, "the message has no text", 'send {"text": "…"}').answer()
+        return Refusal(400, say("the body has no text")).answer()
     try:
         return as_json({"id": session.add(what)}, 202)
     except BusyError as busy:
-        return Refusal(409, str(busy), "wait until it is done").answer()
+        return Refusal(409, *busy.args).answer()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise
+from headwise.saying import say
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -97,7 +98,7 @@ def remove_leftovers(path: Path) -> None:
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, on the CPU, and what was said of them."""
     if not path.is_file():
-        raise ValueError(f"there is no checkpoint {path}")
+        raise ValueError(say("there is no checkpoint {path}", path=path))
     try:
         with safe_open(path, framework="pt") as file:
             said = (file.metadata() or {}).get("headwise")

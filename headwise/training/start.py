@@ -12,6 +12,7 @@ from headwise.training import setups
 from headwise.training.loop import Loop, steps_within
 from headwise.training.runs import Run
 from headwise.training.setups import Setup
+from headwise.training.vision import Vision
 
 
 def train(
@@ -46,7 +47,7 @@ def train(
                 steps = steps_within(loop, minutes)
                 setup = replace(setup, recipe=replace(setup.recipe, steps=steps))
             loop.recipe = setup.recipe
-            run.begin(asked(setup, task))
+            run.begin(asked(setup, task) | measured(task))
         loop.asked = asked(setup, task)
         return loop.train()
 
@@ -54,3 +55,8 @@ def train(
 def asked(setup: Setup, task: Any) -> dict[str, Any]:
     """What is written into config.json: all it takes to load the model, and to train it again."""
     return {"task": setup.task, "model": task.config.to_dict(), "setup": setups.to_dict(setup)}
+
+
+def measured(task: Any) -> dict[str, Any]:
+    """What the data say, and the model can't be used without; no part of what was asked."""
+    return {"pixels": task.pixels} if isinstance(task, Vision) else {}

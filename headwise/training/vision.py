@@ -43,6 +43,14 @@ class Vision:
             measure((0, 2, 3))[:, None, None] for measure in (some.mean, some.std)
         )
 
+    @property
+    def pixels(self) -> dict[str, list[float]]:
+        """What scales pixels of 0 to 1, a number a channel: without it the model is of no use."""
+        return {
+            "mean": self.mean.flatten().tolist(),
+            "deviation": self.deviation.flatten().tolist(),
+        }
+
     def build(self) -> nn.Module:
         """A ViT that knows nothing."""
         return ViT(self.config)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from headwise.saying import with_chinese
 from headwise.watching.layer import Layer
 from headwise.watching.rules import RULES, Rule
 from headwise.watching.table import Table
@@ -31,7 +32,7 @@ class Alarm:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can say it."""
-        return asdict(self)
+        return with_chinese(asdict(self))
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.rule}: {self.where}: {self.says}"

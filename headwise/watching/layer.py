@@ -99,7 +99,7 @@ class Layer:
             return parts[0].observation
         seen = [part.observation for part in parts]
         values = {name: torch.cat([x.values[name] for x in seen], 2) for name in seen[-1].values}
-        return Observation(values, torch.cat([x.sees for x in seen], 2), _rows(parts))
+        return Observation(values, torch.cat([x.highest for x in seen], 2), _rows(parts))
 
     @property
     def padding(self) -> Tensor | None:
@@ -227,7 +227,7 @@ def _cut(part: Part, queries: int) -> Part:
     return replace(
         part,
         queries=queries,
-        observation=Observation(values, seen.sees[:, :, :kept], rows),
+        observation=Observation(values, seen.highest[:, :, :kept], rows),
         padding=None if part.padding is None else part.padding[:, :queries],
         call=None,
         lse=None,

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from headwise.saying import Sentence, say
 from headwise.watching.head_types import sampled_weights
 from headwise.watching.layer import Layer
 from headwise.watching.naming import figure
@@ -52,7 +53,7 @@ class LogitGrowth:
 
     limit: float = 100.0
     name: ClassVar[str] = "logit growth"
-    source: ClassVar[str] = (
+    source: ClassVar[str] = say(
         "Kimi K2 (2507.20534) clips a head's queries and keys where its largest logit passes 100; "
         "ViT-22B (2302.05442) and Wortsman and others (2309.14322) saw growing logits end in "
         "divergence"
@@ -63,15 +64,23 @@ class LogitGrowth:
     @property
     def says(self) -> str:
         """The rule in words."""
-        return f"the largest logit of a head is above {self.limit:g}, or no number any more"
+        return say(
+            "the largest logit of a head is above {limit:g}, or no number any more",
+            limit=self.limit,
+        )
 
     def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
         """The heads whose largest logit is above the limit; a sampled one is so all the more."""
         for row, largest in zip(table, figure(table, "max_logit_max"), strict=False):
             if math.isnan(largest):
-                yield _of(row, "its largest logit is no number any more")
+                yield _of(row, say("its largest logit is no number any more"))
             elif largest > self.limit:
-                yield _of(row, f"its largest logit is {largest:.4g}, above {self.limit:g}")
+                said = say(
+                    "its largest logit is {largest:.4g}, above {limit:g}",
+                    largest=largest,
+                    limit=self.limit,
+                )
+                yield _of(row, said)
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class EntropyCollapse:
 
     nats: float = 0.1
     name: ClassVar[str] = "entropy collapse"
-    source: ClassVar[str] = (
+    source: ClassVar[str] = say(
         "Zhai and others, 2023 (2303.06296): training becomes unstable when attention entropy "
         "collapses; the threshold is ours, e^0.1 = 1.1 keys a row"
     )
@@ -94,9 +103,10 @@ class EntropyCollapse:
     @property
     def says(self) -> str:
         """The rule in words."""
-        return (
-            f"the mean entropy of a head is below {self.nats:g} nats, and the previous token, the "
-            "token itself and the first one get less than half of its weight"
+        return say(
+            "the mean entropy of a head is below {nats:g} nats, and the previous token, the token "
+            "itself and the first one get less than half of its weight",
+            nats=self.nats,
         )
 
     def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
@@ -107,8 +117,12 @@ class EntropyCollapse:
             masses = [mass[number] for mass in placed if mass]
             explained = sum(mass for mass in masses if not math.isnan(mass))
             if entropy < self.nats and explained < 0.5:
-                keys = math.exp(entropy)
-                yield _of(row, f"its mean entropy is {entropy:.3f} nats: {keys:.2f} keys a row")
+                said = say(
+                    "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys a row",
+                    entropy=entropy,
+                    keys=math.exp(entropy),
+                )
+                yield _of(row, said)
 
 
 @dataclass(frozen=True)
@@ -117,7 +131,7 @@ class DeadHead:
 
     share: float = 0.1
     name: ClassVar[str] = "dead head"
-    source: ClassVar[str] = (
+    source: ClassVar[str] = say(
         "Sandoval-Segura and others (2504.03889): the norm of a head's output relative to its "
         "layer finds inactive heads best among a dozen scores; the threshold is ours"
     )
@@ -127,7 +141,9 @@ class DeadHead:
     @property
     def says(self) -> str:
         """The rule in words."""
-        return f"a head's mean output norm is at most {self.share:g} of its layer's mean"
+        return say(
+            "a head's mean output norm is at most {share:g} of its layer's mean", share=self.share
+        )
 
     def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
         """The heads whose output is small beside their neighbours', or zero.
@@ -144,8 +160,7 @@ class DeadHead:
             mean = sum(norm for _, norm in heads) / len(heads)
             for row, norm in heads:
                 if norm <= self.share * mean:
-                    of = f"{norm / mean:.1%} of its layer's mean" if mean else "nothing at all"
-                    yield _of(row, f"its mean output norm is {norm:.3g}: {of}")
+                    yield _of(row, _small(norm, mean))
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,7 @@ class SinkTakeOver:
     mass: float = 0.3
     heads: float = 0.6
     name: ClassVar[str] = "sink take-over"
-    source: ClassVar[str] = (
+    source: ClassVar[str] = say(
         "Gu and others (2410.10781) count a head as a sink from a mean weight of 0.3 on the first "
         "token; public monitors call a model with more than 0.6 of such heads sunk. Pretrained "
         "language models may be there from the start"
@@ -170,9 +185,11 @@ class SinkTakeOver:
     @property
     def says(self) -> str:
         """The rule in words."""
-        return (
-            f"more than {self.heads:.0%} of the self-attention heads put more than {self.mass:g} "
-            "of their weight on the first token"
+        return say(
+            "more than {heads:.0%} of the self-attention heads put more than {mass:g} of their "
+            "weight on the first token",
+            heads=self.heads,
+            mass=self.mass,
         )
 
     def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
@@ -184,8 +201,10 @@ class SinkTakeOver:
             if row["kind"] == "self"
         ]
         if sunk and sum(sunk) > self.heads * len(sunk):
-            says = f"{sum(sunk)} of {len(sunk)} heads rest on the first token"
-            yield Finding(None, None, says)
+            said = say(
+                "{sunk} of {heads} heads rest on the first token", sunk=sum(sunk), heads=len(sunk)
+            )
+            yield Finding(None, None, said)
 
 
 @dataclass(frozen=True)
@@ -200,7 +219,7 @@ class DuplicatedHeads:
     distance: float = 0.05
     every: int = 50
     name: ClassVar[str] = "duplicated heads"
-    source: ClassVar[str] = (
+    source: ClassVar[str] = say(
         "Bhojanapalli and others (2110.06821) compare heads by the total variation between their "
         "rows; the threshold is ours"
     )
@@ -209,10 +228,12 @@ class DuplicatedHeads:
     @property
     def says(self) -> str:
         """The rule in words."""
-        return (
+        return say(
             "the weights of two heads of a layer differ by a total variation of less than "
-            f"{self.distance:g} on average, while both differ from even weights by more than 0.2 "
-            f"and put less than 0.9 on the first token; every {self.every} steps"
+            "{distance:g} on average, while both differ from even weights by more than 0.2 and put "
+            "less than 0.9 on the first token; every {every} steps",
+            distance=self.distance,
+            every=self.every,
         )
 
     def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
@@ -225,7 +246,8 @@ class DuplicatedHeads:
             able = (_from_even(weights) > 0.2) & (weights[..., 0].mean(0) < 0.9)
             pairs = (alike & able & able[:, None]).triu(1).nonzero().tolist()
             for first, second in pairs:
-                yield Finding(layer.number, second, f"it weights the keys as head {first} does")
+                said = say("it weights the keys as head {first} does", first=first)
+                yield Finding(layer.number, second, said)
 
 
 RULES: tuple[Rule, ...] = (
@@ -236,6 +258,18 @@ RULES: tuple[Rule, ...] = (
     DuplicatedHeads(),
 )
 """The rules of `hw.watch(model, alarms=True)`."""
+
+
+def _small(norm: float, mean: float) -> Sentence:
+    """What to say of a head whose output is small beside the mean of its layer."""
+    if not mean:
+        return say("its mean output norm is 0: nothing at all")
+    share = norm / mean
+    return say(
+        "its mean output norm is {norm:.3g}: {share:.1%} of its layer's mean",
+        norm=norm,
+        share=share,
+    )
 
 
 def _of(row: dict[str, Value], says: str) -> Finding:

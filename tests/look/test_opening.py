@@ -12,8 +12,10 @@ import torch
 import headwise as hw
 from headwise.loading import ASSETS
 from headwise.look import foreign, opening
-from headwise.look.images import MOST_PIXELS
+from headwise.look.images import MOST_PIXELS, pixels
+from headwise.look.own import ImageReader
 from headwise.look.reading import silent
+from headwise.look.scene import Input
 from headwise.models import ViT, ViTConfig
 from headwise.training import checkpoints
 
@@ -137,10 +139,27 @@ def test_a_vit_that_was_trained_here_sees_an_image(tmp_path: Path) -> None:
     asked = {"task": "vision", "model": config.to_dict()}
     (tmp_path / "config.json").write_text(json.dumps(asked))
     checkpoints.save(tmp_path / "model.safetensors", ViT(config).state_dict(), {})
-    read = opening.opened(str(tmp_path), "cpu").read(picture(30, 20), silent)
+    read, shown = seen_by(tmp_path)
     assert read.image is not None
     assert read.image.grid == (4, 4)
     assert len(read.main.rows) == 17
+    assert "the run keeps no others" in read.notes[0]
+    assert shown.mean((1, 2)).abs().max() < 1e-5  # by its own mean
+    asked["pixels"] = {"mean": [0.5, 0.4, 0.3], "deviation": [0.2, 0.1, 0.2]}
+    (tmp_path / "config.json").write_text(json.dumps(asked))
+    read, scaled = seen_by(tmp_path)
+    assert read.notes == ()
+    expected = pixels(picture(30, 20), 16, 3) - torch.tensor([0.5, 0.4, 0.3])[:, None, None]
+    torch.testing.assert_close(scaled, expected / torch.tensor([0.2, 0.1, 0.2])[:, None, None])
+
+
+def seen_by(folder: Path) -> tuple[Input, torch.Tensor]:
+    """An image as a ViT was shown it, (C, H, W)."""
+    reader = opening.opened(str(folder), "cpu")
+    assert isinstance(reader, ImageReader)
+    shown: list[torch.Tensor] = []
+    reader.loaded.model.register_forward_pre_hook(lambda _, given: shown.append(given[0][0]))
+    return reader.read(picture(30, 20), silent), shown[0]
 
 
 @pytest.mark.parametrize(

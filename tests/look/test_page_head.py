@@ -299,12 +299,6 @@ def test_a_tile_that_does_not_come_is_said_and_can_be_asked_for_again(visit: Vis
     expect(point(page, 0.1, 0.5).locator("strong")).to_be_visible()
 
 
-def test_a_head_that_is_not_there_is_said(visit: Visits) -> None:
-    page = visit("#/head?layer=77&head=1", allowed="404")
-    expect(page.get_by_text("There is no such head")).to_be_visible()
-    expect(page.get_by_text("heads are layer.number, 0.0 to 5.7")).to_be_visible()
-
-
 def test_the_head_speaks_chinese_and_is_seen_in_the_dark(visit: Visits) -> None:
     page = visit(HEAD, locale="zh-CN")
     light = picture(page)

@@ -123,3 +123,31 @@ def test_a_folder_that_is_no_run_is_named(address: str, visit: Visits, training:
     (training.writer.folder / "manifest.json").write_text('{"format": 99}')
     page = visit("#/watch", base=address, allowed="400")
     expect(page.get_by_role("alert")).to_contain_text("was written by a newer headwise")
+
+
+def test_a_page_that_a_run_has_not_leads_to_the_run(
+    address: str, visit: Visits, training: Training
+) -> None:
+    training.go_on(1)
+    page = visit("#/heads", base=address)
+    expect(page.get_by_text("There is no such page")).to_be_visible()
+    page.get_by_role("button", name="Go to Watch").click()
+    expect(page.get_by_role("heading", name="first-try")).to_be_visible()
+
+
+def test_alarms_speak_the_language_of_the_page(
+    address: str, visit: Visits, training: Training
+) -> None:
+    training.go_on(1)
+    training.sharpen(layer=1, head=2)
+    training.go_on(1)
+    page = visit("#/watch", base=address)
+    alarms = page.get_by_role("region", name="Alarms")
+    expect(alarms.get_by_text(re.compile(r"its largest logit is .*, above 100"))).not_to_have_count(
+        0
+    )
+    page.keyboard.press("L")
+    alarms = page.get_by_role("region", name="警报")
+    expect(alarms.get_by_text(re.compile("它的最大 logit 是 .*，超过 100"))).not_to_have_count(0)
+    expect(alarms.get_by_text("一个头的最大 logit 超过 100，或已不是数")).to_have_count(1)
+    expect(alarms).not_to_contain_text(re.compile("its |token"))

@@ -199,7 +199,7 @@ def test_a_new_text_is_read_and_a_hopeless_one_is_noticed(static: Path) -> None:
         assert [x["name"] for x in client.get("/api/state").json()["inputs"]] == ["one", "two"]
         client.post("/api/inputs", json={"text": " "})
         assert session.join(300)
-        assert "no word" in client.get("/api/state").json()["notice"]["error"]
+        assert "no word" in client.get("/api/state").json()["problem"]["error"]
 
 
 def test_a_tile_that_was_scrolled_past_is_not_computed(

@@ -44,8 +44,9 @@ def test_a_model_that_can_not_be_loaded_is_an_error_with_a_hint() -> None:
     session.start(broken, None)
     assert session.join(10)
     state = session.state()
-    assert (state["state"], state["error"]) == ("error", "model.safetensors is no checkpoint")
-    assert state["hint"]
+    assert state["state"] == "error"
+    assert state["problem"]["error"] == "model.safetensors is no checkpoint"
+    assert state["problem"]["hint"].endswith("start headwise look again")
     assert state["inputs"] == []
 
 
@@ -63,12 +64,14 @@ def test_more_can_be_read_while_the_first_stays() -> None:
     assert [x["id"] for x in session.state()["inputs"]] == ["0", "1"]
     session.add("   ")
     assert session.join(300)
-    notice = session.state()["notice"]
-    assert "there is no word to look at" in notice["error"]
+    problem = session.state()["problem"]
+    assert "there is no word to look at" in problem["error"]
+    assert problem["id"] == "2"
+    assert "start" not in problem["hint"]
     assert session.state()["state"] == "ready"
     session.add("and now")
     assert session.join(300)
-    assert session.state()["notice"] is None
+    assert session.state()["problem"] is None
 
 
 def test_the_oldest_inputs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,9 @@ class TestAsking:
     ) -> None:
         refused = self.get(query)
         assert refused.status == 400
-        assert json.loads(refused.body) == {"error": error, "hint": hint}
+        said = json.loads(refused.body)
+        assert (said["error"], said["hint"]) == (error, hint)
+        assert {said["error"], said["hint"]} == set(said["zh"])
 
     def test_the_same_question_is_measured_once(self) -> None:
         first, again, other = (

@@ -75,7 +75,7 @@ def test_a_recording_reads_nothing_new(seen: Any) -> None:
     widget._asked(widget, message, [])
     assert widget.sent[-1][0]["status"] == 202
     assert session.join(10)
-    assert "this is a recording" in session.state()["notice"]["error"]
+    assert "this is a recording" in session.state()["problem"]["error"]
     widget._asked(widget, {**message, "body": {}}, [])
     assert widget.sent[-1][0]["status"] == 400
     widget._asked(widget, {**message, "path": "/api/elsewhere"}, [])

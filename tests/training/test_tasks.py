@@ -131,8 +131,12 @@ def test_a_language_model_is_trained_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("noise")
 def test_a_classifier_is_trained_and_loaded(tmp_path: Path) -> None:
     assert train(SEEING, tmp_path, device="cpu") is not None
-    assert isinstance(hw.load(tmp_path), Classifier)
+    loaded = hw.load(tmp_path)
+    assert isinstance(loaded, Classifier)
     assert list(Run(tmp_path).measured())[-1]["test"]["accuracy"] > 0.9
+    task = SEEING.prepare(Run(tmp_path))
+    assert loaded.mean == tuple(task.mean.flatten().tolist())
+    assert loaded.deviation == tuple(task.deviation.flatten().tolist())
 
 
 def test_half_a_model_is_as_good(pairs_file: Path, tmp_path: Path) -> None:

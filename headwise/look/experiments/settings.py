@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headwise.saying import Sentence, say
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -21,15 +23,32 @@ class Whole:
         try:
             number = int(text)
         except ValueError:
-            raise ValueError(f"{name}={text!r} is no whole number; {self.allowed()}") from None
+            raise ValueError(
+                say(
+                    "{name}={text!r} is no whole number; {allowed}",
+                    name=name,
+                    text=text,
+                    allowed=self.allowed(),
+                )
+            ) from None
         if not self.least <= number <= self.most or (self.doubling and number & (number - 1)):
-            raise ValueError(f"{name}={number} is out of bounds; {self.allowed()}")
+            raise ValueError(
+                say(
+                    "{name}={number} is out of bounds; {allowed}",
+                    name=name,
+                    number=number,
+                    allowed=self.allowed(),
+                )
+            )
         return number
 
-    def allowed(self) -> str:
+    def allowed(self) -> Sentence:
         """What would work, in words."""
-        kind = "powers of two" if self.doubling else "whole numbers"
-        return f"{kind} from {self.least} to {self.most} work"
+        if self.doubling:
+            return say(
+                "powers of two from {least} to {most} work", least=self.least, most=self.most
+            )
+        return say("whole numbers from {least} to {most} work", least=self.least, most=self.most)
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,19 @@ class Choice:
     def read(self, name: str, text: str) -> str:
         """The word, if it is one of them; ValueError names them all."""
         if text not in self.options:
-            raise ValueError(f"{name}={text!r} is no choice; {self.allowed()}")
+            raise ValueError(
+                say(
+                    "{name}={text!r} is no choice; {allowed}",
+                    name=name,
+                    text=text,
+                    allowed=self.allowed(),
+                )
+            )
         return text
 
-    def allowed(self) -> str:
+    def allowed(self) -> Sentence:
         """What would work, in words."""
-        return f"{', '.join(self.options)} work"
+        return say("{options} work", options=", ".join(self.options))
 
 
 Setting = Whole | Choice
@@ -66,7 +92,10 @@ def read(settings: Mapping[str, Setting], asked: Mapping[str, str]) -> dict[str,
     """
     unknown = [name for name in asked if name not in settings]
     if unknown:
-        raise ValueError(f"there is no setting {unknown[0]!r}; there are {', '.join(settings)}")
+        there = ", ".join(settings)
+        raise ValueError(
+            say("there is no setting {name!r}; there are {there}", name=unknown[0], there=there)
+        )
     return {
         name: setting.read(name, asked[name]) if name in asked else setting.default
         for name, setting in settings.items()

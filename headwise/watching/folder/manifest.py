@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.saying import from_json, say, with_chinese
 from headwise.watching.recorder import Looking
 from headwise.watching.rules import Rule
 
@@ -35,7 +36,7 @@ NEEDED = {"model": ("class", "parameters"), "looking": ("rows", "every")}
 
 def describe(model: nn.Module, looking: Looking, rules: Sequence[Rule]) -> dict[str, Any]:
     """The manifest of a run that begins now."""
-    return {
+    about: dict[str, Any] = {
         "format": FORMAT,
         "begun": now(),
         "model": {
@@ -52,6 +53,7 @@ def describe(model: nn.Module, looking: Looking, rules: Sequence[Rule]) -> dict[
             **{x: version(x) for x in ("transformers", "lightning") if x in sys.modules},
         },
     }
+    return with_chinese(about)
 
 
 def now() -> str:
@@ -65,26 +67,35 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} holds no watched run: it has no {NAME}") from error
+        said = say("{folder} holds no watched run: it has no {name}", folder=folder, name=NAME)
+        raise ValueError(said) from error
     except OSError as error:
-        raise ValueError(f"{folder} can't be read as a watched run: {error.strerror}") from error
+        reason = error.strerror
+        raise ValueError(
+            say("{folder} can't be read as a watched run: {reason}", folder=folder, reason=reason)
+        ) from error
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(say("{path} is damaged: {reason}", path=path, reason=error)) from error
     found = said.get("format") if isinstance(said, dict) else None
     if not isinstance(found, int):
-        raise ValueError(f"{path} was not written by headwise: it names no format")
+        raise ValueError(say("{path} was not written by headwise: it names no format", path=path))
     if found > FORMAT:
         raise ValueError(
-            f"{folder} was written by a newer headwise: its format is {found}, and this one reads "
-            f"up to {FORMAT}; pip install --upgrade headwise"
+            say(
+                "{folder} was written by a newer headwise: its format is {found}, and this one "
+                "reads up to {known}; pip install --upgrade headwise",
+                folder=folder,
+                found=found,
+                known=FORMAT,
+            )
         )
     for part, names in NEEDED.items():
         inside = said.get(part)
         missing = [x for x in names if not isinstance(inside, dict) or x not in inside]
         if missing:
-            raise ValueError(f"{path} is damaged: {part} has no {' and no '.join(missing)}")
-    manifest: dict[str, Any] = said
-    return manifest
+            lacks = say("{part} has no {names}", part=part, names=" and no ".join(missing))
+            raise ValueError(say("{path} is damaged: {reason}", path=path, reason=lacks))
+    return from_json(said)
 
 
 def rank() -> int:

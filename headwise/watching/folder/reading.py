@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.map import AttentionMap
+from headwise.saying import say
 from headwise.watching.alarms import Alarm
 from headwise.watching.folder import manifest, parts
 from headwise.watching.folder.kept import FOLDER, Kept, kept_in, read_map
@@ -101,7 +102,13 @@ class WatchedRun(Recording):
         if self._rows is None:
             return [], {}
         if figure not in self._rows.column_names:
-            raise ValueError(f"there is no figure {figure!r}; there are {', '.join(self.figures)}")
+            raise ValueError(
+                say(
+                    "there is no figure {name!r}; there are {there}",
+                    name=figure,
+                    there=", ".join(self.figures),
+                )
+            )
         steps = self.steps
         place = {step: number for number, step in enumerate(steps)}
         found: dict[tuple[int, int], list[float]] = {}

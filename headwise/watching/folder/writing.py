@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from headwise.saying import from_json
 from headwise.watching.alarms import Alarm
 from headwise.watching.folder import manifest, parts
 from headwise.watching.folder.kept import FOLDER, Kept, kept_in, write_map
@@ -199,7 +200,7 @@ def read_alarms(path: Path) -> list[Alarm]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(Alarm(**json.loads(line)))
+            found.append(Alarm(**from_json(json.loads(line))))
         except (ValueError, TypeError):
             continue
     return found

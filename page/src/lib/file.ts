@@ -1,6 +1,7 @@
 /** Answers from the file itself: what `headwise look --out file.html` wrote into it. */
 
 import { halfBits, weightOf } from './half';
+import { learn } from './said';
 import { Problem, headerNumber, type Bytes, type Transport } from './transport';
 import type { MapShape, TopKeys, Weight } from './types';
 
@@ -38,7 +39,7 @@ export class FileTransport implements Transport {
     const kept = this.#answers.get(canonical(path));
     const answer = kept && 'json' in kept ? kept.json : await this.#derived(path);
     if (answer === undefined) throw missing();
-    return answer as Answer;
+    return learn(answer as Answer);
   }
 
   async bytes(path: string): Promise<Bytes> {
@@ -143,10 +144,15 @@ async function decode(base64: string): Promise<ArrayBuffer> {
   return new Response(stream).arrayBuffer();
 }
 
+const MISSING = 'This is not in the file.';
+const MISSING_HINT = 'headwise look shows every head and reads new text.';
+learn({
+  zh: {
+    [MISSING]: '文件里没有这一项。',
+    [MISSING_HINT]: 'headwise look 能显示每个头，也能读新文本。',
+  },
+});
+
 function missing(): Problem {
-  return new Problem(
-    'This is not in the file.',
-    'headwise look shows every head and reads new text.',
-    404,
-  );
+  return new Problem(MISSING, MISSING_HINT, 404);
 }

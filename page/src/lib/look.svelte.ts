@@ -1,6 +1,7 @@
 /** What every view shares: the source, the route, and the state of the server behind them. */
 
 import { createContext } from 'svelte';
+import { missing, type Missing, type Side } from './named';
 import { Router, browserAddress, type Address } from './router.svelte';
 import { Source } from './source';
 import { Problem, type Transport } from './transport';
@@ -20,6 +21,8 @@ export class Look {
   #timer: ReturnType<typeof setTimeout> | undefined;
   #closed = false;
   #awaited: string | null = null;
+  /** The input whose problem somebody has seen. */
+  #seen = $state<string | null>(null);
 
   constructor(
     readonly transport: Transport,
@@ -30,18 +33,37 @@ export class Look {
     void this.refresh();
   }
 
-  /** The input in the address, or the newest. */
+  /** The input in the address, without one the newest; null where there is none such. */
   get input(): Input | null {
-    const inputs = this.state?.inputs ?? [];
-    const wanted = this.router.route.parameters.input;
-    return inputs.find((input) => input.id === wanted) ?? inputs.at(-1) ?? null;
+    return named(this.state?.inputs ?? [], this.router.route.parameters.input);
   }
 
-  /** The group in the address, or, of a translator, how the target looks at the source. */
+  /** The group in the address; of a translator, without one, how the target looks at the source. */
   get group(): Group | null {
-    const groups = this.input?.groups ?? [];
-    const wanted = this.router.route.parameters.group;
-    return groups.find((group) => group.id === wanted) ?? groups.at(-1) ?? null;
+    return named(this.input?.groups ?? [], this.router.route.parameters.group);
+  }
+
+  /** What the address of a view of heads names and is not there, once something was read. */
+  get missing(): Missing | null {
+    const inputs = this.state?.inputs ?? [];
+    const sides: Side[] = this.router.view === 'compare' ? ['', '2'] : [''];
+    return inputs.length ? missing(this.router.route.parameters, inputs, sides) : null;
+  }
+
+  /** Why the last input could not be read, until somebody has seen it. */
+  get problem(): Problem | null {
+    const told = this.state?.problem;
+    return told && told.id !== this.#seen ? new Problem(told.error, told.hint) : null;
+  }
+
+  dismiss(): void {
+    this.#seen = this.state?.problem?.id ?? null;
+  }
+
+  /** What the model reads. */
+  get reads(): 'text' | 'image' {
+    if (this.input) return this.input.kind === 'image' ? 'image' : 'text';
+    return this.state?.model?.reads ?? 'text';
   }
 
   /** A model is being loaded, or reads. */
@@ -52,7 +74,7 @@ export class Look {
   /** Whether a key is for a view: nobody is typing, and in a notebook the page has the focus. */
   hears(event: KeyboardEvent): boolean {
     const target = event.target as HTMLElement;
-    if (event.ctrlKey || event.metaKey || event.altKey) return false;
+    if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return false;
     if (target.closest('input, textarea, select, dialog')) return false;
     return this.transport.kind !== 'widget' || this.root?.contains(target) === true;
   }
@@ -99,6 +121,11 @@ export class Look {
     clearTimeout(this.#timer);
     this.router.close();
   }
+}
+
+/** Of those with an id the one that is wanted, the last where nobody says which. */
+function named<Item extends { id: string }>(items: Item[], wanted?: string): Item | null {
+  return (wanted ? items.find((item) => item.id === wanted) : items.at(-1)) ?? null;
 }
 
 /** `useLook()` inside a component of the page; `provideLook` at its root. */

@@ -1,12 +1,13 @@
 /** Answers from `headwise look`, over HTTP. */
 
+import { learn } from './said';
 import { Problem, headerNumber, type Bytes, type Transport } from './transport';
 
 export class ServerTransport implements Transport {
   readonly kind = 'server';
 
   async json<Answer>(path: string, signal?: AbortSignal): Promise<Answer> {
-    return (await this.#fetch(path, { signal })).json() as Promise<Answer>;
+    return learn((await (await this.#fetch(path, { signal })).json()) as Answer);
   }
 
   async bytes(path: string, signal?: AbortSignal): Promise<Bytes> {
@@ -30,7 +31,7 @@ export class ServerTransport implements Transport {
   async #fetch(path: string, options: RequestInit): Promise<Response> {
     const response = await fetch(path, options);
     if (response.ok) return response;
-    const said = await response.json().catch(() => ({}));
-    throw new Problem(said.error ?? response.statusText, said.hint ?? '', response.status);
+    const answer: unknown = await response.json().catch(() => ({}));
+    throw Problem.told(answer, response.statusText, response.status);
   }
 }

@@ -1,6 +1,8 @@
 /** How a question reaches whoever can answer it. The API is the same over all three ways. */
 
-/** What went wrong, and what to do about it. */
+import { learn, said } from './said';
+
+/** What went wrong, and what to do about it: in English, and in the language of the page. */
 export class Problem extends Error {
   constructor(
     message: string,
@@ -8,6 +10,20 @@ export class Problem extends Error {
     readonly status: number = 0,
   ) {
     super(message);
+  }
+
+  /** The problem that a refusal tells of. */
+  static told(answer: unknown, otherwise: string, status: number): Problem {
+    const { error, hint } = (learn(answer) ?? {}) as { error?: string; hint?: string };
+    return new Problem(error ?? otherwise, hint, status);
+  }
+
+  get text(): string {
+    return said(this.message);
+  }
+
+  get advice(): string {
+    return said(this.hint);
   }
 }
 

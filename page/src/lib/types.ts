@@ -6,10 +6,8 @@ export interface State {
   stage: string | null;
   /** 0 to 1, or null where nobody can know. */
   done: number | null;
-  error: string | null;
-  hint: string | null;
-  /** Why the last input could not be read, while older ones still can be seen. */
-  notice: { error: string; hint: string } | null;
+  /** Why the last input could not be read; older ones still can be seen, but for an `error`. */
+  problem: { id: string; error: string; hint: string } | null;
   version: string;
   /** The input is an example, not the user's. */
   sample: boolean;
@@ -29,6 +27,7 @@ export interface Model {
   heads: number;
   /** The most tokens it was trained on at a time. */
   context: number | null;
+  reads: 'text' | 'image';
 }
 
 export interface Statistic {

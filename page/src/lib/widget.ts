@@ -1,6 +1,7 @@
 /** Answers from a notebook's kernel, over the messages of anywidget. */
 
 import type { Address } from './router.svelte';
+import { learn } from './said';
 import { Problem, headerNumber, type Bytes, type Transport } from './transport';
 
 type Listener = (message: Answer, buffers: DataView[]) => void;
@@ -37,6 +38,9 @@ interface Waiting {
 }
 
 const PATIENCE = 120_000; // a busy kernel answers when its cell is done
+const SILENT = 'the kernel has not answered';
+const SILENT_HINT = 'Is it busy, or has it been restarted?';
+learn({ zh: { [SILENT]: '内核没有回答', [SILENT_HINT]: '它是否正忙，或已重新启动？' } });
 
 export class WidgetTransport implements Transport {
   readonly kind = 'widget';
@@ -67,7 +71,7 @@ export class WidgetTransport implements Transport {
   }
 
   async json<Result>(path: string, signal?: AbortSignal): Promise<Result> {
-    return (await this.#ask({ path, method: 'GET' }, [], signal)).answer.json as Result;
+    return learn((await this.#ask({ path, method: 'GET' }, [], signal)).answer.json as Result);
   }
 
   async bytes(path: string, signal?: AbortSignal): Promise<Bytes> {
@@ -91,7 +95,7 @@ export class WidgetTransport implements Transport {
       };
       const timer = setTimeout(() => {
         stop();
-        reject(new Problem('the kernel has not answered', 'Is it busy, or has it been restarted?'));
+        reject(new Problem(SILENT, SILENT_HINT));
       }, PATIENCE);
       signal?.addEventListener('abort', () => {
         stop();
@@ -109,8 +113,7 @@ export class WidgetTransport implements Transport {
     const waiting = this.#waiting.get(answer.id);
     if (!waiting) return;
     if (answer.status >= 400) {
-      const said = (answer.json ?? {}) as { error?: string; hint?: string };
-      waiting.reject(new Problem(said.error ?? '', said.hint ?? '', answer.status));
+      waiting.reject(Problem.told(answer.json, '', answer.status));
       return;
     }
     const view = buffers[0];

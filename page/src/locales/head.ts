@@ -97,8 +97,6 @@ const en = {
   strength: 'Veil',
 
   loading: 'Opening the head',
-  noHead: 'There is no such head',
-  noHeadHint: 'These are there, by layer and number:',
   noHeadInFile: 'The map of this head is not in the file',
   noHeadInFileHint: 'headwise look shows every head. In the file are:',
   failed: 'This head could not be opened',
@@ -210,8 +208,6 @@ const zh: typeof en = {
   strength: '遮罩',
 
   loading: '正在打开这个头',
-  noHead: '没有这个头',
-  noHeadHint: '现有的头（层.头）：',
   noHeadInFile: '文件中没有这个头的注意力图',
   noHeadInFileHint: 'headwise look 可以显示所有头。文件中有：',
   failed: '无法打开这个头',

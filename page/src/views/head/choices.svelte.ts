@@ -2,6 +2,7 @@
 
 import type { Scale } from '../../lib/colour';
 import type { Look } from '../../lib/look.svelte';
+import { headsOf } from '../../lib/named';
 import type { Changes } from '../../lib/router.svelte';
 import type { HeadAddress, How } from '../../lib/types';
 import type { Place } from './view';
@@ -24,15 +25,7 @@ export class Choices {
 
   /** The heads of the group that can be opened, as [layer, head]; a file holds some only. */
   get heads(): readonly (readonly [number, number])[] {
-    const { group, state } = this.#look;
-    const inside = state?.static?.heads.filter((each) => each.group === group?.id);
-    if (inside) {
-      const heads = inside.map(({ layer, head }) => [layer, head] as const);
-      return heads.sort((one, other) => one[0] - other[0] || one[1] - other[1]);
-    }
-    return (group?.layers ?? []).flatMap(({ layer, heads }) =>
-      Array.from({ length: heads }, (_, head) => [layer, head] as const),
-    );
+    return headsOf(this.#look.state, this.#look.group);
   }
 
   /** The head, by default the first of its group. */

@@ -1,0 +1,49 @@
+/** What an address names: an input, a group of heads, a head; or that it is not there. */
+
+import type { Group, Input, State } from './types';
+
+export type Place = readonly [layer: number, head: number];
+type Parameters = Readonly<Record<string, string>>;
+/** Compare names two heads: the second by input2, group2, layer2 and head2. */
+export type Side = '' | '2';
+
+/** What is named and not there; `input` and `group` are those that it is not in. */
+export type Missing = { side: Side; asked: string } & (
+  { what: 'input' } | { what: 'group'; input: Input } | { what: 'head'; input: Input; group: Group }
+);
+
+/** The heads of a group that can be opened, in reading order; a file holds some only. */
+export function headsOf(state: State | null, group: Group | null): Place[] {
+  const inside = state?.static?.heads.filter((each) => each.group === group?.id);
+  if (inside) {
+    const heads = inside.map(({ layer, head }): Place => [layer, head]);
+    return heads.sort((one, other) => one[0] - other[0] || one[1] - other[1]);
+  }
+  return (group?.layers ?? []).flatMap(({ layer, heads }) =>
+    Array.from({ length: heads }, (_, head): Place => [layer, head]),
+  );
+}
+
+/** The first thing in an address that is not there; null while nothing is missing. */
+export function missing(parameters: Parameters, inputs: Input[], sides: Side[]): Missing | null {
+  for (const side of sides) {
+    const named = (name: string) => parameters[name + side] ?? (side && parameters[name]);
+    const id = named('input');
+    const input = id ? inputs.find((each) => each.id === id) : inputs.at(-1);
+    if (!input) return { what: 'input', side, asked: id ?? '' };
+    const kind = named('group');
+    const group = kind ? input.groups.find((each) => each.id === kind) : input.groups.at(-1);
+    if (!group) return { what: 'group', side, asked: kind ?? '', input };
+    const asked = [parameters[`layer${side}`] ?? '0', parameters[`head${side}`] ?? '0'];
+    if (!isThere(group, asked)) {
+      return { what: 'head', side, asked: asked.join('.'), input, group };
+    }
+  }
+  return null;
+}
+
+function isThere({ layers }: Group, asked: string[]): boolean {
+  if (!asked.every((text) => /^\d+$/.test(text))) return false;
+  const [layer, head] = asked.map(Number);
+  return layers.some((each) => each.layer === layer && head! < each.heads);
+}

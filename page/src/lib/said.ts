@@ -1,0 +1,17 @@
+/** What a server says: in English, and in 中文 beside it, under `zh` of the same answer. */
+
+import { speech } from './language.svelte';
+
+const chinese = new Map<string, string>();
+
+/** Remember an answer's 中文; gives the answer back. */
+export function learn<Answer>(answer: Answer): Answer {
+  const { zh } = (answer ?? {}) as { zh?: Record<string, string> };
+  for (const [english, text] of Object.entries(zh ?? {})) chinese.set(english, text);
+  return answer;
+}
+
+/** A sentence of an answer in the language of the page; in English where nobody translated it. */
+export function said(english: string): string {
+  return speech.current === 'zh' ? (chinese.get(english) ?? english) : english;
+}
