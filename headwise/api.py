@@ -15,7 +15,13 @@ from headwise.dropout import Dropout
 from headwise.engines import quick, reference
 from headwise.map import AttentionMap
 from headwise.mask import Mask
-from headwise.observation import Observation, check_sink_keys, check_statistics, sample_rows
+from headwise.observation import (
+    Observation,
+    check_sink_keys,
+    check_statistics,
+    sample_rows,
+    with_max_logit,
+)
 from headwise.partial import Partial
 from headwise.plan import Plan, choose
 from headwise.plan import plan as _plan
@@ -55,18 +61,23 @@ def attention(
             sinks=sinks, dropout=dropout, engine=engine,
         )  # fmt: skip
         return heard
-    out: Tensor | None = None
     if bias is None and softcap is None and sinks is None and dropout == 0.0:
-        out = quick.step(q, k, v, score, mask, engine)
-        if out is not None:
-            return out
-    four = _batched("attention", q, k, v)
-    problem = pose(
-        "attention", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-        dropout=dropout,
-    )  # fmt: skip
-    out = _restating("attention", four, choose, problem, engine).attend(problem)
-    return out if q.ndim == 4 else out[0]
+        found = quick.step(q, k, v, score, mask, engine)
+        if found is not None:
+            return found
+
+    def run() -> tuple[Tensor]:
+        four = _batched("attention", q, k, v)
+        problem = pose(
+            "attention", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+            dropout=dropout,
+        )  # fmt: skip
+        out = _restating("attention", four, choose, problem, engine).attend(problem)
+        return (out if q.ndim == 4 else out[0],)
+
+    if bias is not None or dropout != 0.0:
+        return run()[0]
+    return quick.again(run, q, k, v, score, mask, softcap, sinks, engine)[0]
 
 
 def observe(
@@ -99,17 +110,28 @@ def observe(
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     _restating("observe", four, check_sink_keys, sink_keys)
-    problem = pose(
-        "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-        dropout=dropout,
-    )  # fmt: skip
     sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
-    if sampled is None:
-        out, values = _observe(problem, engine, names, sink_keys)
+    found = with_max_logit(names)
+
+    def run() -> tuple[Tensor, ...]:
+        problem = pose(
+            "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+            dropout=dropout,
+        )  # fmt: skip
+        if sampled is None:
+            out, values = _observe(problem, engine, found, sink_keys)
+        else:
+            out = _restating("observe", four, choose, problem, engine).attend(problem)
+            _, values = _observe(problem.at(sampled), engine, found, sink_keys)
+        return (out, *(values[name] for name in found))
+
+    if sampled is not None or bias is not None or dropout != 0.0:
+        out, *values = run()
     else:
-        out = _restating("observe", four, choose, problem, engine).attend(problem)
-        _, values = _observe(problem.at(sampled), engine, names, sink_keys)
-    seen = _observation(values, names, sampled, batched=q.ndim == 4)
+        out, *values = quick.again(
+            run, q, k, v, score, mask, softcap, sinks, engine, found, sink_keys
+        )
+    seen = _observation(dict(zip(found, values, strict=True)), names, sampled, q.ndim == 4)
     return out if q.ndim == 4 else out[0], seen
 
 
@@ -146,24 +168,26 @@ def statistics(
         )
         sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
         looked = problem if sampled is None else problem.at(sampled)
-        _, values = _observe(looked, "auto", names, sink_keys)
+        _, values = _observe(looked, "auto", with_max_logit(names), sink_keys)
     return _observation(values, names, sampled, batched=q.ndim == 4)
 
 
 def _observation(
     values: dict[str, Tensor], names: tuple[str, ...], rows: Tensor | None, batched: bool
 ) -> Observation:
-    """The asked-for values, and which rows see a key."""
-    sees = values["max_logit"] != -torch.inf
-    chosen = {name: value if batched else value[0] for name, value in values.items()}
-    return Observation({name: chosen[name] for name in chosen if name in names}, sees, rows)
+    """The asked-for values, and what tells which rows see a key."""
+    highest = values["max_logit"]
+    if not batched:
+        values = {name: value[0] for name, value in values.items()}
+    if len(values) > len(names):
+        values = {name: value for name, value in values.items() if name in names}
+    return Observation(values, highest, rows)
 
 
 def _observe(
     problem: Problem, engine: str, names: tuple[str, ...], sink_keys: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and the asked-for statistics, with max_logit whether asked for or not."""
-    names = (*names, "max_logit")
+    """The output and the asked-for statistics."""
     tensors = problem.q, problem.k, problem.v
     module = _restating("observe", tensors, choose, problem, engine, True)
     if module is reference:

@@ -26,6 +26,13 @@ class Both(Mask):
     def __repr__(self) -> str:
         return f"({self.a!r} & {self.b!r})"
 
+    def told(self) -> tuple[object, ...] | None:
+        a, b = self.a.told(), self.b.told()
+        return None if a is None or b is None else ("&", a, b)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.a.tensors(), *self.b.tensors())
+
     def check(self, place: Place) -> None:
         self.a.check(place)
         self.b.check(place)
@@ -66,7 +73,11 @@ class Both(Mask):
         return _first_stated(self.a.alignment(place), self.b.alignment(place))
 
     def start(self, place: Place) -> int | Tensor:
-        return _outer(self.a.start(place), self.b.start(place), torch.maximum, max)
+        a, b = self.a.start(place), self.b.start(place)
+        for one, other in ((a, b), (b, a)):
+            if not isinstance(one, Tensor) and one == 0:  # nothing starts before
+                return other
+        return _outer(a, b, torch.maximum, max)
 
     def to_dense(self, place: Place) -> Tensor:
         return self.a.to_dense(place) & self.b.to_dense(place)

@@ -29,6 +29,14 @@ class Mask:
         """The intervals as `Terms` hold them, where the mask has them ready; else None."""
         return None
 
+    def told(self) -> tuple[object, ...] | None:
+        """What tells this mask from others but for its `tensors`; None: not a few numbers."""
+        return None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What of the mask `told` leaves out."""
+        return ()
+
     def check(self, place: Place) -> None:
         """Raise ValueError where the mask was made for another shape."""
 
@@ -88,6 +96,9 @@ class Causal(Mask):
     def __repr__(self) -> str:
         return f"causal({_said(offset=self.offset)})"
 
+    def told(self) -> tuple[object, ...] | None:
+        return ("causal", self.offset) if _numbers(self.offset) else None
+
     def check(self, place: Place) -> None:
         _check_per_batch("causal(offset=...)", self.offset, place)
 
@@ -133,6 +144,10 @@ class Window(Mask):
         return (
             f"window({self.left}{_said(right=self.right or None, offset=self.offset, more=True)})"
         )
+
+    def told(self) -> tuple[object, ...] | None:
+        given = self.left, self.right, self.offset
+        return ("window", *given) if _numbers(*given) else None
 
     def check(self, place: Place) -> None:
         _check_per_batch("window(..., offset=...)", self.offset, place)
@@ -217,7 +232,7 @@ class Between(Mask):
         first, last = torch.broadcast_tensors(first, last)
         unseen = torch.iinfo(torch.int32).max
         start = first.masked_fill(first >= last, unseen).amin(-1, keepdim=True)
-        found: Tensor = start.masked_fill(start == unseen, 0)
+        found: Tensor = start.masked_fill(start == unseen, 0).clamp_min_(0)
         return found
 
     @staticmethod
@@ -240,6 +255,12 @@ class Documents(Mask):
 
     def __repr__(self) -> str:
         return f"documents({_short(self.ids)})"
+
+    def told(self) -> tuple[object, ...] | None:
+        return "documents", self.ids.shape
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.bounds,)
 
     def check(self, place: Place) -> None:
         shape, keys = tuple(self.ids.shape), place.first_key + place.keys
@@ -265,7 +286,8 @@ class Documents(Mask):
         return self.bounds.to(place.device)
 
     def start(self, place: Place) -> Tensor:
-        return self.intervals(place)[0][0]
+        ready = self.table(place)
+        return self.intervals(place)[0][0] if ready is None else ready[0, 0]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -294,6 +316,11 @@ def _bounds(ids: Tensor) -> Tensor:
     starts = torch.searchsorted(number, number, out_int32=True)
     ends = torch.searchsorted(number, number, right=True, out_int32=True)
     return torch.stack((starts, ends))[None, :, :, None]
+
+
+def _numbers(*given: object) -> bool:
+    """Whether these are plain numbers, or were not given."""
+    return all(x is None or type(x) is int for x in given)
 
 
 def _alignment(offset: PerBatch | None, place: Place) -> int | Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import overload
 
 import torch
@@ -60,12 +61,17 @@ class Observation:
     def __init__(
         self,
         values: Mapping[str, Tensor],
-        sees: Tensor,
+        highest: Tensor,
         rows: Tensor | None = None,
     ) -> None:
         self.values = dict(values)
-        self.sees = sees  # (B, Hq, N) bool: the row sees at least one key
+        self.highest = highest.detach()  # (B, Hq, N): max_logit, whether asked for or not
         self.rows = rows  # which query rows were sampled, (rows,); None: all of them
+
+    @cached_property
+    def sees(self) -> Tensor:
+        """Whether each row sees at least one key, (B, Hq, N) bool."""
+        return self.highest != -torch.inf
 
     @property
     def sampled(self) -> bool:
@@ -81,7 +87,7 @@ class Observation:
         return Reduction.of(self, padding).figures()
 
     def __repr__(self) -> str:
-        shape = tuple(self.sees.shape)
+        shape = tuple(self.highest.shape)
         rows = f", {shape[2]} sampled rows" if self.sampled else ""
         return f"Observation({', '.join(self.values)}; (B, Hq, N) = {shape}{rows})"
 
@@ -153,6 +159,11 @@ def check_statistics(stats: Iterable[str] | None) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"unknown statistic {unknown[0]!r}; there are {', '.join(STATISTICS)}")
     return names
+
+
+def with_max_logit(names: tuple[str, ...]) -> tuple[str, ...]:
+    """These names and max_logit, which tells whether a row sees a key, in their usual order."""
+    return tuple(name for name in STATISTICS if name in names or name == "max_logit")
 
 
 def check_sink_keys(sink_keys: int) -> None:

@@ -145,7 +145,7 @@ class Problem:
     def start(self) -> int | Tensor:
         """The call's key at which each row's sequence begins: an int or (B|1, Hq|1, N|1)."""
         start = 0 if self.mask is None else self.mask.start(self.place)
-        start = start - self.place.first_key
+        start = start - self.place.first_key if self.place.first_key else start
         return self._sampled(start, -1) if isinstance(start, Tensor) else start
 
     def _sampled(self, tensor: Tensor, axis: int) -> Tensor:

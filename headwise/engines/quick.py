@@ -1,8 +1,9 @@
-"""One step of decoding with next to nothing before its kernel.
+"""Calls with next to nothing before their kernels.
 
-A step against a cache takes a GPU tens of microseconds; checking and planning a call would take a
-processor longer. What is told from a few attributes goes straight to the decoding kernels here, and
-everything else takes the usual way.
+A short call takes a GPU tens of microseconds; checking and planning it would take a processor
+longer. Steps against a cache, which have another length each time, go straight to the decoding
+kernels from a few attributes; what was called before in the same shape is played `again`, by a
+tape of its launches. Everything else takes the usual way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
+from headwise.engines.tape import Tape, record
 from headwise.mask import Mask
 from headwise.masks import Causal
 from headwise.plan import triton_missing
@@ -48,6 +51,8 @@ def step(
     """Attention of a few queries to many keys; None: this call takes the usual way."""
     if not (type(q) is type(k) is type(v) is Tensor) or torch.compiler.is_compiling():
         return None
+    if q.ndim != 4 or q.shape[2] > FEW:
+        return None
     if engine != "triton" and not (engine == "auto" and q.is_cuda):
         return None
     if score is not None and not isinstance(score, Dot):
@@ -63,6 +68,68 @@ def step(
         return None
     found: Tensor = run(q, k, v)
     return found
+
+
+LAUNCHED = ("triton", "hopper")  # engines that do nothing but launch kernels of their own
+KEPT = 4096  # descriptions of calls at most
+_TAPES: dict[tuple[object, ...], Tape | bool] = {}  # True: seen once; False: it has no tape
+
+
+def again(
+    run: Callable[[], tuple[Tensor, ...]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score | None,
+    mask: Mask | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    engine: str,
+    *more: object,
+) -> tuple[Tensor, ...]:
+    """What `run` returns; a call seen before, as far as tensors' values do not matter, is played.
+
+    `more` is hashable and tells what else `run` depends on.
+    """
+    if engine not in LAUNCHED and not (engine == "auto" and getattr(q, "is_cuda", False)):
+        return run()
+    if torch.compiler.is_compiling() or not (score is None or type(score) is Dot):
+        return run()
+    scale = None if score is None else score.scale
+    told: tuple[object, ...] | None = ()
+    given: tuple[Tensor, ...] = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if isinstance(mask, Mask):
+        told = mask.told()
+        given += mask.tensors()
+    if told is None or not (_number(scale) and _number(softcap)) or _watched(*given):
+        return run()
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    key: list[object] = [engine, told, scale, softcap, sinks is None, tf32, more]
+    for x in given:
+        key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+    named = tuple(key)
+    tape = _TAPES.get(named)
+    if isinstance(tape, Tape):
+        return tape.play(given)
+    if tape is False:
+        return run()
+    if tape is None:  # recording takes longer than running: not for a single call
+        results, found = run(), None
+    else:
+        results, found = record(run, given)
+    if len(_TAPES) >= KEPT:
+        _TAPES.clear()
+    _TAPES[named] = tape is None or found or False
+    return results
+
+
+def forget() -> None:
+    """Have every call thought through again: what tapes were recorded under has changed."""
+    _TAPES.clear()
+
+
+def _number(x: object) -> bool:
+    return x is None or type(x) is float or type(x) is int
 
 
 @lru_cache(maxsize=4096)  # a step for each length, and each is taken by every layer
@@ -161,12 +228,15 @@ def _able(device: torch.device) -> bool:
 
 def _watched(*tensors: Tensor) -> bool:
     """Whether gradients, compilers, modes or transforms must see the call as an operator."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return True
+    learning = torch.is_grad_enabled()
+    for x in tensors:
+        if (type(x) is not Tensor and type(x) is not Parameter) or (learning and x.requires_grad):
+            return True
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
         or torch.is_autocast_enabled(tensors[0].device.type)
     )

@@ -12,6 +12,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headwise.engines import quick
 from headwise.engines.triton.cards import Card
 
 KERNELS = ("forward", "narrow", "queries", "keys")
@@ -67,13 +68,14 @@ def shape(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
     what = kernel, width, itemsize, card
     if what not in _CHOSEN:
         found = _tuned().get(card.name, {}).get(_key(kernel, width, itemsize))
-        use(*what, Shape(**found) if found else default(*what))
+        _CHOSEN[what] = Shape(**found) if found else default(*what)
     return _CHOSEN[what]
 
 
 def use(kernel: str, width: int, itemsize: int, card: Card, chosen: Shape) -> None:
     """Have this process use a shape from now on."""
     _CHOSEN[kernel, width, itemsize, card] = chosen
+    quick.forget()
 
 
 def default(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
@@ -98,6 +100,7 @@ def remember(card: Card, found: dict[tuple[str, int, int], Shape]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(known, indent=1) + "\n")
     _CHOSEN.clear()
+    quick.forget()
     return file
 
 

@@ -6,11 +6,13 @@ looks at every argument to find it: three times as long as the launch itself.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.engines import tape
 from headwise.engines.triton.cards import INTERPRETING
 from headwise.engines.triton.launch import Operands
 
@@ -48,14 +50,17 @@ def start(
     **constants: Any,
 ) -> None:
     """Launch a kernel on the current GPU; kind None lets Triton look."""
-    if kind is None or INTERPRETING:
-        kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+    options = {"num_warps": warps, "num_stages": stages, **constants}
+    if INTERPRETING:
+        tape.launch(partial(kernel[grid], **options), arguments)
         return
     key = (kernel, torch.cuda.current_device(), kind, warps, stages, *constants.values())
-    known = _COMPILED.get(key)
-    if known is None:
-        names = kernel.arg_names[len(arguments) :]
-        compiled = kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
-        _COMPILED[key] = compiled, tuple(constants[name] for name in names)
-    else:
-        known[0][grid](*arguments, *known[1])
+    known = None if kind is None else _COMPILED.get(key)
+    if known is not None:
+        tape.launch(known[0][grid], (*arguments, *known[1]))
+        return
+    compiled = kernel[grid](*arguments, **options)
+    rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    if kind is not None:
+        _COMPILED[key] = compiled, rest
+    tape.note(compiled[grid], (*arguments, *rest))

@@ -1,0 +1,204 @@
+"""A call that was made before is played again: the same numbers, and nothing but launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import headwise as hw
+from headwise.engines import quick
+from headwise.engines.tape import Tape, record
+
+pytest.importorskip("triton", reason="what is played are launches of Triton's kernels")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAUSAL = hw.mask.causal()
+IDS = (torch.arange(40, device=DEVICE) // 16)[None]
+
+
+@pytest.fixture(autouse=True)
+def untold() -> Iterator[None]:
+    quick.forget()
+    yield
+    quick.forget()
+
+
+def three(*shape: int) -> list[Tensor]:
+    return [torch.randn(shape or (1, 2, 40, 16), device=DEVICE) for _ in range(3)]
+
+
+def tapes() -> list[Tape]:
+    return [x for x in quick._TAPES.values() if isinstance(x, Tape)]
+
+
+def played(run: Callable[..., object]) -> None:
+    """Two calls that are thought through, the second of them recorded."""
+    for _ in range(2):
+        run(*three())
+    assert len(tapes()) == 1
+
+
+MASKS: dict[str, hw.mask.Mask | None] = {
+    "no mask": None,
+    "causal": CAUSAL,
+    "a window": CAUSAL & hw.mask.window(7),
+    "documents": CAUSAL & hw.mask.documents(IDS),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_played_call_gives_what_a_thought_through_one_gives(kind: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, engine: str = "triton") -> tuple[Tensor, ...]:
+        out, seen = hw.observe(q, k, v, mask=MASKS[kind], engine=engine)
+        return hw.attention(q, k, v, mask=MASKS[kind], engine=engine), out, *seen.values.values()
+
+    for _ in range(2):
+        run(*three())
+    assert len(tapes()) == 2
+    given = three()
+    for found, wanted in zip(run(*given), run(*given, "reference"), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-4)
+    again = run(*given)
+    quick.forget()
+    assert all(torch.equal(x, y) for x, y in zip(again, run(*given), strict=True))
+
+
+def test_a_played_call_leaves_earlier_results_alone() -> None:
+    played(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
+    given = three()
+    first = hw.attention(*given, engine="triton")
+    kept = first.clone()
+    hw.attention(*three(), engine="triton")
+    assert torch.equal(first, kept)
+    assert torch.equal(first, hw.attention(*given, engine="triton"))
+
+
+def test_documents_of_another_batch_are_played_too() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, engine: str = "triton") -> Tensor:
+        return hw.attention(q, k, v, mask=CAUSAL & hw.mask.documents(ids), engine=engine)
+
+    played(lambda *given: run(*given, IDS))
+    given, other = three(), (torch.arange(40, device=DEVICE) // 9)[None]
+    torch.testing.assert_close(run(*given, other), run(*given, other, "reference"))
+    assert len(tapes()) == 1
+
+
+def test_sinks_and_caps_are_played() -> None:
+    def run(*given: Tensor, engine: str = "triton", cap: float = 5.0) -> Tensor:
+        sinks = torch.linspace(-1, 1, 2, device=DEVICE)
+        return hw.attention(*given, sinks=sinks, softcap=cap, mask=CAUSAL, engine=engine)
+
+    played(run)
+    given = three()
+    torch.testing.assert_close(run(*given), run(*given, engine="reference"))
+    torch.testing.assert_close(run(*given, cap=2.0), run(*given, engine="reference", cap=2.0))
+
+
+def test_projections_that_lie_in_one_tensor_are_told_apart() -> None:
+    def run(packed: Tensor, engine: str = "triton") -> Tensor:
+        q, k, v = packed.unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind(0)
+        return hw.attention(q, k, v, mask=CAUSAL, engine=engine)
+
+    for _ in range(3):
+        packed = torch.randn(1, 40, 96, device=DEVICE)
+        torch.testing.assert_close(run(packed), run(packed, "reference"))
+    assert len(tapes()) == 1
+
+
+def test_one_tensor_in_three_roles_is_never_recorded() -> None:
+    for _ in range(3):
+        q, k, v = three()
+        torch.testing.assert_close(
+            hw.attention(q, q, q, engine="triton"), hw.attention(q, q, q, engine="reference")
+        )
+    assert not tapes()
+    torch.testing.assert_close(
+        hw.attention(q, k, v, engine="triton"), hw.attention(q, k, v, engine="reference")
+    )
+
+
+def test_another_shape_stride_scale_or_address_is_another_call() -> None:
+    played(lambda *given: hw.attention(*given, engine="triton"))
+    q, k, v = three()
+    wide = torch.randn(1, 2, 40, 17, device=DEVICE)[..., 1:]
+    for given, scale in (
+        ((q[:, :, :30], k, v), None),
+        ((q.transpose(1, 2).contiguous().transpose(1, 2), k, v), None),
+        ((q, k, v), 0.3),
+        ((wide, k, v), None),
+    ):
+        score = hw.Dot(scale)
+        found = hw.attention(*given, score=score, engine="triton")
+        torch.testing.assert_close(found, hw.attention(*given, score=score, engine="reference"))
+
+
+def test_a_call_without_a_batch_is_played() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, engine: str = "triton") -> Tensor:
+        return hw.attention(q[0], k[0], v[0], mask=CAUSAL, engine=engine)
+
+    played(run)
+    given = three()
+    torch.testing.assert_close(run(*given), run(*given, "reference"))
+
+
+def test_whoever_must_see_the_call_sees_it() -> None:
+    played(lambda *given: hw.attention(*given, engine="triton"))
+    q, k, v = three()
+    learning = q.clone().requires_grad_()
+    assert hw.attention(learning, k, v, engine="triton").requires_grad
+    expected = hw.attention(q, k, v, engine="reference")
+    mapped = torch.func.vmap(lambda x: hw.attention(x, k, v, engine="triton"))(q[None])
+    torch.testing.assert_close(mapped[0], expected)
+
+    class Counts(TorchFunctionMode):
+        heard = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            Counts.heard += func is hw.attention
+            return func(*args, **(kwargs or {}))
+
+    with Counts():
+        hw.attention(q, k, v, engine="triton")
+    assert Counts.heard == 1
+    with pytest.raises(ValueError, match="is unknown"):
+        hw.attention(q, k, v, engine="tritn")
+
+
+def test_what_computes_beside_its_launches_has_no_tape() -> None:
+    q, k, v = three()
+
+    def run() -> tuple[Tensor, ...]:
+        return (hw.attention(q * 2, k, v, engine="triton"),)
+
+    results, tape = record(run, (q, k, v))
+    assert tape is None
+    torch.testing.assert_close(results[0], hw.attention(q * 2, k, v, engine="reference"))
+
+
+def test_dropout_draws_anew_each_time() -> None:
+    given = three()
+    found = [hw.attention(*given, dropout=0.5, engine="triton") for _ in range(4)]
+    assert not any(torch.equal(found[0], x) for x in found[1:])
+    assert not tapes()
+
+
+def test_a_mask_of_the_wrong_shape_is_still_refused() -> None:
+    mask = hw.mask.documents(IDS)
+    played(lambda *given: hw.attention(*given, mask=mask, engine="triton"))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="ids have shape"):
+            hw.attention(*three(1, 2, 30, 16), mask=mask, engine="triton")
+
+
+def test_a_shape_that_was_tuned_is_used_at_once() -> None:
+    from headwise.engines.triton import shapes
+    from headwise.engines.triton.cards import card
+
+    played(lambda *given: hw.attention(*given, engine="triton"))
+    here = card(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
+    shapes.use("forward", 16, 4, here, shapes.default("forward", 16, 4, here))
+    assert not tapes()
