@@ -278,8 +278,9 @@ class Watch(Recording):
         if recorder.ran and not known and recorder.active and not self.series:
             raise ValueError(
                 f"no attention was found in this {type(self.model).__name__}. headwise sees its "
-                "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, transformers' "
-                "attention interface, and a softmax that is multiplied with values"
+                "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, "
+                "flex_attention, transformers' attention interface, and a softmax that is "
+                "multiplied with values"
             )
         most = max((layer.heads for layer in self.layers), default=0)
         for head in self.looking.heads or () if most else ():

@@ -18,10 +18,19 @@ B, H, N, D = 2, 4, 4, 8  # as many keys as heads: axes can't be told by their si
 
 
 class Hand(nn.Module):
-    """Projections, logits, a softmax, and whatever `weigh` makes of weights and values."""
+    """Projections, logits, a softmax, and whatever `weigh` makes of weights and values.
 
-    def __init__(self, weigh: Callable[[Tensor, Tensor], Tensor], hide: float = -torch.inf) -> None:
+    `turn` computes the logits with the heads before the batch.
+    """
+
+    def __init__(
+        self,
+        weigh: Callable[[Tensor, Tensor], Tensor],
+        hide: float = -torch.inf,
+        turn: bool = False,
+    ) -> None:
         super().__init__()
+        self.turn = turn
         self.q, self.k, self.v = (nn.Linear(H * D, H * D) for _ in range(3))
         self.weigh, self.hide, self.hides = weigh, hide, torch.ones(N, N).triu(1).bool()
 
@@ -30,7 +39,8 @@ class Hand(nn.Module):
         return q @ k.mT * D**-0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        p = self.logits(x).masked_fill(self.hides, self.hide).softmax(-1)
+        logits = self.logits(x).masked_fill(self.hides, self.hide)
+        p = (logits.transpose(0, 1) if self.turn else logits).softmax(-1)
         return self.weigh(p, self.v(x).unflatten(-1, (H, D)))  # values (B, N, H, D)
 
 
@@ -72,6 +82,41 @@ def test_a_head_is_switched_off_wherever_its_axis_is(way: str) -> None:
         model(x)
         seen._recorder.silenced = {"": 2}
         assert torch.equal(model(x), whole * off)
+
+
+LED_BY_HEADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda p, v: p @ v.permute(2, 0, 1, 3),
+    "hbqk,bkhd->bqhd": lambda p, v: torch.einsum("hbqk,bkhd->bqhd", p, v),
+    "one head of values": lambda p, v: p @ v[:, :, 0],
+}
+
+
+@pytest.mark.parametrize("way", LED_BY_HEADS)
+@pytest.mark.parametrize("num_heads", [H, None])
+def test_heads_before_the_batch_are_known_by_the_module_or_its_input(
+    way: str, num_heads: int | None
+) -> None:
+    model, x = Hand(LED_BY_HEADS[way], turn=True), torch.randn(B, N, H * D)
+    if num_heads is not None:
+        model.num_heads = num_heads
+    whole = model(x)
+    with hw.watch(model) as seen:
+        assert torch.equal(model(x), whole)
+        seen._recorder.silenced = {"": 2}
+        axis = 2 if "bqhd" in way else 0
+        off = torch.tensor([1.0, 1.0, 0.0, 1.0]).reshape(-1, *[1] * (3 - axis))
+        assert torch.equal(model(x), whole * off)
+    p = model.logits(x).masked_fill(model.hides, -torch.inf).softmax(-1)
+    assert seen.layers[0].heads == H
+    torch.testing.assert_close(seen.layers[0].map().to_tensor(), p, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_that_happens_to_be_as_large_as_heads_are_many_stays_the_batch() -> None:
+    model, x = Hand(WAYS["matmul"]), torch.randn(7, N, H * D)
+    model.h = 7  # of something else
+    with hw.watch(model) as seen:
+        model(x)
+    assert seen.layers[0].heads == H
 
 
 @pytest.mark.parametrize("hide", [-1e9, -1e4, -torch.inf, torch.finfo(torch.float32).min / 9])

@@ -32,6 +32,11 @@ class Product:
                 return None
         return (logits, values) if values.shape[-2] == logits.shape[-1] else None
 
+    def swapped(self) -> Product:
+        """The same with heads before the batch: (H, B, N, M)."""
+        other = str.maketrans(_BATCH + _HEAD, _HEAD + _BATCH)
+        return Product(*(x.translate(other) for x in (self.weights, self.values, self.out)))
+
     def heads_first(self, out: Tensor, heads: int) -> Tensor:
         """The output as (B, H, N, D)."""
         if _HEAD not in self.out:

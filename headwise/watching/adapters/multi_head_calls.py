@@ -92,7 +92,7 @@ def _attention(
 ) -> Any:
     """An attention that is called, by its fast path or not."""
     watched.listener.refuse_other_threads(watched.names[id(module)])
-    with _unheard(watched.listener), taken():
+    with unheard(watched.listener), taken():
         out = run()
     watched.seen.add(id(module))
     if watched.recorder.wants(watched.names[id(module)]):
@@ -113,7 +113,7 @@ def _encoder_layer(
     """A layer whose fast path does not call its attention."""
     watched.listener.refuse_other_threads(watched.names[id(layer)])
     watched.seen.discard(id(layer.self_attn))
-    with _unheard(watched.listener), _unhooked(layer):
+    with unheard(watched.listener), _unhooked(layer):
         out = run()
     attention = layer.self_attn
     name = watched.names.get(id(attention))
@@ -134,7 +134,7 @@ def _encoder(
     watched: Watched, encoder: nn.TransformerEncoder, run: Callable[[], Any], *_: Any, **__: Any
 ) -> Any:
     """An encoder, which hands nested tensors to its layers if nothing is about."""
-    with _unheard(watched.listener):
+    with unheard(watched.listener):
         return run()
 
 
@@ -214,7 +214,7 @@ def _masks(
 
 
 @contextmanager
-def _unheard(listener: Listener) -> Iterator[None]:
+def unheard(listener: Listener) -> Iterator[None]:
     """Where PyTorch looks for modes, and must not find ours."""
     depth: int = torch._C._len_torch_function_stack()
     if depth and torch._C._get_function_stack_at(depth - 1) is listener:

@@ -1,4 +1,4 @@
-"""An attribute of someone else's class that all watches replace together, and the last restores."""
+"""An attribute of someone else's that all watches replace together, and the last restores."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ _local = threading.local()
 
 
 class Replacement(Generic[User]):
-    """`owner.name`, replaced by what `make(original, users)` gives while there are users."""
+    """`owner.name`, replaced by what `make(original, users)` gives while there are users.
+
+    The owner is a class or a module; a static method stays one.
+    """
 
     def __init__(
-        self, owner: type, name: str, make: Callable[[Any, list[User]], Callable[..., Any]]
+        self, owner: Any, name: str, make: Callable[[Any, list[User]], Callable[..., Any]]
     ) -> None:
         self.owner, self.name, self.make = owner, name, make
         self.users: list[User] = []
         self._own = True
-        self._original: Any = None
+        self._before: Any = None
         self._ours: Any = None
 
     def add(self, user: User) -> Callable[[], None]:
         """Let the replacement serve one more; returns what undoes it."""
         if not self.users:
             self._own = self.name in vars(self.owner)  # or is it inherited?
-            self._original = getattr(self.owner, self.name)
-            self._ours = self.make(self._original, self.users)
+            self._before = vars(self.owner).get(self.name)
+            self._ours = self.make(getattr(self.owner, self.name), self.users)
+            if isinstance(self._before, staticmethod):
+                self._ours = staticmethod(self._ours)
             setattr(self.owner, self.name, self._ours)
         self.users.append(user)
         return partial(self._remove, user)
@@ -39,7 +44,7 @@ class Replacement(Generic[User]):
         if self.users or vars(self.owner).get(self.name) is not self._ours:
             return  # somebody replaced it once more; without users ours only passes on
         if self._own:
-            setattr(self.owner, self.name, self._original)
+            setattr(self.owner, self.name, self._before)
         else:
             delattr(self.owner, self.name)
 

@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters import multi_head_calls
+from headwise.watching.adapters import flex_calls, multi_head_calls
 from headwise.watching.adapters.hooks import Hook
 from headwise.watching.adapters.own import OURS, Undo
 from headwise.watching.adapters.proof import prove
 from headwise.watching.adapters.replacement import is_taken
 from headwise.watching.adapters.scaled_dot_product import are_apart, kind_of, scaled_dot_product
 from headwise.watching.adapters.stretches import Memory
-from headwise.watching.adapters.written_out import PRODUCTS, SOFTMAXES, Found, WrittenOut
+from headwise.watching.adapters.written_out import PRODUCTS, SOFTMAXES, WrittenOut
 from headwise.watching.layer import LARGEST
 from headwise.watching.recorder import Recorder, matches, recomputing
 
@@ -37,6 +37,7 @@ def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
     listener = Listener(recorder)
     undo: list[Undo] = [listener.leave_all]
     undo += multi_head_calls.attach(model, recorder, listener)  # first: it may refuse
+    undo += flex_calls.attach(model, listener)
     for name, module in model.named_modules():
         if not isinstance(module, OURS) and type(module).__module__.startswith(_PLAIN):
             continue
@@ -76,7 +77,7 @@ class Listener(TorchFunctionMode):
         self.memory = Memory()
         self.thread = threading.get_ident()
         self.running = Running()
-        self.proved: set[str] = set()
+        self.proved: set[tuple[str, bool, bool]] = set()
 
     @property
     def frames(self) -> list[Frame]:
@@ -139,6 +140,8 @@ class Listener(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
+        if torch.compiler.is_compiling():  # a function of the model that is compiled by itself
+            return func(*args, **options)
         if not self.frames or self.frames[-1].quiet or is_taken():
             return func(*args, **options)
         frame = self.frames[-1]
@@ -174,10 +177,11 @@ class Listener(TorchFunctionMode):
         wanted, silenced = recorder.wants(name), name in recorder.silenced
         try:
             found = frame.written_out.product(frame.module, name, given, frame.sizes)
-            if found is not None and wanted:
-                self.prove(name, found, out)
+            if found is not None and wanted and found.exact:
+                heads = found.product.heads_first(out.detach(), found.call.q.shape[1])
+                self.prove(name, found.call, heads.transpose(1, 2))
         except ValueError:
-            if silenced or (wanted and asked_for(recorder, name)):
+            if silenced or (wanted and self.asked_for(name)):
                 raise
             return out  # what nobody asked for need not be understood
         if found is None:
@@ -191,18 +195,23 @@ class Listener(TorchFunctionMode):
         heads = found.product.heads_first(out, found.call.q.shape[1])
         return found.product.as_it_was(recorder.silence(name, heads))
 
-    def prove(self, name: str, found: Found, out: Tensor) -> None:
-        """Once for every layer: the call is what the product computed."""
-        if name in self.proved or not found.exact:
+    def prove(self, name: str, call: Call, out: Tensor) -> None:
+        """Once for every form of a layer's calls: it is what was computed, out (B, N, H, D)."""
+        form = (name, call.mask is None, call.bias is None)
+        if form in self.proved:
             return
-        rows = found.product.heads_first(out.detach(), found.call.q.shape[1]).transpose(1, 2)
         try:
             with torch.no_grad():
-                proved = prove(found.call, rows)
+                proved = prove(call, out)
         except ValueError as error:
             raise ValueError(f"{name or 'the model'} can't be watched: {error}") from None
         if proved:
-            self.proved.add(name)
+            self.proved.add(form)
+
+    def asked_for(self, name: str) -> bool:
+        """Whether a layer of this name would be one of those that are looked at."""
+        wanted = self.recorder.looking.layers
+        return wanted is None or matches(len(self.recorder.known()), name, wanted)
 
 
 @_disable_dynamo  # torch.compiler.disable, but it imports the compiler only when it is called
@@ -212,12 +221,6 @@ def refuse_compiled(name: str) -> None:
         f"{name or 'the watched model'} runs compiled, and compiled code can't be looked into; "
         "call the model that was given to torch.compile while it is watched"
     )
-
-
-def asked_for(recorder: Recorder, name: str) -> bool:
-    """Whether a layer of this name would be one of those that are looked at."""
-    wanted = recorder.looking.layers
-    return wanted is None or matches(len(recorder.known()), name, wanted)
 
 
 def _sizes(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, ...]:

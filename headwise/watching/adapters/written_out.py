@@ -127,6 +127,8 @@ class WrittenOut:
             product = of_matmul(weights.ndim, values.ndim)
         else:
             product = of_einsum(written, known.logits.ndim, values.ndim, first)
+        if product is not None and _heads_lead(module, product, known.logits, sizes):
+            product = product.swapped()
         made = None if product is None else product.arranged(known.logits, values.detach())
         if product is None or made is None:
             raise ValueError(_unclear(module, name, known.logits, values))
@@ -135,7 +137,7 @@ class WrittenOut:
             heads = _heads(module, name, logits, sizes)
             logits = logits.unflatten(0, (-1, heads))
             v = v.expand(logits.shape[0] * heads, -1, -1).unflatten(0, (-1, heads))
-        return Found(_call(logits, v), product, not known.dropped)
+        return Found(from_logits(logits, v), product, not known.dropped)
 
 
 def _drops(
@@ -145,7 +147,7 @@ def _drops(
     return p > 0 and options.get("train", training)
 
 
-def _call(logits: Tensor, v: Tensor) -> Call:
+def from_logits(logits: Tensor, v: Tensor) -> Call:
     """Attention with these logits (B, H, N, M) and values (B|1, H|1, M, D)."""
     batch, heads, queries, keys = logits.shape
     largest = logits.amax(-1, keepdim=True)
@@ -166,12 +168,34 @@ def _call(logits: Tensor, v: Tensor) -> Call:
     )
 
 
+def _stated(module: nn.Module) -> list[int]:
+    """How many heads a module says it has, by any of the names that are usual."""
+    found = (getattr(module, name, None) for name in _HEADS)
+    return [heads for heads in found if isinstance(heads, int) and heads > 0]
+
+
+def _heads_lead(
+    module: nn.Module, product: Product, logits: Tensor, sizes: tuple[int, ...]
+) -> bool:
+    """Whether what was read as (B, H, N, M) is (H, B, N, M): its module or its input say so.
+
+    Where there are as many heads as sequences, nobody can say it.
+    """
+    size = dict(zip(product.weights, logits.shape, strict=True))
+    if "h" not in size or size["b"] == size["h"]:
+        return False
+    batch, heads, queries = size["b"], size["h"], size["q"]
+    stated = _stated(module)
+    if (batch in stated) != (heads in stated):
+        return batch in stated and sizes[:2] not in ((batch, queries), (queries, batch))
+    return sizes[:2] in ((heads, queries), (queries, heads))
+
+
 def _heads(module: nn.Module, name: str, logits: Tensor, sizes: tuple[int, ...]) -> int:
     """How many heads (B · H, N, M) logits are of; ValueError where nobody says it."""
     entries = logits.shape[0]
-    for attribute in _HEADS:
-        heads = getattr(module, attribute, None)
-        if isinstance(heads, int) and heads > 0 and entries % heads == 0:
+    for heads in _stated(module):
+        if entries % heads == 0:
             return heads
     if sizes[:1] == (entries,) or sizes[:2] == (logits.shape[1], entries):
         return 1  # (B, N, ...) or (N, B, ...)

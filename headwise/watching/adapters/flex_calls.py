@@ -1,0 +1,161 @@
+"""flex_attention that a model calls itself, compiled or not: seen from outside of the call.
+
+The function runs inside the compiler, where no mode of ours may be about. So it is replaced where a
+model's own code finds it: in the files and in the classes of its modules, by whichever name, and in
+PyTorch's own file.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+
+from headwise.nn.call import Call
+from headwise.place import Place
+from headwise.score import Dot
+from headwise.watching.adapters.mask_functions import by_rows
+from headwise.watching.adapters.multi_head_calls import unheard
+from headwise.watching.adapters.own import Undo
+from headwise.watching.adapters.replacement import Replacement, is_taken, taken
+from headwise.watching.adapters.scaled_dot_product import are_apart, kind_of
+from headwise.watching.adapters.written_out import from_logits
+from headwise.watching.layer import LARGEST, Kind
+
+if TYPE_CHECKING:
+    from headwise.mask import Mask
+    from headwise.watching.adapters.torch_calls import Listener
+
+
+def attach(model: nn.Module, listener: Listener) -> list[Undo]:
+    """Let the flex_attention of a model's own code tell the listener; returns what undoes it."""
+    return [_replacement(owner, name).add(listener) for owner, name in set(_places(model))]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Where the code of a model finds the function: an owner, and a name in it."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
+    files = {sys.modules.get(kind.__module__) for kind in kinds}
+    for owner in (flex, *files, *kinds):
+        for name, value in list(vars(owner).items()) if owner is not None else ():
+            if _is_flex(value.__func__ if isinstance(value, staticmethod) else value):
+                yield owner, name
+
+
+def _is_flex(value: object) -> bool:
+    """Whether this is the function, compiled or not, or stands for it already."""
+    if not isinstance(value, FunctionType):
+        return False
+    inside = (getattr(value, name, None) for name in ("_torchdynamo_orig_callable", _OURS))
+    return any(one is _FLEX for one in (value, *inside))
+
+
+_FLEX = flex.flex_attention
+_OURS = "__watched_flex__"
+
+
+@functools.cache
+def _replacement(owner: Any, name: str) -> Replacement[Listener]:
+    return Replacement(owner, name, _make)
+
+
+def _make(original: Any, users: list[Listener]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def attend(*given: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling() and not is_taken():
+            for listener in users:
+                if listener.frames:
+                    return _observed(listener, original, given, options)
+        return original(*given, **options)
+
+    setattr(attend, _OURS, _FLEX)
+    return attend
+
+
+def _observed(
+    listener: Listener, function: Any, given: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """The function's own result; its call was shown to the recorder."""
+    name, recorder = listener.frames[-1].name, listener.recorder
+    with unheard(listener), taken():
+        result = function(*given, **options)
+    out = result[0] if isinstance(result, tuple) else result
+    if recorder.wants(name):
+        try:
+            with torch.no_grad(), taken():
+                call, kind = read(name, *given, **options)
+                listener.prove(name, call, out.detach().transpose(1, 2))
+            recorder.beside(name, call, kind)
+        except ValueError:
+            if name in recorder.silenced or listener.asked_for(name):
+                raise
+    silenced = recorder.silence(name, out)
+    return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
+
+
+def read(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: flex.BlockMask | None = None,
+    scale: float | None = None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Call, Kind]:
+    """A call of flex_attention in our words, and whether it looks at another sequence.
+
+    A block mask is asked about a few rows at a time, and kept as intervals where it is that. What a
+    score_mod makes of the logits is known pair by pair only, so a call has them written out.
+    """
+    q, k, v = (x.detach().expand(len(query), -1, -1, -1) for x in (query, key, value))
+    across = block_mask is None and are_apart(q, k)
+    kind: Kind = "cross" if across else kind_of(name)
+    mask = None if block_mask is None else _mask(name, block_mask, q, k, kind)
+    call = Call(q, k, v, Dot(scale), mask, None, None, None, 0.0, "auto")
+    return (call if score_mod is None else _modified(name, call, score_mod)), kind
+
+
+def _mask(name: str, blocks: flex.BlockMask, q: Tensor, k: Tensor, kind: Kind) -> Mask:
+    batch, heads = blocks.shape[:2]
+    sizes = (batch, heads, q.shape[2], k.shape[2])
+    try:
+        return by_rows(blocks.mask_mod, sizes, q.device, kind == "self", None)
+    except Exception as error:  # it is someone else's function
+        raise ValueError(
+            f"{name or 'the model'} can't be watched: the mask_mod of its flex_attention can't be "
+            f"asked about whole rows: {error}"
+        ) from error
+
+
+def _modified(name: str, call: Call, score_mod: Callable[..., Tensor]) -> Call:
+    """The same call with the logits that a score_mod makes, as flex_attention asks it for them."""
+    (batch, heads, queries, width), keys = call.q.shape, call.k.shape[2]
+    if batch * heads * queries * keys > LARGEST:
+        raise ValueError(
+            f"{name or 'the model'} can't be watched: its flex_attention has a score_mod, which "
+            f"says of each pair what its logit is, and {batch} × {heads} × {queries} × {keys} "
+            f"pairs are more than the {LARGEST:,} that headwise writes out; a shorter input, or "
+            "layers= that leave it out, would work"
+        )
+    exact = torch.promote_types(call.q.dtype, torch.float32)
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (call.k, call.v))
+    scale = call.score.scale if isinstance(call.score, Dot) else None
+    scores = call.q.to(exact) @ k.to(exact).mT * (width**-0.5 if scale is None else scale)
+    numbers = [torch.arange(size, device=k.device) for size in scores.shape]
+    asked = score_mod
+    for axis in (4, 3, 2, 1):  # the key first: the innermost
+        within = [0, *(0 if number == axis else None for number in range(1, 5))]
+        asked = torch.vmap(asked, in_dims=tuple(within))
+    logits = asked(scores, *numbers).to(exact)
+    if call.mask is not None:
+        logits = logits.masked_fill(~call.mask.to_dense(Place.of(call.q, k)), -torch.inf)
+    return from_logits(logits, v)
