@@ -15,6 +15,7 @@ from headwise.look.bundle import STATIC, built
 from headwise.look.scene import Group, Head
 from headwise.look.session import Session
 from headwise.look.telling import records
+from headwise.saying import with_chinese
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -167,7 +168,7 @@ class Recorded:
         state["pages"] = {"heads": True, "why": False, "watch": False}
         state["inputs"] = [each for each in state["inputs"] if each["id"] == self.id]
         state["static"] = {"heads": heads}
-        answers = {"/api/state": {"json": state}, **self.answers}
+        answers = {"/api/state": {"json": with_chinese(state)}, **self.answers}
         return {"version": state["version"], "answers": answers}
 
 

@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from headwise.look import export
 from headwise.look.answers import answer
-from headwise.look.session import Session
+from headwise.look.atlas import Atlas
+from headwise.look.reading import too_long
+from headwise.look.session import Progress, Session
 from tests.look.sessions import session_on
 
 EVIL = "</script><script>alert(1)</script> <!-- <img src=x onerror=alert(2)> -->"
@@ -47,6 +50,15 @@ def written(
     assert len(content) == size <= limit
     pattern = rb'<script type="application/json" id="headwise-data">(.*?)</script>'
     return json.loads(re.findall(pattern, content, re.DOTALL)[0])
+
+
+def test_a_file_has_its_notes_in_both_languages(long: Session) -> None:
+    (note,) = too_long(5000, 4096)
+    session = Session(reader=long.reader, progress=Progress("ready", None))
+    session.atlases["0"] = Atlas(replace(long.atlases["0"].input, notes=(note,)))
+    state = export.Recorded(session, 1000).content([])["answers"]["/api/state"]["json"]
+    assert state["inputs"][0]["notes"] == [note]
+    assert state["zh"] == {note: "5,000 个词元；模型训练时一次只读 4,096 个"}
 
 
 def test_a_text_can_not_break_out_of_the_file(tmp_path: Path, static: Path) -> None:
