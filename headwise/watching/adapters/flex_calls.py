@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from headwise.watching.adapters.torch_calls import Listener
 
 
+_FLEX = flex.flex_attention
+_OURS = "__watched_flex__"  # of what stands in its place: what it stands for
+
+
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Let the flex_attention of a model's own code tell the listener; returns what undoes it."""
     return [_replacement(owner, name).add(listener) for owner, name in set(_places(model))]
@@ -55,10 +59,6 @@ def _is_flex(value: object) -> bool:
         return False
     inside = (getattr(value, name, None) for name in ("_torchdynamo_orig_callable", _OURS))
     return any(one is _FLEX for one in (value, *inside))
-
-
-_FLEX = flex.flex_attention
-_OURS = "__watched_flex__"
 
 
 @functools.cache
@@ -86,17 +86,18 @@ def _observed(
     name, recorder = listener.frames[-1].name, listener.recorder
     with unheard(listener), taken():
         result = function(*given, **options)
-    out = result[0] if isinstance(result, tuple) else result
-    if recorder.wants(name):
-        try:
-            with torch.no_grad(), taken():
-                call, kind = read(name, *given, **options)
-                listener.prove(name, call, out.detach().transpose(1, 2))
-            recorder.beside(name, call, kind)
-        except ValueError:
-            if name in recorder.silenced or listener.asked_for(name):
-                raise
-    silenced = recorder.silence(name, out)
+        out = result[0] if isinstance(result, tuple) else result
+        if recorder.wants(name):
+            try:
+                with torch.no_grad():
+                    call, kind = read(name, *given, **options)
+                    listener.prove(name, call, out.detach().transpose(1, 2))
+            except ValueError:
+                if name in recorder.silenced or listener.asked_for(name):
+                    raise
+            else:
+                recorder.beside(name, call, kind)
+        silenced = recorder.silence(name, out)
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
 
 
