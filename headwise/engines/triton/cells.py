@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 
 from headwise.engines.triton.tiles import (
-    LOG2E,
     LOOSE,
     NOTHING,
     Sizes,
-    bend,
     dense_seen,
     interval,
     positions,
+    scores,
+    unit_of,
 )
 
 
@@ -84,12 +84,8 @@ def weigh(
     """Add the weights of the rows on the keys `at`, or keep the largest of their logarithms."""
     tile_k = rows_of(k, start_k, k_row, at, inside, WIDTH, PADDED)
     s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
-    unit = LOG2E
-    if PLAIN:
-        unit = z.scale * LOG2E
-    else:
-        s, _ = bend(s, t, z, b, h, i[:, None], at[None, :], position[:, None], CAP)
-    e = s * unit - lse[:, None]
+    s, _ = scores(s, t, z, b, h, i[:, None], at[None, :], position[:, None], PLAIN, CAP)
+    e = s * unit_of(z, PLAIN, CAP) - lse[:, None]
     if LARGEST:
         e = tl.minimum(e, 0.0)  # a weight is at most 1, whatever rounding says
         if norms is not None:

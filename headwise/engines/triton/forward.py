@@ -27,6 +27,7 @@ from headwise.engines.triton.tiles import (
     logits,
     positions,
     row_hash,
+    unit_of,
 )
 
 
@@ -62,7 +63,7 @@ def absorb(
         s, t, z, b, h, i[:, None], j[None, :], position[:, None], first[:, None], last[:, None],
         PLAIN, CAP, MASKED,
     )  # fmt: skip
-    unit = z.scale * LOG2E if PLAIN else LOG2E
+    unit = unit_of(z, PLAIN, CAP)
     new = tl.maximum(m, tl.max(s, 1) * unit)
     # A row that has seen nothing yet must not take FAR from FAR: fused into one instruction the
     # product is not rounded as `new` was, and their difference is anything up to 1e23.
@@ -178,7 +179,7 @@ def forward(
         )  # fmt: skip
 
     acc, l, m, shifted, reach, count, mean, spread = state
-    unseen = m < (0.5 * FAR) * (z.scale if PLAIN else 1.0)
+    unseen = m < unit_of(z, PLAIN, CAP) * (0.5 * FAR)
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
     base = tl.where(m == NOTHING, 0.0, m)
     total, top = l, base * LN2

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.engines.triton.tiles import LN2, LOG2E, NOTHING, kept, load_tile
+from headwise.engines.triton.tiles import LN2, LOG2E, NOTHING, kept, load_tile, unit_of
 
 WHOLE = tl.constexpr(128)  # rows of the largest tile
 
@@ -35,7 +35,7 @@ def weigh(
     PLAIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """From logits and dP: the weights that met the values, ∂ logits, ∂ raw scores / scale."""
-    unit = z.scale * LOG2E if PLAIN else LOG2E
+    unit = unit_of(z, PLAIN, CAP)
     e = s * unit - lse * LOG2E
     p = tl.exp2(e)
     met = p

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from headwise.engines.triton.cells import rows_of, seen_pairs
-from headwise.engines.triton.tiles import LOG2E, LOOSE, NOTHING, Sizes, bend, interval, positions
+from headwise.engines.triton.tiles import (
+    LOOSE,
+    NOTHING,
+    Sizes,
+    interval,
+    positions,
+    scores,
+    unit_of,
+)
 
 
 @triton.jit(do_not_specialize=[*LOOSE, "count", "norm_batch", "norm_head"])
@@ -63,12 +71,8 @@ def largest(
         inside = j < keys
         tile_k = rows_of(k, start_k, ks[2], j, inside, WIDTH, PADDED)
         s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
-        unit = LOG2E
-        if PLAIN:
-            unit = scale * LOG2E
-        else:
-            s, _ = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP)
-        e = tl.minimum(s * unit - sums[:, None], 0.0)
+        s, _ = scores(s, t, z, b, h, i[:, None], j[None, :], position[:, None], PLAIN, CAP)
+        e = tl.minimum(s * unit_of(z, PLAIN, CAP) - sums[:, None], 0.0)
         if norms is not None:
             start = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
             norm = tl.load(norms + start + j, mask=inside, other=0.0)

@@ -41,8 +41,9 @@ class Operands:
         """The compile-time switches that forward and backward share."""
         terms = self.terms
         width, values = self.padded
-        # A maximum moves through a positive scale only, and FAR must stay far and finite.
-        bent = not terms.plain or not 1e-6 < terms.scale < 1e6
+        added = (terms.additive, terms.bias, terms.slopes, terms.relative)
+        # A maximum moves through a positive factor only, and FAR must stay far and finite.
+        plain = 1e-6 < (terms.softcap or terms.scale) < 1e6 and all(x is None for x in added)
         return {
             "WIDTH": self.q.shape[-1],
             "VALUES": self.v.shape[-1],
@@ -50,7 +51,7 @@ class Operands:
             "PADDED_VALUES": values,
             "PRECISION": precision(self.q.dtype),
             "PIECES": pieces(terms),
-            "PLAIN": not bent,
+            "PLAIN": plain,
             "CAP": terms.softcap > 0,
         }
 

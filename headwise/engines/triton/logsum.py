@@ -19,6 +19,7 @@ from headwise.engines.triton.tiles import (
     Sizes,
     logits,
     positions,
+    unit_of,
 )
 
 
@@ -38,7 +39,7 @@ def add_keys(
     )  # fmt: skip
     if MASKED and t.dense is not None:
         s = tl.where((j < limit)[None, :], s, FAR)
-    unit = z.scale * LOG2E if PLAIN else LOG2E
+    unit = unit_of(z, PLAIN, CAP)
     sums, _, _ = take_in(sums, s, unit, position, j0, 0, KEYS, False, False, False)
     return sums
 
@@ -91,7 +92,7 @@ def log_sums(
             )  # fmt: skip
 
     l, m, _, _, _, _, _ = sums
-    unit = scale * LOG2E if PLAIN else LOG2E
+    unit = unit_of(z, PLAIN, CAP)
     unseen = m < unit * (0.5 * FAR)
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
     base, summit = m, m * LN2

@@ -27,6 +27,7 @@ from headwise.engines.triton.tiles import (
     interval,
     logits,
     positions,
+    unit_of,
 )
 
 
@@ -58,7 +59,7 @@ class Merged(NamedTuple):
 class Held(NamedTuple):
     """How keys lie in memory other than in one piece; None: they do not."""
 
-    key_scales: Tensor | None  # (B, Hkv, M): int8 keys are multiplied by them
+    key_scales: Tensor | None  # (B, Hkv, M, 1): int8 keys are multiplied by them
     value_scales: Tensor | None
     pages: Tensor | None  # (B, any) int32: the pool's page of each page of a sequence
 
@@ -127,7 +128,7 @@ def share(
         other=0.0,
     )  # fmt: skip
     position = positions(t, z, b, i)
-    unit = z.scale * LOG2E if PLAIN else LOG2E
+    unit = unit_of(z, PLAIN, CAP)
     first_k = kh.to(tl.int64) * (k_head * UNIT)
     first_v = kh.to(tl.int64) * (v_head * UNIT)
     scales = b.to(tl.int64) * scale_batch + kh.to(tl.int64) * scale_head
@@ -216,13 +217,13 @@ def split(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["size", *STRIDES[:9], "splits", "queries", "keys", "group", "scale"])
+@triton.jit(do_not_specialize=["size", *STRIDES, "splits", "queries", "keys", "group", "scale"])
 def split_step(
-    q, k, v, mixed, size,
+    q, k, v, held, mixed, size,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    splits, queries, keys, group, scale,
+    scale_batch, scale_head, page_batch, splits, queries, keys, group, scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    PAGE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The same of a plain step, whose few arguments take a processor little time.
 
@@ -230,15 +231,15 @@ def split_step(
     """
     z = Sizes(queries, keys, group, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, scale, 0.0, 1.0)
     strides = (
-        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, 0, 0, 0
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch,
+        scale_head, page_batch,
     )  # fmt: skip
-    held = Held(None, None, None)
     given = Given(None, None, None, None, None, None, None, None, None, None)
     maximum = mixed + size * WIDTH
     parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
     share(
         q, k, v, held, given, z, parts, strides, splits, ROWS, KEYS, WIDTH, WIDTH, WIDTH, WIDTH,
-        UNIT, 0, CAUSAL, "tf32x3", 0, True, False,
+        UNIT, PAGE, CAUSAL, "tf32x3", 0, True, False,
     )  # fmt: skip
 
 

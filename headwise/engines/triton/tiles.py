@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise.engines.triton.cap import capped
 from headwise.engines.triton.cards import INTERPRETING
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -106,10 +107,8 @@ def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr):
     """cap(scale · s) + bias for rows i and keys j of the call, and tanh where there is a cap."""
     bent = s
     if CAP:
-        # tanh x = 1 - 2 / (1 + e^2x), to 2e-7; what is the same for every pair is multiplied once.
-        half = reciprocal(1.0 + tl.exp2(s * (z.scale / z.softcap * (2.0 * LOG2E))))
-        bent = 1.0 - 2.0 * half
-        s = z.softcap - (2.0 * z.softcap) * half
+        bent = capped(s, z.scale / z.softcap)
+        s = z.softcap * bent
     else:
         s = s * z.scale
     if t.bias is not None:
@@ -127,17 +126,39 @@ def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr):
 
 
 @triton.jit
-def logits(
-    s, t, z, b, h, i, j, position, first, last,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """From raw scores to logits, FAR where a row does not see a key, and tanh where there is a cap.
+def unit_of(z, PLAIN: tl.constexpr, CAP: tl.constexpr):
+    """What makes a power of two of a score that `scores` returned."""
+    unit = LOG2E
+    if PLAIN:
+        unit = (z.softcap if CAP else z.scale) * LOG2E
+    return unit
 
-    PLAIN scores stay raw. MASKED: some rows do not see some keys of the tile.
+
+@triton.jit
+def scores(s, t, z, b, h, i, j, position, PLAIN: tl.constexpr, CAP: tl.constexpr):
+    """From raw scores to logits, and tanh where there is a cap.
+
+    PLAIN scores, to which nothing is added, stay as they are, or tanh: `unit_of` says of what.
     """
     bent = s
     if not PLAIN:
         s, bent = bend(s, t, z, b, h, i, j, position, CAP)
+    elif CAP:
+        bent = capped(s, z.scale / z.softcap)
+        s = bent
+    return s, bent
+
+
+@triton.jit
+def logits(
+    s, t, z, b, h, i, j, position, first, last,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """As `scores`, and FAR where a row does not see a key.
+
+    MASKED: some rows do not see some keys of the tile.
+    """
+    s, bent = scores(s, t, z, b, h, i, j, position, PLAIN, CAP)
     if t.bias is not None:
         s = tl.where(s == NOTHING, FAR, s)  # a bias may hide a key
     if MASKED:

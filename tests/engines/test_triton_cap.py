@@ -1,0 +1,107 @@
+"""The kernels' cap: one accuracy for every score, whichever of its two formulas a thread takes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from tests.engines.test_triton import DEVICE, both
+
+pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
+
+import triton
+import triton.language as tl
+
+from headwise.engines.triton.cap import LIMIT, capped, together
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as in test_triton
+
+
+@pytest.fixture(autouse=True, params=["here", pytest.param("device", marks=pytest.mark.gpu)])
+def place() -> None:
+    """The interpreter has the formulas only; the assembly that chooses one needs a device."""
+
+
+@triton.jit
+def cap_all(x, found, ratio, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    tl.store(found + i, capped(tl.load(x + i), ratio))
+
+
+def cap(x: Tensor, ratio: float = 1.0, warps: int = 1) -> Tensor:
+    """tanh(ratio · x) of a power of two of numbers, as a kernel finds it."""
+    found = torch.empty_like(x)
+    cap_all[(1,)](x, found, ratio, COUNT=x.numel(), num_warps=warps)
+    return found
+
+
+def error(x: Tensor, ratio: float = 1.0, warps: int = 1) -> float:
+    return float((cap(x, ratio, warps).double() - torch.tanh(x.double() * ratio)).abs().max())
+
+
+def spread(least: float, most: float, count: int = 1024) -> Tensor:
+    """Numbers of either sign whose sizes lie between two powers of ten."""
+    size = torch.logspace(least, most, count // 2, device=DEVICE, dtype=torch.float64)
+    return torch.stack([size, -size], 1).flatten().float()
+
+
+RANGES = {"tiny": (-45, -3), "small": (-3, math.log10(LIMIT.value)), "any": (-3, 3), "far": (1, 38)}
+
+
+@pytest.mark.parametrize("sizes", RANGES.values(), ids=RANGES.keys())
+@pytest.mark.parametrize("warps", [1, 4, 8])  # a thread has 32, 8 and 4 of the numbers
+def test_tanh_is_off_by_less_than_two_ten_millionths(
+    sizes: tuple[float, float], warps: int
+) -> None:
+    assert error(spread(*sizes), warps=warps) < 2e-7
+
+
+def test_tanh_is_as_exact_on_both_sides_of_the_limit() -> None:
+    around = LIMIT.value + torch.linspace(-1e-5, 1e-5, 1024, device=DEVICE)
+    assert error(around) < 2e-7
+    assert error(-around) < 2e-7
+
+
+@pytest.mark.parametrize("ratio", [1e-12, 1e-5, 1e-3, 1.0, 1e3, 1e5, 1e12])
+def test_tanh_is_as_exact_for_any_scale_and_cap(ratio: float) -> None:
+    assert error(spread(-3, 2) / ratio, ratio) < 3e-7  # of which the product's rounding is a part
+
+
+def test_small_scores_keep_their_relative_precision() -> None:
+    x = spread(-30, -1)
+    assert float((cap(x) / torch.tanh(x.double()) - 1).abs().max()) < 1e-6
+
+
+def test_infinities_reach_the_cap_and_nan_stays_where_it_is() -> None:
+    x = spread(-3, 1)
+    x[[3, 300]], x[[4, 500]], x[[5, 700]] = torch.inf, -torch.inf, torch.nan
+    found, there = cap(x), x.isnan()
+    assert (found[x == torch.inf] == 1).all()
+    assert (found[x == -torch.inf] == -1).all()
+    assert torch.equal(found.isnan(), there)
+    assert (found[~there].double() - torch.tanh(x[~there].double())).abs().max() < 2e-7
+
+
+def test_a_thread_takes_no_more_scores_than_it_has() -> None:
+    assert [together(n, 128) for n in (64, 128, 1024, 8192)] == [1, 1, 8, 32]
+
+
+@pytest.mark.parametrize("size", [0.3, 3.0, 60.0])
+def test_gradients_agree_for_scores_below_at_and_far_beyond_the_cap(size: float) -> None:
+    q, k, v = (torch.randn(1, 2, 40, 16, device=DEVICE) for _ in range(3))
+    found, truth = both(q * size, k, v, softcap=2.0, mask=hw.mask.causal())
+    for name, x in found.items():
+        assert float((x - truth[name]).norm()) <= 1e-5 * float(truth[name].norm()) + 1e-6, name
+
+
+@pytest.mark.parametrize("softcap", [1e-7, 1e7])
+def test_caps_beyond_every_use_are_lawful(softcap: float) -> None:
+    q, k, v = (torch.randn(1, 1, 20, 16, device=DEVICE) for _ in range(3))
+    options = {"mask": hw.mask.causal() & hw.mask.window(5), "softcap": softcap}
+    found = hw.attention(q, k, v, engine="triton", **options)
+    truth = hw.attention(*(x.double() for x in (q, k, v)), engine="reference", **options)
+    assert (found - truth).abs().max() < 1e-5
