@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from headwise.bias import Bias
 from headwise.dropout import Dropout
 from headwise.engines import quick, reference
+from headwise.engines.again import again
 from headwise.map import AttentionMap
 from headwise.mask import Mask
 from headwise.observation import (
@@ -77,7 +78,7 @@ def attention(
 
     if bias is not None or dropout != 0.0:
         return run()[0]
-    return quick.again(run, q, k, v, score, mask, softcap, sinks, engine)[0]
+    return again(run, q, k, v, score, mask, softcap, sinks, engine)[0]
 
 
 def observe(
@@ -128,9 +129,7 @@ def observe(
     if sampled is not None or bias is not None or dropout != 0.0:
         out, *values = run()
     else:
-        out, *values = quick.again(
-            run, q, k, v, score, mask, softcap, sinks, engine, found, sink_keys
-        )
+        out, *values = again(run, q, k, v, score, mask, softcap, sinks, engine, found, sink_keys)
     seen = _observation(dict(zip(found, values, strict=True)), names, sampled, q.ndim == 4)
     return out if q.ndim == 4 else out[0], seen
 

@@ -1,9 +1,8 @@
-"""Calls with next to nothing before their kernels.
+"""One step of decoding with next to nothing before its kernels.
 
-A short call takes a GPU tens of microseconds; checking and planning it would take a processor
-longer. Steps against a cache, which have another length each time, go straight to the decoding
-kernels from a few attributes; what was called before in the same shape is played `again`, by a
-tape of its launches. Everything else takes the usual way.
+A step against a cache takes a GPU tens of microseconds; checking and planning a call would take a
+processor longer. Each step has another length, so what is told from a few attributes goes straight
+to the decoding kernels here, and everything else takes the usual way.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
-from headwise.engines.tape import Tape, record
+from headwise.engines.again import watched
 from headwise.mask import Mask
 from headwise.masks import Causal
 from headwise.plan import triton_missing
@@ -32,10 +29,10 @@ HALVES = (torch.bfloat16, torch.float16)
 class Stored(NamedTuple):
     """Keys and values as a cache keeps them: in one piece, as int8 with scales, or in pages."""
 
-    keys: Tensor  # (B, Hkv, M, D), or (pages, Hkv, page, D)
+    keys: Tensor  # (B, Hkv, M or more, D), or (pages, Hkv, page, D)
     values: Tensor
-    length: int  # keys of each batch entry
-    key_scales: Tensor | None = None  # (B, Hkv, M)
+    length: int  # M, keys of each batch entry
+    key_scales: Tensor | None = None  # (B, Hkv, M or more, 1)
     value_scales: Tensor | None = None
     pages: Tensor | None = None  # (B, any) int32
 
@@ -64,72 +61,10 @@ def step(
         v.shape, v.stride(), v.dtype, v.device, None if score is None else score.scale,
         mask is not None,
     )  # fmt: skip
-    if run is None or _watched(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+    if run is None or watched(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         return None
     found: Tensor = run(q, k, v)
     return found
-
-
-LAUNCHED = ("triton", "hopper")  # engines that do nothing but launch kernels of their own
-KEPT = 4096  # descriptions of calls at most
-_TAPES: dict[tuple[object, ...], Tape | bool] = {}  # True: seen once; False: it has no tape
-
-
-def again(
-    run: Callable[[], tuple[Tensor, ...]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Score | None,
-    mask: Mask | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    engine: str,
-    *more: object,
-) -> tuple[Tensor, ...]:
-    """What `run` returns; a call seen before, as far as tensors' values do not matter, is played.
-
-    `more` is hashable and tells what else `run` depends on.
-    """
-    if engine not in LAUNCHED and not (engine == "auto" and getattr(q, "is_cuda", False)):
-        return run()
-    if torch.compiler.is_compiling() or not (score is None or type(score) is Dot):
-        return run()
-    scale = None if score is None else score.scale
-    told: tuple[object, ...] | None = ()
-    given: tuple[Tensor, ...] = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if isinstance(mask, Mask):
-        told = mask.told()
-        given += mask.tensors()
-    if told is None or not (_number(scale) and _number(softcap)) or _watched(*given):
-        return run()
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    key: list[object] = [engine, told, scale, softcap, sinks is None, tf32, more]
-    for x in given:
-        key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-    named = tuple(key)
-    tape = _TAPES.get(named)
-    if isinstance(tape, Tape):
-        return tape.play(given)
-    if tape is False:
-        return run()
-    if tape is None:  # recording takes longer than running: not for a single call
-        results, found = run(), None
-    else:
-        results, found = record(run, given)
-    if len(_TAPES) >= KEPT:
-        _TAPES.clear()
-    _TAPES[named] = tape is None or found or False
-    return results
-
-
-def forget() -> None:
-    """Have every call thought through again: what tapes were recorded under has changed."""
-    _TAPES.clear()
-
-
-def _number(x: object) -> bool:
-    return x is None or type(x) is float or type(x) is int
 
 
 @lru_cache(maxsize=4096)  # a step for each length, and each is taken by every layer
@@ -162,7 +97,37 @@ def _prepared(
         return None
     from headwise.engines.triton.steps import Step
 
-    made = Step(q, k, q_strides[:3] + k_strides[:3] + v_strides[:3], dtype, device, scale, causal)
+    strides = (*q_strides[:3], *k_strides[:3], *v_strides[:3], 0, 0, 0)
+    made = Step(q, k, k[2], strides, dtype, dtype.itemsize, device, scale, causal, paged=False)
+    return made if made.fits else None
+
+
+@lru_cache(maxsize=4096)
+def _prepared_stored(
+    q: torch.Size,
+    q_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    k: torch.Size,
+    k_strides: tuple[int, ...],
+    v: torch.Size,
+    v_strides: tuple[int, ...],
+    stored: torch.dtype,
+    length: int,
+    scale_strides: tuple[int, ...],
+    page_strides: tuple[int, ...],
+    scale: float,
+    causal: bool,
+) -> Callable[..., Tensor] | None:
+    """The same against what a cache stores, of a call that `serves_stored` admits."""
+    if k != v or 0 in (q.numel(), length) or not q_strides[3] == k_strides[3] == v_strides[3] == 1:
+        return None
+    from headwise.engines.triton.steps import Step
+
+    more = (*(scale_strides[:2] or (0, 0)), *(page_strides[:1] or (0,)))
+    strides = (*q_strides[:3], *k_strides[:3], *v_strides[:3], *more)
+    paged = bool(page_strides)
+    made = Step(q, k, length, strides, dtype, stored.itemsize, device, scale, causal, paged)
     return made if made.fits else None
 
 
@@ -186,10 +151,22 @@ def attend_stored(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of a few queries q (B, Hq, N, D), the last tokens, to what a cache stores."""
-    from headwise.engines.triton.decoding import attend_stored as run
+    from headwise.engines.triton import decoding, split
 
-    return run(
-        q, *held, scale=_scale(q, score), causal=mask is not None, softcap=softcap, sinks=sinks
+    scale, causal = _scale(q, score), mask is not None
+    keys, values, length, *rest = held
+    if softcap is None and sinks is None:
+        run = _prepared_stored(
+            q.shape, q.stride(), q.dtype, q.device, keys.shape, keys.stride(), values.shape,
+            values.stride(), keys.dtype, length, () if rest[0] is None else rest[0].stride(),
+            () if rest[2] is None else rest[2].stride(), scale, causal,
+        )  # fmt: skip
+        if run is not None and not any(
+            x is not None and x.data_ptr() % 16 for x in (q, keys, values, *rest)
+        ):
+            return run(q, keys, values, split.Held(*rest))
+    return decoding.attend_stored(
+        q, *held, scale=scale, causal=causal, softcap=softcap, sinks=sinks
     )
 
 
@@ -201,7 +178,7 @@ def _plain(q: Tensor, score: Score | None, mask: Mask | None) -> bool:
         return False
     if mask is not None and not (isinstance(mask, Causal) and mask.offset is None):
         return False
-    return _served(q.shape[-1], q.dtype, q.device, _scale(q, score)) and not _watched(q)
+    return _served(q.shape[-1], q.dtype, q.device, _scale(q, score)) and not watched(q)
 
 
 def _served(width: int, dtype: torch.dtype, device: torch.device, scale: float) -> bool:
@@ -224,19 +201,3 @@ def _able(device: torch.device) -> bool:
     from headwise.engines import triton
 
     return triton.refuses_device(device) is None
-
-
-def _watched(*tensors: Tensor) -> bool:
-    """Whether gradients, compilers, modes or transforms must see the call as an operator."""
-    learning = torch.is_grad_enabled()
-    for x in tensors:
-        if (type(x) is not Tensor and type(x) is not Parameter) or (learning and x.requires_grad):
-            return True
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch.is_autocast_enabled(tensors[0].device.type)
-    )

@@ -45,24 +45,23 @@ class Int8Cache(Packed):
         self._length += keys.shape[2]
 
     def read(self) -> tuple[Tensor, Tensor]:
-        held = self.held()
+        held, end = self.held(), self._length
         assert held.key_scales is not None and held.value_scales is not None
         assert self._keys is not None and self._values is not None
-        keys = held.keys * held.key_scales[..., None]
-        values = held.values * held.value_scales[..., None]
+        keys = held.keys[:, :, :end] * held.key_scales[:, :, :end]
+        values = held.values[:, :, :end] * held.value_scales[:, :, :end]
         return keys.to(self._keys.dtype), values.to(self._values.dtype)
 
     def held(self) -> Stored:
         if self._whole_keys is None or self._whole_values is None:
             raise ValueError(f"{self!r} holds nothing to attend to yet")
         assert self._key_scales is not None and self._value_scales is not None
-        end = self._length
         return Stored(
-            self._whole_keys[:, :, :end],
-            self._whole_values[:, :, :end],
-            end,
-            key_scales=self._key_scales[:, :, :end, 0],
-            value_scales=self._value_scales[:, :, :end, 0],
+            self._whole_keys,
+            self._whole_values,
+            self._length,
+            key_scales=self._key_scales,
+            value_scales=self._value_scales,
         )
 
     def rollback(self, count: int) -> None:

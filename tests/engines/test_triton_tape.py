@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import headwise as hw
-from headwise.engines import quick
+from headwise.engines import again
 from headwise.engines.tape import Tape, record
 
 pytest.importorskip("triton", reason="what is played are launches of Triton's kernels")
@@ -22,9 +22,9 @@ IDS = (torch.arange(40, device=DEVICE) // 16)[None]
 
 @pytest.fixture(autouse=True)
 def untold() -> Iterator[None]:
-    quick.forget()
+    again.forget()
     yield
-    quick.forget()
+    again.forget()
 
 
 def three(*shape: int) -> list[Tensor]:
@@ -32,7 +32,7 @@ def three(*shape: int) -> list[Tensor]:
 
 
 def tapes() -> list[Tape]:
-    return [x for x in quick._TAPES.values() if isinstance(x, Tape)]
+    return [x for x in again._TAPES.values() if isinstance(x, Tape)]
 
 
 def played(run: Callable[..., object]) -> None:
@@ -62,9 +62,9 @@ def test_a_played_call_gives_what_a_thought_through_one_gives(kind: str) -> None
     given = three()
     for found, wanted in zip(run(*given), run(*given, "reference"), strict=True):
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-4)
-    again = run(*given)
-    quick.forget()
-    assert all(torch.equal(x, y) for x, y in zip(again, run(*given), strict=True))
+    before = run(*given)
+    again.forget()
+    assert all(torch.equal(x, y) for x, y in zip(before, run(*given), strict=True))
 
 
 def test_a_played_call_leaves_earlier_results_alone() -> None:
@@ -164,8 +164,9 @@ def test_whoever_must_see_the_call_sees_it() -> None:
     with Counts():
         hw.attention(q, k, v, engine="triton")
     assert Counts.heard == 1
-    with pytest.raises(ValueError, match="is unknown"):
-        hw.attention(q, k, v, engine="tritn")
+    for wrong in ({"engine": "tritn"}, {"mask": q > 0}, {"softcap": -1.0}):
+        with pytest.raises(ValueError, match="in hw.attention"):
+            hw.attention(q, k, v, **{"engine": "triton"} | wrong)
 
 
 def test_what_computes_beside_its_launches_has_no_tape() -> None:

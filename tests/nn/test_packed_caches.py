@@ -39,7 +39,7 @@ def test_int8_takes_a_quarter_of_the_memory_and_a_scale_for_each_token_and_head(
     cache.append(keys, values)
     held = cache.held()
     assert held.keys.nbytes * 4 == keys.nbytes
-    assert held.key_scales.shape == keys.shape[:3]
+    assert held.key_scales.shape == (*keys.shape[:3], 1)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headwise.engines import quick
+from headwise.engines import again
 from headwise.engines.triton.cards import Card
 
 KERNELS = ("forward", "narrow", "queries", "keys")
@@ -75,7 +75,7 @@ def shape(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
 def use(kernel: str, width: int, itemsize: int, card: Card, chosen: Shape) -> None:
     """Have this process use a shape from now on."""
     _CHOSEN[kernel, width, itemsize, card] = chosen
-    quick.forget()
+    again.forget()
 
 
 def default(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
@@ -100,7 +100,7 @@ def remember(card: Card, found: dict[tuple[str, int, int], Shape]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(known, indent=1) + "\n")
     _CHOSEN.clear()
-    quick.forget()
+    again.forget()
     return file
 
 

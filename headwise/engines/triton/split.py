@@ -27,7 +27,6 @@ from headwise.engines.triton.tiles import (
     interval,
     logits,
     positions,
-    unit_of,
 )
 
 
@@ -128,7 +127,7 @@ def share(
         other=0.0,
     )  # fmt: skip
     position = positions(t, z, b, i)
-    unit = unit_of(z, PLAIN, CAP)
+    unit = z.scale * LOG2E if PLAIN else LOG2E
     first_k = kh.to(tl.int64) * (k_head * UNIT)
     first_v = kh.to(tl.int64) * (v_head * UNIT)
     scales = b.to(tl.int64) * scale_batch + kh.to(tl.int64) * scale_head

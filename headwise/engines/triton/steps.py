@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from headwise.engines.triton.cards import INTERPRETING
-from headwise.engines.triton.decoding import processors, shares, tile
+from headwise.engines.triton.decoding import NOTHING_HELD, processors, shares, tile
 from headwise.engines.triton.launch import on
-from headwise.engines.triton.split import merge_step, split_step
+from headwise.engines.triton.split import Held, merge_step, split_step
 from headwise.engines.triton.start import WORD
 
 Grid = tuple[int, int, int]
 
 
 class Step:
-    """Few queries (B, Hq, N, D) against many keys and values (B, Hkv, M, D) of these strides.
+    """Few queries (B, Hq, N, D) against many keys and values, as a cache keeps them.
 
     A call needs pointers that are multiples of 16 bytes: the kernels are compiled for such.
     """
@@ -26,28 +26,34 @@ class Step:
     def __init__(
         self,
         q: torch.Size,
-        k: torch.Size,
-        strides: tuple[int, ...],  # of q, k and v, three each
+        k: torch.Size,  # (B, Hkv, any, D), or (pages, Hkv, page, D)
+        length: int,  # keys of each batch entry
+        strides: tuple[int, ...],  # of q, k and v, three each, and of scales and pages
         dtype: torch.dtype,
+        itemsize: int,  # of keys and values
         device: torch.device,
         scale: float,
         causal: bool,
+        paged: bool,
     ) -> None:
         batch, heads, queries, width = q
-        key_heads, keys = k[1:3]
+        key_heads = k[1]
         group = heads // key_heads
         rows = max(16, 1 << (group * queries - 1).bit_length())
-        block, warps, stages = tile(width, dtype.itemsize, rows)
-        splits = shares(batch * key_heads, -(-keys // block), processors(device))
-        unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+        block, warps, stages = tile(width, itemsize, rows)
+        splits = shares(batch * key_heads, -(-length // block), processors(device))
+        unit = 16 if all(stride % 16 == 0 for stride in strides[:9]) else 1
         self.shape, self.dtype, self.device = q, dtype, device
         self.parts = batch * heads * queries * splits
         self.room = self.parts * (width + 2)
         self.fits = max(*strides, self.room) < WORD
-        numbers = [stride // unit for stride in strides]
-        self.numbers = (self.parts, *numbers, splits, queries, keys, group, scale)
+        numbers = [stride // unit for stride in strides[:9]]
+        self.numbers = (
+            self.parts, *numbers, *strides[9:], splits, queries, length, group, scale
+        )  # fmt: skip
         self.constants = {
-            "ROWS": rows, "KEYS": block, "WIDTH": width, "UNIT": unit, "CAUSAL": causal,
+            "ROWS": rows, "KEYS": block, "WIDTH": width, "UNIT": unit,
+            "PAGE": k[2] if paged else 0, "CAUSAL": causal,
         }  # fmt: skip
         self.launched = {"num_warps": warps, "num_stages": stages}
         self.grid: Grid = (splits, key_heads, batch)
@@ -59,26 +65,28 @@ class Step:
         self.second: Callable[..., Any] | None = None
         self.tails = (tuple(self.constants.values()), tuple(self.merging.values()))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, held: Held = NOTHING_HELD) -> Tensor:
         """out (B, Hq, N, D)."""
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with on(self.device):
-                return self._run(q, k, v)
-        return self._run(q, k, v)
+                return self._run(q, k, v, held)
+        return self._run(q, k, v, held)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, held: Held) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         mixed = torch.empty(self.room, dtype=torch.float32, device=self.device)
         if self.first is None or self.second is None:
-            return self._compile(q, k, v, mixed, out)
-        self.first(q, k, v, mixed, *self.numbers, *self.tails[0])
+            return self._compile(q, k, v, held, mixed, out)
+        self.first(q, k, v, held, mixed, *self.numbers, *self.tails[0])
         self.second(mixed, out, *self.merged, *self.tails[1])
         return out
 
-    def _compile(self, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, out: Tensor) -> Tensor:
+    def _compile(
+        self, q: Tensor, k: Tensor, v: Tensor, held: Held, mixed: Tensor, out: Tensor
+    ) -> Tensor:
         """The same by Triton's own launch, whose compiled kernels are kept."""
         first = split_step[self.grid](
-            q, k, v, mixed, *self.numbers, **self.constants, **self.launched
+            q, k, v, held, mixed, *self.numbers, **self.constants, **self.launched
         )
         second = merge_step[self.lines](mixed, out, *self.merged, **self.merging, num_warps=2)
         if not INTERPRETING:
