@@ -165,7 +165,7 @@ def test_whoever_must_see_the_call_sees_it() -> None:
         hw.attention(q, k, v, engine="triton")
     assert Counts.heard == 1
     for wrong in ({"engine": "tritn"}, {"mask": q > 0}, {"softcap": -1.0}):
-        with pytest.raises(ValueError, match="in hw.attention"):
+        with pytest.raises(ValueError, match=r"in hw\.attention"):
             hw.attention(q, k, v, **{"engine": "triton"} | wrong)
 
 

@@ -27,6 +27,7 @@ from headwise.engines.triton.tiles import (
     interval,
     logits,
     positions,
+    unit_of,
 )
 
 
@@ -127,7 +128,7 @@ def share(
         other=0.0,
     )  # fmt: skip
     position = positions(t, z, b, i)
-    unit = z.scale * LOG2E if PLAIN else LOG2E
+    unit = unit_of(z, PLAIN, CAP)
     first_k = kh.to(tl.int64) * (k_head * UNIT)
     first_v = kh.to(tl.int64) * (v_head * UNIT)
     scales = b.to(tl.int64) * scale_batch + kh.to(tl.int64) * scale_head
