@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from headwise.engines.tape import Tape, record
+from headwise.engines.recording import record
+from headwise.engines.tape import Tape
 from headwise.masks import Mask
 from headwise.score import Dot, Score
 

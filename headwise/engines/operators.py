@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from headwise import flops
-from headwise.engines import tape
+from headwise.engines.recording import recorder
 from headwise.problem import Terms, without_autocast
 from headwise.sums import ENTROPY, Sums, room
 
@@ -129,7 +129,7 @@ def noticed(*given: object) -> bool:
     """Whether gradients, compilers, modes or transforms must see a call as an operator."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
-    listening = tape.recorder() is not None  # it is a mode itself, and wants launches
+    listening = recorder() is not None  # it is a mode itself, and wants launches
     if torch._C._len_torch_dispatch_stack() > listening or forward_ad._current_level >= 0:
         return True
     if torch._C._get_tracing_state() is not None:

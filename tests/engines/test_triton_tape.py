@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 import headwise as hw
 from headwise.engines import again
-from headwise.engines.tape import Tape, record
+from headwise.engines.recording import record
+from headwise.engines.tape import Tape
 
 pytest.importorskip("triton", reason="what is played are launches of Triton's kernels")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

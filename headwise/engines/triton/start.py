@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.engines import tape
+from headwise.engines.recording import launch, note
 from headwise.engines.triton.cards import INTERPRETING
 from headwise.engines.triton.launch import Operands
 
@@ -52,15 +52,15 @@ def start(
     """Launch a kernel on the current GPU; kind None lets Triton look."""
     options = {"num_warps": warps, "num_stages": stages, **constants}
     if INTERPRETING:
-        tape.launch(partial(kernel[grid], **options), arguments)
+        launch(partial(kernel[grid], **options), arguments)
         return
     key = (kernel, torch.cuda.current_device(), kind, warps, stages, *constants.values())
     known = None if kind is None else _COMPILED.get(key)
     if known is not None:
-        tape.launch(known[0][grid], (*arguments, *known[1]))
+        launch(known[0][grid], (*arguments, *known[1]))
         return
     compiled = kernel[grid](*arguments, **options)
     rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     if kind is not None:
         _COMPILED[key] = compiled, rest
-    tape.note(compiled[grid], (*arguments, *rest))
+    note(compiled[grid], (*arguments, *rest))
