@@ -15,7 +15,8 @@ from headwise.engines import reference, sdpa, streaming
 from headwise.problem import Problem
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # compilers can't follow the question
-ENGINES = ("triton", "sdpa", "streaming", "reference")  # the first that can serves, as a rule
+ENGINES = ("hopper", "triton", "sdpa", "streaming", "reference")  # the first that can, as a rule
+KERNELS = ("hopper", "triton")  # written for GPUs; the second runs on Triton's interpreter too
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,14 @@ def _first(problem: Problem, observed: bool) -> str:
     decoding = q.is_cuda and q.shape[2] <= 16 and k.shape[2] >= 1024
     order = ("sdpa", *ENGINES) if sdpa.maskless(problem) and not decoding else ENGINES
     interpreted = q.device.type == "cpu"
-    able = (name for name in order if not (name == "triton" and interpreted))
+    able = (name for name in order if not (name in KERNELS and interpreted))
     return next(name for name in able if refusal(name, problem, observed) is None)
 
 
 def refusal(name: str, problem: Problem, observed: bool) -> str | None:
     """Why an engine can't serve the problem; None: it can."""
-    if name == "triton":
-        missing = triton_missing(problem.q.device.type)
+    if name in KERNELS:
+        missing = _missing(name, problem.q.device.type)
         if missing is not None:
             return missing
     reason: str | None = _transformed(name) or _module(name).refuses(problem, observed)
@@ -102,11 +103,17 @@ def _transformed(name: str) -> str | None:
 def engines() -> dict[str, str | None]:
     """Every engine's name and, where it can't run on this machine at all, the reason."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {name: triton_missing(device) if name == "triton" else None for name in ENGINES}
+    return {name: _missing(name, device) if name in KERNELS else None for name in ENGINES}
+
+
+def _missing(name: str, device: str) -> str | None:
+    if name == "hopper" and device != "cuda":
+        return "it needs an NVIDIA Hopper GPU, such as an H100 or H200"
+    return triton_missing(device)
 
 
 def triton_missing(device: str) -> str | None:
-    """Why the triton engine can't run on a kind of device at all; None: it can."""
+    """Why engines written for Triton can't run on a kind of device at all; None: they can."""
     if device != "cuda" and not (device == "cpu" and interpreting()):
         return "it needs an NVIDIA GPU (or TRITON_INTERPRET=1, to test on a CPU)"
     if not _HAS_TRITON:
@@ -124,4 +131,8 @@ def _module(name: str) -> ModuleType:
         from headwise.engines import triton  # optional; a statement, which torch.compile can follow
 
         return triton
+    if name == "hopper":
+        from headwise.engines import hopper
+
+        return hopper
     return {"sdpa": sdpa, "streaming": streaming, "reference": reference}[name]

@@ -1,0 +1,78 @@
+"""Fused attention that sees, on Hopper GPUs: its own forward, and the gradients of `triton`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise.engines.hopper.call import run_forward
+from headwise.engines.operators import operators
+from headwise.engines.triton.backward import differentiate
+from headwise.engines.triton.cards import card
+from headwise.engines.triton.decoding import few
+from headwise.engines.triton.launch import leaves_keys, pad
+from headwise.engines.triton.statistics import complete
+from headwise.problem import Problem, Terms
+from headwise.single import wanted
+from headwise.sums import Sums
+
+WIDEST = 128  # of a head: two groups' sums of wider values don't fit the registers
+
+
+def refuses(problem: Problem, observed: bool) -> str | None:
+    """Why this engine can't serve the problem; None: it can."""
+    q, v = problem.q, problem.v
+    found = card(q.device)
+    if q.device.type != "cuda" or found.major != 9:
+        return f"its kernel is for Hopper GPUs, and this is {found.name}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"it multiplies 16-bit numbers, and these are {q.dtype}"
+    if pad(q) != pad(v) or pad(q) > WIDEST:
+        return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes both up to 64, or to 128"
+    if problem.additive is not None or problem.bias is not None or problem.softcap:
+        return "its scores are plain: no additive ones, no bias, no cap"
+    if problem.dropout:
+        return "it has no dropout"
+    return _refuses_mask(problem)
+
+
+def _refuses_mask(problem: Problem) -> str | None:
+    q, k = problem.q, problem.k
+    band, rest = problem.band()
+    if band is None or rest is not None:
+        return "its masks are bands, such as causal() and window()"
+    if k.shape[2] == 0:
+        return "there are no keys, so there is nothing to compute"
+    if leaves_keys(q, k, band):
+        return "some keys are seen by no row, and it would read them"
+    if few(q, k):
+        return "few queries meet many keys, which are better split over the chip"
+    if not 1e-6 < problem.scale < 1e6:  # as in Triton's kernel: FAR must stay far and finite
+        return f"it takes scales between a millionth and a million, and this is {problem.scale:g}"
+    return None
+
+
+def attend(problem: Problem) -> Tensor:
+    """out (B, Hq, N, Dv)."""
+    return run(problem, 0).out
+
+
+def run(problem: Problem, wants: int) -> Sums:
+    """The output and the sums that `wants` names."""
+    return _sums(problem, problem.terms(banded=True), wants)
+
+
+def observe(
+    problem: Problem, names: tuple[str, ...], sink_keys: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
+    terms = problem.terms(banded=True)
+    sums = _sums(problem, terms, wanted(names))
+    return sums.out, complete(problem, terms, sums, names, sink_keys)
+
+
+def _sums(problem: Problem, terms: Terms, wants: int) -> Sums:
+    return Sums(*_forward(problem.q, problem.k, problem.v, *terms, wants))
+
+
+_forward = operators("hopper", run_forward, differentiate)

@@ -1,0 +1,87 @@
+"""One call of the Hopper kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from headwise.engines.hopper.kernel import REGISTERS, Sizes, forward
+from headwise.engines.hopper.softmax import Written
+from headwise.engines.triton.call import run_forward as in_triton
+from headwise.engines.triton.launch import Steps, on, operands, pad, pieces
+from headwise.engines.triton.start import kind_of, start
+from headwise.problem import Terms
+from headwise.sums import MOMENTS, Sums, room
+
+LOG2E = 1.4426950408889634
+ROWS = 128  # of an item: two groups of warps with 64 each
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Keys of a tile, and tiles of keys and values in flight."""
+
+    keys: int
+    stages: int
+
+
+SHAPES = {64: Shape(128, 3), 128: Shape(128, 2)}  # by the padded width of heads
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
+    """Output and the sums that `wants` names."""
+    sums = room(q, v, wants)
+    if sums.lse.numel() == 0:
+        return sums
+    call = operands(q, k, v, terms)
+    if wants & MOMENTS:
+        return in_triton(q, k, v, terms, wants)  # whose loop takes the logits' moments too
+    z, width = call.sizes, pad(q)
+    shape = SHAPES[width]
+    q_, k_, v_ = (
+        _tiles(x, steps, rows, width)
+        for x, steps, rows in zip(
+            (call.q, call.k, call.v), call.steps, (ROWS // 2, shape.keys, shape.keys), strict=True
+        )
+    )
+    out = _tiles(sums.out, list(sums.out.stride()), ROWS // 2, width)
+    written = Written(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:5]))
+    items = -(-q.shape[2] // ROWS) * q.shape[1] * q.shape[0]
+    sizes = Sizes(
+        z.queries, z.keys, q.shape[1], z.group, z.low, z.high, z.shift - z.first_key, items,
+        z.scale * LOG2E,
+    )  # fmt: skip
+    with on(q.device):
+        start(
+            forward, (min(items, multiprocessors(q.device)), 1, 1),
+            kind_of(call, (), wants, width), (q_, k_, v_, out, written, call.given.sinks, *sizes),
+            4, 1, STAGES=shape.stages, BANDED=pieces(terms) == 1, maxnreg=REGISTERS,
+        )  # fmt: skip
+    return sums
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs the GPU runs at once: the kernel fills one each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def layout(dtype: torch.dtype, rows: int, width: int) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory."""
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], kind)
+
+
+def _tiles(x: Tensor, steps: Steps, rows: int, width: int) -> TensorDescriptor:
+    """Made without its own checks, as Triton's engine makes its own."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides = x, list(x.shape), steps
+    made.block_shape, made.layout = [1, 1, rows, width], layout(x.dtype, rows, width)
+    made.padding, made.round_f32_to_tf32 = "zero", False
+    return made

@@ -1,0 +1,144 @@
+"""The softmax of a tile on Hopper: weights, running sums, and statistics from them.
+
+It computes what `headwise.engines.triton.forward` does for plain scores, in the same base-2 units.
+A matrix product leaves each thread every eighth key of two rows, two keys each time; sums are kept
+so until the end, and threads need not meet for them.
+"""
+
+# A kernel is Gluon's language, not Python's: its arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+NOTHING = gl.constexpr(float("-inf"))
+FAR = gl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
+GROUP = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
+
+
+class Written(NamedTuple):
+    """Where the kernel writes, (B, Hq, N) float32 each; None: not asked for."""
+
+    lse: Tensor
+    max_logit: Tensor
+    entropy: Tensor | None
+    distance: Tensor | None
+
+
+@gluon.jit
+def in_eighths(s):
+    """(rows, keys) scores as (rows, keys / 8, 8): all that one thread holds lies along axis 1."""
+    return s.reshape([GROUP, s.shape[1] // 8, 8])
+
+
+@gluon.jit
+def row_max(s):
+    """Of scores in eighths."""
+    return gl.max(gl.max(s, 1), 1)
+
+
+@gluon.jit
+def along(x, LIKE: gl.constexpr):
+    """A number a row, beside columns of a layout."""
+    return gl.convert_layout(x, gl.SliceLayout(1, LIKE))[:, None]
+
+
+@gluon.jit
+def steps(LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+    """0, 1, 2, … along axis 1 of scores in eighths."""
+    return gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+
+
+@gluon.jit
+def visible(s, j0, first, last):
+    """Which keys of a tile in eighths each row sees.
+
+    A thread's keys of a row are a word's bits, so that a key costs one test.
+    """
+    LAYOUT: gl.constexpr = s.type.layout
+    COUNT: gl.constexpr = s.shape[1]
+    EIGHTHS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    eighth = gl.arange(0, 8, gl.SliceLayout(0, EIGHTHS))[None, :]
+    begin = gl.minimum(gl.maximum((along(first, EIGHTHS) - j0 - eighth + 7) >> 3, 0), COUNT)
+    end = gl.minimum(gl.maximum((along(last, EIGHTHS) - j0 - eighth + 7) >> 3, 0), COUNT)
+    bits = ((1 << end) - 1) & ~((1 << begin) - 1)
+    return (bits[:, None, :] & (1 << steps(LAYOUT, COUNT))) != 0
+
+
+@gluon.jit
+def soften(
+    s, before, j0, bounds, unit, written, FIRST: gl.constexpr, MASKED: gl.constexpr
+):  # fmt: skip
+    """Merge a tile into the rows' state: its weights, the state, and what shrinks older sums."""
+    s = in_eighths(s)
+    first, last, position = bounds
+    if MASKED:
+        s = gl.where(visible(s, j0, first, last), s, FAR)
+    new = row_max(s) * unit
+    if not FIRST:
+        new = gl.maximum(before[0], new)
+    # As in Triton's kernel: a row that has seen nothing yet must not take FAR from FAR.
+    base = gl.where(new < unit * (0.5 * FAR), 0.0, new)
+    e = s * unit - base[:, None][:, None, :]
+    p = gl.exp2(e)
+    l = gl.sum(p, 1)
+    SUMS: gl.constexpr = l.type.layout
+    shifted, reach = l, l
+    if written.entropy is not None:
+        shifted = gl.sum(p * e, 1)
+    if written.distance is not None:
+        # From the block's first key, so that small distances stay exact.
+        TILE: gl.constexpr = s.type.layout
+        beyond = gl.sum(p * (8 * steps(TILE, s.shape[1])).to(gl.float32), 1)
+        reach = along((position - j0).to(gl.float32), SUMS) * l - beyond
+    shrink = new
+    if not FIRST:
+        m, old_l, old_shifted, old_reach = before
+        shrink = gl.exp2(m - new)
+        less, moved = along(shrink, SUMS), along(m - new, SUMS)
+        if written.entropy is not None:
+            shifted += (old_shifted + old_l * moved) * less
+        if written.distance is not None:
+            reach += old_reach * less
+        l += old_l * less
+    return p, (new, l, shifted, reach), shrink
+
+
+@gluon.jit
+def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
+    """Write the rows' statistics; returns what the sums of values are multiplied by."""
+    m, l_parts, shifted, reach = state
+    l = gl.convert_layout(gl.sum(l_parts, 1), ROWS)
+    unseen = m < z.unit * (0.5 * FAR)
+    l, m = gl.where(unseen, 0.0, l), gl.where(unseen, NOTHING, m)
+    base = gl.where(m == NOTHING, 0.0, m)
+    total, top = l, base * LN2
+    if sinks is not None:
+        sink = gl.load(sinks + h).to(gl.float32)
+        top = gl.where(sink * LOG2E > m, sink, m * LN2)  # a sink that rules is not rounded twice
+        base = gl.maximum(m, sink * LOG2E)
+        base = gl.where(base == NOTHING, 0.0, base)
+        total = l * gl.exp2(m - base) + gl.exp2(sink * LOG2E - base)
+    empty = total == 0.0
+    weight = gl.where(empty, 0.0, gl.exp2(m - base) / gl.where(empty, 1.0, total))
+    above = gl.log2(gl.where(empty, 1.0, total))
+    line = (b * z.heads + h).to(gl.int64) * z.queries + i
+    here = i < z.queries
+    gl.store(written.lse + line, gl.where(empty, NOTHING, top + above * LN2), mask=here)
+    gl.store(written.max_logit + line, m * LN2, mask=here)
+    if written.entropy is not None:
+        over = gl.where(m == NOTHING, 0.0, above + base - m)
+        shifted = gl.convert_layout(gl.sum(shifted, 1), ROWS)
+        gl.store(written.entropy + line, weight * (l * over - shifted) * LN2, mask=here)
+    if written.distance is not None:
+        step = gl.arange(0, 8, gl.SliceLayout(0, reach.type.layout)).to(gl.float32)
+        reach = gl.convert_layout(gl.sum(reach - step[None, :] * l_parts, 1), ROWS)
+        gl.store(written.distance + line, reach * weight, mask=here)
+    return weight

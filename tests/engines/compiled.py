@@ -1,0 +1,81 @@
+"""Compile the Hopper kernel where there is no GPU, and print what each variant takes.
+
+`python -m tests.engines.compiled`: Triton's compiler and NVIDIA's assembler need no device, only to
+be told which one they compile for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from headwise.engines.hopper.call import ROWS, SHAPES, layout
+from headwise.engines.hopper.kernel import REGISTERS, Sizes, forward
+from headwise.engines.hopper.softmax import Written
+
+VARIANTS = [
+    {"width": width, "banded": banded, "observed": observed}
+    for width in (64, 128)
+    for banded in (False, True)
+    for observed in (False, True)
+]
+
+
+class NoGPU:
+    """As much of a driver as a compiler asks."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compiled(width: int, banded: bool, observed: bool) -> Any:
+    shape = SHAPES[width]
+
+    def tiles(rows: int) -> TensorDescriptor:
+        x = torch.empty(1, 2, 1024, width, dtype=torch.bfloat16)
+        block = [1, 1, rows, width]
+        return TensorDescriptor(
+            x, list(x.shape), list(x.stride()), block, layout(x.dtype, *block[2:])
+        )
+
+    row = torch.empty(2048)
+    written = Written(row, row, *[row if observed else None] * 2)
+    rows, keys = tiles(ROWS // 2), tiles(shape.keys)
+    sizes = Sizes(1024, 1024, 2, 1, 0, 1, 0, 16, 0.1)
+    return forward.warmup(
+        rows, keys, keys, rows, written, None, *sizes, shape.stages, banded, num_warps=4,
+        maxnreg=REGISTERS, grid=(1,),
+    )  # fmt: skip
+
+
+def usage(kernel: Any) -> dict[str, int]:
+    """Bytes of shared memory, and of the stack, to which registers are spilled."""
+    tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", told)
+    assert stack is not None, told
+    return {"stack": int(stack[1]), "shared": kernel.metadata.shared}
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(NoGPU())
+    print(json.dumps([variant | usage(compiled(**variant)) for variant in VARIANTS]))

@@ -1,0 +1,181 @@
+"""The Hopper engine: compiled here, where no such GPU is, and run under `-m gpu` where one is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from tests.engines import test_agreement as agreement
+from tests.problems import Recipe, every_pair
+
+pytest.importorskip("triton", reason="the engine's kernel is written in Gluon, a part of Triton")
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not HOPPER, reason="its kernel runs on Hopper GPUs only")
+
+
+def test_every_variant_compiles_within_a_multiprocessors_memory() -> None:
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engines.compiled"]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    variants = json.loads(told.stdout)
+    assert len(variants) == 8
+    for variant in variants:
+        assert variant["shared"] <= 227 * 1024, variant
+        assert variant["stack"] <= 512, (
+            variant
+        )  # what is kept between blocks, not inside their loop
+
+
+def test_without_a_hopper_gpu_it_refuses_and_another_engine_serves() -> None:
+    q = torch.randn(1, 1, 4, 16)
+    with pytest.raises(ValueError, match="needs an NVIDIA Hopper GPU"):
+        hw.attention(q, q, q, engine="hopper")
+    plan = hw.explain(q, q, q)
+    assert plan.engine == "sdpa"
+    assert "Hopper" in str(plan.reasons["hopper"])
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+REFUSED = {
+    "float32": ({"dtype": torch.float32}, {}, "16-bit"),
+    "wide": ({"width": 192}, {}, "wide"),
+    "softcap": ({}, {"softcap": 30.0}, "plain"),
+    "alibi": ({}, {"bias": hw.ALiBi(2)}, "plain"),
+    "dropout": ({}, {"dropout": 0.1}, "dropout"),
+    "documents": ({}, {"mask": hw.mask.documents(torch.arange(300) // 100)}, "bands"),
+    "unseen keys": ({}, {"mask": hw.mask.window(5, offset=0)}, "no row"),
+    "few queries": ({"queries": 1, "keys": 4096}, {}, "few queries"),
+}
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_do_it_refuses_with_the_reason(case: str) -> None:
+    made, options, word = REFUSED[case]
+    given = {"dtype": torch.bfloat16, "width": 64, "queries": 200, "keys": 300} | made
+    q = normal(1, 2, given["queries"], given["width"], dtype=given["dtype"])
+    k = normal(1, 2, given["keys"], given["width"], dtype=given["dtype"])
+    with pytest.raises(ValueError, match=word):
+        hw.attention(q, k, k, engine="hopper", **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_observed_and_banded_calls_go_to_it() -> None:
+    q = normal(1, 2, 300, 64)
+    assert hw.explain(q, q, q, observed=True).engine == "hopper"
+    assert hw.explain(q, q, q, mask=hw.mask.causal() & hw.mask.window(99)).engine == "hopper"
+    assert hw.explain(q, q, q, softcap=30.0).engine == "triton"
+
+
+SERVED = {
+    "score": ("dot", "scaled", "general", "cosine"),
+    "mask": ("none", "causal", "window"),
+    "bias": ("none",),
+    "softcap": ("none",),
+    "dropout": ("none",),
+    "dtype": ("bfloat16", "float16"),
+}
+pairs = [pytest.param(recipe, id=str(recipe.seed)) for recipe in every_pair(**SERVED)]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("recipe", pairs)
+def test_generated_problems_agree_with_the_reference(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "OBSERVING", (*agreement.OBSERVING, "hopper"))
+    try:
+        agreement.assert_agrees(recipe, "hopper", "cuda")
+    except ValueError as error:
+        if "engine='hopper' can't serve this call" not in str(error):
+            raise
+        pytest.skip(str(error).splitlines()[0])
+
+
+MASKS = {
+    "none": None,
+    "causal": hw.mask.causal(),
+    "window": hw.mask.causal() & hw.mask.window(300),
+    "both sides": hw.mask.window(200, 150),
+    "first rows see nothing": hw.mask.causal(offset=-200),
+}
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("width", [16, 64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_problems_agree(dtype: torch.dtype, width: int, mask: str) -> None:
+    n, m = (1337, 1137) if mask == "first rows see nothing" else (1137, 1337)
+    n, m = (1237, 1237) if mask == "both sides" else (n, m)
+    q, k, v = (normal(2, h, x, width, dtype=dtype) for h, x in ((40, n), (20, m), (20, m)))
+    found, truth = _both(q, k, v, mask=MASKS[mask])
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 4e-3
+    for name, x in found.items():
+        y = truth[name]
+        assert torch.equal(x.isinf(), y.isinf()), name
+        x, y = x.masked_fill(x.isinf(), 0).double(), y.masked_fill(y.isinf(), 0).double()
+        assert float((x - y).norm()) <= tolerance * float(y.norm()) + 1e-12, name
+
+
+def _both(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[dict, dict]:
+    """Outputs, statistics and gradients of the engine and of the reference, in float32's range."""
+    made = []
+    for engine, dtype in (("hopper", q.dtype), ("streaming", torch.float32)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out, seen = hw.observe(*leaves, engine=engine, **options)
+        lse = seen.lse.masked_fill(seen.lse == -torch.inf, 0)
+        loss = out.sin().sum() + lse.sin().sum() + seen.entropy.sin().sum()
+        grads = torch.autograd.grad(loss, leaves)
+        values = {"out": out, **seen.values} | dict(zip("qkv", grads, strict=True))
+        made.append({name: x.detach() for name, x in values.items()})
+    return made[0], made[1]
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_the_same_call_gives_the_same_bits() -> None:
+    q, k, v = (normal(2, 40, 900, 128) for _ in range(3))
+    once, again = (hw.observe(q, k, v, mask=hw.mask.causal(), engine="hopper") for _ in range(2))
+    assert torch.equal(once[0], again[0])
+    assert all(torch.equal(x, again[1].values[name]) for name, x in once[1].values.items())
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_calls_can_be_captured_compiled_and_run_on_several_streams() -> None:
+    q, k, v = (normal(1, 40, 700, 64) for _ in range(3))
+
+    def call() -> Tensor:
+        return hw.attention(q, k, v, mask=hw.mask.causal(), engine="hopper")
+
+    expected = call()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            found = call()
+        stream.synchronize()
+        assert torch.equal(found, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+    assert torch.equal(torch.compile(call, fullgraph=True)(), expected)
