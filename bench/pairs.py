@@ -53,18 +53,22 @@ def at_least(name: str, value: float, target: float, unit: str = "×", detail: s
 
 def report(figures: list[Figure], file: str) -> None:
     """Print the table and write bench/results/<file>."""
-    width = max(len(figure.name) for figure in figures)
-    for figure in figures:
-        said = "met" if figure.met else "MISSED"
-        value = f"{figure.value:8.2f} {figure.unit:<3}"
-        print(f"{figure.name:<{width}} {value} {figure.target:>8}  {said}  {figure.detail}")
+    say_figures(figures)
     RESULTS.mkdir(exist_ok=True)
     content = {"machine": machine(), "figures": [asdict(figure) for figure in figures]}
     text = json.dumps(content, indent=1, ensure_ascii=False)
     (RESULTS / file).write_text(text + "\n", encoding="utf-8")
-    print(
-        f"{sum(figure.met for figure in figures)} of {len(figures)} targets met; {RESULTS / file}"
-    )
+    print(RESULTS / file)
+
+
+def say_figures(figures: list[Figure]) -> None:
+    """Print each figure, its target and whether it is met."""
+    width = max((len(figure.name) for figure in figures), default=0)
+    for figure in figures:
+        said = "met" if figure.met else "MISSED"
+        value = f"{figure.value:8.2f} {figure.unit:<3}"
+        print(f"{figure.name:<{width}} {value} {figure.target:>8}  {said}  {figure.detail}")
+    print(f"{sum(figure.met for figure in figures)} of {len(figures)} targets met")
 
 
 def machine() -> dict[str, object]:

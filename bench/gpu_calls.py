@@ -1,0 +1,60 @@
+"""Sections of `bench.gpu`: what a call costs before its kernel runs."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+import torch.nn.functional as F
+
+import headwise as hw
+from bench.gpu_timing import Row, Run, say
+
+_FIRST = """
+import time, torch, headwise as hw
+q = torch.randn(1, 8, 1000, 64, device="cuda", dtype=torch.bfloat16)
+torch.cuda.synchronize(); start = time.perf_counter()
+hw.attention(q, q, q, mask=hw.mask.causal(), engine="triton"); torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+
+
+def first_calls() -> list[Row]:
+    """Seconds of a process' first call, with nothing compiled and from the cache on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"TRITON_CACHE_DIR": folder}
+        command = [sys.executable, "-c", _FIRST]
+        found = [
+            float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+            for _ in range(2)
+        ]
+    return [say({"cold s": round(found[0], 2), "from the cache s": round(found[1], 2)})]
+
+
+def calls() -> list[Row]:
+    """Microseconds of a processor for a call whose kernel takes next to nothing."""
+    q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    causal, ids = hw.mask.causal(), torch.arange(64, device="cuda")[None] // 16
+    documents = causal & hw.mask.documents(ids)
+    runs: dict[str, Run] = {
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "attention": lambda: hw.attention(q, k, v, mask=causal, engine="triton"),
+        "documents": lambda: hw.attention(q, k, v, mask=documents, engine="triton"),
+        "every statistic": lambda: hw.observe(q, k, v, mask=causal, engine="triton"),
+    }
+    row: Row = {}
+    for name, run in runs.items():
+        found = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                run()
+            found.append((time.perf_counter() - start) / 20 * 1e6)
+        row[f"{name} µs"] = round(statistics.median(found))
+    return [say(row)]

@@ -1,0 +1,95 @@
+"""Timing on a GPU, for the sections of `bench.gpu`.
+
+Every figure is a median of rounds in which the contenders take turns, so that a clock that drifts
+drifts for all. Outputs are allocated inside the timer, as in a user's call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+TOKENS, MODEL = 16384, 2048  # tokens in all; heads times width
+Run = Callable[[], object]
+Row = dict[str, object]
+
+
+def interleaved(runs: dict[str, Run], rounds: int = 7, slice_ms: float = 15.0) -> dict[str, float]:
+    """Milliseconds of each contender, the median over rounds in which they take turns."""
+    able, times = {}, {}
+    for name, run in runs.items():
+        try:
+            for _ in range(3):
+                run()
+            torch.cuda.synchronize()
+            able[name], times[name] = run, []
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            print(f"  {name}: {str(error).splitlines()[0][:90]}", file=sys.stderr)
+    calls = {name: max(1, round(slice_ms / max(_once(run), 1e-3))) for name, run in able.items()}
+    for _ in range(rounds):
+        for name, run in able.items():
+            times[name].append(_once(run, calls[name]))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _once(run: Run, calls: int = 1) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / calls
+
+
+def replayed(run: Run, calls: int = 5) -> Run:
+    """The same work without a processor before it: a CUDA graph of some calls."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return graph.replay
+
+
+def tensors(n: int, width: int, heads: int | None = None, learn: bool = False) -> list[Tensor]:
+    """q, k, v in bfloat16: as many batch entries as make up TOKENS, or one of so many heads."""
+    shape = (1, heads, n, width) if heads else (max(1, TOKENS // n), MODEL // width, n, width)
+    return [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=learn)
+        for _ in range(3)
+    ]
+
+
+def fused(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def backward_of(forward: Callable[[], Tensor], leaves: list[Tensor]) -> Run:
+    """The backward pass alone, of a forward that is run once."""
+    out = forward()
+    grad = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def rate(ms: float, n: int, causal: bool, backward: bool = False) -> float:
+    """TFLOP/s by the usual count: 4·n²·d forward, half of it when causal, 2.5 times it backward."""
+    flops = 4 * TOKENS * n * MODEL * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
+    return flops / ms / 1e9
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def say(row: Row) -> Row:
+    print("  ", *(f"{x} {y}" for x, y in row.items()), sep="  ", flush=True)
+    return row
