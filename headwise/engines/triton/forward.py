@@ -27,6 +27,7 @@ from headwise.engines.triton.tiles import (
     logits,
     positions,
     row_hash,
+    row_max,
     unit_of,
 )
 
@@ -64,7 +65,7 @@ def absorb(
         PLAIN, CAP, MASKED,
     )  # fmt: skip
     unit = unit_of(z, PLAIN, CAP)
-    new = tl.maximum(m, tl.max(s, 1) * unit)
+    new = tl.maximum(m, row_max(s, i.shape[0], KEYS) * unit)
     # A row that has seen nothing yet must not take FAR from FAR: fused into one instruction the
     # product is not rounded as `new` was, and their difference is anything up to 1e23.
     base = tl.where(new < unit * (0.5 * FAR), 0.0, new)
