@@ -15,6 +15,12 @@ from headwise.engines.recording import record
 from headwise.engines.tape import Tape
 
 pytest.importorskip("triton", reason="what is played are launches of Triton's kernels")
+
+import triton
+import triton.language as tl
+
+from headwise.engines.triton.start import start
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAUSAL = hw.mask.causal()
@@ -204,3 +210,53 @@ def test_a_shape_that_was_tuned_is_used_at_once() -> None:
     here = card(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
     shapes.use("forward", 16, 4, here, shapes.default("forward", 16, 4, here))
     assert not tapes()
+
+
+@pytest.mark.gpu
+def test_a_played_call_can_be_captured_and_runs_on_any_stream() -> None:
+    def run(*given: Tensor) -> Tensor:
+        return hw.attention(*given, mask=CAUSAL, engine="triton")
+
+    played(run)
+    given = three()
+    run(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(*given)
+    for x in given:
+        x.normal_()
+    graph.replay()
+    expected = hw.attention(*given, mask=CAUSAL, engine="reference")
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-4)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            found.append(run(*given))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, out) for x in found)
+
+
+@triton.jit
+def doubled(x, found):
+    """Sixteen numbers, twice as large."""
+    at = tl.arange(0, 16)
+    tl.store(found + at, 2 * tl.load(x + at))
+
+
+@pytest.mark.parametrize("past", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_kernel_launched_past_start_is_noticed(past: bool) -> None:
+    x, other = torch.randn(2, 16, device=DEVICE).unbind(0)
+
+    def run() -> tuple[Tensor, ...]:
+        found = torch.empty_like(x)
+        if past:
+            doubled[(1, 1, 1)](x, found)
+        start(doubled, (1, 1, 1), None, (x, found), 1, 1)
+        return (found,)
+
+    (found,), tape = record(run, (x,))
+    assert torch.equal(found, 2 * x)
+    assert (tape is None) == past
+    assert tape is None or torch.equal(tape.play((other,))[0], 2 * other)
