@@ -73,7 +73,7 @@ def test_tanh_is_as_exact_for_any_scale_and_cap(ratio: float) -> None:
 
 def test_small_scores_keep_their_relative_precision() -> None:
     x = spread(-30, -1)
-    assert float((cap(x) / torch.tanh(x.double()) - 1).abs().max()) < 1e-6
+    assert float((cap(x) / torch.tanh(x.double()) - 1).abs().max()) < 5e-7
 
 
 def test_infinities_reach_the_cap_and_nan_stays_where_it_is() -> None:
