@@ -16,6 +16,7 @@ from headwise.problem import Problem
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # compilers can't follow the question
 ENGINES = ("hopper", "triton", "sdpa", "streaming", "reference")  # the first that can, as a rule
+LONG = 4096  # rows and keys from which Hopper's forward leads cuDNN's (docs/gpu.md)
 KERNELS = ("hopper", "triton")  # written for GPUs; the second runs on Triton's interpreter too
 
 
@@ -62,16 +63,25 @@ def plan(problem: Problem, engine: str = "auto", observed: bool = False) -> Plan
 def _first(problem: Problem, observed: bool) -> str:
     """The first engine that can, in the order of speed.
 
-    PyTorch's own kernels are the fastest where they need no mask tensor: on Hopper the cuDNN kernel
-    leads by a tenth, but not where few queries meet many keys. Triton's interpreter serves whom
-    asks for it, and nobody else.
+    PyTorch's own kernels are the fastest where they need no mask tensor, cuDNN's on Hopper; but not
+    where few queries meet many keys, and not where Hopper's own forward leads. Triton's
+    interpreter serves whom asks for it, and nobody else.
     """
     q, k = problem.q, problem.k
     decoding = q.is_cuda and q.shape[2] <= 16 and k.shape[2] >= 1024
-    order = ("sdpa", *ENGINES) if sdpa.maskless(problem) and not decoding else ENGINES
+    order: tuple[str, ...] = ENGINES
+    if sdpa.maskless(problem) and not decoding:
+        order = ("hopper", "sdpa", *ENGINES) if _ahead(problem) else ("sdpa", *ENGINES)
     interpreted = q.device.type == "cpu"
     able = (name for name in order if not (name in KERNELS and interpreted))
     return next(name for name in able if refusal(name, problem, observed) is None)
+
+
+def _ahead(problem: Problem) -> bool:
+    """Whether the hopper engine, if it can, is faster than cuDNN: not where gradients follow."""
+    q, k = problem.q, problem.k
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, problem.v))
+    return q.is_cuda and not learning and min(q.shape[2], k.shape[2]) >= LONG and q.shape[-1] > 64
 
 
 def refusal(name: str, problem: Problem, observed: bool) -> str | None:

@@ -80,6 +80,18 @@ def test_observed_and_banded_calls_go_to_it() -> None:
     assert hw.explain(q, q, q, softcap=30.0).engine == "triton"
 
 
+@pytest.mark.gpu
+@on_hopper
+def test_plain_calls_go_to_it_where_it_leads_and_no_gradient_follows() -> None:
+    long, short = normal(1, 1, 4096, 128), normal(1, 1, 1024, 128)
+    assert hw.explain(long, long, long).engine == "hopper"
+    assert hw.explain(short, short, short).engine == "sdpa"
+    learnt = long.clone().requires_grad_()
+    assert hw.explain(learnt, long, long).engine == "sdpa"
+    with torch.no_grad():
+        assert hw.explain(learnt, long, long).engine == "hopper"
+
+
 SERVED = {
     "score": ("dot", "scaled", "general", "cosine"),
     "mask": ("none", "causal", "window"),
