@@ -15,6 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headwise.engines.triton.online import leave, nothing_yet, take_in
 from headwise.engines.triton.tiles import (
@@ -223,12 +224,16 @@ def split_step(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     scale_batch, scale_head, page_batch, splits, queries, keys, group, scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
-    PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+    PAGE: tl.constexpr, CAUSAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The same of a plain step, whose few arguments take a processor little time.
 
-    `mixed` has room for `size` parts: their values, then their maxima, then their totals.
+    `mixed` has room for `size` parts: their values, then their maxima, then their totals. CHAINED:
+    a kernel is put on the chip while the one before it ends, and waits there for what that wrote.
     """
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     z = Sizes(queries, keys, group, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, scale, 0.0, 1.0)
     strides = (
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch,
@@ -316,9 +321,12 @@ def merge(
 @triton.jit(do_not_specialize=["size", "splits"])
 def merge_step(
     mixed, out, size, splits,
-    SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The same of a plain step."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     maximum = mixed + size * VALUES
     parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
     merged = Merged(None, None, None, None, None, None, None)

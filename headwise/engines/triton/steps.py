@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.engines.triton.cards import INTERPRETING
+from headwise.engines.triton.cards import INTERPRETING, card
 from headwise.engines.triton.decoding import NOTHING_HELD, processors, shares, tile
 from headwise.engines.triton.launch import on
 from headwise.engines.triton.split import Held, merge_step, split_step
@@ -42,6 +42,7 @@ class Step:
         rows = max(16, 1 << (group * queries - 1).bit_length())
         block, warps, stages = tile(width, itemsize, rows)
         splits = shares(batch * key_heads, -(-length // block), processors(device))
+        chained = not INTERPRETING and card(device).major >= 9
         unit = 16 if all(stride % 16 == 0 for stride in strides[:9]) else 1
         self.shape, self.dtype, self.device = q, dtype, device
         self.parts = batch * heads * queries * splits
@@ -53,13 +54,16 @@ class Step:
         )  # fmt: skip
         self.constants = {
             "ROWS": rows, "KEYS": block, "WIDTH": width, "UNIT": unit,
-            "PAGE": k[2] if paged else 0, "CAUSAL": causal,
+            "PAGE": k[2] if paged else 0, "CAUSAL": causal, "CHAINED": chained,
         }  # fmt: skip
-        self.launched = {"num_warps": warps, "num_stages": stages}
+        self.launched = {"num_warps": warps, "num_stages": stages, "launch_pdl": chained}
         self.grid: Grid = (splits, key_heads, batch)
         part = min(width, 64)
         self.merged = (self.parts, splits)
-        self.merging = {"SPLITS": 1 << (splits - 1).bit_length(), "VALUES": width, "BLOCK": part}
+        self.merging = {
+            "SPLITS": 1 << (splits - 1).bit_length(), "VALUES": width, "BLOCK": part,
+            "CHAINED": chained,
+        }  # fmt: skip
         self.lines: Grid = (batch * heads * queries, width // part, 1)
         self.first: Callable[..., Any] | None = None
         self.second: Callable[..., Any] | None = None
@@ -88,7 +92,10 @@ class Step:
         first = split_step[self.grid](
             q, k, v, held, mixed, *self.numbers, **self.constants, **self.launched
         )
-        second = merge_step[self.lines](mixed, out, *self.merged, **self.merging, num_warps=2)
+        second = merge_step[self.lines](
+            mixed, out, *self.merged, **self.merging, num_warps=2,
+            launch_pdl=self.constants["CHAINED"],
+        )  # fmt: skip
         if not INTERPRETING:
             self.first, self.second = first[self.grid], second[self.lines]
         return out
