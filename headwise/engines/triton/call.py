@@ -16,11 +16,12 @@ from headwise.engines.triton.launch import (
     operands,
     outer_strides,
 )
+from headwise.engines.triton.moments import cut_of, run_moments
 from headwise.engines.triton.shapes import INTERPRETED
 from headwise.engines.triton.shapes import shape as shape_of
 from headwise.engines.triton.start import kind_of, start
 from headwise.problem import Terms
-from headwise.sums import Sums, room
+from headwise.sums import MOMENTS, Sums, room
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
@@ -40,13 +41,23 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     tma, (q_, k_, v_) = described(
         (call.q, call.k, call.v), call.steps, (shape.rows, shape.keys, shape.keys)
     )
-    written = Written(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
+    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:]]
+    cut = cut_of(call) if wants & MOMENTS else None
+    rest, block = None, 0  # what the loop still does for moments that are taken apart
+    if cut is not None and flags["PIECES"] == 0:
+        asked[2:], wants = [None] * 3, wants - MOMENTS
+    elif cut is not None:
+        rest, block = sums.lse.new_empty(2, *sums.lse.shape), cut.block
+        asked[2:4] = rest
+    written = Written(sums.lse, sums.max_logit, *asked)
     grid = (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0])
     strides = (None,) * 3 if tma else tuple(map(outer_strides, (call.q, call.k, call.v)))
     with on(q.device):
         start(
             forward, grid, kind_of(call, (), wants), (q_, k_, v_, *strides, call.given, *call.sizes,
             sums.out, written), shape.warps, shape.stages, ROWS=shape.rows, KEYS=shape.keys,
-            TMA=tma, CLEAN=exposed(q, k, terms), **flags,
+            TMA=tma, CLEAN=exposed(q, k, terms), BLOCK=block, **flags,
         )  # fmt: skip
+        if cut is not None:
+            run_moments(call, flags, cut, rest, shape.rows, sums)
     return sums

@@ -50,10 +50,12 @@ def absorb(
     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
+    APART: tl.constexpr = False,
 ):  # fmt: skip
     """Merge the keys [j0, j0 + KEYS) into the rows' state.
 
-    MASKED: not all rows see all of them. CLEAN: some may be seen by no row of the call.
+    MASKED: not all rows see all of them. CLEAN: some may be seen by no row of the call. APART:
+    their moments are taken elsewhere.
     """
     acc, l, m, shifted, reach, count, mean, spread = state
     kh = h // z.group
@@ -81,7 +83,7 @@ def absorb(
         steps = tl.sum(p * tl.arange(0, KEYS).to(tl.float32)[None, :], 1)
         away = (position - (j0 + z.first_key)).to(tl.float32)
         reach = reach * shrink + (away * total - steps)
-    if written.mean is not None:
+    if written.mean is not None and not APART:
         # About the largest so far, which is at most √n deviations from the mean.
         found = tl.full(m.shape, KEYS, tl.float32)
         if MASKED or t.bias is not None:
@@ -116,9 +118,13 @@ def forward(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
-    CLEAN: tl.constexpr,
+    CLEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS query rows of one head of one batch entry."""
+    """One block of ROWS query rows of one head of one batch entry.
+
+    BLOCK, where it is not 0: moments are only of the keys past the last whole BLOCK that all of
+    these rows see, and the variance is left a sum of squares (`row_moments` joins the others).
+    """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,
@@ -169,7 +175,10 @@ def forward(
             position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
             CAP, True, False,
         )  # fmt: skip
-    for n in tl.range(0, middle + more_middle):
+    whole = 0
+    if BLOCK > 0:
+        whole = tl.minimum(outer * KEYS // BLOCK * (BLOCK // KEYS), middle)
+    for n in tl.range(whole, middle + more_middle):
         j0 = low + (inner + n) * KEYS
         if PIECES == 2:
             j0 = tl.where(n < middle, j0, low2 + (inner2 + n - middle) * KEYS)
@@ -178,6 +187,13 @@ def forward(
             position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
             CAP, False, False,
         )  # fmt: skip
+    if BLOCK > 0:
+        for n in tl.range(0, whole):
+            state = absorb(
+                state, rows, k, v, ks, vs, t, z, written, b, h, i, low + n * KEYS, position,
+                position, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
+                PRECISION, PLAIN, CAP, False, False, True,
+            )  # fmt: skip
 
     acc, l, m, shifted, reach, count, mean, spread = state
     unseen = m < unit_of(z, PLAIN, CAP) * (0.5 * FAR)
@@ -211,6 +227,8 @@ def forward(
         tl.store(written.distance + line + i, reach * weight, mask=here)
     if written.mean is not None:
         tl.store(written.mean + line + i, mean * LN2, mask=here)
-        spread = tl.maximum(spread / tl.maximum(count, 1.0), 0.0) * (LN2 * LN2)
+        if BLOCK == 0:
+            spread = spread / tl.maximum(count, 1.0)
+        spread = tl.maximum(spread, 0.0) * (LN2 * LN2)
         tl.store(written.variance + line + i, spread, mask=here)
         tl.store(written.visible + line + i, count, mask=here)
