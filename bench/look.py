@@ -72,8 +72,8 @@ def looking(text: str, device: str) -> Iterator[Asked]:
         while (state := asked.json("/api/state"))["state"] == "loading":
             asked.stages.append((state["stage"], state["done"]))
             time.sleep(0.1)
-        if state["state"] == "error":
-            raise RuntimeError(state["error"])
+        if state["problem"] is not None:
+            raise RuntimeError(state["problem"])
         asked.seconds = time.perf_counter() - start
         yield asked
     finally:
