@@ -135,7 +135,7 @@ class Call:
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
         """q's gradient, and the sums over each row that small gradients need."""
         terms, q = self.operands.terms, self.operands.q
-        shape = self.shape("queries")
+        shape = self.shape("capped queries" if terms.softcap else "queries")
         grad = torch.empty_like(q, memory_format=torch.contiguous_format)
         empty, size = rows.shared.new_empty, q.shape[:3]
         slopes = None if terms.slopes is None else empty(size)

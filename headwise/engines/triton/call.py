@@ -36,7 +36,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     call = operands(q, k, v, terms)
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
-    kernel = "narrow" if narrow(terms) else "forward"
+    kernel = "narrow" if narrow(terms) else "capped" if terms.softcap else "forward"
     shape = INTERPRETED if interpreting() else shape_of(kernel, wide, q.itemsize, card(q.device))
     tma, (q_, k_, v_) = described(
         (call.q, call.k, call.v), call.steps, (shape.rows, shape.keys, shape.keys)

@@ -19,7 +19,7 @@ from headwise.engines.triton.cards import INTERPRETING
 
 TWO_LOG2E = tl.constexpr(2.8853900817779268)  # e^2x is 2 to this times x
 INTERPRETED = tl.constexpr(INTERPRETING)
-TOGETHER = 32
+TOGETHER = 64
 GROUP = 8  # scores whose squares are summed, which is cheaper than to find the largest
 LIMIT = tl.constexpr(0.45)
 SERIES = tl.constexpr(  # minimax: x · SERIES(x²) is tanh x to 3.3e-7 of itself for |x| < LIMIT

@@ -15,8 +15,11 @@ from pathlib import Path
 from headwise.engines import again
 from headwise.engines.triton.cards import Card
 
-KERNELS = ("forward", "narrow", "queries", "keys")
-"""The forward, the same for rows that see few keys, and the two kernels that differentiate."""
+KERNELS = ("forward", "narrow", "capped", "queries", "capped queries", "keys")
+"""The forward, the same for rows that see few keys, and with a cap; the two kernels that
+differentiate, and the one of queries with a cap."""
+
+_LIKE = {"narrow": "forward", "capped": "forward", "capped queries": "queries"}  # in most cases
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
     "hopper": {
         ("forward", 2): (Shape(64, 128, 4, 3), Shape(128, 128, 8, 3), Shape(128, 64, 8, 2)),
         ("narrow", 2): (Shape(64, 128, 4, 3), Shape(64, 64, 4, 3), Shape(128, 64, 8, 2)),
+        ("capped", 2): (Shape(64, 64, 4, 2), Shape(128, 128, 8, 3), Shape(128, 64, 8, 2)),
         ("queries", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
+        ("capped queries", 2): (Shape(64, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
         ("keys", 2): (Shape(32, 128, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 8, 2)),
         ("forward", 4): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 1)),
         ("queries", 4): (Shape(64, 32, 4, 1), Shape(64, 32, 4, 1), Shape(64, 16, 4, 1)),
@@ -82,7 +87,7 @@ def default(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
     """The table's choice, whatever was tuned."""
     room = "hopper" if card.shared >= 220_000 else "ampere" if card.shared >= 160_000 else "small"
     table = _TABLE[room]
-    kernel = kernel if (kernel, itemsize) in table else "forward"  # for "narrow" in most cases
+    kernel = kernel if (kernel, itemsize) in table else _LIKE[kernel]
     return table[kernel, itemsize][0 if width <= 64 else 1 if width <= 128 else 2]
 
 

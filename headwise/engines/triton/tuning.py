@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +26,11 @@ _TRIED = {
         Shape(128, 128, 8, 2),
     ),
     "narrow": (Shape(64, 64, 4, 3), Shape(64, 128, 4, 3), Shape(128, 64, 8, 3)),
+    "capped": (Shape(64, 64, 4, 2), Shape(64, 128, 4, 3), Shape(128, 64, 8, 2)),
     "queries": (
         Shape(64, 64, 4, 2), Shape(128, 32, 4, 3), Shape(128, 64, 4, 3), Shape(128, 64, 8, 2),
     ),
+    "capped queries": (Shape(64, 64, 4, 3), Shape(128, 64, 4, 3), Shape(128, 64, 8, 2)),
     "keys": (
         Shape(32, 64, 4, 2), Shape(32, 128, 4, 3), Shape(64, 64, 4, 3), Shape(64, 128, 8, 2),
     ),
@@ -76,9 +79,9 @@ def keep(device: torch.device, found: list[Tuned]) -> Path:
     return remember(card(device), {(x.kernel, x.width, 2): x.chosen for x in found})
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor) -> object:
+def _forward(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> object:
     with torch.no_grad():
-        return attend(pose("attention", q, k, v, mask=Causal()))
+        return attend(pose("attention", q, k, v, mask=Causal(), softcap=softcap))
 
 
 def _narrow(q: Tensor, k: Tensor, v: Tensor) -> object:
@@ -86,12 +89,17 @@ def _narrow(q: Tensor, k: Tensor, v: Tensor) -> object:
         return attend(pose("attention", q, k, v, mask=Window(1023)))
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor) -> object:
-    out = attend(pose("attention", q, k, v, mask=Causal()))
+def _step(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> object:
+    out = attend(pose("attention", q, k, v, mask=Causal(), softcap=softcap))
     return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
-_RUNS: dict[str, Callable[..., object]] = {"forward": _forward, "narrow": _narrow}
+_RUNS: dict[str, Callable[..., object]] = {
+    "forward": _forward,
+    "narrow": _narrow,
+    "capped": partial(_forward, softcap=30.0),
+    "capped queries": partial(_step, softcap=30.0),
+}
 
 
 def _milliseconds(run: Callable[..., object], *given: Tensor) -> float:
