@@ -29,7 +29,10 @@ SERIES = tl.constexpr(  # minimax: x · SERIES(x²) is tanh x to 3.3e-7 of itsel
 
 @triton.constexpr_function
 def together(elements: int, threads: int) -> int:
-    """How many scores of a tile a thread takes at once: no more than it has."""
+    """How many scores of a tile a thread takes at once: no more than it has.
+
+    Triton would fill up with whatever a register holds, and that would then choose the formula.
+    """
     return max(1, min(TOGETHER, elements // threads))
 
 
@@ -37,8 +40,8 @@ def together(elements: int, threads: int) -> int:
 def assembly(pack: int) -> str:
     """tanh of `pack` scores in PTX.
 
-    Operands, `pack` registers each: the results, the scores, and five times the same number: what
-    a sum of squares must stay below, the factor of the exponent, and the series' coefficients.
+    Operands, `pack` of each: the results, the scores, and then `pack` times the same number: what
+    a sum of squares must stay below, the factor of the exponent, the series' four coefficients.
     """
     every = range(pack)
     score = [f"${pack + n}" for n in every]
