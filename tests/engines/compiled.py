@@ -54,12 +54,13 @@ def compiled(width: int, banded: bool, observed: bool) -> Any:
         )
 
     row = torch.empty(2048)
-    written = Written(row, row, *[row if observed else None] * 2)
+    rest = row if observed and banded else None
+    written = Written(row, row, *[row if observed else None] * 2, rest, rest)
     rows, keys = tiles(ROWS // 2), tiles(shape.keys)
     sizes = Sizes(1024, 1024, 2, 1, 0, 1, 0, 16, 0.1)
     return forward.warmup(
-        rows, keys, keys, rows, written, None, *sizes, shape.stages, banded, num_warps=4,
-        maxnreg=REGISTERS, grid=(1,),
+        rows, keys, keys, rows, written, None, *sizes, shape.stages, banded,
+        0 if rest is None else 512, num_warps=4, maxnreg=REGISTERS, grid=(1,),
     )  # fmt: skip
 
 

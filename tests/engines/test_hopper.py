@@ -50,6 +50,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 REFUSED = {
     "float32": ({"dtype": torch.float32}, {}, "16-bit"),
     "wide": ({"width": 192}, {}, "wide"),
+    "odd": ({"width": 20}, {}, "16 bytes"),
     "softcap": ({}, {"softcap": 30.0}, "plain"),
     "alibi": ({}, {"bias": hw.ALiBi(2)}, "plain"),
     "dropout": ({}, {"dropout": 0.1}, "dropout"),
@@ -143,6 +144,21 @@ def test_large_problems_agree(dtype: torch.dtype, width: int, mask: str) -> None
         assert torch.equal(x.isinf(), y.isinf()), name
         x, y = x.masked_fill(x.isinf(), 0).double(), y.masked_fill(y.isinf(), 0).double()
         assert float((x - y).norm()) <= tolerance * float(y.norm()) + 1e-12, name
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mask", [None, hw.mask.causal(), hw.mask.causal(offset=300)])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("far", [0.0, 30.0])  # the keys' own mean, which logits share
+def test_moments_of_long_inputs_agree(mask: hw.mask.Mask | None, width: int, far: float) -> None:
+    q, k = normal(1, 40, 4200, width), (normal(1, 20, 4500, width) + far).bfloat16()
+    names = ("logit_mean", "logit_var", "entropy", "distance")
+    found = hw.observe(q, k, k, mask=mask, stats=names, engine="hopper")[1]
+    truth = hw.observe(*(x.float() for x in (q, k, k)), mask=mask, stats=names, engine="streaming")
+    for name in names:
+        x, y = found.values[name], truth[1].values[name]
+        assert float((x - y).norm()) <= (1e-3 if far else 1e-4) * float(y.norm()), name
 
 
 def _both(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[dict, dict]:

@@ -29,6 +29,8 @@ def refuses(problem: Problem, observed: bool) -> str | None:
         return f"it multiplies 16-bit numbers, and these are {q.dtype}"
     if pad(q) != pad(v) or pad(q) > WIDEST:
         return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes both up to 64, or to 128"
+    if v.shape[-1] % 8:
+        return f"values are {v.shape[-1]} wide, and rows leave in steps of 16 bytes"
     if problem.additive is not None or problem.bias is not None or problem.softcap:
         return "its scores are plain: no additive ones, no bias, no cap"
     if problem.dropout:

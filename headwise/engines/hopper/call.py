@@ -14,6 +14,7 @@ from headwise.engines.hopper.kernel import REGISTERS, Sizes, forward
 from headwise.engines.hopper.softmax import Written
 from headwise.engines.triton.call import run_forward as in_triton
 from headwise.engines.triton.launch import Steps, on, operands, pad, pieces
+from headwise.engines.triton.moments import cut_of, run_moments
 from headwise.engines.triton.start import kind_of, start
 from headwise.problem import Terms
 from headwise.sums import MOMENTS, Sums, room
@@ -39,8 +40,9 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     if sums.lse.numel() == 0:
         return sums
     call = operands(q, k, v, terms)
-    if wants & MOMENTS:
-        return in_triton(q, k, v, terms, wants)  # whose loop takes the logits' moments too
+    cut = cut_of(call) if wants & MOMENTS else None
+    if wants & MOMENTS and cut is None:
+        return in_triton(q, k, v, terms, wants)  # few keys: its loop takes the moments of all
     z, width = call.sizes, pad(q)
     shape = SHAPES[width]
     q_, k_, v_ = (
@@ -50,7 +52,14 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
         )
     )
     out = _tiles(sums.out, list(sums.out.stride()), ROWS // 2, width)
-    written = Written(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:5]))
+    banded = pieces(terms) == 1
+    block = 0 if cut is None or not banded else cut.block
+    rest = sums.lse.new_empty(2, *sums.lse.shape) if block else None
+    asked = (
+        *(x if x.numel() else None for x in sums[3:5]),
+        *((None, None) if rest is None else rest),
+    )
+    written = Written(sums.lse, sums.max_logit, *asked)
     items = -(-q.shape[2] // ROWS) * q.shape[1] * q.shape[0]
     sizes = Sizes(
         z.queries, z.keys, q.shape[1], z.group, z.low, z.high, z.shift - z.first_key, items,
@@ -60,8 +69,10 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
         start(
             forward, (min(items, multiprocessors(q.device)), 1, 1),
             kind_of(call, (), wants, width), (q_, k_, v_, out, written, call.given.sinks, *sizes),
-            4, 1, STAGES=shape.stages, BANDED=pieces(terms) == 1, maxnreg=REGISTERS,
+            4, 1, STAGES=shape.stages, BANDED=banded, BLOCK=block, maxnreg=REGISTERS,
         )  # fmt: skip
+        if cut is not None:
+            run_moments(call, call.flags(), cut, rest, ROWS, sums)
     return sums
 
 

@@ -33,6 +33,7 @@ from headwise.engines.hopper.softmax import (
     along,
     finish,
     in_eighths,
+    put_moments,
     row_max,
     soften,
 )
@@ -92,10 +93,18 @@ def work(item, z, KEYS: gl.constexpr, BANDED: gl.constexpr):
 
 @gluon.jit
 def first_key(n, extent, KEYS: gl.constexpr):
-    """Where the n-th block of keys begins."""
+    """Where the n-th block of keys begins: edges, then the others from the last to the first."""
     begin, inner, outer, edges, _ = extent
     edge = gl.where(n < inner, n, n - inner + outer)
-    return begin + gl.where(n < edges, edge, n - edges + inner) * KEYS
+    return begin + gl.where(n < edges, edge, outer - 1 - (n - edges)) * KEYS
+
+
+@gluon.jit
+def blocks_with_rest(extent, KEYS: gl.constexpr, BLOCK: gl.constexpr):
+    """How many blocks come before those whose moments `triton.moments` takes, by whole BLOCKs."""
+    _, inner, outer, edges, _ = extent
+    whole = gl.minimum(outer * KEYS // BLOCK * (BLOCK // KEYS), outer - inner)
+    return edges + outer - inner - whole
 
 
 @gluon.jit
@@ -128,6 +137,7 @@ def load(call, KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr):
 def absorb(
     w: gl.constexpr, n, done, sums, own, keys, values, barriers, extent, bounds, z, written,
     SCORES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    MOMENTS: gl.constexpr,
 ):  # fmt: skip
     """Block n's scores and softmax, beside the product of the block before it with its values."""
     acc, weights, shrink, state = sums
@@ -151,7 +161,7 @@ def absorb(
     s = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(keys_empty.index(at), count=1)
     j0 = first_key(n, extent, KEYS)
-    weights, state, shrink = soften(s, state, j0, bounds, z.unit, written, False, MASKED)
+    weights, state, shrink = soften(s, state, j0, bounds, z.unit, written, False, MASKED, MOMENTS)
     acc, p = warpgroup_mma_wait(0, deps=(summed, p))
     mbarrier.arrive(values_empty.index(last), count=1)
     return acc, weights, shrink, state
@@ -160,6 +170,7 @@ def absorb(
 @gluon.jit
 def follow(
     w: gl.constexpr, call, KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr,
+    BLOCK: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: GROUP rows of each item, over all of its blocks of keys."""
     out, rows, results, keys, values, barriers, z, sinks, written = call
@@ -196,19 +207,30 @@ def follow(
         s = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(keys_empty.index(at), count=1)
         j0 = first_key(0, extent, KEYS)
-        weights, state, _ = soften(s, None, j0, bounds, z.unit, written, True, True)
+        weights, state, _ = soften(s, None, j0, bounds, z.unit, written, True, True, BLOCK > 0)
         shrink = gl.full([GROUP], 1.0, gl.float32, ROWS)
         acc = gl.zeros([GROUP, WIDTH], gl.float32, SUMS)
         sums = (acc, weights, shrink, state)
         for n in range(1, edges):
             sums = absorb(
                 w, n, done, sums, own, keys, values, barriers, extent, bounds, z, written,
-                SCORES, KEYS, STAGES, True,
+                SCORES, KEYS, STAGES, True, BLOCK > 0,
             )  # fmt: skip
-        for n in range(gl.maximum(edges, 1), blocks):
+        rest = edges
+        if BLOCK > 0:
+            rest = blocks_with_rest(extent, KEYS, BLOCK)
+            for n in range(gl.maximum(edges, 1), rest):
+                sums = absorb(
+                    w, n, done, sums, own, keys, values, barriers, extent, bounds, z, written,
+                    SCORES, KEYS, STAGES, False, True,
+                )  # fmt: skip
+            acc, weights, shrink, state = sums
+            state = put_moments(state, rest > 0, b, h, i, z, written, ROWS)
+            sums = (acc, weights, shrink, state)
+        for n in range(gl.maximum(rest, 1), blocks):
             sums = absorb(
                 w, n, done, sums, own, keys, values, barriers, extent, bounds, z, written,
-                SCORES, KEYS, STAGES, False,
+                SCORES, KEYS, STAGES, False, False,
             )  # fmt: skip
         acc, weights, shrink, state = sums
         mbarrier.arrive(rows_empty.index(w), count=1)  # the rows have met their last key
@@ -242,9 +264,13 @@ def barriers_of(count: gl.constexpr, arrivals: gl.constexpr):
 @gluon.jit(do_not_specialize=[*Sizes._fields])
 def forward(
     q, k, v, out, written, sinks, queries, keys, heads, group, low, high, shift, items, unit,
-    STAGES: gl.constexpr, BANDED: gl.constexpr,
+    STAGES: gl.constexpr, BANDED: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """As many items as come to this program, GROUPS · GROUP query rows of one head each."""
+    """As many items as come to this program, GROUPS · GROUP query rows of one head each.
+
+    BLOCK, where it is not 0: the logits' moments are taken of the keys past the last whole BLOCK
+    that all rows of an item see, as `headwise.engines.triton.moments` asks.
+    """
     z = Sizes(queries, keys, heads, group, low, high, shift, items, unit)
     KEYS: gl.constexpr = k.block_type.shape[2]
     WIDTH: gl.constexpr = k.block_type.shape[3]
@@ -262,8 +288,8 @@ def forward(
     call = (out, rows, results, key_tiles, value_tiles, barriers, z, sinks, written)
     gl.warp_specialize(
         [
-            (follow, (0, call, KEYS, STAGES, BANDED)),
-            (follow, (1, call, KEYS, STAGES, BANDED)),
+            (follow, (0, call, KEYS, STAGES, BANDED, BLOCK)),
+            (follow, (1, call, KEYS, STAGES, BANDED, BLOCK)),
             (load, (given, KEYS, STAGES, BANDED)),
         ],
         [4, 1],  # warps of the second group, and of the one that loads

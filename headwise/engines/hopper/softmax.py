@@ -30,6 +30,8 @@ class Written(NamedTuple):
     max_logit: Tensor
     entropy: Tensor | None
     distance: Tensor | None
+    rest_mean: Tensor | None
+    rest_spread: Tensor | None
 
 
 @gluon.jit
@@ -74,13 +76,16 @@ def visible(s, j0, first, last):
 
 @gluon.jit
 def soften(
-    s, before, j0, bounds, unit, written, FIRST: gl.constexpr, MASKED: gl.constexpr
+    s, before, j0, bounds, unit, written,
+    FIRST: gl.constexpr, MASKED: gl.constexpr, MOMENTS: gl.constexpr,
 ):  # fmt: skip
     """Merge a tile into the rows' state: its weights, the state, and what shrinks older sums."""
     s = in_eighths(s)
     first, last, position = bounds
+    seen = s
     if MASKED:
-        s = gl.where(visible(s, j0, first, last), s, FAR)
+        seen = visible(s, j0, first, last)
+        s = gl.where(seen, s, FAR)
     new = row_max(s) * unit
     if not FIRST:
         new = gl.maximum(before[0], new)
@@ -90,7 +95,7 @@ def soften(
     p = gl.exp2(e)
     l = gl.sum(p, 1)
     SUMS: gl.constexpr = l.type.layout
-    shifted, reach = l, l
+    shifted, reach, count, off, squares = l, l, l, l, l
     if written.entropy is not None:
         shifted = gl.sum(p * e, 1)
     if written.distance is not None:
@@ -98,23 +103,52 @@ def soften(
         TILE: gl.constexpr = s.type.layout
         beyond = gl.sum(p * (8 * steps(TILE, s.shape[1])).to(gl.float32), 1)
         reach = along((position - j0).to(gl.float32), SUMS) * l - beyond
+    if MOMENTS:
+        # About the largest so far, which is at most √n deviations from the mean.
+        count = gl.full([GROUP, 8], s.shape[1], gl.float32, SUMS)
+        if MASKED:
+            count = gl.sum(gl.where(seen, 1.0, 0.0), 1)
+            e = gl.where(seen, e, 0.0)
+        off, squares = gl.sum(e, 1), gl.sum(e * e, 1)
     shrink = new
     if not FIRST:
-        m, old_l, old_shifted, old_reach = before
+        m, old_l, old_shifted, old_reach, old_count, old_off, old_squares = before
         shrink = gl.exp2(m - new)
         less, moved = along(shrink, SUMS), along(m - new, SUMS)
         if written.entropy is not None:
             shifted += (old_shifted + old_l * moved) * less
         if written.distance is not None:
             reach += old_reach * less
+        if MOMENTS:
+            moved = gl.where(old_count > 0.0, moved, 0.0)
+            off += old_off + old_count * moved
+            squares += old_squares + moved * (2.0 * old_off + old_count * moved)
+            count += old_count
         l += old_l * less
-    return p, (new, l, shifted, reach), shrink
+    return p, (new, l, shifted, reach, count, off, squares), shrink
+
+
+@gluon.jit
+def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
+    """Write mean and sum of squares of the logits so far, and go on without them."""
+    m, l, shifted, reach, count, off, squares = state
+    count = gl.convert_layout(gl.sum(count, 1), ROWS)
+    off = gl.convert_layout(gl.sum(off, 1), ROWS)
+    squares = gl.convert_layout(gl.sum(squares, 1), ROWS)
+    there = (count > 0.0) & some
+    about = off / gl.maximum(count, 1.0)
+    line = (b * z.heads + h).to(gl.int64) * z.queries + i
+    here = i < z.queries
+    gl.store(written.rest_mean + line, gl.where(there, (m + about) * LN2, 0.0), mask=here)
+    spread = gl.where(there, gl.maximum(squares - off * about, 0.0), 0.0) * (LN2 * LN2)
+    gl.store(written.rest_spread + line, spread, mask=here)
+    return m, l, shifted, reach, l, l, l
 
 
 @gluon.jit
 def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
     """Write the rows' statistics; returns what the sums of values are multiplied by."""
-    m, l_parts, shifted, reach = state
+    m, l_parts, shifted, reach, _, _, _ = state
     l = gl.convert_layout(gl.sum(l_parts, 1), ROWS)
     unseen = m < z.unit * (0.5 * FAR)
     l, m = gl.where(unseen, 0.0, l), gl.where(unseen, NOTHING, m)
