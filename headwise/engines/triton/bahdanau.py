@@ -5,21 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.engines.operators import Gradients
-from headwise.engines.triton.additive import Factors, additive_forward
+from headwise.engines.triton.additive import additive_forward
 from headwise.engines.triton.additive_grads import additive_grad_keys, additive_grad_queries
 from headwise.engines.triton.cards import INTERPRETING
-from headwise.engines.triton.decoding import join, parts_for
+from headwise.engines.triton.decoding import join, parts_for, processors, shares
 from headwise.engines.triton.gradients import Rows
-from headwise.engines.triton.launch import Operands, on, operands, outer_strides
+from headwise.engines.triton.launch import Operands, exposed, on, operands, outer_strides
+from headwise.engines.triton.powers import Powers, prepare
 from headwise.engines.triton.split import Merged
+from headwise.engines.triton.start import WORD, Kind, kind_of, start
 from headwise.problem import Problem, Terms
 from headwise.sums import Sums, room
 
+TILE = (64, 64, 4)  # rows, keys, warps; two programs fit on a multiprocessor, which is what counts
+GRADIENT_TILE = (64, 64, 8)
 WIDEST = 128  # of a head: beyond it a gradient no longer fits beside its tile
+Strides = tuple[tuple[int, int, int], ...]
 
 
 def refuses(problem: Problem) -> str | None:
@@ -40,18 +44,76 @@ def run_additive(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> S
     if sums.lse.numel() == 0:
         return sums
     call = operands(q, k, v, terms)
-    rows, keys, warps = (16, 32, 4) if INTERPRETING else (32, 64, 4)
-    parts = parts_for(q, 1, v.shape[-1], wants)
+    rows, keys, warps = (16, 32, 4) if INTERPRETING else TILE
+    weight = _weight(terms)
     merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
     tensors = (call.q, call.k, call.v)
+    strides = tuple(map(outer_strides, tensors))
+    kind = _kind(call, (weight,), strides, wants)
+    batch, heads, queries, _ = q.shape
+    blocks = -(-queries // rows)
+    splits = shares(batch * heads * blocks, -(-k.shape[2] // keys), 2 * processors(q.device))
+    parts = parts_for(q, splits, v.shape[-1], wants)
     with on(q.device):
-        additive_forward[(-(-q.shape[2] // rows), q.shape[1], q.shape[0])](
-            *tensors, *map(outer_strides, tensors), factors(call.q, call.k, terms), call.given,
-            parts, *call.sizes, ROWS=rows, KEYS=keys, num_warps=warps, num_stages=2,
-            **_flags(call),
+        powers = prepared(call, weight, strides, kind, rows, keys)
+        start(
+            additive_forward, (blocks * splits, heads, batch), kind, (*tensors, *strides, weight,
+            powers, call.given, parts, splits, *call.sizes), warps, 2, ROWS=rows, KEYS=keys,
+            WARPS=warps, CLEAN=exposed(q, k, terms), **_flags(call),
         )  # fmt: skip
-        join(parts, sums.out, merged, call.given.sinks, 1)
+        join(parts, sums.out, merged, call.given.sinks, splits, kind)
     return sums
+
+
+def prepared(
+    call: Operands,
+    weight: Tensor,
+    strides: Strides,
+    kind: Kind,
+    rows: int,
+    keys: int,
+    plain: bool = False,
+) -> Powers:
+    """The powers of q and k in blocks of so many rows and keys, and `plain` as gradients take them;
+    O(n) memory beside q and k."""
+    batch, heads, queries, width = call.q.shape
+    key_heads, blocks = call.k.shape[1], -(-queries // rows)
+    key_blocks, fours = -(-call.k.shape[2] // keys), _fours(width)
+    sizes = [
+        batch * heads * blocks * rows * fours,
+        batch * key_heads * key_blocks * keys * fours,
+        heads * fours,
+        heads * 2,
+        batch * heads * blocks * 2,
+        batch * key_heads * key_blocks * 2,
+    ]
+    room = [-(-size // 4) * 4 for size in sizes]  # addresses stay multiples of 16
+    each = call.q.new_empty(sum(room), dtype=torch.float32).split(room)
+    both = (x.new_empty(x.shape, dtype=torch.float32) if plain else None for x in (call.q, call.k))
+    powers = Powers(*each, *both)
+    start(
+        prepare, (heads * blocks + key_heads * key_blocks, batch, 1), kind, (call.q, call.k,
+        *strides[:2], weight, powers, queries, call.k.shape[2], heads, key_heads), 4, 1, ROWS=rows,
+        KEYS=keys, WIDTH=width, FOURS=fours, PADDED=_padded(width),
+    )  # fmt: skip
+    return powers
+
+
+def _kind(
+    call: Operands, tensors: tuple[Tensor | None, ...], strides: Strides, *more: object
+) -> Kind:
+    """`kind_of` for kernels that take strides, of which Triton makes some constants or even."""
+    flat = [step for each in strides for step in each]
+    if max(flat) >= WORD:
+        return None
+    special = tuple(1 if step == 1 else step % 16 == 0 for step in flat)
+    dtypes = tuple(None if x is None else x.dtype for x in tensors)
+    return kind_of(call, tensors, dtypes, special, *more)
+
+
+def _weight(terms: Terms) -> Tensor:
+    assert terms.additive is not None
+    return terms.additive.contiguous()
 
 
 def differentiate_additive(
@@ -92,43 +154,34 @@ def _launch(call: Operands, rows: Rows, grad_out: Tensor) -> tuple[Tensor, Tenso
     grad_q, grad_k, grad_v = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
     )
-    block, other, warps = (16, 32, 4) if INTERPRETING else (64, 64, 4)
-    blocks = -(-queries // block)
-    grad_weight = rows.shared.new_zeros(batch, heads, blocks, width)
+    block, other, warps = (16, 32, 4) if INTERPRETING else GRADIENT_TILE
+    blocks, key_blocks = -(-queries // block), -(-keys // other)
+    grad_weight = rows.shared.new_empty(batch, heads, blocks, width)
     if rows.shared.numel() == 0:
         return grad_q, grad_k.zero_(), grad_v.zero_(), grad_weight.sum((0, 2))
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     tensors = (call.q, call.k, call.v, grad_out)
-    given: list[Any] = [
-        *tensors, *map(outer_strides, tensors), factors(call.q, call.k, call.terms), call.given,
-        *call.sizes, rows,
-    ]  # fmt: skip
+    strides = tuple(map(outer_strides, tensors))
+    weight = _weight(call.terms)
+    programs = batch * max(heads * blocks, key_heads * key_blocks)
+    room = rows.shared.new_empty(programs * block * other)  # a tile for each program
+    kind = _kind(call, (weight, grad_out, *rows), strides)
+    flags = _flags(call) | {"ROWS": block, "KEYS": other, "WARPS": warps}
+    # Two programs on a multiprocessor are worth what their threads then keep in memory, but where
+    # one multiplies float32 three times over.
+    few = 128 if call.q.itemsize == 2 else None
     with on(call.q.device):
-        additive_grad_queries[(blocks, heads, batch)](
-            *given, grad_q, grad_weight, ROWS=block, KEYS=other, num_warps=warps, num_stages=1,
-            **_flags(call),
+        powers = prepared(call, weight, strides, kind, block, other, True)
+        given = (*tensors, *strides, weight, powers, call.given, *call.sizes, rows, room)
+        start(
+            additive_grad_queries, (blocks, heads, batch), kind, (*given, grad_q, grad_weight),
+            warps, 1, **flags, maxnreg=128,
         )  # fmt: skip
-        additive_grad_keys[(-(-keys // other), key_heads, batch)](
-            *given, grad_k, grad_v, ROWS=block, KEYS=other, num_warps=warps, num_stages=1,
-            **_flags(call),
+        start(
+            additive_grad_keys, (key_blocks, key_heads, batch), kind, (*given, grad_k, grad_v),
+            warps, 1, **flags, maxnreg=few,
         )  # fmt: skip
     return grad_q, grad_k, grad_v, grad_weight.sum((0, 2))
-
-
-def factors(q: Tensor, k: Tensor, terms: Terms) -> Factors:
-    """e^{2q} and e^{2k} with the dimensions first, and the weight; O(n) memory beside q and k."""
-    assert terms.additive is not None
-    odd = q.shape[-1] % 2  # two dimensions share a reciprocal; one more with weight 0 changes none
-
-    def powers(x: Tensor) -> Tensor:
-        x = x.transpose(-1, -2).to(torch.float32, memory_format=torch.contiguous_format)
-        x = torch.exp(2 * x)
-        return F.pad(x, (0, 0, 0, 1)) if odd else x
-
-    weight = F.pad(terms.additive.float(), (0, odd)).contiguous()
-    size = k.abs().amax((-1, -2)).float().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    size = size + q.abs().amax((-1, -2)).float()
-    return Factors(powers(q).contiguous(), powers(k).contiguous(), weight, size)
 
 
 def _flags(call: Operands) -> dict[str, Any]:
@@ -136,7 +189,16 @@ def _flags(call: Operands) -> dict[str, Any]:
     kept = {name: flags[name] for name in ("WIDTH", "VALUES", "PIECES", "CAP", "PRECISION")}
     width, values = call.q.shape[-1], call.v.shape[-1]
     return kept | {
-        "EVEN": width + width % 2,
-        "PADDED": max(16, 1 << (width - 1).bit_length()),
-        "PADDED_VALUES": max(16, 1 << (values - 1).bit_length()),
+        "FOURS": _fours(width),
+        "PADDED": _padded(width),
+        "PADDED_VALUES": _padded(values),
     }
+
+
+def _fours(width: int) -> int:
+    """Four dimensions share a reciprocal."""
+    return -(-width // 4) * 4
+
+
+def _padded(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())

@@ -32,40 +32,69 @@ def nothing_yet(ROWS: tl.constexpr):
 
 
 @triton.jit
+def most(x):
+    """The largest of each row of a tile, (rows, keys) or spread as `additive` spreads it."""
+    return tl.max(x, 1) if len(x.shape) == 2 else tl.max(tl.max(x, 1), 3)
+
+
+@triton.jit
+def all_of(x):
+    """The sum of each row of a tile, as in `most`."""
+    return tl.sum(x, 1) if len(x.shape) == 2 else tl.sum(tl.sum(x, 1), 3)
+
+
+@triton.jit
+def beside(row, s):
+    """A number of each row, to meet the tile s."""
+    return row[:, None] if len(s.shape) == 2 else row[:, None, :, :, None]
+
+
+@triton.jit
+def steps(s, KEYS: tl.constexpr):
+    """How far each key of a tile is from its first."""
+    if len(s.shape) == 2:
+        found = tl.arange(0, KEYS)[None, :]
+    else:
+        lanes: tl.constexpr = s.shape[4]
+        found = tl.arange(0, KEYS // lanes)[None, :, None, None, None] * lanes
+        found += tl.arange(0, lanes)[None, None, None, None, :]
+    return found
+
+
+@triton.jit
 def take_in(
     sums, s, unit, position, j0, first_key, KEYS: tl.constexpr, ENTROPY: tl.constexpr,
     DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the logits s (rows, keys) of the keys from j0 on into the rows' sums.
+    """Merge the logits s of the KEYS from j0 on into the rows' sums; s as `most` takes it.
 
     Returns the sums, the tile's weights before division, and what older sums are multiplied by.
     `unit` turns a logit into one of base 2, because the exponential of the hardware is 2^x.
     """
     l, m, shifted, far, count, mean, spread = sums
-    new = tl.maximum(m, tl.max(s, 1) * unit)
+    new = tl.maximum(m, most(s) * unit)
     # A row that has seen nothing yet must not take FAR from FAR: fused into one instruction the
     # product is not rounded as `new` was, and their difference is anything up to 1e23.
     base = tl.where(new < unit * (0.5 * FAR), 0.0, new)
-    e = s * unit - base[:, None]
+    e = s * unit - beside(base, s)
     p = tl.exp2(e)
     shrink = tl.exp2(m - new)
-    total = tl.sum(p, 1)
+    total = all_of(p)
     if ENTROPY:
         moved = tl.where(m == NOTHING, 0.0, m - new)
-        shifted = (shifted + l * moved) * shrink + tl.sum(p * e, 1)
+        shifted = (shifted + l * moved) * shrink + all_of(p * e)
     if DISTANCE:
-        steps = tl.sum(p * tl.arange(0, KEYS).to(tl.float32)[None, :], 1)
         away = (position - (j0 + first_key)).to(tl.float32)
-        far = far * shrink + (away * total - steps)
+        far = far * shrink + (away * total - all_of(p * steps(s, KEYS).to(tl.float32)))
     if MOMENTS:  # about the largest so far, which is at most √n deviations from the mean
         there = s > 0.5 * FAR
-        found = tl.sum(there.to(tl.float32), 1)
+        found = all_of(there.to(tl.float32))
         e = tl.where(there, e, 0.0)
-        off = tl.sum(e, 1) / tl.maximum(found, 1.0)
+        off = all_of(e) / tl.maximum(found, 1.0)
         here = tl.where(found == 0.0, 0.0, new + off)
         share = found / tl.maximum(count + found, 1.0)
         gap = here - mean
-        spread += tl.sum(e * e, 1) - found * off * off + gap * gap * count * share
+        spread += all_of(e * e) - found * off * off + gap * gap * count * share
         mean += gap * share
         count += found
     return (l * shrink + total, new, shifted, far, count, mean, spread), p, shrink
