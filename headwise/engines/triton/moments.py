@@ -19,10 +19,12 @@ from headwise.engines.triton.row_moments import moments_of_rows
 from headwise.engines.triton.start import kind_of, start
 from headwise.sums import Sums
 
-SCRATCH = 32 << 20  # bytes: heads that do not fit wait for their turn
-LEAST = 1 << 35  # multiplications of q·k: what takes less waits for the launches
-ROWS_A_COLUMN = 16  # of the scatter: fewer rows are not worth one
+SCRATCH = 36 << 20  # bytes: heads that do not fit wait for their turn
 ROOM = 220_000  # bytes of shared memory that the tiles take for granted
+REGISTERS = 128  # of the kernel of blocks, so that two programs share a multiprocessor
+# Fewer keys a row, rows a key head, or multiplications of q·k, and the loop is the shorter way.
+LEAST_KEYS, LEAST_ROWS = 32, 16  # for each column of a scatter
+LEAST = 1 << 35
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Cut:
 INTERPRETED = Cut(64, 64, 32, 4, 8, 1, 32, 4, 1)  # so that small problems have several blocks
 _CUTS = {  # by the padded width of a head
     64: Cut(512, 1024, 64, 4, 8, 4, 64, 4, 3),
-    128: Cut(512, 1024, 64, 8, 8, 4, 64, 4, 3),
+    128: Cut(1024, 1024, 64, 8, 8, 4, 64, 4, 3),
 }
 
 
@@ -60,11 +62,13 @@ def cut_of(call: Operands) -> Cut | None:
         return INTERPRETED
     if q.dtype == torch.float32 or card(q.device).shared < ROOM:
         return None
-    padded = call.padded[0]
-    pairs = q.shape[0] * q.shape[1] * sizes.queries * sizes.keys
-    if pairs * padded < LEAST or sizes.queries * sizes.group < ROWS_A_COLUMN * padded:
+    padded, keys = call.padded[0], sizes.keys
+    if sizes.high < keys:  # what a row sees on average
+        keys = (max(sizes.high, 0) + min(keys, sizes.queries + sizes.high)) // 2
+    if keys < LEAST_KEYS * padded or sizes.queries * sizes.group < LEAST_ROWS * padded:
         return None
-    return _CUTS.get(padded)
+    few = q.shape[0] * q.shape[1] * sizes.queries * keys * padded < LEAST
+    return None if few else _CUTS.get(padded)
 
 
 def run_moments(
@@ -89,7 +93,8 @@ def run_moments(
     slots = -(-keys // block) + 1
     half = torch.float32 if INTERPRETING else torch.bfloat16  # the interpreter has no other
     lines, heads = k.shape[0] * k.shape[1], k.shape[1]
-    together = max(1, min(lines, SCRATCH // (2 * half.itemsize * slots * padded * padded)))
+    fit = max(1, SCRATCH // (2 * half.itemsize * slots * padded * padded))
+    together = -(-lines // -(-lines // fit))  # in turns of the same length
     vectors = q.new_empty(VECTORS, together, slots, padded, dtype=torch.float32)
     scatters = q.new_empty(2, together, slots, padded, padded, dtype=half)
     _, (k_, q_) = described((k, q), (call.steps[1], call.steps[0]), (cut.tile, cut.rows))
@@ -100,7 +105,7 @@ def run_moments(
         start(
             scatter_of_blocks, (slots - 1, now, 1), kind,
             (k_, keys, heads, line, slots, vectors, scatters), cut.block_warps, 3,
-            TILE=cut.tile, WIDTH=flags["WIDTH"], **shared,
+            TILE=cut.tile, WIDTH=flags["WIDTH"], maxnreg=REGISTERS, **shared,
         )  # fmt: skip
         start(
             join_blocks, (padded // cut.part, now, 1), kind, (keys, slots, vectors, scatters), 4,

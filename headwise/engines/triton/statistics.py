@@ -57,7 +57,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     flags = {name: x for name, x in call.flags().items() if name not in ("PRECISION", "PLAIN")}
     found = Single(*(next(parts) if asked & bit else None for bit in _BITS.values()))
     known = Known(lse, max_logit, entropy if entropy.numel() else None)
-    rows = 32 if max(call.padded) <= 128 else 16
+    rows = 32 if max(call.padded) <= 64 else 16
     strides = (*outer_strides(call.q), *outer_strides(call.k))
     unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
     simple = starts is None and max(*strides, abs(first), sink_keys) < WORD
