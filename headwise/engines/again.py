@@ -91,11 +91,13 @@ def watched(*tensors: Tensor) -> bool:
             return True
         if learning and x.requires_grad:
             return True
+    kind = tensors[0].device.type
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-        or torch.is_autocast_enabled(tensors[0].device.type)
+        # where autocast finds its own dtype it has nothing to do
+        or (torch.is_autocast_enabled(kind) and tensors[0].dtype != torch.get_autocast_dtype(kind))
     )

@@ -113,3 +113,24 @@ def test_a_step_can_be_captured_and_compiled() -> None:
     assert torch.equal(out, expected)
     compiled = torch.compile(lambda q, k: hw.attention(q, k, k, mask=CAUSAL), fullgraph=True)
     near(compiled(q, k), expected, 2e-2)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_step_waits_for_the_keys_that_were_just_written() -> None:
+    q, k, v = (
+        normal(1, h, n, 128, dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4096), (2, 4096))
+    )
+    fresh = torch.empty_like(k)
+    hw.attention(q, k, v, mask=CAUSAL)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        k.copy_(fresh)
+        v.zero_()
+        v.sub_(fresh)
+        twice = hw.attention(q, k, v, mask=CAUSAL) * 2
+    for _ in range(20):
+        fresh.normal_()
+        graph.replay()
+        truth = hw.attention(q.double(), fresh.double(), -fresh.double(), engine="reference")
+        near(twice, 2 * truth, 2e-2)

@@ -176,6 +176,20 @@ def test_whoever_must_see_the_call_sees_it() -> None:
             hw.attention(q, k, v, **{"engine": "triton"} | wrong)
 
 
+def test_autocast_casts_what_is_not_of_its_dtype_and_leaves_the_rest_to_the_tape() -> None:
+    def run(*given: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, dtype=torch.float16):
+            return hw.attention(*given, mask=CAUSAL, engine="triton")
+
+    played(lambda *given: hw.attention(*given, mask=CAUSAL, engine="triton"))
+    given = three()
+    assert run(*given).dtype == torch.float16
+    halves = [x.half() for x in given]
+    found = [run(*halves) for _ in range(3)]
+    assert len(tapes()) == 2
+    assert all(torch.equal(x, run(*given)) for x in found)
+
+
 def test_what_computes_beside_its_launches_has_no_tape() -> None:
     q, k, v = three()
 
