@@ -23,7 +23,7 @@ from torch import Tensor
 from headwise.engines.triton.tiles import reciprocal, tanh
 
 FAR_APART = tl.constexpr(20.0)  # (1 + e^{2·20})² < 2^126
-CLOSE = tl.constexpr(0.25)  # where no sum is larger, the absolute error of 1 - 2r would show
+CLOSE = tl.constexpr(0.25)  # where no sum is larger, 1 - 2r would show its absolute error
 
 
 class Side(NamedTuple):
@@ -34,7 +34,7 @@ class Side(NamedTuple):
     step: int  # from one row of x to the next
     first: int  # row of the block
     last: int  # row of the head
-    size: float  # of the block's largest |x|
+    size: float  # the largest |x| of the block
 
 
 @triton.jit

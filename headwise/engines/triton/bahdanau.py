@@ -1,4 +1,4 @@
-"""Calls with an additive score: what their kernels serve, the factors they take, the launches."""
+"""Calls with an additive score: what their kernels serve, the powers they take, the launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from headwise.engines.triton.start import WORD, Kind, kind_of, start
 from headwise.problem import Problem, Terms
 from headwise.sums import Sums, room
 
-TILE = (64, 64, 4)  # rows, keys, warps; two programs fit on a multiprocessor, which is what counts
+TILE = (64, 64, 4)  # rows, keys, warps: the fastest of a few on an NVIDIA H200
+TOGETHER = 2  # such programs fit on a multiprocessor
 GRADIENT_TILE = (64, 64, 8)
 WIDEST = 128  # of a head: beyond it a gradient no longer fits beside its tile
 Strides = tuple[tuple[int, int, int], ...]
@@ -52,7 +53,7 @@ def run_additive(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> S
     kind = _kind(call, (weight,), strides, wants)
     batch, heads, queries, _ = q.shape
     blocks = -(-queries // rows)
-    splits = shares(batch * heads * blocks, -(-k.shape[2] // keys), 2 * processors(q.device))
+    splits = shares(batch * heads * blocks, -(-k.shape[2] // keys), TOGETHER * processors(q.device))
     parts = parts_for(q, splits, v.shape[-1], wants)
     with on(q.device):
         powers = prepared(call, weight, strides, kind, rows, keys)
@@ -74,8 +75,10 @@ def prepared(
     keys: int,
     plain: bool = False,
 ) -> Powers:
-    """The powers of q and k in blocks of so many rows and keys, and `plain` as gradients take them;
-    O(n) memory beside q and k."""
+    """The powers of q and k in blocks of so many rows and keys; `plain` adds what gradients take.
+
+    O(n) memory beside q and k.
+    """
     batch, heads, queries, width = call.q.shape
     key_heads, blocks = call.k.shape[1], -(-queries // rows)
     key_blocks, fours = -(-call.k.shape[2] // keys), _fours(width)
@@ -167,8 +170,8 @@ def _launch(call: Operands, rows: Rows, grad_out: Tensor) -> tuple[Tensor, Tenso
     room = rows.shared.new_empty(programs * block * other)  # a tile for each program
     kind = _kind(call, (weight, grad_out, *rows), strides)
     flags = _flags(call) | {"ROWS": block, "KEYS": other, "WARPS": warps}
-    # Two programs on a multiprocessor are worth what their threads then keep in memory, but where
-    # one multiplies float32 three times over.
+    # With 128 registers a thread two programs fit on a multiprocessor, which is worth what then has
+    # to lie in memory; but not where float32 is multiplied three times over, and twice a tile.
     few = 128 if call.q.itemsize == 2 else None
     with on(call.q.device):
         powers = prepared(call, weight, strides, kind, block, other, True)

@@ -33,7 +33,7 @@ def nothing_yet(ROWS: tl.constexpr):
 
 @triton.jit
 def most(x):
-    """The largest of each row of a tile, (rows, keys) or spread as `additive` spreads it."""
+    """The largest of each row of a tile, (rows, keys) or as `additive_scores` spreads it."""
     return tl.max(x, 1) if len(x.shape) == 2 else tl.max(tl.max(x, 1), 3)
 
 
