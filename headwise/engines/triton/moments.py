@@ -49,8 +49,11 @@ _CUTS = {  # by the padded width of a head
 }
 
 
-def cut_of(call: Operands) -> Cut | None:
-    """How a call's moments are taken without the pairs; None: they stay in the forward's loop."""
+def cut_of(call: Operands, least_keys: int | None = None) -> Cut | None:
+    """How a call's moments are taken without the pairs; None: a loop over pairs has to.
+
+    `least_keys` is how many keys a row must see for each column, instead of LEAST_KEYS.
+    """
     q, terms, sizes = call.q, call.terms, call.sizes
     if not terms.plain or terms.intervals is not None or terms.dense is not None:
         return None
@@ -65,7 +68,8 @@ def cut_of(call: Operands) -> Cut | None:
     padded, keys = call.padded[0], sizes.keys
     if sizes.high < keys:  # what a row sees on average
         keys = (max(sizes.high, 0) + min(keys, sizes.queries + sizes.high)) // 2
-    if keys < LEAST_KEYS * padded or sizes.queries * sizes.group < LEAST_ROWS * padded:
+    least = LEAST_KEYS if least_keys is None else least_keys
+    if keys < least * padded or sizes.queries * sizes.group < LEAST_ROWS * padded:
         return None
     few = q.shape[0] * q.shape[1] * sizes.queries * keys * padded < LEAST
     return None if few else _CUTS.get(padded)

@@ -114,9 +114,10 @@ def moments_of_rows(
             rest = left(rest_mean, rest_spread, start, i, end, reach, keys, before)
             rows = load_tile(q, None, b, h, begin + n * ROWS, 0, ROWS, WIDTH, PADDED, True)
             wide = rows.to(tl.float32)
-            mean = tl.sum(wide * centre, 1) * scale
-            spread = tl.sum(turn(rows, high, low) * wide, 1) * scale * scale
-            state = (zero + before, mean, spread)
+            # Both sums at once, or the compiler lays one of them out twice.
+            both = tl.join(wide * centre, turn(rows, high, low) * wide)
+            mean, spread = tl.split(tl.sum(both, 1))
+            state = (zero + before, mean * scale, spread * scale * scale)
             finish(state, rest, start, i, end, means, variances, visible)
     else:  # some key is no number, or its square is none
         for n in tl.range(0, tl.cdiv(end - begin, ROWS)):
