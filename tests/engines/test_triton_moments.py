@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,9 +23,11 @@ STATS = ("logit_mean", "logit_var")
 
 @pytest.fixture(autouse=True)
 def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device only long calls are worth the launches; here they are short."""
+    """On a device only long calls have blocks, and are worth the launches; these are short."""
     for limit in ("LEAST", "LEAST_KEYS", "LEAST_ROWS"):
         monkeypatch.setattr(moments, limit, 0)
+    small = {n: replace(cut, block=128, whole_block=128) for n, cut in moments.CUTS.items()}
+    monkeypatch.setattr(moments, "CUTS", small)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -20,7 +20,7 @@ from headwise.engines.triton.tiles import load_tile
 # The vectors of a slot: the block's own mean; mean, and diagonal of the scatter, of all before it.
 OWN_MEAN, MEAN, DIAGONAL = (tl.constexpr(n) for n in range(3))
 VECTORS = 3
-FAR_OUT = tl.constexpr(256.0)  # (mean / deviation)², beyond which squares about zero lose digits
+FAR_OUT = tl.constexpr(64.0)  # (mean / deviation)², beyond which squares about zero lose digits
 
 
 @triton.jit

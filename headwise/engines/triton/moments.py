@@ -43,7 +43,7 @@ class Cut:
 
 
 INTERPRETED = Cut(64, 64, 32, 4, 8, 1, 32, 4, 1)  # so that small problems have several blocks
-_CUTS = {  # by the padded width of a head
+CUTS = {  # by the padded width of a head
     64: Cut(512, 1024, 64, 4, 8, 4, 64, 4, 3),
     128: Cut(1024, 1024, 64, 8, 8, 4, 64, 4, 3),
 }
@@ -72,7 +72,7 @@ def cut_of(call: Operands, least_keys: int | None = None) -> Cut | None:
     if keys < least * padded or sizes.queries * sizes.group < LEAST_ROWS * padded:
         return None
     few = q.shape[0] * q.shape[1] * sizes.queries * keys * padded < LEAST
-    return None if few else _CUTS.get(padded)
+    return None if few else CUTS.get(padded)
 
 
 def run_moments(
