@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from headwise.engines.hopper.call import ROWS, SHAPES, layout
 from headwise.engines.hopper.kernel import REGISTERS, Sizes, forward
 from headwise.engines.hopper.softmax import Written
+from headwise.engines.triton.moments import CUTS
 
 VARIANTS = [
     {"width": width, "banded": banded, "observed": observed}
@@ -60,7 +61,7 @@ def compiled(width: int, banded: bool, observed: bool) -> Any:
     sizes = Sizes(1024, 1024, 2, 1, 0, 1, 0, 16, 0.1)
     return forward.warmup(
         rows, keys, keys, rows, written, None, *sizes, shape.stages, banded,
-        0 if rest is None else 512, num_warps=4, maxnreg=REGISTERS, grid=(1,),
+        0 if rest is None else CUTS[width].block, num_warps=4, maxnreg=REGISTERS, grid=(1,),
     )  # fmt: skip
 
 
