@@ -19,6 +19,7 @@ from headwise.engines.triton.launch import operands
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STATS = ("logit_mean", "logit_var")
+CUTS = moments.CUTS
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device only long calls have blocks, and are worth the launches; these are short."""
     for limit in ("LEAST", "LEAST_KEYS", "LEAST_ROWS"):
         monkeypatch.setattr(moments, limit, 0)
-    small = {n: replace(cut, block=128, whole_block=128) for n, cut in moments.CUTS.items()}
+    small = {n: replace(cut, block=128, whole_block=128) for n, cut in CUTS.items()}
     monkeypatch.setattr(moments, "CUTS", small)
 
 
@@ -136,3 +137,17 @@ def test_what_is_no_plain_score_over_the_first_keys_stays_in_the_loop(
     q = normal(1, 2, 16, 16)
     assert not served(q, q, **options)
     assert served(q, q, mask=hw.mask.causal())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [None, hw.mask.causal()], ids=str)
+@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_of_the_usual_size_agree_and_give_the_same_bits(
+    dtype: torch.dtype, width: int, mask: hw.mask.Mask | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moments, "CUTS", CUTS)
+    q, k = normal(2, 4, 2100, width, dtype=dtype), normal(2, 2, 3001, width, dtype=dtype)
+    check(q, k, 1e-4, mask=mask)
+    first, second = (seen_by("triton", q, k, mask=mask) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in STATS)

@@ -57,7 +57,8 @@ def scatter_of_blocks(
     BLOCK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of one line: its mean, and its scatter about it. k holds `keys` keys."""
-    block, line, lines = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    block, lines = tl.program_id(0), tl.num_programs(1)
+    line = lines - 1 - tl.program_id(1)  # the forward has just read the last one's keys
     b, h = (first_line + line) // heads, (first_line + line) % heads
     start = block * BLOCK
     column = tl.arange(0, PADDED)

@@ -88,9 +88,11 @@ def moments_of_rows(
     The forward takes AT_ONCE rows at once, and knows them by the first. Without `rest_mean` all
     rows see all keys, and a program takes BLOCK of them.
     """
-    line, lines = tl.program_id(1) // group, tl.num_programs(1) // group
+    # From the last to the first, whose queries the next kernel then finds in the cache.
+    head, lines = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(1) // group
+    line = head // group
     b, kh = (first_line + line) // heads, (first_line + line) % heads
-    h = kh * group + tl.program_id(1) % group
+    h = kh * group + head % group
     stretch = first + tl.program_id(0)
     begin, end = stretch * BLOCK, stretch * BLOCK + BLOCK
     slot, before = slots - 1, keys
