@@ -105,3 +105,10 @@ def test_caps_beyond_every_use_are_lawful(softcap: float) -> None:
     found = hw.attention(q, k, v, engine="triton", **options)
     truth = hw.attention(*(x.double() for x in (q, k, v)), engine="reference", **options)
     assert (found - truth).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 40])  # by the kernels of decoding, and of everything else
+def test_two_runs_give_the_same_bits(rows: int) -> None:
+    q, k, v = torch.randn(3, 1, 2, 600 if DEVICE == "cuda" else 60, 16, device=DEVICE)
+    one, two = (hw.attention(3 * q[:, :, :rows], k, v, softcap=4.0, engine="triton") for _ in "ab")
+    assert torch.equal(one, two)

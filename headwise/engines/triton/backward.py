@@ -116,6 +116,7 @@ class Call:
         if interpreting():
             return INTERPRETED
         x = self.operands.q
+        kernel = f"capped {kernel}" if self.flags["CAP"] else kernel
         return shape_of(kernel, self.wide, x.itemsize, card(x.device))
 
     def tensors(self, rows: int, keys: int) -> tuple[bool, list[Any]]:
@@ -135,7 +136,7 @@ class Call:
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
         """q's gradient, and the sums over each row that small gradients need."""
         terms, q = self.operands.terms, self.operands.q
-        shape = self.shape("capped queries" if terms.softcap else "queries")
+        shape = self.shape("queries")
         grad = torch.empty_like(q, memory_format=torch.contiguous_format)
         empty, size = rows.shared.new_empty, q.shape[:3]
         slopes = None if terms.slopes is None else empty(size)

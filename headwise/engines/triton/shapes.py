@@ -15,11 +15,15 @@ from pathlib import Path
 from headwise.engines import again
 from headwise.engines.triton.cards import Card
 
-KERNELS = ("forward", "narrow", "capped", "queries", "capped queries", "keys")
-"""The forward, the same for rows that see few keys, and with a cap; the two kernels that
-differentiate, and the one of queries with a cap."""
-
-_LIKE = {"narrow": "forward", "capped": "forward", "capped queries": "queries"}  # in most cases
+_LIKE = {  # whose shape serves where there is none of its own
+    "narrow": "forward",
+    "capped": "forward",
+    "capped queries": "queries",
+    "capped keys": "keys",
+}
+KERNELS = ("forward", "queries", "keys", *_LIKE)
+"""The forward and the two kernels that differentiate; the forward for rows that see few keys; and
+all three with a cap."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
         ("queries", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
         ("capped queries", 2): (Shape(64, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
         ("keys", 2): (Shape(32, 128, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 8, 2)),
+        ("capped keys", 2): (Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 8, 2)),
         ("forward", 4): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 1)),
         ("queries", 4): (Shape(64, 32, 4, 1), Shape(64, 32, 4, 1), Shape(64, 16, 4, 1)),
         ("keys", 4): (Shape(32, 64, 4, 1), Shape(32, 64, 4, 1), Shape(16, 64, 8, 1)),

@@ -31,6 +31,7 @@ _TRIED = {
         Shape(64, 64, 4, 2), Shape(128, 32, 4, 3), Shape(128, 64, 4, 3), Shape(128, 64, 8, 2),
     ),
     "capped queries": (Shape(64, 64, 4, 3), Shape(128, 64, 4, 3), Shape(128, 64, 8, 2)),
+    "capped keys": (Shape(32, 64, 4, 2), Shape(32, 128, 4, 3), Shape(64, 64, 4, 3)),
     "keys": (
         Shape(32, 64, 4, 2), Shape(32, 128, 4, 3), Shape(64, 64, 4, 3), Shape(64, 128, 8, 2),
     ),
@@ -99,6 +100,7 @@ _RUNS: dict[str, Callable[..., object]] = {
     "narrow": _narrow,
     "capped": partial(_forward, softcap=30.0),
     "capped queries": partial(_step, softcap=30.0),
+    "capped keys": partial(_step, softcap=30.0),
 }
 
 
