@@ -246,6 +246,7 @@ def explain(
     >>> import torch, headwise as hw
     >>> q = torch.randn(1, 8, 5, 16)
     >>> print(hw.explain(q, q, q, softcap=30.0))
+      hopper     it needs an NVIDIA Hopper GPU, such as an H100 or H200
       triton     it needs an NVIDIA GPU (or TRITON_INTERPRET=1, to test on a CPU)
       sdpa       they have no softcap
     → streaming  chosen
