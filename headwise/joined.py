@@ -28,7 +28,7 @@ class Both(Mask):
 
     def told(self) -> tuple[object, ...] | None:
         a, b = self.a.told(), self.b.told()
-        return None if a is None or b is None else ("&", a, b)
+        return None if a is None or b is None or type(self) is not Both else ("&", a, b)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.a.tensors(), *self.b.tensors())

@@ -97,7 +97,8 @@ class Causal(Mask):
         return f"causal({_said(offset=self.offset)})"
 
     def told(self) -> tuple[object, ...] | None:
-        return ("causal", self.offset) if _numbers(self.offset) else None
+        alone = type(self) is Causal  # one made of it may mean something else
+        return ("causal", self.offset) if alone and _numbers(self.offset) else None
 
     def check(self, place: Place) -> None:
         _check_per_batch("causal(offset=...)", self.offset, place)
@@ -147,7 +148,7 @@ class Window(Mask):
 
     def told(self) -> tuple[object, ...] | None:
         given = self.left, self.right, self.offset
-        return ("window", *given) if _numbers(*given) else None
+        return ("window", *given) if type(self) is Window and _numbers(*given) else None
 
     def check(self, place: Place) -> None:
         _check_per_batch("window(..., offset=...)", self.offset, place)
@@ -257,7 +258,7 @@ class Documents(Mask):
         return f"documents({_short(self.ids)})"
 
     def told(self) -> tuple[object, ...] | None:
-        return "documents", self.ids.shape
+        return ("documents", self.ids.shape) if type(self) is Documents else None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.bounds,)

@@ -16,6 +16,7 @@ from headwise.problem import Problem
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # compilers can't follow the question
 ENGINES = ("hopper", "triton", "sdpa", "streaming", "reference")  # the first that can, as a rule
+HOPPER = 9  # the generation of these GPUs
 LONG = 4096  # rows and keys from which Hopper's forward leads cuDNN's (docs/gpu.md)
 KERNELS = ("hopper", "triton")  # written for GPUs; the second runs on Triton's interpreter too
 
@@ -87,7 +88,7 @@ def _ahead(problem: Problem) -> bool:
 def refusal(name: str, problem: Problem, observed: bool) -> str | None:
     """Why an engine can't serve the problem; None: it can."""
     if name in KERNELS:
-        missing = _missing(name, problem.q.device.type)
+        missing = _missing(name, problem.q.device)
         if missing is not None:
             return missing
     reason: str | None = _transformed(name) or _module(name).refuses(problem, observed)
@@ -112,14 +113,24 @@ def _transformed(name: str) -> str | None:
 
 def engines() -> dict[str, str | None]:
     """Every engine's name and, where it can't run on this machine at all, the reason."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {name: _missing(name, device) if name in KERNELS else None for name in ENGINES}
 
 
-def _missing(name: str, device: str) -> str | None:
-    if name == "hopper" and device != "cuda":
-        return "it needs an NVIDIA Hopper GPU, such as an H100 or H200"
-    return triton_missing(device)
+def _missing(name: str, device: torch.device) -> str | None:
+    """Why an engine of the KERNELS can't run on a device at all; None: it can."""
+    needs = "it needs an NVIDIA Hopper GPU, such as an H100 or H200"
+    if name == "hopper" and (device.type != "cuda" or torch.version.hip is not None):
+        return needs
+    missing = triton_missing(device.type)
+    if missing is None and name == "hopper":
+        from headwise.engines.triton.cards import (
+            card,
+        )  # the engine itself loads for such a GPU only
+
+        found = card(device)
+        return None if found.major == HOPPER else f"{needs}, and this is {found.name}"
+    return missing
 
 
 def triton_missing(device: str) -> str | None:

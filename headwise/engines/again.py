@@ -52,9 +52,9 @@ def again(
             return run()  # which says what would work
         told = mask.told()
         given += mask.tensors()
-    if told is None or not (_number(scale) and _number(softcap)) or watched(*given):
+    if told is None or not (is_number(scale) and is_number(softcap)) or watched(*given):
         return run()
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+    tf32 = torch.backends.cuda.matmul.fp32_precision  # the older name for it may raise
     key: list[object] = [engine, told, scale, softcap, sinks is None, tf32, more]
     for x in given:
         key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
@@ -79,7 +79,8 @@ def forget() -> None:
     _TAPES.clear()
 
 
-def _number(x: object) -> bool:
+def is_number(x: object) -> bool:
+    """Whether an option is one that tells all it means, or none."""
     return x is None or type(x) is float or type(x) is int
 
 
@@ -89,7 +90,7 @@ def watched(*tensors: Tensor) -> bool:
     for x in tensors:
         if (type(x) is not Tensor and type(x) is not Parameter) or x.is_meta:
             return True
-        if learning and x.requires_grad:
+        if (learning and x.requires_grad) or x.is_neg():  # a view that says minus
             return True
     kind = tensors[0].device.type
     return (

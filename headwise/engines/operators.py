@@ -137,7 +137,7 @@ def noticed(*given: object) -> bool:
     learning = torch.is_grad_enabled()
     for x in given:
         if isinstance(x, Tensor):
-            if (learning and x.requires_grad) or x.is_meta:
+            if (learning and x.requires_grad) or x.is_meta or x.is_neg():
                 return True
             if type(x) is not Tensor and type(x) is not Parameter:
                 return True

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.engines.again import watched
+from headwise.engines.again import is_number, watched
 from headwise.mask import Mask
 from headwise.masks import Causal
 from headwise.plan import triton_missing
@@ -54,7 +54,9 @@ def step(
         return None
     if score is not None and not isinstance(score, Dot):
         return None
-    if mask is not None and not (isinstance(mask, Causal) and mask.offset is None):
+    if mask is not None and not (type(mask) is Causal and mask.offset is None):
+        return None
+    if score is not None and not is_number(score.scale):
         return None
     run = _prepared(
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
@@ -132,12 +134,25 @@ def _prepared_stored(
 
 
 def serves_stored(
-    q: Tensor, key_heads: int, score: Score | None, mask: Mask | None, options: Mapping[str, Any]
+    q: Tensor,
+    held: Stored,
+    score: Score | None,
+    mask: Mask | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    options: Mapping[str, Any],
 ) -> bool:
     """Whether the decoding kernels serve queries q against what a cache stores."""
     if options.get("bias") is not None or options.get("dropout"):
         return False
-    if q.ndim != 4 or q.shape[1] % key_heads or q.shape[1] // key_heads * q.shape[2] > ROWS:
+    batch = (held.keys if held.pages is None else held.pages).shape[0]
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (batch, held.keys.shape[3]):
+        return False  # `hw.attention` says what is wrong with it
+    if q.shape[1] % held.keys.shape[1] or q.shape[1] // held.keys.shape[1] * q.shape[2] > ROWS:
+        return False
+    if softcap is not None and not (is_number(softcap) and softcap > 0):
+        return False
+    if sinks is not None and (sinks.shape != q.shape[1:2] or watched(sinks)):
         return False
     return options.get("engine", "auto") in ("auto", "triton") and _plain(q, score, mask)
 
@@ -176,7 +191,7 @@ def _plain(q: Tensor, score: Score | None, mask: Mask | None) -> bool:
         return False
     if score is not None and not isinstance(score, Dot):
         return False
-    if mask is not None and not (isinstance(mask, Causal) and mask.offset is None):
+    if mask is not None and not (type(mask) is Causal and mask.offset is None):
         return False
     return _served(q.shape[-1], q.dtype, q.device, _scale(q, score)) and not watched(q)
 

@@ -57,7 +57,7 @@ class Packed(Cache):
         Its other options are `hw.attention`'s own.
         """
         held = self.held()
-        if quick.serves_stored(q, held.keys.shape[1], score, mask, options):
+        if quick.serves_stored(q, held, score, mask, softcap, sinks, options):
             return quick.attend_stored(q, held, score, mask, softcap, sinks)
         keys, values = self.read()
         given = {"score": score, "mask": mask, "softcap": softcap, "sinks": sinks} | options

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise import plan
 from tests.engines import test_agreement as agreement
 from tests.problems import Recipe, every_pair
 
@@ -38,9 +39,14 @@ def test_without_a_hopper_gpu_it_refuses_and_another_engine_serves() -> None:
     q = torch.randn(1, 1, 4, 16)
     with pytest.raises(ValueError, match="needs an NVIDIA Hopper GPU"):
         hw.attention(q, q, q, engine="hopper")
-    plan = hw.explain(q, q, q)
-    assert plan.engine == "sdpa"
-    assert "Hopper" in str(plan.reasons["hopper"])
+    told = hw.explain(q, q, q)
+    assert told.engine == "sdpa"
+    assert "Hopper" in str(told.reasons["hopper"])
+
+
+def test_an_amd_gpu_of_the_same_number_is_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "NVIDIA" in str(plan._missing("hopper", torch.device("cuda")))
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -51,6 +57,7 @@ REFUSED = {
     "float32": ({"dtype": torch.float32}, {}, "16-bit"),
     "wide": ({"width": 192}, {}, "wide"),
     "odd": ({"width": 20}, {}, "16 bytes"),
+    "no values": ({"values": 0}, {}, "16 bytes"),
     "softcap": ({}, {"softcap": 30.0}, "plain"),
     "alibi": ({}, {"bias": hw.ALiBi(2)}, "plain"),
     "dropout": ({}, {"dropout": 0.1}, "dropout"),
@@ -68,8 +75,9 @@ def test_what_it_cannot_do_it_refuses_with_the_reason(case: str) -> None:
     given = {"dtype": torch.bfloat16, "width": 64, "queries": 200, "keys": 300} | made
     q = normal(1, 2, given["queries"], given["width"], dtype=given["dtype"])
     k = normal(1, 2, given["keys"], given["width"], dtype=given["dtype"])
+    v = k[..., : given.get("values")]
     with pytest.raises(ValueError, match=word):
-        hw.attention(q, k, k, engine="hopper", **options)
+        hw.attention(q, k, v, engine="hopper", **options)
 
 
 @pytest.mark.gpu

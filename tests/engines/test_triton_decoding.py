@@ -57,9 +57,29 @@ def test_the_kernel_reads_what_a_cache_keeps_as_it_lies_there(cache: hw.nn.Packe
     cache.append(normal(2, 2, 30, 64), normal(2, 2, 30, 64))
     q = normal(2, 4, 2, 64)
     for options in ({"mask": CAUSAL}, {"softcap": 5.0, "sinks": normal(4)}):
-        assert quick.serves_stored(q, 2, None, options.get("mask"), {})
+        told = (options.get(name) for name in ("mask", "softcap", "sinks"))
+        assert quick.serves_stored(q, cache.held(), None, *told, {})
         truth = hw.attention(q, *cache.read(), engine="reference", **options)
         near(cache.attend(q, **options), truth)
+
+
+WRONG = {
+    "another batch": ({"batch": 3}, {}, "batch sizes differ"),
+    "another width": ({"width": 128}, {}, "64"),
+    "a softcap below zero": ({}, {"softcap": -1.0}, "softcap"),
+    "sinks of another shape": ({}, {"sinks": torch.zeros(3)}, "sinks"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("cache", [PagedCache(PagePool(16, 8)), Int8Cache()], ids=["pages", "int8"])
+def test_what_does_not_fit_a_cache_is_an_error(cache: hw.nn.Packed, case: str) -> None:
+    made, options, word = WRONG[case]
+    cache = cache.fresh()
+    cache.append(normal(2, 2, 30, 64), normal(2, 2, 30, 64))
+    with pytest.raises((ValueError, RuntimeError), match=word):
+        cache.attend(normal(made.get("batch", 2), 4, 2, made.get("width", 64)), **options)
 
 
 def test_a_plain_step_takes_the_short_way_and_gives_the_same(
@@ -84,6 +104,8 @@ def test_whoever_must_see_the_call_sees_it() -> None:
         assert quick.step(q.double(), k.double(), k.double(), None, None) is None
         assert quick.step(q, k, k, None, hw.mask.window(3)) is None
         assert quick.step(q, k, k, hw.Cosine(), None) is None
+        assert quick.step(q, k, k, hw.Dot(torch.tensor(0.5)), None) is None  # it may change
+        assert quick.step(torch._neg_view(q), k, k, None, None) is None
         assert quick.step(q, k[:, :, :9], k[:, :, :9], None, None) is None
 
 

@@ -13,6 +13,9 @@ import headwise as hw
 from headwise.engines import again
 from headwise.engines.recording import record
 from headwise.engines.tape import Tape
+from headwise.mask import Mask
+from headwise.masks import Causal, Interval
+from headwise.place import Place
 
 pytest.importorskip("triton", reason="what is played are launches of Triton's kernels")
 
@@ -126,6 +129,37 @@ def test_one_tensor_in_three_roles_is_never_recorded() -> None:
     torch.testing.assert_close(
         hw.attention(q, k, v, engine="triton"), hw.attention(q, k, v, engine="reference")
     )
+
+
+def test_a_mask_made_of_another_is_no_such_mask() -> None:
+    class Later(Causal):
+        def intervals(self, place: Place) -> tuple[Interval, ...]:
+            ((first, last),) = super().intervals(place)
+            return ((first, last - 5),)
+
+        def apart(self, place: Place) -> tuple[None, Mask]:
+            return None, self
+
+    played(lambda q, k, v: hw.attention(q, k, v, mask=CAUSAL, engine="triton"))
+    q, k, v = three()
+    found = hw.attention(q, k, v, mask=Later(), engine="triton")
+    torch.testing.assert_close(found, hw.attention(q, k, v, mask=Later(), engine="reference"))
+
+
+def test_a_view_that_says_minus_is_read_as_it_is_meant() -> None:
+    played(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
+    q, k, v = three()
+    found = hw.attention(torch._neg_view(q), k, v, engine="triton")
+    torch.testing.assert_close(found, hw.attention(-q, k, v, engine="reference"))
+
+
+def test_pytorchs_newer_switch_for_tf32_may_be_used() -> None:
+    switches = torch.backends.cuda.matmul
+    before, switches.fp32_precision = switches.fp32_precision, "tf32"
+    try:
+        played(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
+    finally:
+        switches.fp32_precision = before
 
 
 def test_another_shape_stride_scale_or_address_is_another_call() -> None:

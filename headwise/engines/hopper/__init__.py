@@ -8,7 +8,6 @@ from torch import Tensor
 from headwise.engines.hopper.call import run_forward
 from headwise.engines.operators import operators
 from headwise.engines.triton.backward import differentiate
-from headwise.engines.triton.cards import card
 from headwise.engines.triton.decoding import few
 from headwise.engines.triton.launch import leaves_keys, pad
 from headwise.engines.triton.statistics import complete
@@ -22,14 +21,11 @@ WIDEST = 128  # of a head: two groups' sums of wider values don't fit the regist
 def refuses(problem: Problem, observed: bool) -> str | None:
     """Why this engine can't serve the problem; None: it can."""
     q, v = problem.q, problem.v
-    found = card(q.device)
-    if q.device.type != "cuda" or found.major != 9:
-        return f"its kernel is for Hopper GPUs, and this is {found.name}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"it multiplies 16-bit numbers, and these are {q.dtype}"
     if pad(q) != pad(v) or pad(q) > WIDEST:
         return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes both up to 64, or to 128"
-    if v.shape[-1] % 8:
+    if v.shape[-1] % 8 or v.shape[-1] == 0:
         return f"values are {v.shape[-1]} wide, and rows leave in steps of 16 bytes"
     if problem.additive is not None or problem.bias is not None or problem.softcap:
         return "its scores are plain: no additive ones, no bias, no cap"

@@ -216,7 +216,7 @@ def pad(x: Tensor) -> int:
 def precision(dtype: torch.dtype) -> str:
     """How float32 is multiplied: in one tf32 product where PyTorch's own switch allows it, else in
     three, which keep float32's precision (the error is below that of PyTorch's own kernels)."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def interpreting() -> bool:
