@@ -13,31 +13,54 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
+from bench.gpu_fused import serving
 from bench.gpu_timing import Row, Run, say
 
 _FIRST = """
-import time, torch, headwise as hw
+import sys, time, torch, headwise as hw
 q = torch.randn(1, 8, 1000, 64, device="cuda", dtype=torch.bfloat16)
 torch.cuda.synchronize(); start = time.perf_counter()
-hw.attention(q, q, q, mask=hw.mask.causal(), engine="triton"); torch.cuda.synchronize()
+hw.attention(q, q, q, mask=hw.mask.causal(), engine=sys.argv[1]); torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """
 
 
 def first_calls() -> list[Row]:
     """Seconds of a process' first call, with nothing compiled and from the cache on disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"TRITON_CACHE_DIR": folder}
-        command = [sys.executable, "-c", _FIRST]
-        found = [
-            float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
-            for _ in range(2)
-        ]
-    return [say({"cold s": round(found[0], 2), "from the cache s": round(found[1], 2)})]
+    rows = []
+    q = torch.empty(1, 8, 1000, 64, device="cuda", dtype=torch.bfloat16)
+    for engine in serving(q, q, q, mask=hw.mask.causal()):
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | {"TRITON_CACHE_DIR": folder}
+            command = [sys.executable, "-c", _FIRST, engine]
+            cold, cached = (
+                float(subprocess.run(command, env=environment, stdout=-1, check=True).stdout)
+                for _ in range(2)
+            )
+        rows.append(
+            say({"engine": engine, "cold s": round(cold, 2), "from the cache s": round(cached, 2)})
+        )
+    return rows
+
+
+class Lengths:
+    """Calls of which no two have the same length."""
+
+    def __init__(self) -> None:
+        self.length = 100
+        self.kept = torch.randn(1, 2, 2000, 64, device="cuda", dtype=torch.bfloat16)
+
+    def __call__(self) -> None:
+        self.length += 1
+        x = self.kept[:, :, : self.length]
+        hw.attention(x, x, x, mask=hw.mask.causal(), engine="triton")
 
 
 def calls() -> list[Row]:
-    """Microseconds of a processor for a call whose kernel takes next to nothing."""
+    """Microseconds of a processor for a call whose kernel takes next to nothing.
+
+    Calls that come back are played from their tapes; lengths that never do are thought through.
+    """
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     causal, ids = hw.mask.causal(), torch.arange(64, device="cuda")[None] // 16
     documents = causal & hw.mask.documents(ids)
@@ -46,6 +69,10 @@ def calls() -> list[Row]:
         "attention": lambda: hw.attention(q, k, v, mask=causal, engine="triton"),
         "documents": lambda: hw.attention(q, k, v, mask=documents, engine="triton"),
         "every statistic": lambda: hw.observe(q, k, v, mask=causal, engine="triton"),
+        "attention, auto": lambda: hw.attention(q, k, v, mask=causal),
+        "window, auto": lambda: hw.attention(q, k, v, mask=causal & hw.mask.window(9)),
+        "every statistic, auto": lambda: hw.observe(q, k, v, mask=causal),
+        "another length each time": Lengths(),
     }
     row: Row = {}
     for name, run in runs.items():

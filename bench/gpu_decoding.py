@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 
 import headwise as hw
-from bench.gpu_timing import Row, Run, interleaved, normal, replayed, say
+from bench.gpu_timing import Fused, Row, Run, interleaved, normal, replayed, say
 
 CELLS = {  # batch, query heads, key heads, keys
     "batch 1, 32/8 heads, 32k": (1, 32, 8, 32768),
@@ -26,15 +24,10 @@ def decoding() -> list[Row]:
     for name, (batch, heads, key_heads, keys) in CELLS.items():
         q = normal(batch, heads, 1, 128)
         k, v = normal(batch, key_heads, keys, 128), normal(batch, key_heads, keys, 128)
-
-        def fused(backend: SDPBackend, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
         runs: dict[str, Run] = {
             "headwise": lambda q=q, k=k, v=v: hw.attention(q, k, v, mask=hw.mask.causal()),
-            "cudnn": lambda fused=fused: fused(SDPBackend.CUDNN_ATTENTION),
-            "flash": lambda fused=fused: fused(SDPBackend.FLASH_ATTENTION),
+            "cudnn": Fused(SDPBackend.CUDNN_ATTENTION, q, k, v),
+            "flash": Fused(SDPBackend.FLASH_ATTENTION, q, k, v),
         }
         graphs = {f"{x}, graph": replayed(run) for x, run in runs.items()}
         flex = torch.compile(flex_attention, dynamic=False)

@@ -14,10 +14,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import headwise as hw
 from bench.gpu_timing import (
     TOKENS,
+    Fused,
     Row,
     Run,
     backward_of,
-    fused,
     interleaved,
     rate,
     say,
@@ -42,8 +42,8 @@ def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Calla
         for engine in serving(q, k, v, mask=mask)
     }
     return own | {
-        "cudnn": lambda: fused(SDPBackend.CUDNN_ATTENTION, q, k, v, causal),
-        "flash": lambda: fused(SDPBackend.FLASH_ATTENTION, q, k, v, causal),
+        "cudnn": Fused(SDPBackend.CUDNN_ATTENTION, q, k, v, causal),
+        "flash": Fused(SDPBackend.FLASH_ATTENTION, q, k, v, causal),
     }
 
 
@@ -118,15 +118,16 @@ def seeing() -> list[Row]:
 
 
 def capped() -> list[Row]:
-    """A softcap, beside compiled FlexAttention."""
+    """A softcap, beside compiled FlexAttention, for logits far below the cap and beyond it."""
     flex = torch.compile(flex_attention, dynamic=False)
 
     def cap(score: Tensor, *_: Tensor) -> Tensor:
         return 30.0 * torch.tanh(score / 30.0)
 
     rows = []
-    for width in (64, 128):
+    for width, deviation in ((64, 1.0), (64, 30.0), (128, 1.0), (128, 30.0)):
         q, k, v = tensors(TOKENS, width, learn=True)
+        q = (q * deviation).detach().requires_grad_()
         runs = {
             "triton": lambda q=q, k=k, v=v: hw.attention(q, k, v, softcap=30.0, engine="triton"),
             "flex": lambda q=q, k=k, v=v: flex(q, k, v, score_mod=cap),
@@ -136,7 +137,7 @@ def capped() -> list[Row]:
         back = interleaved({x: backward_of(run, [q, k, v]) for x, run in runs.items() if x in ms})
         rows.append(
             say(
-                {"d": width, "n": TOKENS}
+                {"d": width, "n": TOKENS, "deviation": deviation}
                 | {x: round(rate(t, TOKENS, False)) for x, t in ms.items()}
                 | {f"{x} back": round(rate(t, TOKENS, False, True)) for x, t in back.items()}
             )
