@@ -17,7 +17,9 @@ from headwise.problem import Problem
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # compilers can't follow the question
 ENGINES = ("hopper", "triton", "sdpa", "streaming", "reference")  # the first that can, as a rule
 HOPPER = 9  # the generation of these GPUs
-LONG = 4096  # rows and keys from which Hopper's forward leads cuDNN's (docs/gpu.md)
+LONG = (
+    4096  # rows and keys from which Hopper's forward is level with cuDNN's or ahead (docs/gpu.md)
+)
 KERNELS = ("hopper", "triton")  # written for GPUs; the second runs on Triton's interpreter too
 
 
@@ -79,7 +81,7 @@ def _first(problem: Problem, observed: bool) -> str:
 
 
 def _ahead(problem: Problem) -> bool:
-    """Whether the hopper engine, if it can, is faster than cuDNN: not where gradients follow."""
+    """Whether the hopper engine, if it can, is the one to ask: not where gradients follow."""
     q, k = problem.q, problem.k
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, problem.v))
     return q.is_cuda and not learning and min(q.shape[2], k.shape[2]) >= LONG and q.shape[-1] > 64

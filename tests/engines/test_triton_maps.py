@@ -87,3 +87,4 @@ def test_long_maps_agree_with_pytorchs_loops(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         fused.received(region, lse), tiles.received(region, lse), rtol=1e-4, atol=1e-5
     )
+    torch.testing.assert_close(fused.top(region, lse, 8)[0], tiles.top(region, lse, 8)[0])

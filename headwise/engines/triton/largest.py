@@ -71,7 +71,7 @@ def largest(
         inside = j < keys
         tile_k = rows_of(k, start_k, ks[2], j, inside, WIDTH, PADDED)
         s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
-        s, bent = scores(s, t, z, b, h, i[:, None], j[None, :], position[:, None], PLAIN, CAP)
+        s, _slope = scores(s, t, z, b, h, i[:, None], j[None, :], position[:, None], PLAIN, CAP)
         e = tl.minimum(s * unit_of(z, PLAIN, CAP) - sums[:, None], 0.0)
         if norms is not None:
             start = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
