@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from headwise.engines.hopper.call import run_forward
 from headwise.engines.operators import operators
 from headwise.engines.triton.backward import differentiate
 from headwise.engines.triton.decoding import few
 from headwise.engines.triton.launch import leaves_keys, pad
-from headwise.engines.triton.statistics import complete
-from headwise.problem import Problem, Terms
-from headwise.single import wanted
-from headwise.sums import Sums
+from headwise.engines.triton.serving import Serving
+from headwise.problem import Problem
 
 WIDEST = 128  # of a head: two groups' sums of wider values don't fit the registers
 
@@ -50,27 +47,5 @@ def _refuses_mask(problem: Problem) -> str | None:
     return None
 
 
-def attend(problem: Problem) -> Tensor:
-    """out (B, Hq, N, Dv)."""
-    return run(problem, 0).out
-
-
-def run(problem: Problem, wants: int) -> Sums:
-    """The output and the sums that `wants` names."""
-    return _sums(problem, problem.terms(banded=True), wants)
-
-
-def observe(
-    problem: Problem, names: tuple[str, ...], sink_keys: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
-    terms = problem.terms(banded=True)
-    sums = _sums(problem, terms, wanted(names))
-    return sums.out, complete(problem, terms, sums, names, sink_keys)
-
-
-def _sums(problem: Problem, terms: Terms, wants: int) -> Sums:
-    return Sums(*_forward(problem.q, problem.k, problem.v, *terms, wants))
-
-
-_forward = operators("hopper", run_forward, differentiate)
+_serving = Serving(operators("hopper", run_forward, differentiate))
+attend, run, observe = _serving.attend, _serving.run, _serving.observe

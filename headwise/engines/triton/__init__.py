@@ -13,10 +13,8 @@ from headwise.engines.triton.backward import differentiate
 from headwise.engines.triton.call import run_forward
 from headwise.engines.triton.cards import OLDEST, card
 from headwise.engines.triton.decoding import decodes, run_decode
-from headwise.engines.triton.statistics import complete
+from headwise.engines.triton.serving import Serving
 from headwise.problem import Problem, Terms
-from headwise.single import complete as complete_additive
-from headwise.single import wanted
 from headwise.sums import Sums
 
 WIDEST = 256  # of a head: beyond it a tile no longer fits beside its accumulators
@@ -48,31 +46,6 @@ def refuses_device(device: torch.device) -> str | None:
     return None
 
 
-def attend(problem: Problem) -> Tensor:
-    """out (B, Hq, N, Dv)."""
-    return run(problem, 0).out
-
-
-def run(problem: Problem, wants: int) -> Sums:
-    """The output and the sums that `wants` names."""
-    return _sums(problem, problem.terms(banded=True), wants)
-
-
-def observe(
-    problem: Problem, names: tuple[str, ...], sink_keys: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
-    terms = problem.terms(banded=True)
-    sums = _sums(problem, terms, wanted(names))
-    if problem.additive is not None:
-        return sums.out, complete_additive(problem, sums, names, sink_keys)
-    return sums.out, complete(problem, terms, sums, names, sink_keys)
-
-
-def _sums(problem: Problem, terms: Terms, wants: int) -> Sums:
-    return Sums(*_forward(problem.q, problem.k, problem.v, *terms, wants))
-
-
 def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
     """By the kernels of its kind: an additive score, few queries and many keys, or neither."""
     if terms.additive is not None:
@@ -85,4 +58,5 @@ def _differentiate(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) ->
     return (bahdanau.differentiate_additive if additive else differentiate)(q, k, v, terms, *rest)
 
 
-_forward = operators("triton", _run, _differentiate)
+_serving = Serving(operators("triton", _run, _differentiate))
+attend, run, observe = _serving.attend, _serving.run, _serving.observe
