@@ -5,6 +5,10 @@ The generated problems are those of the other engines; what is special to kernel
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -374,3 +378,15 @@ def test_a_training_step_compiles_into_generated_code() -> None:
         wanted = torch.autograd.grad(loss(*leaves), leaves)
         for a, b in zip(found, wanted, strict=True):
             assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2)
+
+
+def test_kernels_that_the_interpreter_runs_compile_too() -> None:
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engines.compiled_triton"]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    names = {
+        *("forward", "single", "fill_rows", "grad_queries", "grad_keys", "grad_bias"),
+        *("grad_distance", "split_step", "merge_step", "cells", "log_sums", "largest"),
+        *("prepare", "additive_forward", "additive_grad_queries", "additive_grad_keys"),
+    }
+    assert names <= set(json.loads(told.stdout))

@@ -1,0 +1,68 @@
+"""Compile Triton's kernels where there is no GPU: `python -m tests.engines.compiled_triton`.
+
+The interpreter takes for granted what a compiler refuses, such as a name that changes its type in a
+loop. Calls are made as ever, but a launch only compiles; the names of the kernels are printed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+import headwise as hw
+from headwise import plan
+from headwise.engines import maps, quick
+from tests.engines.compiled import NoGPU
+
+COMPILED: set[str] = set()
+
+
+class Launched:
+    """A compiled kernel, of which a launch does nothing."""
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *given: None
+
+
+def compile_only(kernel: Any, grid: Any) -> Any:
+    def launch(*given: Any, **options: Any) -> Launched:
+        kernel.warmup(*given, grid=grid, **options)
+        COMPILED.add(kernel.fn.__name__)
+        return Launched()
+
+    return launch
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def make_calls() -> None:
+    """One call of each kind that has kernels of its own."""
+    leaves = [normal(1, heads, 300, 64).requires_grad_() for heads in (2, 1, 1)]
+    bias = torch.zeros(300, 300, requires_grad=True)
+    buckets = hw.RelativeBuckets(torch.zeros(8, 2, requires_grad=True))
+    for options in ({"mask": hw.mask.causal()}, {"bias": bias, "softcap": 9.0}, {"bias": buckets}):
+        out, seen = hw.observe(*leaves, engine="triton", **options)
+        (out.sum() + seen.entropy.sum()).backward()
+    with torch.no_grad():
+        step = normal(1, 4, 1, 64), normal(1, 2, 2048, 64), normal(1, 2, 2048, 64)
+        hw.attention(*step, mask=hw.mask.causal(), engine="triton")
+        amap = hw.attention_map(*leaves[:2])
+        amap.pool(8), amap.received(), amap.top(4), amap[0, 0, :4, :4]
+    q, k, v = (normal(1, 2, 300, 64).requires_grad_() for _ in range(3))
+    weight = normal(2, 64).requires_grad_()
+    hw.attention(q, k, v, score=hw.Additive(weight), engine="triton").sum().backward()
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(NoGPU())
+    JITFunction.__getitem__ = compile_only
+    torch.cuda.current_device = lambda: 0
+    plan.triton_missing = maps.triton_missing = quick.triton_missing = lambda device: None
+    make_calls()
+    print(json.dumps(sorted(COMPILED)))
