@@ -37,13 +37,13 @@ SHAPES = {64: Shape(128, 3), 128: Shape(128, 2)}  # by the padded width of heads
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
     """Output and the sums that `wants` names."""
-    sums = room(q, v, wants)
-    if sums.lse.numel() == 0:
-        return sums
     call = operands(q, k, v, terms)
     cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS else None
     if wants & MOMENTS and cut is None:
         return in_triton(q, k, v, terms, wants)  # few keys: its loop takes the moments of all
+    sums = room(q, v, wants)
+    if sums.lse.numel() == 0:
+        return sums
     z, width = call.sizes, pad(q)
     shape = SHAPES[width]
     q_, k_, v_ = (
