@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -60,7 +61,9 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
                 f"hw.General's weight has shape {tuple(weight.shape)}; ({width}, {k.shape[-1]}) or "
                 f"({heads}, {width}, {k.shape[-1]}) would fit"
             )
-        return Scored(q @ weight.to(q.dtype), k)
+        # one sum over batch and rows for a head's gradient: halves of it may lie beyond the dtype
+        into = "de" if weight.ndim == 2 else "hde"
+        return Scored(torch.einsum(f"bhnd,{into}->bhne", q, weight.to(q.dtype)), k)
     if width != k.shape[-1]:
         raise ValueError(
             f"queries are {width} wide and keys {k.shape[-1]}; hw.General(weight) joins them"

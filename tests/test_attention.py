@@ -369,6 +369,16 @@ def test_half_precision_is_summed_in_float32(engine: str, dtype: torch.dtype) ->
     assert torch.equal(hw.attention(q, k, v, engine=engine), torch.ones_like(q))
 
 
+@pytest.mark.parametrize("engine", ["auto", *ANYTHING])
+def test_a_heads_weight_adds_up_its_batch_before_float16_ends(engine: str) -> None:
+    # Each entry's share of the gradient is ±200,000, beyond float16; together they are 1,000.
+    weight = torch.zeros(1, 2, 2, dtype=torch.float16, requires_grad=True)
+    q = torch.tensor([200.0, -199.0]).half().reshape(2, 1, 1, 1).expand(2, 1, 1, 2)
+    k = torch.tensor([100.0, -100.0]).half().reshape(1, 1, 2, 1).expand(2, 1, 2, 2)
+    hw.attention(q, k, k / 20, score=hw.General(weight), engine=engine).sum().backward()
+    assert (weight.grad == 1000).all()
+
+
 @given(st.sampled_from(ANYTHING), st.integers(0, 2**20))
 def test_no_logit_is_too_large_or_too_small(engine: str, seed: int) -> None:
     numbers = torch.Generator().manual_seed(seed)
