@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from headwise.bias import Bias
 from headwise.dropout import Dropout
-from headwise.engines import quick, reference
+from headwise.engines import quick, reference, sdpa, settled
 from headwise.engines.again import again
 from headwise.map import AttentionMap
 from headwise.mask import Mask
@@ -62,10 +62,15 @@ def attention(
             sinks=sinks, dropout=dropout, engine=engine,
         )  # fmt: skip
         return heard
+    description = None
     if bias is None and softcap is None and sinks is None and dropout == 0.0:
         found = quick.step(q, k, v, score, mask, engine)
         if found is not None:
             return found
+        description = settled.described(q, k, v, score, mask, engine)
+        serve = settled.known(description)
+        if serve is not None:
+            return serve(q, k, v)
 
     def run() -> tuple[Tensor]:
         four = _batched("attention", q, k, v)
@@ -73,7 +78,10 @@ def attention(
             "attention", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
             dropout=dropout,
         )  # fmt: skip
-        out = _restating("attention", four, choose, problem, engine).attend(problem)
+        module = _restating("attention", four, choose, problem, engine)
+        if module is sdpa and description is not None and q.ndim == 4 and sdpa.maskless(problem):
+            settled.keep(description, sdpa.settle(problem))
+        out = module.attend(problem)
         return (out if q.ndim == 4 else out[0],)
 
     if bias is not None or dropout != 0.0:

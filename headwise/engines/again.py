@@ -86,11 +86,15 @@ def is_number(x: object) -> bool:
 
 def watched(*tensors: Tensor) -> bool:
     """Whether gradients, compilers, modes or transforms must see the call as an operator."""
-    learning = torch.is_grad_enabled()
+    return transformed(*tensors) or (
+        torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    )
+
+
+def transformed(*tensors: Tensor) -> bool:
+    """Whether something other than gradients comes between a call and its numbers."""
     for x in tensors:
-        if (type(x) is not Tensor and type(x) is not Parameter) or x.is_meta:
-            return True
-        if (learning and x.requires_grad) or x.is_neg():  # a view that says minus
+        if (type(x) is not Tensor and type(x) is not Parameter) or x.is_meta or x.is_neg():
             return True
     kind = tensors[0].device.type
     return (
