@@ -2,8 +2,6 @@
 
 import errno
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise
+from headwise.files import write_whole
 from headwise.saying import say
 
 try:
@@ -62,31 +61,12 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) ->
     """Write tensors and what is to be said of them; the old file stays until the new is whole."""
     about = {"format": FORMAT, "version": headwise.__version__, **about}
     cleaned = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(serialise(cleaned, metadata={"headwise": json.dumps(about)}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        write_whole(path, serialise(cleaned, metadata={"headwise": json.dumps(about)}))
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         kept = "the last checkpoint is untouched" if path.exists() else "there is no checkpoint yet"
         raise OSError(f"could not write {path}: {reason}; {kept}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename outlast a power cut, where folders can be opened (not on Windows)."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def remove_leftovers(path: Path) -> None:

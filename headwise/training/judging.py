@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from headwise.files import write_whole
 from headwise.loading import ASSETS, built_in
 from headwise.training import checkpoints, setups
 from headwise.training.loop import undisturbed
-from headwise.training.runs import Run, write_whole
+from headwise.training.runs import Run
 
 
 def judge(what: str | Path, device: str | None = None) -> dict[str, Any]:

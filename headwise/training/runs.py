@@ -1,13 +1,13 @@
 """A training run's folder: what was asked, what was measured, and the state to go on from."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwise.files import write_whole
 from headwise.training import checkpoints
 
 
@@ -104,13 +104,3 @@ class Run:
             except OSError as error:
                 raise ValueError(f"another process is training in {self.folder}") from error
             yield
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
+from headwise.files import write_whole
 from headwise.map import AttentionMap
 from headwise.problem import Terms
 from headwise.region import Region
-from headwise.watching.folder.parts import numbers_in, write_whole
+from headwise.watching.folder.parts import numbers_in
 
 FOLDER = "maps"
 NAME = re.compile(

@@ -9,12 +9,13 @@ or not they are deleted yet. So a run may be killed at any moment and is read as
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from headwise.files import write_whole
 
 Rows = Any
 """A pyarrow.Table, a row a step and head; the package has no type information."""
@@ -84,30 +85,6 @@ def parts_in(folder: Path) -> list[Part]:
     """The parts of a run that count, in order."""
     found = [part for path in folder.iterdir() if (part := Part.of(path.name)) is not None]
     return sorted(part for part in found if not any(other.holds(part) for other in found))
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename outlast a power cut, where folders can be opened (not on Windows)."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def remove_leftovers(folder: Path, rank: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from headwise.files import write_whole
 from headwise.saying import from_json
 from headwise.watching.alarms import Alarm
 from headwise.watching.folder import manifest, parts
@@ -94,7 +95,7 @@ class RunWriter:
         """Write the manifest; the first process does it for all."""
         if self.rank == 0:
             said = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
-            parts.write_whole(self.folder / manifest.NAME, said.encode())
+            write_whole(self.folder / manifest.NAME, said)
 
     def add(
         self, entry: Entry, alarms: Sequence[Alarm] = (), seen: Recording | None = None
@@ -147,7 +148,7 @@ class RunWriter:
         known = read_alarms(path) if path.exists() else []
         known = [alarm for alarm in known if before is None or alarm.step < before]
         said = [json.dumps(x.to_dict(), ensure_ascii=False) for x in (*known, *self._alarms)]
-        parts.write_whole(path, "".join(f"{line}\n" for line in said).encode())
+        write_whole(path, "".join(f"{line}\n" for line in said))
         self._alarms = []
 
     def _forget(self, step: int) -> None:
