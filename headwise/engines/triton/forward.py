@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise.engines.triton.extents import edge_of, met, middle_of
 from headwise.engines.triton.tiles import (
     FAR,
     LN2,
@@ -20,8 +21,6 @@ from headwise.engines.triton.tiles import (
     LOOSE,
     NOTHING,
     Sizes,
-    edge_of,
-    extent,
     kept,
     load_tile,
     logits,
@@ -109,92 +108,12 @@ def absorb(
     return acc, l, new, shifted, reach, count, mean, spread
 
 
-@triton.jit(do_not_specialize=LOOSE)
-def forward(
-    q, k, v, qs, ks, vs, t,
-    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
-    interval_head, position_batch, threshold, scale, softcap, kept_share,
-    out, written,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
-    CLEAN: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def write(
+    state, t, z, out, written, b, h, i, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS query rows of one head of one batch entry.
-
-    BLOCK, where it is not 0: moments are only of the keys past the last whole BLOCK that all of
-    these rows see, and the variance is left a sum of squares (`row_moments` joins the others).
-    """
-    z = Sizes(
-        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
-        interval_head, position_batch, threshold, scale, softcap, kept_share,
-    )  # fmt: skip
-    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PIECES > 0:  # late rows of a causal mask see most: they start first
-        block = tl.num_programs(0) - 1 - block
-    i = block * ROWS + tl.arange(0, ROWS)
-    position = positions(t, z, b, i)
-    hashed = position
-    if t.seed is not None:
-        hashed = row_hash(t.seed, b, h, position)
-
-    # Which blocks of keys there are: of the first interval of each row, then of the second.
-    one = extent(t, z, 0, b, h, i, KEYS, PIECES)
-    two = one
-    _, _, low, _, blocks, inner, outer, dirty = one
-    edges = inner + blocks - outer
-    middle = outer - inner
-    more_edges, more_middle, low2, inner2 = 0, 0, low, inner
-    if PIECES == 2:
-        two = extent(t, z, 1, b, h, i, KEYS, PIECES)
-        _, _, low2, _, blocks2, inner2, outer2, dirty2 = two
-        dirty = dirty | dirty2
-        more_edges = inner2 + blocks2 - outer2
-        more_middle = outer2 - inner2
-
-    rows = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
-    zero = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
-    state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)
-    # Loops of their own: a middle without a trace of masks, and edges that need no cleaning, are
-    # worth more than one pipeline for all.
-    cleaned = 0
-    if CLEAN:
-        cleaned = tl.where(dirty, edges + more_edges, 0)
-        for n in tl.range(0, cleaned):
-            j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
-            state = absorb(
-                state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
-                position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION,
-                PLAIN, CAP, True, True,
-            )  # fmt: skip
-    for n in tl.range(cleaned, edges + more_edges):
-        j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
-        state = absorb(
-            state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
-            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
-            CAP, True, False,
-        )  # fmt: skip
-    whole = 0
-    if BLOCK > 0:
-        whole = tl.minimum(outer * KEYS // BLOCK * (BLOCK // KEYS), middle)
-    for n in tl.range(whole, middle + more_middle):
-        j0 = low + (inner + n) * KEYS
-        if PIECES == 2:
-            j0 = tl.where(n < middle, j0, low2 + (inner2 + n - middle) * KEYS)
-        state = absorb(
-            state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, position, position,
-            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
-            CAP, False, False,
-        )  # fmt: skip
-    if BLOCK > 0:
-        for n in tl.range(0, whole):
-            state = absorb(
-                state, rows, k, v, ks, vs, t, z, written, b, h, i, low + n * KEYS, position,
-                position, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
-                PRECISION, PLAIN, CAP, False, False, True,
-            )  # fmt: skip
-
+    """Divide the rows' sums, the sink among them, and write what was asked for."""
     acc, l, m, shifted, reach, count, mean, spread = state
     unseen = m < unit_of(z, PLAIN, CAP) * (0.5 * FAR)
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
@@ -232,3 +151,78 @@ def forward(
         spread = tl.maximum(spread, 0.0) * (LN2 * LN2)
         tl.store(written.variance + line + i, spread, mask=here)
         tl.store(written.visible + line + i, count, mask=here)
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def forward(
+    q, k, v, qs, ks, vs, t,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
+    out, written,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    CLEAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of ROWS query rows of one head of one batch entry.
+
+    BLOCK, where it is not 0: moments are only of the keys past the last whole BLOCK that all of
+    these rows see, and the variance is left a sum of squares (`row_moments` joins the others).
+    """
+    z = Sizes(
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PIECES > 0:  # late rows of a causal mask see most: they start first
+        block = tl.num_programs(0) - 1 - block
+    i = block * ROWS + tl.arange(0, ROWS)
+    position = positions(t, z, b, i)
+    hashed = position
+    if t.seed is not None:
+        hashed = row_hash(t.seed, b, h, position)
+
+    one, two, dirty, counts = met(t, z, b, h, i, KEYS, PIECES)
+    edges, all_edges, middle, all_middle = counts
+    rows = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
+    zero = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
+    state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)
+    # Loops of their own: a middle without a trace of masks, and edges that need no cleaning, are
+    # worth more than one pipeline for all.
+    cleaned = 0
+    if CLEAN:
+        cleaned = tl.where(dirty, all_edges, 0)
+        for n in tl.range(0, cleaned):
+            j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
+            state = absorb(
+                state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
+                position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION,
+                PLAIN, CAP, True, True,
+            )  # fmt: skip
+    for n in tl.range(cleaned, all_edges):
+        j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
+        state = absorb(
+            state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
+            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
+            CAP, True, False,
+        )  # fmt: skip
+    whole = 0
+    if BLOCK > 0:
+        whole = tl.minimum(one[6] * KEYS // BLOCK * (BLOCK // KEYS), middle)
+    for n in tl.range(whole, all_middle):
+        j0 = middle_of(n, one, two, middle, KEYS, PIECES)
+        state = absorb(
+            state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, position, position,
+            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
+            CAP, False, False,
+        )  # fmt: skip
+    if BLOCK > 0:
+        for n in tl.range(0, whole):
+            state = absorb(
+                state, rows, k, v, ks, vs, t, z, written, b, h, i, one[2] + n * KEYS, position,
+                position, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
+                PRECISION, PLAIN, CAP, False, False, True,
+            )  # fmt: skip
+
+    write(state, t, z, out, written, b, h, i, VALUES, PADDED_VALUES, PLAIN, CAP, BLOCK)

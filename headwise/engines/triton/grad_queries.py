@@ -8,13 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise.engines.triton.extents import edge_of, met, middle_of
 from headwise.engines.triton.gradients import row_numbers, weigh, whole_rows
 from headwise.engines.triton.tiles import (
     FAR,
     LOOSE,
     Sizes,
-    edge_of,
-    extent,
     load_tile,
     logits,
     positions,
@@ -95,19 +94,8 @@ def grad_queries(
     hashed = position
     if t.seed is not None:
         hashed = row_hash(t.seed, b, h, position)
-    one = extent(t, z, 0, b, h, i, KEYS, PIECES)
-    two = one
-    _, _, low, _, blocks, inner, outer, dirty = one
-    edges = inner + blocks - outer
-    middle = outer - inner
-    more_edges, more_middle, low2, inner2 = 0, 0, low, inner
-    if PIECES == 2:
-        two = extent(t, z, 1, b, h, i, KEYS, PIECES)
-        _, _, low2, _, blocks2, inner2, outer2, dirty2 = two
-        dirty = dirty | dirty2
-        more_edges = inner2 + blocks2 - outer2
-        more_middle = outer2 - inner2
-
+    one, two, dirty, counts = met(t, z, b, h, i, KEYS, PIECES)
+    edges, all_edges, middle, all_middle = counts
     here_q = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
     grads = load_tile(do, dos, b, h, block * ROWS, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
     line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries
@@ -116,7 +104,7 @@ def grad_queries(
     state = (tl.zeros([ROWS, PADDED], tl.float32), zero, zero, zero)
     cleaned = 0
     if CLEAN:
-        cleaned = tl.where(dirty, edges + more_edges, 0)
+        cleaned = tl.where(dirty, all_edges, 0)
         for n in tl.range(0, cleaned):
             j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
             state = step(
@@ -124,17 +112,15 @@ def grad_queries(
                 now_first, now_last, position, hashed, KEYS, WIDTH, VALUES, PADDED,
                 PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, True, True,
             )  # fmt: skip
-    for n in tl.range(cleaned, edges + more_edges):
+    for n in tl.range(cleaned, all_edges):
         j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
         state = step(
             state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
             now_first, now_last, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
             TMA, PRECISION, PLAIN, CAP, True, False,
         )  # fmt: skip
-    for n in tl.range(0, middle + more_middle):
-        j0 = low + (inner + n) * KEYS
-        if PIECES == 2:
-            j0 = tl.where(n < middle, j0, low2 + (inner2 + n - middle) * KEYS)
+    for n in tl.range(0, all_middle):
+        j0 = middle_of(n, one, two, middle, KEYS, PIECES)
         state = step(
             state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
             position, position, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
