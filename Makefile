@@ -32,7 +32,7 @@ test-all: lint browser ## the same with the slow tests and more generated proble
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device
-	$(RUN) pytest -m gpu
+	OMP_NUM_THREADS=1 $(RUN) pytest -n auto -m gpu
 
 bench: $(INSTALLED) ## side by side with peers on this machine's CPU
 	$(RUN) bench.cpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +144,12 @@ def _existing(problem: Problem, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return k.masked_fill(~seen[..., None], 0), v.masked_fill(~seen[..., None], 0), added
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_hopper(index: int) -> bool:
-    return torch.cuda.get_device_capability(index)[0] == 9
+    """A question that compilers can't follow, with one answer."""
+    if index not in _HOPPER:
+        _HOPPER[index] = torch.cuda.get_device_capability(index)[0] == 9
+    return _HOPPER[index]
+
+
+_HOPPER: dict[int, bool] = {}

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
+from headwise.engines import sdpa
 from headwise.problem import Problem, pose
 from tests.problems import Call, Recipe, small_blocks
 
@@ -197,6 +198,17 @@ def test_a_compiled_call_takes_other_lengths_without_another_graph() -> None:
         torch.testing.assert_close(run(q, k, v), causal("reference")(q, k, v))
         graphs.append(counter.frame_count)
     assert len(set(graphs)) == 1
+
+
+def test_a_compiler_does_not_follow_the_question_which_gpu_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(sdpa, "_HOPPER", {})
+    found = torch.compile(lambda x: x + sdpa._is_hopper(0), fullgraph=True, backend="aot_eager")(
+        torch.zeros(2)
+    )
+    assert torch.equal(found, torch.ones(2))
 
 
 class Layer(nn.Module):
