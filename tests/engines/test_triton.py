@@ -315,6 +315,23 @@ def test_tuned_shapes_are_kept_for_each_gpu_and_preferred(
     assert shapes.shape("keys", 64, 2, other) == best
 
 
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"one": {"forward 64 2": {"rows": 64}}}', "\x00"]
+)
+def test_a_file_of_shapes_that_nobody_can_read_is_as_good_as_none(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shapes, "_CHOSEN", {})
+    one, best = cards.Card("one", 8, 0, 166912), shapes.Shape(64, 16, 2, 5)
+    shapes.remember(one, {("keys", 64, 2): best})
+    shapes.tuned_file().write_text(text)
+    assert shapes.shape("keys", 64, 2, one) == shapes.default("keys", 64, 2, one)
+    shapes.remember(one, {("keys", 64, 2): best})
+    shapes.remember(one, {("keys", 128, 2): best})
+    assert shapes.shape("keys", 64, 2, one) == shapes.shape("keys", 128, 2, one) == best
+
+
 @pytest.mark.gpu
 def test_tuning_finds_a_shape_that_is_not_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

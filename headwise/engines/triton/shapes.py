@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headwise.engines import again
 from headwise.engines.triton.cards import Card
+from headwise.files import write_whole
 
 _LIKE = {  # whose shape serves where there is none of its own
     "narrow": "forward",
@@ -106,20 +107,26 @@ def remember(card: Card, found: dict[tuple[str, int, int], Shape]) -> Path:
     """Store a GPU's fastest shapes by kernel, width and bytes of an element, beside other GPUs'."""
     file = tuned_file()
     known = _tuned()
-    known[card.name] = {_key(*what): asdict(best) for what, best in found.items()}
+    known.setdefault(card.name, {}).update(
+        {_key(*what): asdict(best) for what, best in found.items()}
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(known, indent=1) + "\n")
+    write_whole(file, json.dumps(known, indent=1) + "\n")
     _CHOSEN.clear()
     again.forget()
     return file
 
 
 def _tuned() -> dict[str, dict[str, dict[str, int]]]:
-    file = tuned_file()
-    if not file.exists():
+    """What the file says of each GPU; nothing where it says nothing that can be understood."""
+    try:
+        known = json.loads(tuned_file().read_text())
+        for each in (kernel for card in known.values() for kernel in card.values()):
+            Shape(**each)
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
-    known: dict[str, dict[str, dict[str, int]]] = json.loads(file.read_text())
-    return known
+    found: dict[str, dict[str, dict[str, int]]] = known
+    return found
 
 
 def _key(kernel: str, width: int, itemsize: int) -> str:
