@@ -24,6 +24,7 @@ FEW = 16  # queries of a step at most
 LEAST = 1024  # keys: with fewer the usual way is as quick
 ROWS = 64  # that share a key head at most
 HALVES = (torch.bfloat16, torch.float16)
+INTERPRETED = (torch.float32, torch.float16)  # NumPy has no bfloat16: the usual way widens it
 
 
 class Stored(NamedTuple):
@@ -200,7 +201,7 @@ def _served(width: int, dtype: torch.dtype, device: torch.device, scale: float) 
     """Whether the kernels take heads of this width and dtype on this device."""
     if width not in (64, 128, 256) or not 1e-6 < scale < 1e6:
         return False
-    if dtype not in HALVES and not (dtype is torch.float32 and device.type == "cpu"):
+    if dtype not in (HALVES if device.type == "cuda" else INTERPRETED):
         return False
     return triton_missing(device.type) is None and _able(device)
 

@@ -63,6 +63,25 @@ def test_the_kernel_reads_what_a_cache_keeps_as_it_lies_there(cache: hw.nn.Packe
         near(cache.attend(q, **options), truth)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kept", ["one piece", "pages", "int8"])
+def test_a_step_of_halves_is_as_exact_however_the_keys_are_kept(
+    kept: str, dtype: torch.dtype
+) -> None:
+    q, k, v = (normal(1, h, n, 64, dtype=dtype) for h, n in ((4, 1), (2, 1030), (2, 1030)))
+    options = {"mask": CAUSAL, "engine": "triton"}
+    if kept == "one piece":
+        found = hw.attention(q, k, v, **options)
+    else:
+        cache = PagedCache(PagePool(9, 128)) if kept == "pages" else Int8Cache()
+        cache.append(k, v)
+        found = cache.attend(q, **options)
+        k, v = cache.read()
+    truth = hw.attention(q.double(), k.double(), v.double(), mask=CAUSAL, engine="reference")
+    near(found, truth, 4 * torch.finfo(dtype).eps)
+
+
 WRONG = {
     "another batch": ({"batch": 3}, {}, "batch sizes differ"),
     "another width": ({"width": 128}, {}, "64"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def tune(
         )
         for kernel in KERNELS:
             usual = default(kernel, width, 2, here)
-            times = {}
+            times = {usual: math.inf}  # unless it runs here
             for tried in dict.fromkeys((usual, *_TRIED[kernel])):
                 use(kernel, width, 2, here, tried)
                 run = _RUNS.get(kernel, _step)
