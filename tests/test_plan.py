@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 import headwise as hw
+from headwise.engines import sdpa
 from headwise.plan import ENGINES, engines
 from tests.problems import Recipe, recipes
 
@@ -134,3 +137,29 @@ def test_every_engine_is_listed_with_why_it_cannot_run_here() -> None:
 def test_a_plan_can_be_copied_deeply() -> None:
     plan = hw.explain(*three())
     assert copy.deepcopy(plan) == plan
+
+
+@pytest.mark.parametrize(
+    ("learns", "masked", "queries", "cudnn"),
+    [
+        (False, True, 1, True),
+        (True, False, 128, True),
+        (True, True, 128, False),
+        (True, False, 127, False),
+    ],
+)
+def test_cudnns_gradients_are_asked_for_only_where_they_hold(
+    learns: bool, masked: bool, queries: int, cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SDPBackend] = []
+
+    def listens(order: list[SDPBackend], set_priority: bool) -> AbstractContextManager[None]:
+        asked.extend(order)
+        return nullcontext()
+
+    monkeypatch.setattr(sdpa, "sdpa_kernel", listens)
+    q, k = torch.randn(1, 1, queries, 8, requires_grad=learns), torch.randn(1, 1, 128, 8)
+    added = torch.ones(1, 1, queries, 128, dtype=torch.bool) if masked else None
+    sdpa._on_hopper(q, k, k, added, is_causal=False, scale=1.0, enable_gqa=False)
+    assert (asked[0] == SDPBackend.CUDNN_ATTENTION) == cudnn
+    assert (SDPBackend.CUDNN_ATTENTION in asked) == cudnn
