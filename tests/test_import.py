@@ -29,8 +29,10 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_importing_headwise_needs_nothing_optional() -> None:
     # Made unimportable rather than looked for: torch itself loads triton where it finds it.
+    # A torch that is built for CUDA tells of a missing triton, and goes on.
     hidden = f"import sys; sys.modules |= dict.fromkeys({OPTIONAL}); import headwise"
-    assert python(hidden).stderr == ""
+    said = python(hidden).stderr.splitlines()
+    assert [line for line in said if "triton not found" not in line] == []
 
 
 def test_the_command_line_without_its_extra_says_what_to_install() -> None:

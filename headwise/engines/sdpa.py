@@ -151,12 +151,13 @@ def _existing(problem: Problem, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return k.masked_fill(~seen[..., None], 0), v.masked_fill(~seen[..., None], 0), added
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_hopper(index: int) -> bool:
-    """A question that compilers can't follow, with one answer."""
     if index not in _HOPPER:
         _HOPPER[index] = torch.cuda.get_device_capability(index)[0] == 9
     return _HOPPER[index]
 
 
 _HOPPER: dict[int, bool] = {}
+# As torch.compiler.assume_constant_result, which would load all of torch's compiler, leaves it:
+# a question that compilers can't follow, with one answer.
+_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -134,13 +134,15 @@ pairs = [
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("observed", [False, True])  # short calls' moments are triton's
 @pytest.mark.parametrize("recipe", pairs)
 def test_generated_problems_agree_with_the_reference(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, observed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (reason := refusal(recipe, "cuda")) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(agreement, "OBSERVING", (*agreement.OBSERVING, "hopper"))
+    if observed:
+        monkeypatch.setattr(agreement, "OBSERVING", (*agreement.OBSERVING, "hopper"))
     agreement.assert_agrees(recipe, "hopper", "cuda")
 
 
@@ -159,6 +161,7 @@ def test_all_but_a_few_generated_problems_are_served(monkeypatch: pytest.MonkeyP
     assert all(reason is None or reason.startswith(masks) for reason in reasons)
 
 
+OWN = ("lse", "max_logit", "entropy", "distance")  # what its own kernel finds, whatever the length
 MASKS = {
     "none": None,
     "causal": hw.mask.causal(),
@@ -177,10 +180,13 @@ def test_large_problems_agree(dtype: torch.dtype, width: int, mask: str) -> None
     n, m = (1337, 1137) if mask == "first rows see nothing" else (1137, 1337)
     n, m = (1237, 1237) if mask == "both sides" else (n, m)
     q, k, v = (normal(2, h, x, width, dtype=dtype) for h, x in ((40, n), (20, m), (20, m)))
-    found = kernels.everything("hopper", q, k, v, mask=MASKS[mask])
+    found = kernels.everything("hopper", q, k, v, mask=MASKS[mask], stats=OWN)
     wide = (x.float() for x in (q, k, v))  # float64 would take the device minutes
-    truth = kernels.everything("streaming", *wide, mask=MASKS[mask])
-    kernels.compare(found, truth, 2e-2 if dtype == torch.bfloat16 else 4e-3)
+    truth = kernels.everything("streaming", *wide, mask=MASKS[mask], stats=OWN)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 4e-3
+    kernels.compare(found, truth, tolerance)
+    plain = hw.attention(q, k, v, mask=MASKS[mask], engine="hopper")
+    kernels.compare({"out": plain}, truth, tolerance)
 
 
 @pytest.mark.gpu
@@ -191,8 +197,9 @@ def test_large_problems_agree(dtype: torch.dtype, width: int, mask: str) -> None
 def test_moments_of_long_inputs_agree(mask: hw.mask.Mask | None, width: int, far: float) -> None:
     q, k = normal(1, 40, 4200, width), (normal(1, 20, 4500, width) + far).bfloat16()
     names = ("logit_mean", "logit_var", "entropy", "distance")
-    found = hw.observe(q, k, k, mask=mask, stats=names, engine="hopper")[1]
+    out, found = hw.observe(q, k, k, mask=mask, stats=names, engine="hopper")
     truth = hw.observe(*(x.float() for x in (q, k, k)), mask=mask, stats=names, engine="streaming")
+    kernels.compare({"out": out}, {"out": truth[0]}, 2e-2)
     for name in names:
         x, y = found.values[name], truth[1].values[name]
         assert float((x - y).norm()) <= (1e-3 if far else 1e-4) * float(y.norm()), name
@@ -202,7 +209,8 @@ def test_moments_of_long_inputs_agree(mask: hw.mask.Mask | None, width: int, far
 @on_hopper
 def test_the_same_call_gives_the_same_bits() -> None:
     q, k, v = (normal(2, 40, 900, 128) for _ in range(3))
-    once, again = (hw.observe(q, k, v, mask=hw.mask.causal(), engine="hopper") for _ in range(2))
+    options = {"mask": hw.mask.causal(), "engine": "hopper", "stats": OWN}
+    once, again = (hw.observe(q, k, v, **options) for _ in range(2))
     assert torch.equal(once[0], again[0])
     assert all(torch.equal(x, again[1].values[name]) for name, x in once[1].values.items())
 

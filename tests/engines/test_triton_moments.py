@@ -16,7 +16,11 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 from headwise.engines.triton import moments
 from headwise.engines.triton.launch import operands
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+COPIES = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(not COPIES, reason="on this GPU, without a copy engine, loops take moments"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STATS = ("logit_mean", "logit_var")
 CUTS = moments.CUTS
@@ -47,7 +51,10 @@ def seen_by(engine: str, q: Tensor, k: Tensor, **options: object) -> dict[str, T
     return hw.observe(q, k, k, stats=STATS, engine=engine, **options)[1].values
 
 
-def check(q: Tensor, k: Tensor, tolerance: float = 1e-5, **options: object) -> None:
+USUAL = 1e-5 if DEVICE == "cpu" else 3e-5  # a device rounds the scatter's parts to 16 bits
+
+
+def check(q: Tensor, k: Tensor, tolerance: float = USUAL, **options: object) -> None:
     """Against the reference in float64, where the kernels of this file serve."""
     assert served(q, k, **options)
     found, truth = seen_by("triton", q, k, **options), seen_by("reference", q, k, **options)
