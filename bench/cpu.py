@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
+from bench import described
 from bench.pairs import Figure, at_least, at_most, median_seconds, ratio, report
 
 HEADS, WIDTH = 8, 64
@@ -18,6 +19,7 @@ sdpa = F.scaled_dot_product_attention
 
 
 def main() -> None:
+    described(__doc__).parse_args()
     torch.manual_seed(0)
     figures: list[Figure] = []
     for group in (attending, windows, observing, sampling, remembering, differentiating, mapping):

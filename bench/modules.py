@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from bench import described
 from bench.pairs import Figure, at_least, at_most, ratio, report
 from headwise.models import GPT, GPTConfig
 
@@ -15,6 +16,7 @@ D, HEADS = 512, 8
 
 
 def main() -> None:
+    described(__doc__).parse_args()
     torch.manual_seed(0)
     figures: list[Figure] = []
     for group in (training, training_causally, looking, decoding):

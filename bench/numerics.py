@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
+from bench import described
 
 RESULTS = Path(__file__).parent / "results" / "numerics.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +38,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def main() -> None:
+    described(__doc__).parse_args()
     torch.manual_seed(0)
     errors = [row for name in INPUTS for dtype in DTYPES for row in measured(name, dtype)]
     same = [row for dtype in DTYPES for row in repeated(dtype)]

@@ -17,6 +17,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from bench import described
 from tests.look.browser import MISSING, chromium
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
@@ -119,8 +120,13 @@ def palette(picture: Image.Image) -> Image.Image:
     return chosen
 
 
-def main(names: list[str]) -> None:
-    """Take the pictures of these names, or all."""
+def main() -> None:
+    """Take the pictures of the names that were given, or all."""
+    parser = described(__doc__)
+    parser.add_argument("name", nargs="*", help=", ".join(shot.name for shot in SHOTS))
+    names = parser.parse_args().name
+    if unknown := set(names) - {shot.name for shot in SHOTS}:
+        parser.error(f"there is no picture {', '.join(sorted(unknown))}")
     wanted = [shot for shot in SHOTS if not names or shot.name in names]
     path = chromium()
     if path is None:
@@ -136,4 +142,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

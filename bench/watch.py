@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from bench import described
 from bench.pairs import Figure, at_least, at_most, ratio, report
 from headwise.models import GPT, GPTConfig
 from headwise.nn import SwiGLU
@@ -23,6 +24,7 @@ CONFIG = GPTConfig(
 
 
 def main() -> None:
+    described(__doc__).parse_args()
     torch.manual_seed(0)
     figures: list[Figure] = []
     for group in (sampled, every_row, recorded, against_eager):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
+from bench import described
 from headwise.models import GPT, GPTConfig
 from headwise.nn import SwiGLU
 
@@ -27,6 +28,9 @@ WAYS: dict[str, dict[str, Any] | None] = {
 
 
 def main() -> None:
+    described(__doc__).parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench.watch_gpu measures an NVIDIA GPU, and PyTorch sees none here")
     torch.manual_seed(0)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for n in (2048, 8192):

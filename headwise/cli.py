@@ -71,7 +71,7 @@ def doctor(
 ) -> None:
     """Say what this machine can run: versions, devices, engines, and traps known to hurt here."""
     if tune:
-        tune_kernels()
+        tune_kernels(as_json)
         return
     facts = gather()
     if as_json:
@@ -94,14 +94,19 @@ def doctor(
         item(console, "none", "nothing known to go wrong here", "green")
 
 
-def tune_kernels() -> None:
+def tune_kernels(as_json: bool) -> None:
     """Print what each kernel gained, and where the fastest shapes are kept."""
-    reason = engines()["triton"]
-    if reason is not None or not torch.cuda.is_available():
-        raise SystemExit(f"headwise doctor --tune measures an NVIDIA GPU: {reason or 'none here'}")
+    reason = engines()["triton"] if torch.cuda.is_available() else "there is none here"
+    if reason is not None:
+        raise SystemExit(f"headwise doctor --tune measures an NVIDIA GPU: {reason}")
     from headwise.engines.triton import tuning
 
     console, device = Console(), torch.device("cuda", torch.cuda.current_device())
+    if as_json:
+        tuned = list(tuning.tune(device))
+        kept = str(tuning.keep(device, tuned))
+        print_json({"kernels": [dataclasses.asdict(x) for x in tuned], "kept_in": kept})
+        return
     section(console, f"block shapes on {torch.cuda.get_device_name(device)}")
     found = []
     for x in tuning.tune(device):

@@ -1,6 +1,9 @@
 """What someone at a terminal gets."""
 
+import importlib
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +45,7 @@ def test_look_shows_tokens_heads_and_maps_within_80_columns_without_colour() -> 
     output = run("look", "--terminal")
     assert "18 tokens" in output
     assert "of 48 heads" in output
-    assert "looks most at the token before" in output
+    assert "of all 48 heads\nhead 4.6 looks most at the token before" in output
     assert "██" in output
     assert "\x1b" not in output
     assert max(cell_len(line) for line in output.splitlines()) <= 80
@@ -93,6 +96,12 @@ def test_look_shows_which_source_token_each_translated_one_looks_at() -> None:
     assert "previous" not in output  # of another text nothing is the token before
 
 
+def test_without_a_text_each_model_is_shown_what_it_can_read() -> None:
+    assert "Elle n'a jamais vu un gros chien noir" in run("look", "translate", "--terminal")
+    (note,) = json.loads(run("look", "translate", "--json"))["notes"]
+    assert note.startswith("→ Elle")
+
+
 def test_look_gives_programs_the_tokens_the_figures_and_the_map() -> None:
     words = ("look", "--terminal", "--text", "to be or not to be", "--json", "--head", "4.6")
     seen = json.loads(run(*words))
@@ -134,6 +143,27 @@ def test_doctor_gives_programs_the_same() -> None:
     assert facts["engines"]["reference"] is None
 
 
+def test_tuning_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # lets kernels run, and is no GPU to measure
+    result = CliRunner().invoke(app, ["doctor", "--tune"])
+    assert result.exit_code == 1
+    assert "measures an NVIDIA GPU: there is none here" in result.output + str(result.exception)
+
+
+def test_tuning_gives_programs_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = pytest.importorskip("headwise.engines.triton.tuning")
+    tuned = tuning.Tuned("forward", 64, tuning.Shape(128, 64, 8, 3), usual=2.0, best=1.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("headwise.cli.engines", lambda: {"triton": None})
+    monkeypatch.setattr(tuning, "tune", lambda device: iter([tuned]))
+    monkeypatch.setattr(tuning, "keep", lambda device, found: Path("tuned.json"))
+    found = json.loads(run("doctor", "--tune", "--json"))
+    assert found["kept_in"] == "tuned.json"
+    assert found["kernels"][0]["chosen"] == {"rows": 128, "keys": 64, "warps": 8, "stages": 3}
+
+
 SOUND = {
     "flags": frozenset({"avx2"}),
     "environ": {},
@@ -166,3 +196,17 @@ def test_doctor_knows_the_traps(machine: dict[str, object], traps: list[str]) ->
 def test_an_import_that_fails_is_told_by_its_last_line() -> None:
     assert doctor.import_error("json") is None
     assert "No module named" in str(doctor.import_error("no_such_module_anywhere"))
+
+
+@pytest.mark.parametrize("name", ["cpu", "modules", "numerics", "pictures", "watch", "watch_gpu"])
+def test_asked_for_help_a_benchmark_says_what_it_does_and_does_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)  # numerics sets it, for good
+    script = importlib.import_module(f"bench.{name}")
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as left:
+        script.main()
+    assert left.value.code == 0
+    assert script.__doc__.strip() in capsys.readouterr().out

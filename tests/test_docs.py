@@ -1,6 +1,7 @@
 """Every example of the README and the handbook runs and prints what the page says it prints."""
 
 import doctest
+import json
 import re
 import shlex
 from pathlib import Path
@@ -14,6 +15,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<body>.*?)^```", re.DOTALL | re.MULTILINE)
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+CHINESE = sorted(page for page in PAGES if ".zh" in page.name)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -66,3 +70,51 @@ def test_links_to_files_of_the_repository_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+chinese = pytest.mark.parametrize("page", CHINESE, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@chinese
+def test_both_languages_have_the_same_sections_examples_tables_and_commands(page: Path) -> None:
+    english = page.with_name(page.name.replace(".zh", ""))
+    assert outline(page) == outline(english)
+
+
+def outline(page: Path) -> dict[str, object]:
+    """What of a page does not depend on its language."""
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    lines = prose.splitlines()
+    return {
+        "headings": [line.split(" ")[0] for line in lines if line.startswith("#")],
+        "tables": [line.count("|") for line in lines if line.startswith("|")],
+        "code": {" ".join(said.split()) for said in re.findall(r"`([^`]+)`", prose)},
+        "pictures": len(re.findall(r"^!\[", prose, re.MULTILINE)),
+        "examples": [
+            [code for line in body.splitlines() if (code := line.split("#")[0].rstrip())]
+            for _, body in blocks(page, "python")
+        ],
+    }
+
+
+@chinese
+def test_chinese_sentences_have_chinese_punctuation(page: Path) -> None:
+    prose = re.sub(r"`[^`]*`", "`", FENCED.sub("", page.read_text(encoding="utf-8")))
+    assert re.findall(r".{0,9}[一-鿿][,;:?!].{0,9}", prose) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [("speed.md", "cpu.json"), ("speed.md", "modules.json"), ("gpu.md", "gpu.json")],
+)
+def test_every_figure_of_a_benchmark_is_told_met_or_missed(page: str, file: str) -> None:
+    told = {
+        frozenset(cell.strip() for cell in line.split("|"))
+        for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    }
+    found = json.loads((ROOT / "bench/results" / file).read_text(encoding="utf-8"))["figures"]
+    for figure in found:
+        value = f"{figure['value']:.2f} {figure['unit']}"
+        judged = "met" if figure["met"] else "**missed**"
+        row = {figure["name"], value, figure["target"], judged}
+        assert any(row <= line for line in told), row

@@ -13,7 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headwise.look import opening, terminal
+from headwise import devices
+from headwise.look import opening, sample, terminal
 from headwise.look import session as sessions
 from headwise.look.atlas import Atlas
 from headwise.look.reading import Reader, Report, silent
@@ -38,14 +39,17 @@ class Asked:
     def check(self) -> None:
         """ValueError where there is no such model or device, before anything is loaded."""
         opening.find(self.model)
-        opening.check_device(self.device)
+        devices.chosen(self.device)
 
 
 def draw(asked: Asked, every: bool, as_json: bool) -> None:
     """Print what the heads do, for someone to see or for a program to read."""
     asked.check()
-    what = terminal.SENTENCE if asked.what is None else asked.what
-    read = asked.open().read(what, silent)
+    reader = asked.open()
+    what = sessions.given(reader, asked.what)
+    if what is sample.TEXT:  # more than a screen; a translator's is one sentence
+        what = terminal.SENTENCE
+    read = reader.read(what, silent)
     chosen = [read.find(name)[1] for name in asked.heads]
     if as_json:
         print(json.dumps(terminal.as_dictionary(read, chosen), indent=2, ensure_ascii=False))
@@ -63,6 +67,8 @@ def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> N
             raise ValueError(f"{path} can't be written: name a file in a folder that is there")
     if picture is not None:
         pictures.check(picture)
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"{out} is no page; its name may end in .html")
     with bar() as progress:
         session = Session(sample=asked.what is None)
         session.reader = reader = asked.open()

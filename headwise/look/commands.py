@@ -23,7 +23,11 @@ Model = Annotated[
 Said = Annotated[str | None, typer.Option(help="What the model reads.", show_default=False)]
 File = Annotated[
     typer.FileText | None,
-    typer.Option(help="A file to read instead; - is standard input.", show_default=False),
+    typer.Option(
+        help="A UTF-8 file to read instead; - is standard input.",
+        encoding="utf-8",
+        show_default=False,
+    ),
 ]
 ImageFile = Annotated[
     Path | None,
@@ -103,13 +107,13 @@ def given(text: str | None, file: typer.FileText | None, image: Path | None) -> 
             return image.read_bytes()
         if file is not None:
             return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"the input can't be read: {error}") from error
-    if text is None and piped():
-        try:
+        if text is None and piped():
             return sys.stdin.buffer.read().decode() or None
-        except UnicodeDecodeError as error:
-            raise typer.BadParameter(f"standard input is no text in UTF-8: {error}") from error
+    except UnicodeDecodeError as error:
+        name = "standard input" if file is None else file.name
+        raise typer.BadParameter(f"{name} is no text in UTF-8: {error}") from error
+    except OSError as error:
+        raise typer.BadParameter(f"the input can't be read: {error}") from error
     return text
 
 

@@ -30,10 +30,10 @@ def write(
 ) -> tuple[int, list[dict[str, Any]]]:
     """Write the session's first input as a file of at most `limit` bytes.
 
-    Every head is inside with its figures and thumbnails. Its map, down to single weights, is inside
-    where the maps of all heads fit; else those of the `chosen` heads, or of heads that lead in
-    something, are, as many levels as fit. Returns the size and, for each map, how many of its
-    levels there are.
+    Every head is inside with its figures and thumbnails. Maps, down to single weights, are inside
+    of the `chosen` heads; where none are, of all heads if they fit, else of those that lead in
+    something, as many levels as fit. Returns the size and, for each map, how many of its levels
+    there are.
     """
     page = template(static)
     recorded = Recorded(session, limit - len(page[0]) - len(page[1]))

@@ -34,7 +34,7 @@ SAID = 128
 """How many tokens an encoder–decoder answers with at most."""
 
 
-def opened(what: str, device: str) -> Reader:
+def opened(what: str, device: torch.device) -> Reader:
     """A transformers model by its folder or its name on the hub; ValueError says what is wrong.
 
     Only safetensors are read and no code of the model's own is run.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-
+from headwise import devices
 from headwise.loading import Classifier, LanguageModel, built_in, load
 from headwise.look import foreign, sample
 from headwise.look.own import ImageReader, TextReader, TranslationReader
@@ -22,9 +21,9 @@ def opened(what: str, device: str | None = None) -> Reader:
     >>> opened("gpt").description
     Description(name='gpt', parameters=5573888, layers=6, heads=48, context=4096, device='cpu')
     """
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = devices.chosen(device)
     if what not in built_in() and not trained_here(Path(what)):
-        if watched(what) is not None:
+        if recorded(Path(what)):
             raise ValueError(
                 f"{what} is a watched run, without its model: headwise look {what} shows it in the "
                 f"browser, and headwise watch {what} in the terminal"
@@ -40,27 +39,29 @@ def opened(what: str, device: str | None = None) -> Reader:
 
 def find(what: str) -> None:
     """ValueError where there is no such model, before anything is loaded."""
-    if what not in built_in() and not Path(what).is_dir():
-        foreign.find(what)
-
-
-def check_device(device: str | None) -> None:
-    """ValueError for a device that is none, or not of this machine."""
-    if device is None:
+    folder = Path(what)
+    if what in built_in() or recorded(folder):
         return
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        said = str(error).splitlines()[0][:120]
-        raise ValueError(f"--device {device} can't be used here: {said}; cpu would work") from None
+    if not folder.is_dir():
+        foreign.find(what)
+    elif not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{what} holds no model: it has no config.json, as a run of headwise train and a model "
+            "of transformers have, and nothing that hw.watch wrote"
+        )
 
 
 def watched(what: str) -> WatchedFolder | None:
     """The run that was watched in this folder; None where it holds none."""
     folder = Path(what)
-    if what in built_in() or not any((x / NAME).is_file() for x in (folder, folder / INSIDE)):
+    if what in built_in() or not recorded(folder):
         return None
     return WatchedFolder(folder)
+
+
+def recorded(folder: Path) -> bool:
+    """Whether a folder holds what a watch recorded."""
+    return any((x / NAME).is_file() for x in (folder, folder / INSIDE))
 
 
 def trained_here(folder: Path) -> bool:

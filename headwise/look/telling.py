@@ -13,7 +13,7 @@ RECORDS = (
     ("effective_keys_mean", "spreads most widely"),
     ("max_logit_max", "has the largest logit"),
 )
-"""What a head can be first in. Of cross-attention only the last three say anything."""
+"""What a head can be first in of all. Of cross-attention only the last three say anything."""
 
 
 def records(group: Group) -> list[tuple[Head, str]]:

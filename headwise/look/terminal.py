@@ -80,6 +80,9 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
     console.print(Text(DEFINED if group.square else DEFINED_ACROSS, style="dim"))
     said = {head.name: reason for head, reason in firsts}
     drawn = chosen or [head for head, _ in firsts[:DRAWN]]
+    if any(head.name in said for head in drawn):
+        # "looks most at" is of one head among all: it may be little, where all look elsewhere
+        console.print(Text(f"of all {len(group.heads)} heads", style="dim italic"))
     console.print(maps_side_by_side(group, drawn, said, console.width))
     console.print(legend(group.square))
 

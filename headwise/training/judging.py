@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from headwise import devices
 from headwise.files import write_whole
 from headwise.loading import ASSETS, built_in
 from headwise.training import checkpoints, setups
@@ -18,7 +17,7 @@ def judge(what: str | Path, device: str | None = None) -> dict[str, Any]:
     """The figures of a model on the test part of its corpus, which is fetched if need be."""
     from headwise.loading import load
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = devices.chosen(device)
     run = Run(ASSETS / what if what in built_in() else Path(what))
     setup = setups.from_dict(run.asked()["setup"])
     model = load(what, where).model

@@ -1,13 +1,14 @@
 """Start a run, or go on with one: what `headwise train` does."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from headwise import devices
 from headwise.training import setups
 from headwise.training.loop import Loop, steps_within
 from headwise.training.runs import Run
@@ -31,8 +32,9 @@ def train(
     model, or None where `should_stop` ended the run early; both leave a checkpoint. `watch_every`
     looks at the heads each so many steps, for `headwise watch`.
     """
-    run = Run(Path(out))
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    run, where = Run(Path(out)), devices.chosen(device)
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ValueError(f"minutes={minutes:g} is no time to train in; 10 would be")
     with run.locked():
         beginning = setup is not None
         if setup is None:

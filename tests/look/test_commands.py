@@ -61,12 +61,25 @@ def test_a_head_of_another_group_can_be_named(tmp_path: Path) -> None:
         (("--text", "a", "--out", "no/where/x.html"), "name a file in a folder that is there"),
         (("--text", "a", "--out", "."), "name a file in a folder that is there"),
         (("--text", "a", "--terminal", "--out", "x.html"), "--out and --picture write"),
-        (("--text", "a", "--terminal", "--device", "toaster"), "cpu would work"),
+        (("--text", "a", "--terminal", "--device", "toaster"), "no device 'toaster' to compute on"),
+        (("--text", "a", "--terminal", "--device", "meta"), "no device 'meta' to compute on here"),
+        (("--text", "a", "--out", "x.txt"), "x.txt is no page; its name may end in .html"),
         (("--text", "a", "--out", "x.html", "--limit", "9" * 400), "20MB would be one"),
     ],
 )
 def test_what_can_not_be_is_refused_with_what_would(words: tuple[str, ...], said: str) -> None:
     assert said in refused(*words)
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "old.txt"
+    file.write_bytes("café".encode("latin-1"))
+    said = refused("--terminal", "--file", str(file)).replace(" ", "")
+    assert f"{file}isnotextinUTF-8" in said
+
+
+def test_a_folder_that_holds_nothing_to_look_at_is_said_to(tmp_path: Path) -> None:
+    assert "holds no model: it has no config.json" in refused(str(tmp_path))
 
 
 def test_sizes_are_written_as_people_write_them() -> None:

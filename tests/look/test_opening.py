@@ -201,7 +201,7 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, transformers.BertModel(config))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="transformers can't load"):
-        foreign.opened(folder, "cpu")
+        foreign.opened(folder, torch.device("cpu"))
 
 
 def test_a_watched_run_is_found_in_its_folder(tmp_path: Path) -> None:

@@ -227,6 +227,7 @@ def test_the_command_trains_tells_and_resumes(
     assert again.exit_code == 0, again.output
     assert "bleu" in again.output
     assert "sentences" in run("score", out, "--device", "cpu").output
+    assert "no device 'meta' to compute on" in run("score", out, "--device", "meta").output
     assert "MB" in run("export", out, "--out", str(tmp_path / "half")).output
 
 
@@ -238,6 +239,9 @@ def test_the_command_trains_tells_and_resumes(
         (["language", "--data", "no-such-corpus"], "there is no text"),
         (["vision", "--data", "no-such-corpus"], "there are no images"),
         (["translate", "--resume"], "holds no run"),
+        (["translate", "--minutes", "0"], "minutes=0 is no time to train in"),
+        (["translate", "--minutes", "-3"], "minutes=-3 is no time to train in"),
+        (["language", "--device", "toaster"], "no device 'toaster' to compute on here; cpu"),
     ],
 )
 def test_the_command_refuses_in_a_sentence(tmp_path: Path, words: list[str], message: str) -> None:
