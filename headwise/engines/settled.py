@@ -33,6 +33,8 @@ def described(
     scale = None if score is None else score.scale
     if (told is None) != (mask is None) or not is_number(scale) or transformed(q, k, v):
         return None
+    if not q.dtype == k.dtype == v.dtype:  # which autocast may make one, and nothing else
+        return None
     learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return (
         engine, told, scale, learning,

@@ -101,6 +101,14 @@ def test_whoever_must_see_the_call_sees_it() -> None:
     assert grad.abs().sum() > 0
 
 
+def test_dtypes_that_only_autocast_makes_one_are_refused_without_it() -> None:
+    q, k, v = three()
+    with torch.autocast("cpu", torch.bfloat16):
+        hw.attention(q.bfloat16(), k, v)
+    with pytest.raises(ValueError, match="different dtypes"):
+        hw.attention(q.bfloat16(), k, v)
+
+
 def test_few_descriptions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settled, "KEPT", 3)
     for n in range(1, 9):

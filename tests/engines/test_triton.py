@@ -24,6 +24,7 @@ from tests.problems import KINDS, Recipe, every_pair, recipes
 pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
 
 from headwise.engines.triton import cards, shapes
+from headwise.engines.triton.launch import stride_unit
 
 # NumPy, which Triton's interpreter computes with, warns where 32-bit hashes wrap around and where
 # an exponential of something far away becomes nothing, as both are meant to.
@@ -148,6 +149,48 @@ def test_the_same_call_gives_the_same_bits() -> None:
     q, k, v = normal(1, 4, 70, 16), normal(1, 2, 70, 16), normal(1, 2, 70, 16)
     first, second = (everything("triton", q, k, v, mask=hw.mask.causal()) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_gradients_of_the_entropy_may_lie_in_any_order(score: str) -> None:
+    # 128 rows fill whole blocks, which are then copied as they lie
+    q, k, v = (normal(1, 2, 128, 8) for _ in range(3))
+    share, weight = normal(1, 128, 2), normal(8)
+    grads = []
+    for engine, wide in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = [x.to(wide).requires_grad_() for x in (q, k)]
+        options = {"score": hw.Additive(weight.to(wide))} if score == "additive" else {}
+        _, seen = hw.observe(*leaves, v.to(wide), engine=engine, **options)
+        loss = (seen.entropy.transpose(1, 2) * share).sum()
+        grads.append(torch.autograd.grad(loss, leaves))
+    for x, y in zip(*grads, strict=True):
+        assert (x - y).norm() <= 1e-4 * y.norm()
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_a_row_that_sees_nothing_and_has_no_sink_takes_no_gradient(score: str) -> None:
+    leaves = [normal(1, 2, 5, 8).requires_grad_() for _ in range(3)]
+    sinks = torch.tensor([-torch.inf, 0.5], device=DEVICE, requires_grad=True)
+    options = {"score": hw.Additive(normal(8))} if score == "additive" else {}
+    out, seen = hw.observe(
+        *leaves, sinks=sinks, mask=hw.mask.causal(-2), engine="triton", **options
+    )
+    (out.sum() + seen.entropy.sum()).backward()
+    assert all(x.grad.isfinite().all() for x in (*leaves, sinks))
+    assert (leaves[0].grad[:, :, :2] == 0).all()
+
+
+def test_more_batch_entries_than_a_grid_holds_are_refused() -> None:
+    q = torch.zeros(65536, 1, 1, 1, device=DEVICE)
+    with pytest.raises(ValueError, match="a GPU's grid has room for 65535"):
+        hw.attention(q, q, q, engine="triton")
+    assert hw.attention(q, q, q, softcap=1.0).shape == q.shape
+
+
+def test_strides_that_a_kernel_would_multiply_beyond_32_bits_come_whole() -> None:
+    assert stride_unit([64, 4096], 16) == 16
+    assert stride_unit([64, 4100], 16) == 1
+    assert stride_unit([64, 1 << 31], 16) == 1
 
 
 def test_operators_pass_pytorchs_own_check() -> None:

@@ -17,6 +17,7 @@ from headwise.engines.triton.serving import Serving
 from headwise.problem import Problem, Terms
 from headwise.sums import Sums
 
+GRID = 65535  # programs along the second and third axis
 WIDEST = 256  # of a head: beyond it a tile no longer fits beside its accumulators
 
 
@@ -31,6 +32,8 @@ def refuses(problem: Problem, observed: bool) -> str | None:
         return "it computes in float32 and float64 would lose precision"
     if not 1 <= q.shape[-1] <= WIDEST or not 1 <= v.shape[-1] <= WIDEST:
         return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
+    if max(q.shape[:2]) > GRID:
+        return f"a GPU's grid has room for {GRID} heads and batch entries each; split the batch"
     if problem.k.shape[2] == 0:
         return "there are no keys, so there is nothing to compute"
     return refuses_device(q.device)

@@ -12,8 +12,9 @@ from headwise.engines.triton.cards import card
 from headwise.engines.triton.grad_keys import grad_keys, row_blocks
 from headwise.engines.triton.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.grad_small import grad_bias, grad_distance
-from headwise.engines.triton.gradients import WHOLE, Rows, fill_rows
+from headwise.engines.triton.gradients import WHOLE, Rows, fill_rows, sink_share
 from headwise.engines.triton.launch import (
+    WORD,
     Operands,
     described,
     exposed,
@@ -22,10 +23,11 @@ from headwise.engines.triton.launch import (
     operands,
     outer_strides,
     ready,
+    stride_unit,
 )
 from headwise.engines.triton.shapes import INTERPRETED, Shape
 from headwise.engines.triton.shapes import shape as shape_of
-from headwise.engines.triton.start import WORD, Kind, kind_of, start
+from headwise.engines.triton.start import Kind, kind_of, start
 from headwise.problem import Terms
 
 
@@ -46,7 +48,7 @@ def differentiate(
         q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
     with on(q.device):
         call = Call(q, k, v, terms, out, grad_out)
-        share = None if terms.sinks is None else torch.exp(terms.sinks.float()[:, None] - lse)
+        share = None if terms.sinks is None else sink_share(terms.sinks, lse)
         rows = call.numbers(out, lse)
         shared = rows.shared[..., : call.rows]
         if grad_lse is not None:
@@ -55,7 +57,8 @@ def differentiate(
             seen = 1.0 if share is None else 1 - share
             shared += grad_entropy * (entropy + 1 - seen)
             past = rows.shared.shape[-1] - call.rows
-            rows = rows._replace(entropy=torch.nn.functional.pad(grad_entropy, (0, past)))
+            padded = torch.nn.functional.pad(grad_entropy.contiguous(), (0, past))
+            rows = rows._replace(entropy=padded)
         grad_q, sums = call.queries(rows)
         grad_k, grad_v = call.keys(rows)
         return Gradients(
@@ -97,7 +100,7 @@ class Call:
         found = lse.new_empty(2, self.batch, self.heads, blocks * WHOLE.value)
         if found.numel():
             strides = (*outer_strides(a), *outer_strides(c))
-            unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+            unit = stride_unit(strides, 8)
             aligned = all(x.data_ptr() % 16 == 0 for x in (a, c, lse)) and max(strides) < WORD
             start(
                 fill_rows, (blocks * 2, self.heads, self.batch),

@@ -12,11 +12,11 @@ from headwise.engines.triton.additive import additive_forward
 from headwise.engines.triton.additive_grads import additive_grad_keys, additive_grad_queries
 from headwise.engines.triton.cards import INTERPRETING
 from headwise.engines.triton.decoding import join, parts_for, processors, shares
-from headwise.engines.triton.gradients import Rows
-from headwise.engines.triton.launch import Operands, exposed, on, operands, outer_strides
+from headwise.engines.triton.gradients import Rows, sink_share
+from headwise.engines.triton.launch import WORD, Operands, exposed, on, operands, outer_strides
 from headwise.engines.triton.powers import Powers, prepare
 from headwise.engines.triton.split import Merged
-from headwise.engines.triton.start import WORD, Kind, kind_of, start
+from headwise.engines.triton.start import Kind, kind_of, start
 from headwise.problem import Problem, Terms
 from headwise.sums import Sums, room
 
@@ -136,7 +136,7 @@ def differentiate_additive(
         q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
     shared = (out.float() * grad_out.float()).sum(-1)
     shared = shared if grad_lse is None else shared - grad_lse
-    share = None if terms.sinks is None else torch.exp(terms.sinks.float()[:, None] - lse)
+    share = None if terms.sinks is None else sink_share(terms.sinks, lse)
     if grad_entropy is not None:
         shared = shared + grad_entropy * (entropy + (0.0 if share is None else share))
         grad_entropy = grad_entropy.contiguous()
@@ -146,7 +146,7 @@ def differentiate_additive(
     sinks = None
     if share is not None:
         row = -shared if grad_entropy is None else grad_entropy - shared
-        sinks = (share * row).nan_to_num(nan=0.0).sum((0, 2))
+        sinks = (share * row).sum((0, 2))
     return Gradients(grad_q, grad_k, grad_v, grad_weight, None, None, None, sinks)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.engines.triton.cards import INTERPRETING
-from headwise.engines.triton.launch import on, operands, precision
+from headwise.engines.triton.launch import WORD, on, operands, precision, stride_unit
 from headwise.engines.triton.split import (
     Held,
     Merged,
@@ -17,7 +17,7 @@ from headwise.engines.triton.split import (
     merge,
     split,
 )
-from headwise.engines.triton.start import WORD, start
+from headwise.engines.triton.start import start
 from headwise.engines.triton.tiles import Given
 from headwise.problem import Terms
 from headwise.sums import DISTANCE, ENTROPY, MOMENTS, Sums, room
@@ -93,7 +93,7 @@ def launch(
     keys = k.shape[2] if longest is None else longest
     splits = shares(batch * key_heads, -(-keys // block), processors(q.device))
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
-    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+    unit = stride_unit(strides, 16)
     scaled = held.key_scales
     more = (0, 0) if scaled is None else scaled.stride()[:2]
     more += (0 if held.pages is None else held.pages.stride(0),)
@@ -130,7 +130,7 @@ def attend_stored(
     if out.numel() == 0:
         return out
     group = q.shape[1] // keys.shape[1]
-    sizes = (q.shape[2], length, group, *[0] * 10, scale, softcap or 0.0, 1.0)
+    sizes = (q.shape[2], length, group, *[0] * 10, scale, float(softcap or 0.0), 1.0)
     given = NOTHING_GIVEN._replace(sinks=None if sinks is None else sinks.contiguous())
     with on(q.device):
         launch(
@@ -138,7 +138,7 @@ def attend_stored(
             Held(key_scales, value_scales, pages), given, sizes, out,
             plain=softcap is None and 1e-6 < scale < 1e6, cap=softcap is not None, causal=causal,
             page=0 if pages is None else keys.shape[2], longest=length,
-            kind=(q.dtype, keys.dtype, pages is None) if sinks is None else None,
+            kind=(q.dtype, keys.dtype, values.dtype, pages is None) if sinks is None else None,
         )  # fmt: skip
     return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,7 @@ from headwise.masks import FURTHEST
 from headwise.problem import Terms
 
 Steps = list[int] | None
+WORD = 1 << 31  # a larger number is another type to a kernel
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,11 @@ def pad(x: Tensor) -> int:
     matrix products handle as one. Narrower heads pay for the exponential, not for the product."""
     least = 16 if INTERPRETING else 128 // x.itemsize
     return max(least, 1 << (x.shape[-1] - 1).bit_length())
+
+
+def stride_unit(strides: Iterable[int], unit: int) -> int:
+    """What strides are handed over in: `unit` where all are multiples of it, and fit 32 bits."""
+    return unit if all(stride % unit == 0 and stride < WORD for stride in strides) else 1
 
 
 def precision(dtype: torch.dtype) -> str:

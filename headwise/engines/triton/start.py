@@ -14,9 +14,8 @@ from torch import Tensor
 
 from headwise.engines.recording import launch, note
 from headwise.engines.triton.cards import INTERPRETING
-from headwise.engines.triton.launch import Operands
+from headwise.engines.triton.launch import WORD, Operands
 
-WORD = 1 << 31  # a larger number is another type to a kernel
 Kind = tuple[object, ...] | None
 _COMPILED: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
 

@@ -10,13 +10,15 @@ from torch import Tensor
 from headwise.engines.operators import CALL, define, direct
 from headwise.engines.triton.cards import INTERPRETING
 from headwise.engines.triton.launch import (
+    WORD,
     broadcast_strides,
     on,
     operands,
     outer_strides,
+    stride_unit,
 )
 from headwise.engines.triton.single import Known, Single, single
-from headwise.engines.triton.start import WORD, kind_of, start
+from headwise.engines.triton.start import kind_of, start
 from headwise.observation import STATISTICS
 from headwise.problem import Problem, Terms
 from headwise.sums import Sums
@@ -59,7 +61,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     known = Known(lse, max_logit, entropy if entropy.numel() else None)
     rows = 32 if max(call.padded) <= 64 else 16
     strides = (*outer_strides(call.q), *outer_strides(call.k))
-    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    unit = stride_unit(strides, 8)
     simple = starts is None and max(*strides, abs(first), sink_keys) < WORD
     with on(q.device):
         start(

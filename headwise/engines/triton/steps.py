@@ -10,9 +10,8 @@ from torch import Tensor
 
 from headwise.engines.triton.cards import INTERPRETING, card
 from headwise.engines.triton.decoding import NOTHING_HELD, processors, shares, tile
-from headwise.engines.triton.launch import on
+from headwise.engines.triton.launch import WORD, on, stride_unit
 from headwise.engines.triton.split import Held, merge_step, split_step
-from headwise.engines.triton.start import WORD
 
 Grid = tuple[int, int, int]
 
@@ -43,7 +42,7 @@ class Step:
         block, warps, stages = tile(width, itemsize, rows)
         splits = shares(batch * key_heads, -(-length // block), processors(device))
         chained = not INTERPRETING and card(device).major >= 9
-        unit = 16 if all(stride % 16 == 0 for stride in strides[:9]) else 1
+        unit = stride_unit(strides[:9], 16)
         self.shape, self.dtype, self.device = q, dtype, device
         self.parts = batch * heads * queries * splits
         self.room = self.parts * (width + 2)
