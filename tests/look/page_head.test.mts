@@ -7,6 +7,7 @@ import { Cache } from '../../page/src/views/head/cache.ts';
 import { Lines } from '../../page/src/views/head/lines.ts';
 import { boxOf, cellSize, levelFor, tilesWithin } from '../../page/src/views/head/pyramid.ts';
 import { Queue } from '../../page/src/views/head/queue.ts';
+import { fixedPoint } from '../../page/src/views/head/view.ts';
 
 /** A generator of numbers below a limit, the same ones each time. */
 function random(seed: number): (below: number) => number {
@@ -49,6 +50,14 @@ test('a cell fills a pixel, and the next finer one would not', () => {
     if (level > 0) assert.ok(cellSize(pyramid, level) * pixels >= 0.999);
     if (level < 9) assert.ok(cellSize(pyramid, level + 1) * pixels < 1.001);
   }
+});
+
+test('what is chosen stays where it is while one zooms, and else the middle does', () => {
+  const [view, size] = [{ scale: 2, x: -100, y: -300 }, { width: 600, height: 400 }];
+  assert.deepEqual(fixedPoint(view, size, 200, 100), [101, 101]);
+  assert.deepEqual(fixedPoint(view, size, 200, null), [300, 101]);
+  assert.deepEqual(fixedPoint(view, size, 149, 400), [300, 200]); // both are out of sight
+  assert.deepEqual(fixedPoint(view, size, null, null), [300, 200]);
 });
 
 test('the least recently used go first, and the bytes stay below their limit', () => {

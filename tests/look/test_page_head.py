@@ -159,6 +159,58 @@ def test_keys_zoom_move_choose_and_lead_back_to_the_whole(visit: Visits) -> None
     assert picture(page) == whole
 
 
+def test_keys_zoom_about_what_is_chosen(visit: Visits, served: Served) -> None:
+    page = visit(f"{HEAD}&row=368&column=100")
+    plot(page)
+    for _ in range(6):
+        page.keyboard.press("+")
+    expect(page).to_have_url(re.compile("zoom=6"))  # 64, or as far as it goes
+    place = parse_qs(urlsplit(page.url).fragment.partition("?")[2])
+    zoom, x, y = (float(place[name][0]) for name in ("zoom", "x", "y"))
+    reach = len(tokens(served)) / zoom / 2
+    assert abs(y - 368.5) < reach
+    assert abs(x - 100.5) < reach
+    expect(page.locator("output.reading")).to_contain_text("query 368")
+
+
+DRAWN = """() => {
+  window.drawn = {};
+  const draw = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const { a, b, e, f } = this.getTransform();
+    const box = this.measureText(text);
+    if (b === 0) window.drawn[`${text} ${x} ${y}`] = [
+      text,
+      e + a * (x - box.actualBoundingBoxLeft), f + a * (y - box.actualBoundingBoxAscent),
+      e + a * (x + box.actualBoundingBoxRight), f + a * (y + box.actualBoundingBoxDescent),
+    ];
+    draw.call(this, text, x, y);
+  };
+}"""
+"""Keeps every upright text of a canvas and the pixels it takes."""
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_names_of_the_axes_touch_no_number(visit: Visits, served: Served, width: int) -> None:
+    page = visit(HEAD, viewport={"width": width, "height": 800})
+    box = plot(page).bounding_box()
+    assert box is not None
+    fitting = box["height"] / len(tokens(served))
+    scale = min(56, 60 * fitting)  # pixels a token
+    middle = 312.5 + (box["height"] / 2 - 1) / scale  # row 312's number is a pixel below the edge
+    page.add_init_script(f"({DRAWN})()")
+    page.goto(f"{page.url.partition('#')[0]}{HEAD}&zoom=60&x=305&y={middle}")
+    page.reload()
+    picture(page)
+    drawn = page.evaluate("() => Object.values(window.drawn)")
+    (name,) = (box for box in drawn if box[0] == "query ↓")
+    others = [box for box in drawn if box[0] != "query ↓"]
+    assert len(others) > 8
+    for text, left, top, right, bottom in others:
+        apart = right < name[1] or left > name[3] or bottom + 1 < name[2] or top - 1 > name[4]
+        assert apart, f"{text!r} touches the name of its axis"
+
+
 def test_pooling_colour_and_left_out_keys_change_the_picture(visit: Visits) -> None:
     page = visit(HEAD)
     seen = [picture(page)]

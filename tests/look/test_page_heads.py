@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from headwise.look.export import write
@@ -81,6 +82,20 @@ def test_a_point_of_the_scatter_names_its_head_and_opens_it(visit: Visits, serve
     expect(page).to_have_url(re.compile(rf"#/head\?.*layer={layer}&head={head}"))
 
 
+def test_a_figure_that_all_heads_share_has_no_bar(visit: Visits, served: Served) -> None:
+    page = visit("#/heads?layer=5&head=1")
+    # The first row sees one key only: its weight is one, in some heads but for rounding.
+    assert set(figures(served, "entropy_min").values()) == {0.0}
+    assert list(figures(served, "sink_mass_max").values()) == pytest.approx([1.0] * 48)
+    for name in ("entropy, min", "first-token weight, max"):
+        shared = page.get_by_role("button", name=name)
+        expect(shared).to_have_attribute("title", re.compile("the same in all heads$"))
+        expect(shared.locator(".bar")).to_have_count(0)
+    other = page.get_by_role("button", name="effective keys")
+    expect(other).to_have_attribute("title", re.compile(r"\d+ of 48, the highest first$"))
+    expect(other.locator(".bar")).to_have_count(1)
+
+
 def test_arrows_move_over_heads_and_enter_opens_one(visit: Visits) -> None:
     page = visit("#/heads")
     names(page)
@@ -109,6 +124,7 @@ def test_the_page_speaks_the_browser_s_language_until_told_otherwise(visit: Visi
     page = visit("#/heads", locale="zh-CN")
     expect(page.get_by_role("link", name="所有注意力头")).to_be_visible()
     expect(page.locator("html")).to_have_attribute("lang", "zh-Hans")
+    expect(page.get_by_title("平均往回看多少个词元").first).to_be_visible()
     page.get_by_role("button", name="English").click()
     expect(page.get_by_role("link", name="All heads")).to_be_visible()
     page.reload()

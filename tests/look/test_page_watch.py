@@ -15,6 +15,7 @@ from headwise.look.server import application, listening
 from headwise.look.session import Progress, Session
 from headwise.look.watch_api import WatchedFolder
 from tests.look.conftest import Served, Visits
+from tests.look.test_page_narrow import LANGUAGES, try_widths
 from tests.look.test_watch_api import Training
 
 
@@ -117,6 +118,18 @@ def test_the_page_speaks_chinese_and_shows_a_run_by_itself(
     expect(page.get_by_role("link", name="训练监视")).to_be_visible()
     expect(page.get_by_role("heading", name="警报")).to_be_visible()
     expect(page.get_by_text("第 1 步")).to_be_visible()
+
+
+@pytest.mark.parametrize("locale", LANGUAGES)
+def test_no_part_of_a_run_sticks_out_of_a_narrow_window(
+    address: str, visit: Visits, training: Training, locale: str
+) -> None:
+    training.go_on(2)
+    training.sharpen(layer=0, head=1)
+    training.go_on(1)
+    page = visit("#/watch?heads=0.1", base=address, locale=locale)
+    expect(page.locator("section li").first).to_be_visible()
+    try_widths(page)
 
 
 def test_a_folder_that_is_no_run_is_named(address: str, visit: Visits, training: Training) -> None:

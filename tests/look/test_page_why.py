@@ -75,9 +75,52 @@ def test_number_keys_go_through_the_experiments_and_back_leads_back(visit: Visit
         page.keyboard.press(key)
         expect(page.get_by_role("heading", name=shown, exact=True)).to_be_visible()
         expect(page).to_have_url(re.compile(f"#/why/{name}$"))
-        expect(page.locator("math")).to_be_visible()
+        expect(page.locator("math").first).to_be_visible()
     page.go_back()
     expect(page).to_have_url(re.compile("#/why/sharing$"))
+
+
+def test_brackets_are_no_higher_than_what_they_hold(visit: Visits) -> None:
+    for name in ("scale", "heads", "scores"):
+        page = visit(f"#/why/{name}")
+        expect(page.get_by_role("table", name="Figures")).to_be_visible()
+        pairs = page.locator("math mo").evaluate_all(
+            """all => all.filter(({ textContent }) => textContent === '(').map((open) => {
+              const height = (element) => element.getBoundingClientRect().height;
+              let most = 0;
+              let held = open.nextElementSibling;
+              for (; held.textContent !== ')'; held = held.nextElementSibling)
+                most = Math.max(most, height(held));
+              return [height(open), height(held), most];
+            })"""
+        )
+        assert pairs
+        for opened, closed, held in pairs:
+            assert opened == closed
+            assert opened < 1.4 * held, f"{name}: {opened} around {held}"
+
+
+def test_no_more_is_lost_than_there_was_to_read(visit: Visits) -> None:
+    page = visit("#/why/heads")  # eight heads read four places
+    expect(figure(page, "lost")).to_have_text("0 %")
+    expect(page.locator("[data-figure='lost'] .beside")).to_have_text("max(0, 1 − h/m)")
+
+
+def test_additive_scores_are_drawn_with_weights_of_both_sizes(visit: Visits) -> None:
+    page = visit("#/why/scores")
+    chart = page.get_by_role("img", name="Largest weight among 64 keys")
+    box = chart.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] - 21, box["y"] + 60)  # the right end: the widest head
+    curves = found("scores")["curves"]
+    readout = page.locator(".readout", has_text="d 256")
+    for name, score in (
+        ("additive, w within ±1/√d", "additive"),
+        ("additive, w of variance 1", "additive_unscaled"),
+    ):
+        said = readout.locator("p", has_text=name).locator("b")
+        expect(said).to_have_text(written(curves[score][-1]["top_weight"]))
+    expect(page.get_by_text("with weights of variance 1 it saturates as well")).to_be_visible()
 
 
 def test_shared_logits_are_drawn_symmetric(visit: Visits) -> None:

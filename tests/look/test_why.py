@@ -148,16 +148,29 @@ class TestScores:
         times = found["additive"]["nanoseconds"] / found["dot"]["nanoseconds"]
         assert found["ratio"] == pytest.approx(times)
 
-    def test_unscaled_products_grow_with_the_width_and_additive_scores_do_not(self) -> None:
-        curves = ask("scores")["curves"]
+    @pytest.mark.parametrize("seed", [0, 1, 2])
+    def test_both_scores_saturate_with_the_width_unless_they_are_divided(self, seed: int) -> None:
+        curves = ask("scores", seed=seed)["curves"]
         narrow, wide = (
             {name: next(p for p in points if p["d"] == d) for name, points in curves.items()}
-            for d in (4, 256)
+            for d in (16, 256)
         )
-        assert wide["unscaled"]["deviation"] == pytest.approx(math.sqrt(256), rel=0.15)
+        for name in ("unscaled", "additive_unscaled"):
+            assert wide[name]["deviation"] == pytest.approx(4 * narrow[name]["deviation"], rel=0.15)
+            assert wide[name]["top_weight"] > 0.7
+        for name in ("scaled", "additive"):
+            assert wide[name]["deviation"] == pytest.approx(narrow[name]["deviation"], rel=0.15)
+            assert wide[name]["top_weight"] < 0.2
         assert wide["scaled"]["deviation"] == pytest.approx(1, rel=0.15)
-        assert wide["additive"]["deviation"] < 2 * narrow["additive"]["deviation"]
-        assert wide["unscaled"]["top_weight"] > 0.7 > 0.2 > wide["additive"]["top_weight"]
+
+    def test_additive_logits_vary_less_than_their_weights_squares_add_up_to(self) -> None:
+        curves = ask("scores")["curves"]
+        for scaled, unscaled in zip(curves["additive"], curves["additive_unscaled"], strict=True):
+            weight = comparing.additive(scaled["d"], seed=0, heads=comparing.SWEEP_HEADS).weight
+            squares = float(weight.square().sum(-1).mean())
+            assert scaled["deviation"] ** 2 < squares <= 1
+            ratio = unscaled["deviation"] / scaled["deviation"]
+            assert ratio == pytest.approx(math.sqrt(3 * scaled["d"]), rel=1e-3)
 
 
 class TestSharing:

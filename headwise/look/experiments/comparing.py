@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ SETTINGS: Mapping[str, Setting] = {
 # The time of this thread alone, which other programs hardly change, where it is counted finely.
 _fine = time.get_clock_info("thread_time").resolution < 1e-6
 _clock = time.thread_time if _fine else time.perf_counter
-SCORES = ("scaled", "unscaled", "additive")
+SCORES = ("scaled", "unscaled", "additive", "additive_unscaled")
 Scored = hw.Dot | hw.Additive
 Attend = Callable[[Tensor, Tensor, Tensor, Scored], Tensor]
 
@@ -57,7 +58,7 @@ class Sharpness:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both scores at one size, and three scores against the width."""
+    """Both scores at one size, and both against the width, scaled and unscaled."""
 
     dot: Cost
     additive: Cost
@@ -90,7 +91,11 @@ def measure(d: int, tokens: int, seed: int) -> Comparison:
 
 
 def additive(d: int, seed: int, heads: int = 1) -> hw.Additive:
-    """Bahdanau's score with weights as a layer starts with them: uniform within ±1/√d."""
+    """Bahdanau's score with weights as a layer starts with them: uniform within ±1/√d.
+
+    Their variance is 1/(3d): a sum of d terms of variance about one is divided by about √d, as the
+    scaled dot product is.
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.empty(heads, d)
     nn.init.uniform_(weight, -(d**-0.5), d**-0.5, generator=generator)
@@ -170,14 +175,22 @@ def _curves(seed: int) -> dict[str, list[Sharpness]]:
 
 def _sharpness(name: str, d: int, seed: int) -> Sharpness:
     q, k, v = drawn(d, SWEEP_KEYS, seed)
-    heads = SWEEP_HEADS if name == "additive" else 1
+    heads = SWEEP_HEADS if name.startswith("additive") else 1
     q = q.expand(1, heads, -1, -1)
-    scores: dict[str, Scored]
-    scores = {"scaled": hw.Dot(), "unscaled": hw.Dot(1.0), "additive": additive(d, seed, heads)}
     stats = ("top_prob", "logit_mean", "logit_var")
-    _, seen = hw.observe(q, k, v, score=scores[name], stats=stats)
+    _, seen = hw.observe(q, k, v, score=_score(name, d, seed, heads), stats=stats)
     variance = seen.logit_var.mean() + seen.logit_mean.var(2, correction=0).mean()
     return Sharpness(d, float(variance.sqrt()), float(seen.top_prob.mean()))
+
+
+def _score(name: str, d: int, seed: int, heads: int) -> Scored:
+    if name == "scaled":
+        return hw.Dot()
+    if name == "unscaled":
+        return hw.Dot(1.0)
+    start = additive(d, seed, heads)
+    # the same weights without their division: of variance one, whatever the width
+    return start if name == "additive" else hw.Additive(math.sqrt(3 * d) * start.weight)
 
 
 def drawn(d: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,9 +34,13 @@ function linearTicks({ low, high }: Axis, count: number): number[] {
   const raw = (high - low) / Math.max(1, count);
   if (!(raw > 0)) return [low];
   const size = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((each) => each * size).find((each) => each >= raw)!;
-  const first = Math.ceil(low / step - 1e-9);
-  const last = Math.floor(high / step + 1e-9);
+  const steps = [0.5, 1, 2, 5, 10].map((each) => each * size);
+  const firstOf = (step: number) => Math.ceil(low / step - 1e-9);
+  const lastOf = (step: number) => Math.floor(high / step + 1e-9);
+  const wanted = steps.findIndex((each) => each >= raw);
+  // One number alone says nothing of the scale.
+  const step = steps[firstOf(steps[wanted]!) < lastOf(steps[wanted]!) ? wanted : wanted - 1]!;
+  const [first, last] = [firstOf(step), lastOf(step)];
   return Array.from({ length: last - first + 1 }, (_, index) => (first + index) * step);
 }
 

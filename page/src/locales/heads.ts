@@ -37,6 +37,7 @@ const en = {
   open: 'Open',
   compare: 'Compare',
   figures: 'Figures',
+  same: 'the same in all heads',
   rank: (rank: number, of: number) => `${rank} of ${of}, the highest first`,
   tile: (name: string, type: string, figure: string, value: string) =>
     `Head ${name}, ${type}, ${figure} ${value}`,
@@ -85,6 +86,7 @@ const zh: typeof en = {
   open: '打开',
   compare: '对比',
   figures: '统计量',
+  same: '所有头都相同',
   rank: (rank, of) => `${of} 个头中从高到低第 ${rank}`,
   tile: (name, type, figure, value) => `头 ${name}，${type}，${figure} ${value}`,
   keys: [

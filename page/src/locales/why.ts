@@ -22,7 +22,7 @@ const en = {
     heads:
       'Cutting the width into h heads is free: the matrices keep their 4d² parameters and the products their operations, but there are h maps instead of one, and each compares in d/h dimensions. One head has one set of weights a row, so what it brings from several places arrives as their mean; as many heads as places bring each for itself.',
     scores:
-      'Both scores take O(n²·d) operations, but one is a matrix product and the other a tanh for each pair and dimension, all kept for the backward pass where they are written out; block by block only q, k, v and the output are kept, ever less a pair as n grows. Unscaled dot products grow like √d and saturate softmax, which bounded additive scores never do: dividing by √d takes that advantage away.',
+      'Both scores take O(n²·d) operations, but one is a matrix product and the other a tanh for each pair and dimension, all kept for the backward pass where they are written out; block by block only q, k, v and the output are kept, ever less a pair as n grows. Unscaled, both grow like √d and saturate softmax. The dot product is divided by √d; the additive score’s weights start within ±1/√d, which is the same division: with weights of variance 1 it saturates as well.',
     sharing:
       'With one matrix for queries and keys the logits are symmetric: before softmax i looks at j as hard as j at i, and tokens of equal length look at themselves most. Give the tokens different lengths and the long ones win instead: it is the norm that attracts, not the diagonal.',
   } as Record<ExperimentId, string>,
@@ -55,7 +55,7 @@ const en = {
     heads:
       'Parameters and operations are counted on hw.nn.MultiHeadAttention, biases included. The rank is that of the first head’s W_q W_kᵀ in a freshly initialised layer. For the reading task each token must know what stands at so many places before it, each for itself; heads that have several places average them, and the best linear readout (least squares) recovers what it can.',
     scores:
-      'hw.attention with hw.Dot() and hw.Additive(w), on one core, in turns, the fastest of five; w as a layer starts with it, uniform within ±1/√d. Bytes are what autograd keeps between forward and backward, counted by its own hooks: once for the textbook’s lines, once for headwise’s blocks. The curves are of N(0, 1) queries over as many keys as stated.',
+      'hw.attention with hw.Dot() and hw.Additive(w), on one core, in turns, the fastest of five; w as a layer starts with it, uniform within ±1/√d; of variance 1 it is the same w times √(3d). Bytes are what autograd keeps between forward and backward, counted by its own hooks: once for the textbook’s lines, once for headwise’s blocks. The curves are of N(0, 1) queries over as many keys as stated.',
     sharing:
       'The same random tokens go through hw.nn.MultiHeadAttention with Separate() and with Shared() projections, freshly initialised with the same query matrix. Lengths are e^(σ·N(0, 1)). The curve is the mean over several draws of tokens.',
   } as Record<ExperimentId, string>,
@@ -122,7 +122,12 @@ const en = {
     standard: 'standard deviation',
     top: (keys: string) => `Largest weight among ${keys} keys`,
     weight: 'mean over rows',
-    curves: { scaled: 'dot / √d', unscaled: 'dot', additive: 'additive' },
+    curves: {
+      scaled: 'dot / √d',
+      unscaled: 'dot',
+      additive: 'additive, w within ±1/√d',
+      additive_unscaled: 'additive, w of variance 1',
+    },
     here: 'd now',
     ratio: 'Additive takes',
     times: (ratio: string) => `${ratio} × as long`,
@@ -166,7 +171,7 @@ const zh: typeof en = {
     heads:
       '把宽度切成 h 个头不增加任何代价：四个矩阵仍是 4d² 个参数，乘法次数也不变，但注意力图从一张变成 h 张，每个头只在 d/h 维中比较。一个头每行只有一组权重，从多处取来的内容只能是平均值；有几处就用几个头，才能各自取回。',
     scores:
-      '两种打分都是 O(n²·d)，但点积是矩阵乘法，加性打分则要对每一对、每一维算一次 tanh，逐步写出时还要为反向传播全部保留；分块计算时只保留 q、k、v 和输出，n 越大，摊到每一对上的就越少。不缩放的点积随 √d 增大并使 softmax 饱和，有界的加性打分不会；除以 √d 之后，这一优势就不复存在。',
+      '两种打分都是 O(n²·d)，但点积是矩阵乘法，加性打分则要对每一对、每一维算一次 tanh，逐步写出时还要为反向传播全部保留；分块计算时只保留 q、k、v 和输出，n 越大，摊到每一对上的就越少。不缩放时，两者都随 √d 增大并使 softmax 饱和。点积要除以 √d；加性打分的权重一开始就在 ±1/√d 之内，这其实是同一个除法：换成方差为 1 的权重，它同样会饱和。',
     sharing:
       '查询与键共用一个矩阵时 logits 是对称的：在 softmax 之前，i 看 j 与 j 看 i 一样强，长度相同的词元最关注自己。若词元长度不同，胜出的就是长的词元：吸引注意力的是范数，而不是对角线。',
   },
@@ -199,7 +204,7 @@ const zh: typeof en = {
     heads:
       '参数量与运算量在 hw.nn.MultiHeadAttention 上数出，含偏置。秩取自新初始化的层中第一个头的 W_q W_kᵀ。读取任务中，每个词元须分别知道它之前若干位置的内容；一个头若负责多处就只能取平均，再由最优线性读出（最小二乘）尽量恢复。',
     scores:
-      '用 hw.Dot() 与 hw.Additive(w) 调用 hw.attention，单核、轮流运行，取五次中最快的一次；w 为层的初始值，在 ±1/√d 内均匀分布。字节数是 autograd 在前向与反向之间保留的量，由其钩子数出：一次按教科书写法，一次按 headwise 的分块计算。曲线中的查询为 N(0, 1)，键数如标题所示。',
+      '用 hw.Dot() 与 hw.Additive(w) 调用 hw.attention，单核、轮流运行，取五次中最快的一次；w 为层的初始值，在 ±1/√d 内均匀分布；方差为 1 时是同一个 w 乘以 √(3d)。字节数是 autograd 在前向与反向之间保留的量，由其钩子数出：一次按教科书写法，一次按 headwise 的分块计算。曲线中的查询为 N(0, 1)，键数如标题所示。',
     sharing:
       '同一批随机词元分别经过使用 Separate() 与 Shared() 投影的 hw.nn.MultiHeadAttention，二者新初始化，查询矩阵相同。长度为 e^(σ·N(0, 1))。曲线是多次抽样的平均。',
   },
@@ -266,7 +271,12 @@ const zh: typeof en = {
     standard: '标准差',
     top: (keys) => `${keys} 个键中的最大权重`,
     weight: '各行平均',
-    curves: { scaled: '点积 / √d', unscaled: '点积', additive: '加性' },
+    curves: {
+      scaled: '点积 / √d',
+      unscaled: '点积',
+      additive: '加性，w 在 ±1/√d 内',
+      additive_unscaled: '加性，w 方差为 1',
+    },
     here: '当前 d',
     ratio: '加性打分耗时',
     times: (ratio) => `点积的 ${ratio} 倍`,

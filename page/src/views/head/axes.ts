@@ -45,6 +45,9 @@ export interface Axis {
 /** Pixels per token from which tokens are written. */
 const READABLE = 13;
 
+/** Pixels beside the plot that make room for a row's number before its token. */
+const NUMBERS_FROM = 80;
+
 const SLANT = -Math.PI / 3;
 
 export function rowAxis(frame: Frame, view: View, length: number): Omit<Axis, 'token'> {
@@ -82,13 +85,14 @@ export function drawRows(
   context.textBaseline = 'middle';
   context.textAlign = 'right';
   if (scale >= READABLE) {
-    const numbers = 8 + 6.2 * String(axis.stop).length;
+    const numbers = room < NUMBERS_FROM ? 0 : 8 + 6.2 * String(axis.stop).length;
     for (let row = axis.start; row < axis.stop; row++) {
       const y = axis.pixel(row + 0.5);
       if (y < frame.top || y > frame.top + frame.height) continue;
       context.font = `11px ${ink.sans}`;
       context.fillStyle = ink.text;
       context.fillText(fitted(context, axis.token(row), room - numbers), frame.left - 8, y);
+      if (numbers === 0) continue;
       context.font = `10px ${ink.sans}`;
       context.fillStyle = ink.faint;
       context.textAlign = 'left';

@@ -79,8 +79,9 @@ export class Camera {
     return this.#here ?? whole(this.#extent);
   }
 
-  zoomBy(factor: number): void {
-    if (this.#target) select(this.#target).call(this.#behaviour.scaleBy, factor);
+  /** Zoom about a pixel of the window, by default its middle. */
+  zoomBy(factor: number, about?: [number, number]): void {
+    if (this.#target) select(this.#target).call(this.#behaviour.scaleBy, factor, about);
   }
 
   showWhole(): void {

@@ -12,7 +12,10 @@ import type { Tile } from './tiles';
 import type { Extent, Size, View } from './view';
 
 /** Room around the plot, in CSS pixels: tokens on the left and below, margins above and right. */
-export const ROOM = { left: 108, top: 44, right: 62, bottom: 76 } as const;
+const ROOM = { left: 108, top: 44, right: 62, bottom: 76 };
+/** Less at the sides where there is little width: the buttons stand lower, clear of the margin. */
+const LITTLE = { left: 64, top: 44, right: 46, bottom: 92 };
+const NARROW = 480; // pixels of width below which there is little
 
 const WIDEST = 2.5; // times as wide as high, or as high as wide
 const GAP = 4; // between the plot and its margins
@@ -39,14 +42,20 @@ export interface Chart {
   readonly columnToken: (index: number) => string;
 }
 
-/** Where the plot lies in a canvas of this size: shaped as the map is, unless that is a ribbon. */
-export function frameOf({ width, height }: Size, { rows, columns }: Extent): Frame {
-  const wide = Math.max(40, width - ROOM.left - ROOM.right);
-  const tall = Math.max(40, height - ROOM.top - ROOM.bottom);
+/** Where the plot lies, and the room on its right and below it. */
+export interface Plot extends Frame {
+  readonly right: number;
+  readonly bottom: number;
+}
+
+/** The plot in a canvas of this size: shaped as the map is, unless that is a ribbon. */
+export function frameOf({ width, height }: Size, { rows, columns }: Extent): Plot {
+  const room = width < NARROW ? LITTLE : ROOM;
+  const wide = Math.max(40, width - room.left - room.right);
+  const tall = Math.max(40, height - room.top - room.bottom);
   const shape = Math.min(WIDEST, Math.max(1 / WIDEST, columns / Math.max(1, rows)));
   return {
-    left: ROOM.left,
-    top: ROOM.top,
+    ...room,
     width: Math.min(wide, tall * shape),
     height: Math.min(tall, wide / shape),
   };
@@ -54,7 +63,7 @@ export function frameOf({ width, height }: Size, { rows, columns }: Extent): Fra
 
 export function drawChart(
   context: CanvasRenderingContext2D,
-  frame: Frame,
+  frame: Plot,
   ratio: number,
   chart: Chart,
   ink: Ink,
@@ -77,7 +86,7 @@ export function drawChart(
   context.lineWidth = 1;
   context.strokeRect(frame.left - 0.5, frame.top - 0.5, frame.width + 1, frame.height + 1);
   drawRows(context, frame, view.scale, rows, ink);
-  drawColumns(context, frame, view.scale, columns, ROOM.bottom, ink);
+  drawColumns(context, frame, view.scale, columns, frame.bottom, ink);
   drawNames(context, frame, chart, ink);
   if (chart.margins) drawMargins(context, frame, chart, chart.margins, rows, columns, ink);
 }
@@ -103,15 +112,15 @@ function drawPaper(
 
 function drawMargins(
   context: CanvasRenderingContext2D,
-  frame: Frame,
+  frame: Plot,
   { drop }: Chart,
   { entropy, received }: Margins,
   rows: Sight,
   columns: Sight,
   ink: Ink,
 ): void {
-  const right = { ...frame, left: frame.left + frame.width + GAP, width: ROOM.right - GAP - 4 };
-  const above = { ...frame, top: 16, height: ROOM.top - GAP - 16 };
+  const right = { ...frame, left: frame.left + frame.width + GAP, width: frame.right - GAP - 4 };
+  const above = { ...frame, top: 16, height: frame.top - GAP - 16 };
   const mostEntropy = mostOf(entropy, rows.start, rows.stop);
   const mostReceived = mostOf(received, Math.max(drop, columns.start), columns.stop);
   drawStrip(context, entropy, right, false, rows.pixel, mostEntropy, ink);
@@ -122,7 +131,7 @@ function drawMargins(
   context.textAlign = 'left';
   context.fillText(short(mostEntropy), right.left, frame.top + frame.height + 12);
   context.textAlign = 'right';
-  context.fillText(short(mostReceived), frame.left - 6, above.top + 8);
+  context.fillText(short(mostReceived), frame.left - 6, above.top + 3);
 }
 
 /** What the axes and the margins are. */
@@ -139,7 +148,8 @@ function drawNames(
   context.textAlign = 'left';
   context.fillText(names.received, frame.left, 11);
   context.fillText(names.entropy, frame.left + frame.width + GAP, frame.top - 5);
-  context.fillText(`${names.row} ↓`, 4, frame.top - 5);
+  // Higher than the other names: the first row's number may stand at the very edge of the plot.
+  context.fillText(`${names.row} ↓`, 4, frame.top - 11);
   context.fillText(`${names.column} →`, 4, bottom + 18);
 }
 

@@ -85,6 +85,20 @@ export function boxIn({ scale, x, y }: View, { width, height }: Size): Box {
   };
 }
 
+/** The pixel that stays while one zooms: what is chosen; the middle where that is out of sight. */
+export function fixedPoint(
+  view: View,
+  { width, height }: Size,
+  row: number | null,
+  column: number | null,
+): [number, number] {
+  const along = (token: number | null, first: number, room: number) => {
+    const pixel = token === null ? NaN : first + (token + 0.5) * view.scale;
+    return pixel >= 0 && pixel <= room ? pixel : room / 2;
+  };
+  return [along(column, view.x, width), along(row, view.y, height)];
+}
+
 /** Where the middle token puts the first one, without leaving a side of the window needlessly bare. */
 function shift(middle: number, scale: number, length: number, room: number): number {
   const spare = room - length * scale;

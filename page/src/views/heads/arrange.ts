@@ -28,10 +28,14 @@ export function rangeOf(heads: readonly HeadFigures[], by: string): [number, num
   return values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
 }
 
-/** Where a value lies in a range: 0 to 1; null where there is no value. */
+/** What differs by less, of its size, differs by rounding. */
+const EQUAL = 1e-5;
+
+/** Where a value lies in a range: 0 to 1; null where there is no value, or all are equal. */
 export function share(value: number | null | undefined, [low, high]: [number, number]) {
   if (value === null || value === undefined) return null;
-  return high > low ? (value - low) / (high - low) : 0.5;
+  if (high - low <= EQUAL * Math.max(Math.abs(low), Math.abs(high))) return null;
+  return (value - low) / (high - low);
 }
 
 /** A filter that was understood, or the word that was not. */

@@ -39,7 +39,7 @@ export function layOut(
   const wide = (room.width - LABEL) / abreast - gap;
   const high = room.height / layers.length - CAPTION - gap;
   const tile = Math.floor(Math.max(22, Math.min(wide, 360, Math.max(high, 72))));
-  const captioned = tile >= 60;
+  const captioned = tile >= 66;
   const [right, down] = [tile + gap, tile + gap + (captioned ? CAPTION : 0)];
 
   const byLayer = order === 'layers';

@@ -72,7 +72,7 @@ export interface Cost {
   fused_bytes: number;
 }
 
-export const SCORES = ['scaled', 'unscaled', 'additive'] as const;
+export const SCORES = ['scaled', 'unscaled', 'additive', 'additive_unscaled'] as const;
 
 export interface ScoresFound {
   dot: Cost;

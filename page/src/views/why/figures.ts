@@ -89,7 +89,7 @@ function heads(found: HeadsFound, settings: Record<string, Whole>): FigureTable 
         id: 'lost',
         name: w.heads.lostFigure(written(places)),
         value: lost,
-        beside: '1 − h/m',
+        beside: 'max(0, 1 − h/m)',
       },
     ],
   };
