@@ -51,6 +51,15 @@ def attention(
     q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv) -> (B, Hq, N, Dv); Hkv divides Hq.
     Without a batch, (H, N, D) works too. A row that sees no key gives 0.
 
+    - score: `hw.Dot()`, which is q·k/√D, or `hw.Additive`, `hw.General`, `hw.Cosine`
+    - mask: which keys a query may see, of `hw.mask`; None shows all
+    - bias: what is added to the logits: a tensor that broadcasts to (B, Hq, N, M), `hw.ALiBi` or
+      `hw.RelativeBuckets`; -inf hides a key
+    - softcap: c makes each logit c · tanh(logit / c) before the bias
+    - sinks: (Hq,) logits that take weight and give no value, so that rows sum to less than one
+    - dropout: the rate at which weights are dropped; `hw.Dropout(rate, seed)` drops the same again
+    - engine: "auto", or the name of one; `hw.explain` says which can serve a call
+
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind(0)
     >>> hw.attention(q, k, v, mask=hw.mask.causal()).shape
@@ -107,8 +116,12 @@ def observe(
 ) -> tuple[Tensor, Observation]:
     """What `attention` returns, and what each head did: entropy, largest logit, distance, ...
 
-    `stats` names some of the statistics; `rows=256` looks at a sample of the query rows only, which
-    `seen.rows` names. `lse` and `entropy` have gradients.
+    The options of `attention`, and what to look at; `hw.Observation` defines the statistics. `lse`
+    and `entropy` have gradients.
+
+    - stats: the names of the statistics; None for all of `hw.STATISTICS`
+    - rows: how many query rows to look at, or which (a tensor); `seen.rows` names them
+    - sink_keys: how many keys at the start of a sequence count for `sink_mass`
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind(0)
@@ -218,8 +231,8 @@ def attention_map(
 ) -> AttentionMap:
     """The attention weights as a matrix that is never stored: any part of it is exact on demand.
 
-    With v, the map can weigh by the values' norms. lse (B, Hq, N), where it is known, saves a pass.
-    Without a batch, the map has a batch of one.
+    The options are those of `attention`. With v, the map can weigh by the values' norms. lse
+    (B, Hq, N), where it is known, saves a pass. Without a batch, the map has a batch of one.
 
     >>> import torch, headwise as hw
     >>> q, k = torch.randn(2, 1, 2, 100, 16).unbind(0)
@@ -227,7 +240,7 @@ def attention_map(
     >>> amap[0, 1, 10:12, :11].shape
     torch.Size([2, 11])
     """
-    values = k[..., :0] if v is None else v
+    values = k[..., :0] if v is None and isinstance(k, Tensor) else v
     four = _batched("attention_map", q, k, values)
     problem = pose(
         "attention_map", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
@@ -309,9 +322,9 @@ def partial(
     return Partial.from_sums(sums, sinks, q.dtype)
 
 
-def _batched(call: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _batched(call: str, q: object, k: object, v: object) -> tuple[Tensor, Tensor, Tensor]:
     """(B, H, N, D) as it is; (H, N, D) with a batch of one."""
-    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         raise ValueError(f"q, k and v need to be tensors\n  in {restate(call, q, k, v)}")
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         raise ValueError(

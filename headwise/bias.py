@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.given import is_integer
+
 
 @dataclass(frozen=True, eq=False)
 class ALiBi:
@@ -20,9 +22,15 @@ class ALiBi:
     slopes: Tensor
 
     def __init__(self, heads_or_slopes: int | Tensor) -> None:
-        given = heads_or_slopes
-        slopes = given if isinstance(given, Tensor) else torch.tensor(_usual_slopes(given))
-        object.__setattr__(self, "slopes", slopes)
+        given: object = heads_or_slopes
+        if not isinstance(given, Tensor):
+            if not is_integer(given) or given < 1:
+                raise ValueError(
+                    f"hw.ALiBi({given!r}): the number of heads, or a tensor of slopes (Hq,), "
+                    "would work"
+                )
+            given = torch.tensor(_usual_slopes(given))
+        object.__setattr__(self, "slopes", given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +44,12 @@ class RelativeBuckets:
     table: Tensor
     bidirectional: bool = True
     max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        table: object = self.table
+        if not isinstance(table, Tensor) or table.ndim == 0:
+            raise ValueError("hw.RelativeBuckets takes a table (buckets, Hq), which is a tensor")
+        check_buckets(table.shape[0], self.bidirectional, self.max_distance)
 
     def by_distance(self) -> Tensor:
         """The bias for distances i - j from -max_distance to max_distance, (Hq, 2R + 1)."""
@@ -62,6 +76,22 @@ class RelativeBuckets:
 
 
 Bias = ALiBi | RelativeBuckets | Tensor
+
+
+def check_buckets(buckets: int, bidirectional: bool, max_distance: int) -> None:
+    """ValueError unless some buckets hold exact distances, and others those up to the furthest."""
+    exact = buckets // (4 if bidirectional else 2)
+    if exact < 1:
+        needed = 4 if bidirectional else 2
+        raise ValueError(
+            f"hw.RelativeBuckets with bidirectional={bidirectional} needs at least {needed} "
+            f"buckets, and has {buckets}"
+        )
+    if not is_integer(max_distance) or max_distance <= exact:
+        raise ValueError(
+            f"hw.RelativeBuckets(max_distance={max_distance!r}): {exact} of the {buckets} buckets "
+            f"hold exact distances, so the furthest is an integer above {exact}"
+        )
 
 
 def _usual_slopes(heads: int) -> list[float]:

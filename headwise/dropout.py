@@ -23,6 +23,19 @@ class Dropout:
     rate: float
     seed: int | Tensor | None = None
 
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+
+
+def check_rate(rate: float) -> None:
+    """ValueError unless weights can be dropped at this rate."""
+    try:
+        fits = 0 <= rate < 1
+    except TypeError:  # no number at all
+        fits = False
+    if not fits:
+        raise ValueError(f"dropout={rate!r} must lie in [0, 1)")
+
 
 def draw_seed(device: torch.device) -> Tensor:
     """A fresh seed from PyTorch's generator, on the device, without waiting for it."""

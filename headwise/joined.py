@@ -21,6 +21,7 @@ class Both(Mask):
     pieces: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        _check_masks(self.a, self.b, "&")
         object.__setattr__(self, "pieces", _counted(self.a.pieces * self.b.pieces, "&"))
 
     def __repr__(self) -> str:
@@ -92,6 +93,7 @@ class Either(Mask):
     pieces: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        _check_masks(self.a, self.b, "|")
         dense = self.a.pieces == 0 or self.b.pieces == 0
         count = 0 if dense else _counted(self.a.pieces + self.b.pieces, "|")
         object.__setattr__(self, "pieces", count)
@@ -147,6 +149,16 @@ def _within(
         return tuple((a0.clamp_min(0), torch.minimum(a1, last)) for a0, a1 in pieces)
     first = place.rows(low)
     return tuple((torch.maximum(a0, first), torch.minimum(a1, last)) for a0, a1 in pieces)
+
+
+def _check_masks(a: object, b: object, sign: str) -> None:
+    for x in (a, b):
+        if not isinstance(x, Mask):
+            kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"a {sign} b joins two headwise masks, and one of these is a {kind}; "
+                "hw.mask.dense(bool_tensor) is a mask that is True where a query may attend"
+            )
 
 
 def _counted(pieces: int, sign: str) -> int:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.engines.maps import loops_for
 from headwise.engines.tiles import Cells, How
+from headwise.given import is_integer
 from headwise.logsums import LogSums
 from headwise.problem import Problem, restate, without_dropout
 from headwise.region import Box, Index, Region, indexed, written
+from headwise.unchanged import Unchanged
 
 LIMIT = 1 << 26  # weights that one slice holds at most
 TILE = 256  # cells along each side of a pyramid's tile
@@ -28,7 +31,7 @@ class AttentionMap:
     A weight is exp(logit - lse): 0 where the mask hides the key, and with sinks a row sums to less
     than one. Weights are float32, or float64 for float64 inputs, and have no gradient. lse is
     computed when it is first needed, for the rows and heads that are asked for. The map keeps q and
-    k themselves: it is of what they hold when it is looked at.
+    k themselves, and can't be looked at once they have been written over.
 
     >>> import torch, headwise as hw
     >>> q, k = torch.randn(2, 1, 8, 5000, 16).unbind(0)
@@ -40,29 +43,41 @@ class AttentionMap:
     """
 
     __iter__ = None  # or a loop over a map would quietly compute all of it
+    _region: Region
+    _sums: LogSums
+    _kept: Unchanged
 
     def __init__(self, problem: Problem, lse: Tensor | None = None) -> None:
         problem = without_dropout(problem)
         q, k, v = problem.q.detach(), problem.k.detach(), problem.v.detach()
         with torch.no_grad():
-            self._region = Region(q, k, v, problem.terms())
+            region = Region(q, k, v, problem.terms())
         if lse is not None and lse.shape != q.shape[:3]:
             raise ValueError(
                 f"lse has shape {tuple(lse.shape)}; one number for each query row, "
                 f"{tuple(q.shape[:3])}, would fit\n  in {restate('attention_map', q, k, v)}"
             )
-        self._sums = LogSums.of(self._region, lse)
+        self._hold(region, LogSums.of(region, lse))
 
     @classmethod
     def of(cls, region: Region, lse: Tensor | None = None) -> AttentionMap:
         """The map of what `region` and `lse` of another one gave, such as one read from a file."""
-        made = object.__new__(cls)
-        made._region, made._sums = region, LogSums.of(region, lse)
-        return made
+        return object.__new__(cls)._hold(region, LogSums.of(region, lse))
+
+    def _hold(self, region: Region, sums: LogSums) -> AttentionMap:
+        self._region, self._sums, self._kept = region, sums, Unchanged(region.tensors())
+        return self
 
     @property
     def region(self) -> Region:
-        """What the weights are a function of, besides lse."""
+        """What the weights are a function of, besides lse; ValueError where it is so no longer."""
+        name = self._kept.written()
+        if name is not None:
+            raise self._error(
+                f"{name}, or memory that it shares, was written over since this map was made; "
+                f"a map of {name}.clone() stays",
+                "",
+            )
         return self._region
 
     @property
@@ -84,8 +99,9 @@ class AttentionMap:
         >>> hw.attention_map(q, q, mask=hw.mask.causal()).lse.exp()
         tensor([[[1., 2., 3.]]])
         """
-        with torch.no_grad(), torch.autocast(self._region.q.device.type, enabled=False):
-            return self._sums.at(self._region.box)
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            return self._sums.at(region.box)
 
     def __repr__(self) -> str:
         weighted = "" if self._region.norms is None else " weighted"
@@ -113,6 +129,11 @@ class AttentionMap:
         """
         return self._slice(list(self._region.box), ".to_tensor()")
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """What `to_tensor` gives, as NumPy asks for it."""
+        found = self.to_tensor().numpy(force=True)
+        return found if dtype is None else found.astype(dtype, copy=False)
+
     def head(self, batch: int, head: int) -> AttentionMap:
         """The map of one head, (1, 1, N, M): views of this one, sharing what it knows of lse.
 
@@ -124,8 +145,9 @@ class AttentionMap:
         b, h, *_ = self._parse((batch, head), call := f".head({batch!r}, {head!r})")
         if not isinstance(b, int) or not isinstance(h, int):
             raise self._error("a head is named by two integers", call)
-        box = Box(range(b, b + 1), range(h, h + 1), self._region.box.rows, self._region.box.keys)
-        return self._with(self._region.cut(box), self._sums.cut(box))
+        region = self.region
+        box = Box(range(b, b + 1), range(h, h + 1), region.box.rows, region.box.keys)
+        return self._with(region.cut(box), self._sums.cut(box))
 
     def weighted(self) -> AttentionMap:
         """The map of p · ‖v‖: each weight times the length of the value that it carries.
@@ -136,11 +158,12 @@ class AttentionMap:
         tensor([[2.5000, 0.0000],
                 [2.5000, 0.0000]])
         """
-        v = self._region.v
+        region = self.region
+        v = region.v
         if v.shape[-1] == 0:
             raise self._error("no values; hw.attention_map(q, k, v) has them", ".weighted()")
         norms = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=self.dtype)
-        return self._with(replace(self._region, norms=norms), self._sums)
+        return self._with(replace(region, norms=norms), self._sums)
 
     def pool(self, size: int = 256, how: How = "mean") -> Tensor:
         """The whole map in at most size × size cells, (B, Hq, min(size, N), min(size, M)).
@@ -156,8 +179,8 @@ class AttentionMap:
                   [0.2917, 0.2083]]]])
         """
         self._check_how(how, call := f".pool({size!r}, how={how!r})")
-        if size < 1:
-            raise self._error("size is at least 1", call)
+        if not is_integer(size) or size < 1:
+            raise self._error("size is an integer, at least 1", call)
         _, _, rows, keys = self.shape
         return self._pool(self._region.box, Cells.evenly(rows, size), Cells.evenly(keys, size), how)
 
@@ -184,11 +207,12 @@ class AttentionMap:
          tensor([[[[ 0, -1],
                    [ 1,  0]]]]))
         """
-        if k < 1:
-            raise self._error("k is at least 1", f".top({k!r})")
-        with torch.no_grad(), torch.autocast(self._region.q.device.type, enabled=False):
-            sums = self._sums.at(self._region.box)
-            largest: tuple[Tensor, Tensor] = loops_for(self._region).top(self._region, sums, k)
+        if not is_integer(k) or k < 1:
+            raise self._error("k is an integer, at least 1", f".top({k!r})")
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            sums = self._sums.at(region.box)
+            largest: tuple[Tensor, Tensor] = loops_for(region).top(region, sums, k)
             return largest
 
     @property
@@ -205,7 +229,7 @@ class AttentionMap:
         >>> [amap.grid(level) for level in range(amap.levels)]
         [(1, 1), (2, 2), (4, 4)]
         """
-        if not 0 <= level < self.levels:
+        if not is_integer(level) or not 0 <= level < self.levels:
             raise self._error(f"the levels are 0 to {self.levels - 1}", f".grid({level!r})")
         side = TILE << (self.levels - 1 - level)
         _, _, rows, keys = self.shape
@@ -228,7 +252,8 @@ class AttentionMap:
         if self.shape[:2] != (1, 1):
             raise self._error("a pyramid has one head; .head(b, h) is its map", call)
         columns, lines = self.grid(level)
-        if not (0 <= x < columns and 0 <= y < lines):
+        whole = is_integer(x) and is_integer(y)
+        if not whole or not (0 <= x < columns and 0 <= y < lines):
             raise self._error(f"level {level} has tiles x < {columns}, y < {lines}", call)
         cell = 1 << (self.levels - 1 - level)
         _, _, rows, keys = self.shape
@@ -258,15 +283,14 @@ class AttentionMap:
 
     def _over(self, box: Box, work: Callable[[Region, Tensor], Tensor]) -> Tensor:
         """Do the work on a rectangle of the map, (B, Hq, ...)."""
-        with torch.no_grad(), torch.autocast(self._region.q.device.type, enabled=False):
-            boxes = list(box.aligned(self._region.group))
-            parts = [work(self._region.cut(part), self._sums.at(part)) for part in boxes]
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            boxes = list(box.aligned(region.group))
+            parts = [work(region.cut(part), self._sums.at(part)) for part in boxes]
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _with(self, region: Region, sums: LogSums) -> AttentionMap:
-        other = object.__new__(AttentionMap)
-        other._region, other._sums = region, sums
-        return other
+        return object.__new__(AttentionMap)._hold(region, sums)
 
     def _parse(self, index: Index | tuple[Index, ...], call: str) -> list[int | range]:
         try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headwise.given import as_int, as_tensor, integers, is_integer
 from headwise.masks import (
     Between,
     Causal,
@@ -38,7 +39,7 @@ def causal(offset: PerBatch | None = None) -> Mask:
 
     offset is an int, or one for each batch entry (B,).
     """
-    return Causal(offset)
+    return Causal(_offset("causal(offset)", offset))
 
 
 def window(left: int, right: int = 0, offset: PerBatch | None = None) -> Mask:
@@ -46,36 +47,45 @@ def window(left: int, right: int = 0, offset: PerBatch | None = None) -> Mask:
 
     A sliding window of 9 keys that ends at the query is `causal() & window(8)`.
     """
+    if not is_integer(left) or not is_integer(right):
+        raise ValueError(f"hw.mask.window(left={left!r}, right={right!r}) takes integers")
+    left, right = as_int(left), as_int(right)
     if left + right < 0:
         raise ValueError(f"hw.mask.window(left={left}, right={right}) shows no key to any query")
-    return Window(left, right, offset)
+    return Window(left, right, _offset("window(..., offset)", offset))
 
 
 def prefix(p: PerBatch) -> Mask:
     """Every query sees keys j < p. A prefix language model is `causal() | prefix(p)`."""
-    return Lengths(p, "prefix")
+    return Lengths(integers("hw.mask.prefix(p)", p), "prefix")
 
 
 def lengths(n: PerBatch) -> Mask:
     """Every query of batch entry b sees keys j < n[b]: padding on the right. n is (B,)."""
-    return Lengths(n)
+    return Lengths(integers("hw.mask.lengths(n)", n))
 
 
 def between(first: Tensor, last: Tensor) -> Mask:
     """Query i sees keys first <= j < last; tensors broadcast to (B, Hq, N)."""
+    first, last = (integers("hw.mask.between(first, last)", bound) for bound in (first, last))
     return Between(torch.as_tensor(first), torch.as_tensor(last))
 
 
 def documents(ids: Tensor) -> Mask:
     """A query sees its own document only. ids (B|1, M); a change of id starts a document."""
-    return Documents(torch.as_tensor(ids))
+    return Documents(as_tensor("hw.mask.documents(ids)", ids))
 
 
 def dense(seen: Tensor) -> Mask:
     """Any boolean tensor, True = may attend, broadcast to (B, Hq, N, M)."""
+    seen = as_tensor("hw.mask.dense(seen)", seen)
     if seen.dtype != torch.bool:
         raise ValueError(
             f"hw.mask.dense takes a bool tensor (True = may attend), not {seen.dtype}; "
             "what is added to the logits goes into bias="
         )
     return Dense(seen)
+
+
+def _offset(call: str, offset: PerBatch | None) -> PerBatch | None:
+    return None if offset is None else integers(f"hw.mask.{call}", offset)

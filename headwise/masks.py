@@ -86,6 +86,8 @@ class Mask:
 
         return Either(self, other)
 
+    __rand__, __ror__ = __and__, __or__  # what no mask is on the left is refused alike
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Causal(Mask):

@@ -10,6 +10,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from headwise.given import as_int, is_integer
+
 
 class Statistic:
     """A statistic of an `Observation`: (B, Hq, N), or (B, Hq, rows) where rows were sampled."""
@@ -36,7 +38,11 @@ class Statistic:
 
 
 class Observation:
-    """The statistics of one call, a tensor (B, Hq, N) each.
+    """The statistics of one call, a tensor (B, Hq, N) each: those that were asked for.
+
+    Their definitions stand beside them. There s are the logits of a row over the keys that it may
+    see, scaled, capped and biased; p = exp(s - lse) are its weights, before dropout; i is the
+    query's position in the whole sequence and j a key's.
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.zeros(3, 1, 2, 4, 8).unbind(0)
@@ -55,8 +61,8 @@ class Observation:
     sink_mass = Statistic("Σ p over the first keys of the row's sequence or document")
     self_mass = Statistic("the weight on the query's own position")
     previous_mass = Statistic("the weight on the position before the query's")
-    distance = Statistic("Σ p (i - j)")
-    output_norm = Statistic("‖out‖")
+    distance = Statistic("Σ p (i - j): how far back the row looks")
+    output_norm = Statistic("‖out‖, the length of what the head gives")
 
     def __init__(
         self,
@@ -168,8 +174,8 @@ def with_max_logit(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def check_sink_keys(sink_keys: int) -> None:
     """ValueError unless at least one key is looked at."""
-    if sink_keys < 1:
-        raise ValueError(f"sink_keys={sink_keys}; at least one key must be looked at")
+    if not is_integer(sink_keys) or sink_keys < 1:
+        raise ValueError(f"sink_keys={sink_keys!r}; how many, at least 1, would work")
 
 
 def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -> Tensor | None:
@@ -186,8 +192,11 @@ def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -
         if out_of_range:
             raise ValueError(f"rows has numbers outside the {queries} queries")
         return rows.to(device, torch.int64)
-    if rows < 1:
-        raise ValueError(f"rows={rows}; at least one row must be looked at")
+    if not is_integer(rows) or rows < 1:
+        raise ValueError(
+            f"rows={rows!r}; how many, at least 1, or which of them, as a tensor, would work"
+        )
+    rows = as_int(rows)
     if rows >= queries:
         return None
     # The golden ratio spreads the choice inside the strata, so no period of the input is favoured.

@@ -8,6 +8,7 @@ chunks of a prompt and ranks of a ring are one operation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -92,8 +93,11 @@ class Partial:
         return base, self.total * _scale(self, base) + torch.exp(self.sinks - base)
 
 
-def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over a's keys and b's keys together. Associative, and commutative, to rounding.
+def merge(*parts: Partial) -> Partial:
+    """Attention over the keys of all parts together. The order matters to rounding only.
+
+    The parts are of the same queries over different keys. Sinks join once, at the end: parts that
+    have some have the same.
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind(0)
@@ -102,6 +106,13 @@ def merge(a: Partial, b: Partial) -> Partial:
     >>> torch.allclose(hw.merge(left, right).finish(), hw.attention(q, k, v))
     True
     """
+    if not parts or not all(isinstance(part, Partial) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(f"hw.merge({kinds}): parts that hw.partial(q, k, v, ...) made would work")
+    return reduce(_merge, parts)
+
+
+def _merge(a: Partial, b: Partial) -> Partial:
     if a.values.shape != b.values.shape:  # broadcasting would count some rows twice
         raise ValueError(
             f"hw.merge joins parts of the same queries; these have values of shape "
@@ -128,9 +139,21 @@ def merge(a: Partial, b: Partial) -> Partial:
         count,
         mean,
         spread,
-        a.sinks if a.sinks is not None else b.sinks,
+        _sinks(a.sinks, b.sinks),
         a.dtype,
     )
+
+
+def _sinks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sinks of both parts, of which there is one for each head."""
+    if a is None or b is None or a is b:
+        return b if a is None else a
+    if not torch.compiler.is_compiling() and not torch.equal(a, b):
+        raise ValueError(
+            "hw.merge joins parts of the same attention, and these have different sinks; give "
+            "every part the same, or one part alone"
+        )
+    return a
 
 
 def _scale(part: Partial, base: Tensor) -> Tensor:

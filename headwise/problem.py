@@ -220,24 +220,16 @@ def _pose(
         q.device,
         whole=offset is None,
     )
+    check_mask(mask)
     if mask is not None:
-        if not isinstance(mask, Mask):
-            raise ValueError(
-                f"mask= takes a headwise mask such as hw.mask.causal(), not {_describe(mask)}; "
-                "hw.mask.dense(bool_tensor) wraps a tensor that is True where a query may attend"
-            )
         mask.check(place)
         stated = mask.alignment(place)
         if mask.shows_all(place) and not isinstance(stated, Tensor):
             # it hides nothing, but still says where the queries stand
             mask, place = None, place if stated is None else replace(place, offset=stated)
     _check_bias(bias, place)
-    if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}; one for each query head, ({heads},), would fit"
-        )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
+    _check_sinks(sinks, heads)
+    check_softcap(softcap)
     rate, seed = _dropout(dropout, q.device)
     return Problem(
         scored.q,
@@ -260,14 +252,45 @@ def without_dropout(problem: Problem) -> Problem:
     return replace(problem, dropout=0.0, seed=None) if problem.dropout else problem
 
 
-def restate(call: str, q: Tensor, k: Tensor, v: Tensor, **options: object) -> str:
+def check_mask(mask: object) -> None:
+    """ValueError for what is neither a mask nor None."""
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask= takes a headwise mask such as hw.mask.causal(), not {describe(mask)}; "
+            "hw.mask.dense(bool_tensor) wraps a tensor that is True where a query may attend"
+        )
+
+
+def check_softcap(softcap: float | None) -> None:
+    """ValueError unless logits can be capped there; None is no cap."""
+    if softcap is None:
+        return
+    given: object = softcap
+    if isinstance(given, Tensor) and given.requires_grad:
+        raise ValueError(
+            "softcap is a number, and this tensor would get no gradient; a fixed one, "
+            "softcap=float(softcap), would work"
+        )
+    try:
+        fits = softcap > 0
+    except TypeError:  # no number at all
+        fits = False
+    if not fits:
+        raise ValueError(f"softcap={softcap!r} must be positive, or None for no cap")
+
+
+def restate(call: str, q: object, k: object, v: object, **options: object) -> str:
     """The call in words: hw.attention(q float32 (1, 8, 16, 64), ...)."""
-    parts = [f"{name} {_describe(x)}" for name, x in (("q", q), ("k", k), ("v", v))]
-    parts += [f"{name}={_describe(x)}" for name, x in options.items() if x is not None]
+    given = {"q": q, "k": k, "v": v}
+    if isinstance(v, Tensor) and v.shape[-1:] == (0,):
+        del given["v"]  # a map's, who was given none
+    parts = [f"{name} {describe(x)}" for name, x in given.items()]
+    parts += [f"{name}={describe(x)}" for name, x in options.items() if x is not None]
     return f"hw.{call}({', '.join(parts)})"
 
 
-def _describe(x: object) -> str:
+def describe(x: object) -> str:
+    """What was given, in an error message: a tensor by its dtype and shape."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
     text = repr(x) if isinstance(x, Mask | ALiBi | RelativeBuckets) else f"{type(x).__name__} {x!r}"
@@ -276,19 +299,20 @@ def _describe(x: object) -> str:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kind = q.device.type
-    if not _autocasting(kind) or q.dtype == torch.float64:
+    if not autocasting(kind) or q.dtype == torch.float64:
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _autocasting(kind: str) -> bool:
+def autocasting(kind: str) -> bool:
+    """Whether autocast decides the dtype of what is computed on this kind of device."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Where sums stay in float32: autocast has made the inputs what they are, and is done."""
-    if not _autocasting(device.type):
+    if not autocasting(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
@@ -339,15 +363,27 @@ def _check_bias(bias: object, place: Place) -> None:
             )
         check_placed("bias", bias, place)
     else:
-        raise ValueError(f"bias={bias!r} is not a tensor, hw.ALiBi or hw.RelativeBuckets")
+        raise ValueError(f"bias={describe(bias)} is not a tensor, hw.ALiBi or hw.RelativeBuckets")
+
+
+def _check_sinks(sinks: object, heads: int) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks={describe(sinks)} is no floating-point tensor; one logit for each query head, "
+            f"({heads},), would fit"
+        )
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}; one for each query head, ({heads},), would fit"
+        )
 
 
 def _dropout(dropout: float | Dropout, device: torch.device) -> tuple[float, Tensor | None]:
-    given = dropout if isinstance(dropout, Dropout) else Dropout(float(dropout))
-    if not 0 <= given.rate < 1:
-        raise ValueError(f"dropout={given.rate} must lie in [0, 1)")
+    given = dropout if isinstance(dropout, Dropout) else Dropout(dropout)
     if given.rate == 0:
         return 0.0, None
     if given.seed is None:
-        return given.rate, draw_seed(device)
-    return given.rate, torch.as_tensor(given.seed, device=device, dtype=torch.int64)
+        return float(given.rate), draw_seed(device)
+    return float(given.rate), torch.as_tensor(given.seed, device=device, dtype=torch.int64)

@@ -54,6 +54,11 @@ class Region:
     terms: Terms
     norms: Tensor | None = None  # (B, Hkv, M, 1): what a key's weights are multiplied by
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that the weights are a function of, by its name."""
+        named = {"q": self.q, "k": self.k, "v": self.v, **self.terms._asdict()}
+        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+
     @property
     def box(self) -> Box:
         """All of it."""

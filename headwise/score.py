@@ -8,12 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.given import is_number
+
 
 @dataclass(frozen=True)
 class Dot:
     """scale · q·k; the scale is 1/√d unless given."""
 
     scale: float | None = None
+
+    def __post_init__(self) -> None:
+        scale: object = self.scale
+        if isinstance(scale, Tensor) and scale.requires_grad:
+            raise ValueError(
+                "hw.Dot's scale is a number, and this tensor asks for a gradient; "
+                "hw.attention(q * scale, k, v, score=hw.Dot(1.0)) gives it one"
+            )
+        one = is_number(scale) or (isinstance(scale, Tensor) and scale.numel() == 1)
+        if scale is not None and not one:
+            raise ValueError(f"hw.Dot({scale!r}): the scale is a number, or None for 1/√d")
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +35,9 @@ class Additive:
 
     weight: Tensor
 
+    def __post_init__(self) -> None:
+        _check_weight(self, "(D,) or (Hq, D)")
+
 
 @dataclass(frozen=True, eq=False)
 class General:
@@ -29,12 +45,20 @@ class General:
 
     weight: Tensor
 
+    def __post_init__(self) -> None:
+        _check_weight(self, "(Dq, Dk) or (Hq, Dq, Dk)")
+
 
 @dataclass(frozen=True, eq=False)
 class Cosine:
     """temperature · cos(q, k); temperature is a number, a scalar tensor or (Hq,)."""
 
     temperature: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        given: object = self.temperature
+        if not is_number(given) and not isinstance(given, Tensor):
+            raise ValueError(f"hw.Cosine({given!r}): the temperature is a number or a tensor")
 
 
 Score = Dot | Additive | General | Cosine
@@ -90,6 +114,13 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
             )
         return Scored(q * temperature.reshape(-1, 1, 1).to(q.dtype), k)
     raise ValueError(f"score={score!r} is not one of hw.Dot, hw.Additive, hw.General, hw.Cosine")
+
+
+def _check_weight(score: Additive | General, shape: str) -> None:
+    weight: object = score.weight
+    if not isinstance(weight, Tensor):
+        name = type(score).__name__
+        raise ValueError(f"hw.{name} takes a tensor {shape}, not {type(weight).__name__}")
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "documents of another batch": ({"mask": hw.mask.documents(torch.zeros(3, 6))}, "(2, 6)"),
     "bounds of another length": (
-        {"mask": hw.mask.between(torch.zeros(6), torch.ones(6))},
+        {"mask": hw.mask.between(torch.arange(6), torch.arange(1, 7))},
         "(batch, heads, queries) = (2, 4, 5)",
     ),
     "a bad mask inside a good one": (
@@ -86,6 +87,12 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "sinks is a number": ({"sinks": torch.tensor(1.0)}, "one for each query head"),
     "dropout of one": ({"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
     "negative dropout": ({"dropout": -0.1}, "dropout=-0.1 must lie in [0, 1)"),
+    "softcap is a word": ({"softcap": "30"}, "softcap='30' must be positive"),
+    "softcap to be learned": ({"softcap": torch.ones((), requires_grad=True)}, "no gradient"),
+    "sinks is a list": ({"sinks": [0.0] * 4}, "one logit for each query head, (4,), would fit"),
+    "sinks of integers": ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks=int64 (4,)"),
+    "bias is an array": ({"bias": np.zeros((50, 50))}, "bias=ndarray is not a tensor"),
+    "dropout is nothing": ({"dropout": None}, "dropout=None must lie in [0, 1)"),
     "dropout is not a number": ({"dropout": float("nan")}, "dropout=nan must lie in [0, 1)"),
     "score is a word": ({"score": "cosine"}, "not one of hw.Dot, hw.Additive"),
     "additive weight": ({"score": hw.Additive(torch.ones(7))}, "(8,) or (4, 8) would fit"),
@@ -100,6 +107,9 @@ OBSERVING: dict[str, tuple[dict[str, object], str]] = {
     "rows of a matrix": ({"rows": torch.zeros(2, 2, dtype=torch.int64)}, "(2, 2)"),
     "boolean rows": ({"rows": torch.ones(5, dtype=torch.bool)}, "torch.bool"),
     "rows beyond the queries": ({"rows": torch.tensor([1, 5])}, "outside the 5 queries"),
+    "rows in a list": ({"rows": [3, 1]}, "rows=[3, 1]; how many, at least 1, or which"),
+    "half a row": ({"rows": 2.5}, "rows=2.5; how many"),
+    "half a sink key": ({"sink_keys": 1.5}, "sink_keys=1.5"),
     "negative rows": ({"rows": torch.tensor([-1])}, "outside the 5 queries"),
     "no sink keys": ({"sink_keys": 0}, "sink_keys=0"),
     "fused kernels": ({"engine": "sdpa"}, "statistics"),
@@ -181,3 +191,47 @@ def test_a_mask_is_restated_by_its_shape_and_not_number_by_number() -> None:
 def test_what_is_no_tensor_is_restated(call: str) -> None:
     with pytest.raises(ValueError, match=rf"need to be tensors\n  in hw\.{call}\(q list \[1\.0\]"):
         CALLS[call]([1.0], k, v)
+
+
+WORDS: dict[str, tuple[Callable[[], object], str]] = {
+    "a scale to be learned": (
+        lambda: hw.Dot(torch.ones((), requires_grad=True)),
+        "hw.attention(q * scale, k, v, score=hw.Dot(1.0)) gives it one",
+    ),
+    "a scale for each head": (lambda: hw.Dot(torch.ones(4)), "the scale is a number"),
+    "a scale in words": (lambda: hw.Dot("1"), "hw.Dot('1'): the scale is a number"),
+    "an additive list": (lambda: hw.Additive([1.0]), "hw.Additive takes a tensor (D,) or (Hq, D)"),
+    "a general list": (lambda: hw.General([[1.0]]), "hw.General takes a tensor (Dq, Dk)"),
+    "no temperature": (lambda: hw.Cosine(None), "hw.Cosine(None): the temperature is a number"),
+    "no heads": (lambda: hw.ALiBi(0), "hw.ALiBi(0): the number of heads, or a tensor of slopes"),
+    "slopes in a list": (lambda: hw.ALiBi([0.5]), "hw.ALiBi([0.5]): the number of heads"),
+    "a list of buckets": (lambda: hw.RelativeBuckets([1.0]), "a table (buckets, Hq)"),
+    "few buckets": (lambda: hw.RelativeBuckets(torch.zeros(3, 4)), "at least 4 buckets"),
+    "one bucket": (lambda: hw.RelativeBuckets(torch.zeros(1, 4), False), "at least 2 buckets"),
+    "a short way": (
+        lambda: hw.RelativeBuckets(torch.zeros(32, 4), max_distance=8),
+        "8 of the 32 buckets hold exact distances, so the furthest is an integer above 8",
+    ),
+    "all is dropped": (lambda: hw.Dropout(1.0), "dropout=1.0 must lie in [0, 1)"),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_what_a_call_is_made_of_is_refused_when_it_is_made(case: str) -> None:
+    make, text = WORDS[case]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        make()
+
+
+def test_a_scale_in_a_tensor_is_a_number() -> None:
+    torch.testing.assert_close(
+        hw.attention(q, k, v, score=hw.Dot(torch.tensor(0.5))),
+        hw.attention(q, k, v, score=hw.Dot(0.5)),
+    )
+
+
+def test_a_map_restates_no_values_that_it_was_not_given() -> None:
+    with pytest.raises(ValueError, match=r"hw\.attention_map\(q [^v]*\)$"):
+        hw.attention_map(q, k[:1])
+    with pytest.raises(ValueError, match=r"need to be tensors\n  in hw\.attention_map\(q .*k list"):
+        hw.attention_map(q, [1.0])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -360,6 +363,56 @@ def test_a_map_is_not_looped_over() -> None:
         list(amap)
 
 
+def test_numpy_gets_every_weight() -> None:
+    q, k = torch.randn(2, 1, 2, 5, 4).unbind(0)
+    amap = hw.attention_map(q, k)
+    np.testing.assert_array_equal(np.asarray(amap), amap.to_tensor().numpy())
+    assert np.asarray(amap, dtype=np.float64).dtype == np.float64
+
+
+LOOKS: dict[str, Callable[[hw.AttentionMap], object]] = {
+    "slice": lambda amap: amap[0, 0],
+    "lse": lambda amap: amap.lse,
+    "pool": lambda amap: amap.pool(2),
+    "received": lambda amap: amap.received(),
+    "top": lambda amap: amap.top(2),
+    "head": lambda amap: amap.head(0, 0),
+    "weighted": lambda amap: amap.weighted(),
+    "region": lambda amap: amap.region,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("name", ["q", "k", "bias"])
+def test_a_map_whose_tensors_were_written_over_says_so(look: str, name: str) -> None:
+    given = {each: torch.randn(1, 2, 5, 4) for each in ("q", "k", "v")}
+    given["bias"] = torch.randn(5, 5)
+    amap = hw.attention_map(**given)
+    LOOKS[look](amap)
+    given[name].mul_(3)
+    said = rf"{name}, or .* written over(.|\n)*{name}\.clone\(\)(.|\n)*<AttentionMap"
+    with pytest.raises(ValueError, match=said):
+        LOOKS[look](amap)
+
+
+def test_the_map_of_a_head_knows_of_writes_too_and_a_copy_of_a_map_has_none() -> None:
+    q, k = torch.randn(2, 1, 2, 5, 4).unbind(0)
+    amap = hw.attention_map(q, k)
+    head, twin, weights = amap.head(0, 1), copy.deepcopy(amap), amap[0, 1]
+    q.add_(1)
+    with pytest.raises(ValueError, match=r"q, or .* written over"):
+        head[0, 0]
+    assert torch.equal(twin[0, 1], weights)
+    assert torch.equal(pickle.loads(pickle.dumps(twin))[0, 1], weights)
+
+
+def test_tensors_of_inference_mode_have_maps() -> None:
+    with torch.inference_mode():
+        q, k = torch.randn(2, 1, 2, 5, 4).unbind(0)
+        sums = hw.attention_map(q, k)[0, 0].sum(-1)
+    torch.testing.assert_close(sums, torch.ones(5))
+
+
 LARGE = hw.attention_map(torch.zeros(1, 4, 9000, 1), torch.zeros(1, 2, 9000, 1))
 K = torch.zeros(1, 1, 9, 4)
 SMALL = hw.attention_map(torch.zeros(1, 2, 9, 4), K)
@@ -384,15 +437,21 @@ SMALL = hw.attention_map(torch.zeros(1, 2, 9, 4), K)
         (lambda: SMALL.weighted(), r"no values(.|\n)*weighted\(\)"),
         (lambda: SMALL.pool(0), r"at least 1(.|\n)*pool\(0"),
         (lambda: SMALL.pool(3, "median"), r"'mean' or how='max'(.|\n)*'median'"),
+        (lambda: SMALL.pool("a"), r"an integer(.|\n)*pool\('a'"),
+        (lambda: SMALL.pool(2.5), r"an integer(.|\n)*pool\(2.5"),
         (lambda: SMALL.top(0), r"at least 1(.|\n)*top\(0\)"),
+        (lambda: SMALL.top(True), r"an integer(.|\n)*top\(True\)"),
         (lambda: SMALL.tile(0, 0, 0), r"\.head\(b, h\)"),
         (lambda: LARGE.head(0, 1).tile(7, 0, 0), r"levels are 0 to 6"),
         (lambda: LARGE.head(0, 1).tile(2, 4, 0), r"tiles x < 3, y < 3(.|\n)*tile\(2, 4, 0"),
         (lambda: LARGE.head(0, 1).tile(2, 0, -1), r"tiles x < 3, y < 3"),
+        (lambda: LARGE.head(0, 1).tile(2, 0.5, 0), r"tiles x < 3, y < 3"),
+        (lambda: LARGE.grid("a"), r"levels are 0 to 6"),
+        (lambda: np.asarray(LARGE), r"324,000,000 weights; at most 67,108,864"),
         (lambda: LARGE.grid(-1), r"levels are 0 to 6(.|\n)*grid\(-1\)"),
         (
             lambda: hw.attention_map(torch.zeros(1, 2, 9, 4), K, lse=torch.zeros(1, 2, 8)),
-            r"lse has shape \(1, 2, 8\).*\(1, 2, 9\)(.|\n)*attention_map\(q float32",
+            r"lse has shape \(1, 2, 8\).*\(1, 2, 9\)(.|\n)*attention_map\(q float32[^v]*$",
         ),
     ],
 )

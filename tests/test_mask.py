@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -151,6 +154,37 @@ def test_an_offset_may_be_a_number_a_list_or_a_tensor() -> None:
     assert torch.equal(each[1:], shown(hw.mask.causal(2), Place(1, 1, 3, 6)))
 
 
+def test_an_integer_of_numpy_is_an_integer() -> None:
+    assert repr(hw.mask.causal(np.int64(2))) == "causal(offset=2)"
+    assert repr(hw.mask.window(np.int8(100), np.int8(100))) == "window(100, right=100)"
+    assert rows_of(hw.mask.lengths(np.array([2])), 1, 3) == ["##."]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: hw.mask.causal(True), r"causal\(offset\) takes integers, not True"),
+        (lambda: hw.mask.causal(1.5), "not 1.5"),
+        (lambda: hw.mask.causal([1.0, 2.0]), r"not \[1.0, 2.0\]"),
+        (lambda: hw.mask.causal("1"), "not '1'"),
+        (lambda: hw.mask.window(1.5), r"window\(left=1.5, right=0\) takes integers"),
+        (lambda: hw.mask.window(4, True), r"right=True\) takes integers"),
+        (lambda: hw.mask.window(4, offset=0.5), r"window\(..., offset\) takes integers"),
+        (lambda: hw.mask.prefix(2.5), r"prefix\(p\) takes integers"),
+        (lambda: hw.mask.lengths([3.7]), r"lengths\(n\) takes integers"),
+        (lambda: hw.mask.lengths(torch.tensor([3.0])), "not a torch.float32 tensor"),
+        (lambda: hw.mask.lengths(torch.tensor([True])), "not a torch.bool tensor"),
+        (lambda: hw.mask.lengths(None), "not None"),
+        (lambda: hw.mask.between(torch.zeros(3), torch.ones(3)), r"between\(first, last\)"),
+    ],
+)
+def test_what_is_no_integer_is_refused_and_never_rounded(
+    make: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
 def test_windows_count_from_the_query_to_both_sides() -> None:
     assert rows_of(hw.mask.window(1), 4, 4) == ["#...", "##..", ".##.", "..##"]
     assert rows_of(hw.mask.window(0, 1), 3, 3) == ["##.", ".##", "..#"]
@@ -227,6 +261,18 @@ def test_dense_with_anything_is_dense() -> None:
 def test_a_dense_mask_takes_booleans_only() -> None:
     with pytest.raises(ValueError, match=r"True = may attend.*float32.*bias="):
         hw.mask.dense(torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="not 'causal'"):
+        hw.mask.dense("causal")
+    assert rows_of(hw.mask.dense([[True, False]]), 1, 2) == ["#."]
+
+
+@pytest.mark.parametrize("sign", ["&", "|"])
+def test_a_tensor_beside_a_mask_is_an_error_that_says_what_would_work(sign: str) -> None:
+    join = {"&": operator.and_, "|": operator.or_}[sign]
+    mask, tensor = hw.mask.causal(), torch.ones(3, 3, dtype=torch.bool)
+    for pair in ((mask, tensor), (tensor, mask)):
+        with pytest.raises(ValueError, match=rf"a \{sign} b.*torch.bool tensor; hw\.mask\.dense"):
+            join(*pair)
 
 
 def test_a_window_that_shows_no_key_is_an_error() -> None:

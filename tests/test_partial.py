@@ -169,6 +169,26 @@ def test_sinks_join_once_however_many_parts_name_them() -> None:
     torch.testing.assert_close(hw.merge(*plain).finish(), without)
 
 
+def test_parts_of_different_sinks_do_not_merge() -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
+    one, other = (hw.partial(q, k, v, sinks=torch.full((2,), x)) for x in (0.0, 1.0))
+    with pytest.raises(ValueError, match="different sinks; give every part the same"):
+        hw.merge(one, other)
+
+
+def test_any_number_of_parts_merge_at_once() -> None:
+    q, k, v = torch.randn(3, 1, 2, 7, 8, dtype=torch.float64).unbind(0)
+    parts = [hw.partial(q, k[:, :, j : j + 1], v[:, :, j : j + 1], first_key=j) for j in range(7)]
+    torch.testing.assert_close(hw.merge(*parts).finish(), hw.attention(q, k, v))
+    assert torch.equal(hw.merge(parts[0]).finish(), parts[0].finish())
+
+
+@pytest.mark.parametrize("given", [(), (torch.zeros(1), torch.zeros(1)), (None,)])
+def test_what_is_no_part_does_not_merge(given: tuple[object, ...]) -> None:
+    with pytest.raises(ValueError, match=r"hw\.merge\(.*\): parts that hw\.partial"):
+        hw.merge(*given)
+
+
 def test_a_part_stands_where_it_is_placed() -> None:
     # One new query of a cache: query 7 of the sequence, over keys 4 to 7.
     q, k, v = torch.randn(3, 1, 2, 8, 16, dtype=torch.float64).unbind(0)

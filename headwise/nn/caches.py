@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Self
 
 import torch
@@ -134,6 +135,25 @@ class Memory:
     def reorder(self, index: Tensor) -> Memory:
         """The memory whose batch entry b is entry index[b] of this one; index (B',)."""
         return Memory(self.keys.index_select(0, index), self.values.index_select(0, index))
+
+
+class Undoing:
+    """A block of code after which a cache is without its last `count` tokens, if it is refused."""
+
+    def __init__(self, cache: Cache | None, count: int) -> None:
+        self._cache, self._count = cache, count
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._cache is not None and isinstance(error, ValueError):
+            self._cache.rollback(self._count)
 
 
 def recorded(*tensors: Tensor | None) -> bool:

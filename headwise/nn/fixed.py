@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from headwise.api import attention, observe
 from headwise.mask import Mask
-from headwise.nn.caches import Cache
+from headwise.nn.caches import Cache, Undoing
 from headwise.nn.call import Call
 from headwise.observation import Observation
+from headwise.problem import check_mask
 from headwise.score import Dot
 
 
@@ -58,7 +59,9 @@ class FixedAttention(nn.Module):
     ) -> Tensor:
         """x (B, N, d_model) -> (B, N, d_model); `positions` (N,) where x does not simply go on."""
         call = self.prepare(x, mask=mask, cache=cache, positions=positions)
-        return self.join(attention(call.q, call.k, call.v, **call.options()))
+        with Undoing(cache, x.shape[1]):
+            out = attention(call.q, call.k, call.v, **call.options())
+        return self.join(out)
 
     def observe(
         self,
@@ -72,7 +75,8 @@ class FixedAttention(nn.Module):
     ) -> tuple[Tensor, Observation]:
         """What a call returns, and what each head did; `hw.observe` explains the other options."""
         call = self.prepare(x, mask=mask, cache=cache, positions=positions)
-        out, seen = observe(call.q, call.k, call.v, **call.options(), stats=stats, rows=rows)
+        with Undoing(cache, x.shape[1]):
+            out, seen = observe(call.q, call.k, call.v, **call.options(), stats=stats, rows=rows)
         return self.join(out), seen
 
     def prepare(
@@ -95,12 +99,13 @@ class FixedAttention(nn.Module):
             )
         rows = torch.arange(queries, device=x.device) + start if positions is None else positions
         bias = self.logits.index_select(1, rows)[None, ..., :columns]  # (1, H, N, M)
+        mask = self.mask if mask is None else mask if self.mask is None else self.mask & mask
+        check_mask(mask)
         k = nothing
         if cache is not None:
             k, v = cache.append(k, v)
-        mask = self.mask if mask is None else mask if self.mask is None else self.mask & mask
-        if cache is not None:
-            bias, mask = cache.place_bias(bias), cache.place(mask, queries)
+            with Undoing(cache, queries):
+                bias, mask = cache.place_bias(bias), cache.place(mask, queries)
         return Call(nothing, k, v, Dot(), mask, bias, None, None, 0.0, self.engine)
 
     def join(self, out: Tensor) -> Tensor:

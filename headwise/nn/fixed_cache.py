@@ -61,7 +61,7 @@ class FixedCache(Cache):
         assert self._length is not None
         start = self._length - queries
         # The window hides nothing: it says where the queries stand, which distances depend on.
-        written = masks.lengths(self._length) & masks.window(self.capacity, self.capacity, start)
+        written = masks.lengths(self.length) & masks.window(self.capacity, self.capacity, start)
         return written if mask is None else aligned(mask, start, self.capacity) & written
 
     def place_bias(self, bias: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from headwise.api import attention, attention_map, observe
 from headwise.bias import Bias
 from headwise.map import AttentionMap
 from headwise.mask import Mask
-from headwise.nn.caches import Cache, Memory
+from headwise.nn.caches import Cache, Memory, Undoing
 from headwise.nn.call import Call, numbers, placed
 from headwise.nn.dropping import DroppedHeads, gate_without
 from headwise.nn.norms import Norm
+from headwise.nn.options import check_options
 from headwise.nn.packed import Packed, Unread
 from headwise.nn.placement import PositionModule
 from headwise.nn.positions import Position
@@ -24,6 +25,7 @@ from headwise.nn.scores import LEARNED, LearnedScore
 from headwise.nn.weights import translate
 from headwise.nn.widths import Widths, check_call
 from headwise.observation import Observation
+from headwise.problem import check_mask
 from headwise.score import Dot, Score
 
 
@@ -69,6 +71,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         widths = Widths.of(d_model, heads, kv_heads, head_dim, value_dim, context_dim)
         widths.check(projections)
+        check_options(score, position, qk_norm, mask, softcap, sinks, dropout, engine)
         self.widths, self.projections = widths, projections
         self.d_model, self.heads, self.kv_heads = d_model, heads, widths.kv_heads
         self.head_dim, self.value_dim = widths.head_dim, widths.value_dim
@@ -131,9 +134,12 @@ class MultiHeadAttention(nn.Module):
             cache=cache if packed is None else Unread(packed),
             positions=positions,
         )
-        if packed is not None:  # it need not be read to be attended to
-            return self.join(packed.attend(call.q, **call.options()))
-        return self.join(attention(call.q, call.k, call.v, **call.options()))
+        with Undoing(cache, x.shape[-2]):
+            if packed is not None:  # it need not be read to be attended to
+                out = packed.attend(call.q, **call.options())
+            else:
+                out = attention(call.q, call.k, call.v, **call.options())
+        return self.join(out)
 
     def observe(
         self,
@@ -166,7 +172,8 @@ class MultiHeadAttention(nn.Module):
             positions=positions,
         )
         looked: dict[str, Any] = {"stats": stats, "rows": rows, "sink_keys": sink_keys}
-        out, seen = observe(call.q, call.k, call.v, **call.options(), **looked)
+        with Undoing(cache, x.shape[-2]):
+            out, seen = observe(call.q, call.k, call.v, **call.options(), **looked)
         return self.join(out), seen
 
     def attention_map(
@@ -263,12 +270,14 @@ class MultiHeadAttention(nn.Module):
                 projected = self.query(source)
             k = self._compared(projected, self.key_norm)
             v = _split(self.value(source if values is None else values), self.value_dim)
-        q, k, v = placed(self.position, (q, k, v), at, context, cache)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
+        check_mask(mask)
+        q, k, v = placed(self.position, (q, k, v), at, context, cache)
         if cache is not None:
-            mask = cache.place(mask, q.shape[-2])
-            bias = cache.place_bias(bias) if isinstance(bias, Tensor) else bias
+            with Undoing(cache, q.shape[-2]):
+                mask = cache.place(mask, q.shape[-2])
+                bias = cache.place_bias(bias) if isinstance(bias, Tensor) else bias
         return Call(
             q,
             k,

@@ -40,6 +40,9 @@ class RelativeBuckets:
     bidirectional: bool = True
     at_input: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        bias.check_buckets(self.buckets, self.bidirectional, self.max_distance)
+
     def build(self, d_model: int, heads: int, head_dim: int) -> BucketPosition:
         """The module for this many heads."""
         return BucketPosition(self, heads)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from headwise.given import is_integer
 from headwise.nn.caches import Cache, Memory
+from headwise.nn.options import check_kind
 from headwise.nn.projections import Projections, Separate, Unprojected
+from headwise.problem import autocasting, describe
 
 if TYPE_CHECKING:
     from headwise.nn.multi_head import MultiHeadAttention
@@ -42,8 +45,8 @@ class Widths:
         """The widths that the constructor's arguments mean; ValueError where they do not divide."""
         sizes = {"d_model": d_model, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for name, size in {**sizes, "value_dim": value_dim}.items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+            if size is not None and (not is_integer(size) or size < 1):
+                raise ValueError(f"{name}={size!r} must be at least 1, and an integer")
         if head_dim is None:
             if d_model % heads:
                 raise ValueError(
@@ -65,6 +68,7 @@ class Widths:
 
     def check(self, projections: Projections) -> None:
         """Raise ValueError where queries and keys can't be made in this way."""
+        check_kind("projections", projections, Projections, "hw.nn.Separate() or hw.nn.Shared()")
         if isinstance(projections, Separate):
             return
         if self.kv_heads != self.heads or self.context[0] != self.d_model:
@@ -90,6 +94,13 @@ def check_call(
     positions: Tensor | None,
 ) -> None:
     """Raise ValueError where a layer is called with what it was not built for."""
+    for name, given in (("x", x), ("context", context), ("values", values)):
+        if isinstance(given, Tensor):
+            _check_dtype(name, given, attn.value)
+        elif name == "x" or not (given is None or isinstance(given, Memory)):
+            raise ValueError(f"{name} is a tensor, not {describe(given)}")
+    if not (cache is None or isinstance(cache, Cache)):
+        raise ValueError(f"cache={describe(cache)} is no cache; hw.nn.GrowingCache() is one")
     if x.ndim not in (2, 3) or x.shape[-1] != attn.d_model:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; (batch, length, {attn.d_model}) or (length, "
@@ -119,4 +130,15 @@ def check_call(
         raise ValueError(
             f"positions have shape {tuple(positions.shape)}; {tuple(x.shape[-2:-1])} or "
             f"{tuple(x.shape[:-1])} would number x {tuple(x.shape)}"
+        )
+
+
+def _check_dtype(name: str, x: Tensor, layer: nn.Module) -> None:
+    """Raise ValueError where a plain linear layer would; others have dtypes of their own."""
+    weight = getattr(layer, "weight", None)
+    if type(weight) is not nn.Parameter or weight.dtype == x.dtype or autocasting(x.device.type):
+        return
+    if type(layer) is nn.Linear:
+        raise ValueError(
+            f"{name} is {x.dtype} and the layer {weight.dtype}; {name}.to({weight.dtype}) fits"
         )

@@ -16,6 +16,8 @@ from headwise.mask import Mask
 from headwise.nn.call import Call
 from headwise.observation import Observation, Reduction
 from headwise.place import Place, four
+from headwise.unchanged import Unchanged
+from headwise.watching.owning import noted, owned
 from headwise.watching.table import Value
 
 Kind = Literal["self", "cross"]
@@ -39,6 +41,12 @@ class Part:
     lse: Tensor | None  # (B, Hq, N), where every row was looked at
     bent: str | None = None  # why its logits are more than queries times keys
     keys: int = 0  # where its keys lie: the same ones again are the same memory
+    kept: Unchanged | None = None  # what its map is made of
+
+    @property
+    def lost(self) -> bool:
+        """Whether something that a map needs was written over."""
+        return self.kept is not None and self.kept.written() is not None
 
 
 @dataclass
@@ -67,9 +75,9 @@ class Layer:
             self._parts.pop()  # tokens that were taken back
         if self._parts and self.kind == "self":
             self._parts[-1] = _cut(self._parts[-1], part.start - self._parts[-1].start)
-        if self._parts and self._parts[-1].call is not None:
+        if self._parts and self._parts[-1].call is not None and not self._parts[-1].lost:
             self._parts[-1] = _own_keys(self._parts[-1], first=len(self._parts) == 1)
-        self._parts.append(part)
+        self._parts.append(part if part.call is None else _keeping(part, owned(part.call)))
         found = Reduction.of(part.observation, part.padding)
         found = replace(found, sampled=found.sampled or self.sampled)
         self._reduction = found if self._reduction is None else self._reduction + found
@@ -125,6 +133,11 @@ class Layer:
                 f"no map of {self.title} was kept: hw.watch(..., maps=True) keeps one, but for a "
                 "model that takes tokens back while it generates, and for attention that is "
                 f"written out and has more than {LARGEST:,} weights a call"
+            )
+        if any(part.lost for part in self._parts):
+            raise ValueError(
+                f"what {self.title} saw was written over: the model computes in place, or a cache "
+                "was used again. Look at the map before, or copy the weights that you need"
             )
         sums = [part.lse for part in self._parts if part.lse is not None]
         lse = torch.cat(sums, 2) if len(sums) == len(calls) else None
@@ -231,6 +244,7 @@ def _cut(part: Part, queries: int) -> Part:
         padding=None if part.padding is None else part.padding[:, :queries],
         call=None,
         lse=None,
+        kept=None,
     )
 
 
@@ -238,7 +252,12 @@ def _own_keys(part: Part, first: bool) -> Part:
     """A part that keeps the keys of its own rows only: the next one's hold the others too."""
     assert part.call is not None
     k = part.call.k[:, :, 0 if first else part.start : part.start + part.queries]
-    return replace(part, call=part.call._replace(k=k.clone()))
+    return _keeping(part, part.call._replace(k=k.clone()))
+
+
+def _keeping(part: Part, call: Call) -> Part:
+    """A part with this call, and a note of what its tensors hold."""
+    return replace(part, call=call, kept=noted(call))
 
 
 def _sizes(q: Tensor) -> tuple[int, int, int]:

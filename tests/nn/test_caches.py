@@ -1,5 +1,6 @@
 """Decoding step by step equals the whole forward, with every cache, up to its limits."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from headwise.nn import (
     PagePool,
     SlidingCache,
 )
+from headwise.place import Place
 
 D, HEADS, B, N, WINDOW = 32, 4, 2, 14, 5
 CAUSAL, NEAR = hw.mask.causal(), hw.mask.causal() & hw.mask.window(WINDOW - 1)
@@ -254,6 +256,54 @@ def test_a_full_cache_says_so_and_keeps_what_it_has() -> None:
         attn(x[:, 9:11], cache=cache)
     assert int(cache.length) == 9
     same(attn(x[:, 9:10], cache=cache), attn(x)[:, 9:10])
+
+
+REFUSED: dict[str, Callable[[MultiHeadAttention, Tensor, Cache], object]] = {
+    "a tensor for a mask": lambda attn, x, cache: attn(x, mask=torch.ones(1), cache=cache),
+    "a mask of another length": lambda attn, x, cache: attn(
+        x, mask=hw.mask.dense(torch.ones(3, 33, dtype=torch.bool)), cache=cache
+    ),
+    "a bias of another length": lambda attn, x, cache: attn(
+        x, bias=torch.zeros(3, 33), cache=cache
+    ),
+    "an unknown statistic": lambda attn, x, cache: attn.observe(x, cache=cache, stats="entropi"),
+}
+
+
+@caches
+@pytest.mark.parametrize("case", REFUSED)
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache_as_it_was(kind: str, case: str) -> None:
+    cache, mask = CACHES[kind]
+    cache, attn, x = cache.fresh(), layer(mask), torch.randn(B, N, D)
+    parts = [attn(x[:, :6], cache=cache)]
+    for first, last in ((6, 10), (10, N)):
+        with pytest.raises(ValueError):
+            REFUSED[case](attn, x[:, first:last], cache)
+        assert int(cache.length) == first
+        parts.append(attn(x[:, first:last], cache=cache))
+    same(torch.cat(parts, 1), attn(x))
+
+
+@torch.no_grad()
+def test_what_a_cache_can_not_place_is_refused_before_it_is_held() -> None:
+    attn, x, cache = layer(CAUSAL), torch.randn(B, N, D), FixedCache(20)
+    with pytest.raises(ValueError, match="a fixed-size cache can't place"):
+        attn(x, mask=hw.mask.documents(torch.zeros(1, N, dtype=torch.int64)), cache=cache)
+    assert int(cache.length) == 0
+    fixed, held = hw.nn.FixedAttention(D, HEADS, length=N).eval(), GrowingCache()
+    with pytest.raises(ValueError, match="does not broadcast"):
+        fixed(x, mask=hw.mask.dense(torch.ones(3, 3, dtype=torch.bool)), cache=held)
+    assert held.length == 0
+
+
+@torch.no_grad()
+def test_a_mask_that_a_fixed_cache_placed_stays_as_it_is() -> None:
+    attn, x, cache = layer(None), torch.randn(B, N, D), FixedCache(20)
+    call = attn.prepare(x[:, :5], cache=cache)
+    attn(x[:, 5:], cache=cache)
+    place = Place.of(call.q, call.k)
+    assert call.mask.to_dense(place).expand(B, 1, 5, 20).sum(-1).eq(5).all()
 
 
 @caches

@@ -381,6 +381,7 @@ def test_a_row_that_sees_nothing_is_the_output_bias() -> None:
         ({"kv_heads": 3}, "kv_heads must divide heads"),
         ({"kv_heads": 0}, "kv_heads=0 must be at least 1"),
         ({"head_dim": -1}, "head_dim=-1 must be at least 1"),
+        ({"head_dim": 8.0}, "head_dim=8.0 must be at least 1, and an integer"),
         ({"kv_heads": 2, "projections": hw.nn.Shared()}, "kv_heads=2, heads=4"),
         ({"context_dim": 8, "projections": hw.nn.Unprojected()}, "context_dim=8, d_model=32"),
         ({"head_dim": 5, "projections": hw.nn.Unprojected()}, "head_dim=5 is neither"),
@@ -391,6 +392,35 @@ def test_a_row_that_sees_nothing_is_the_output_bias() -> None:
 def test_widths_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MultiHeadAttention(D, options.pop("heads", HEADS), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"projections": hw.nn.Shared}, r"projections= takes .*hw\.nn\.Shared\(\)"),
+        ({"projections": "separate"}, "not str 'separate'"),
+        ({"position": "rotary"}, r"position= takes .*hw\.nn\.Rotary\(\).* not str 'rotary'"),
+        ({"position": hw.nn.Rotary}, r"position= takes .*hw\.nn\.Rotary\(\)"),
+        ({"position": hw.nn.RelativeBuckets}, "position= takes"),
+        ({"qk_norm": True}, r"qk_norm= takes .*hw\.nn\.RMSNorm\(\).* not bool True"),
+        ({"score": "dot"}, r"score= takes .*hw\.Dot\(\).* not str 'dot'"),
+        ({"mask": torch.ones(9, 9, dtype=torch.bool)}, r"mask= takes .*bool \(9, 9\)"),
+        ({"sinks": torch.zeros(4)}, r"sinks= takes .*True.* not float32 \(4,\)"),
+        ({"softcap": -2.0}, r"softcap=-2\.0 must be positive"),
+        ({"dropout": -1.0}, r"dropout=-1\.0 must lie in \[0, 1\)"),
+        ({"engine": "flash"}, "engine='flash' is unknown; there are 'auto', 'hopper'"),
+    ],
+)
+def test_what_no_layer_is_made_with_is_refused_before_the_first_call(
+    options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention(D, HEADS, **options)
+
+
+def test_too_few_buckets_are_refused_where_they_are_described() -> None:
+    with pytest.raises(ValueError, match="at least 4 buckets, and has 2"):
+        hw.nn.RelativeBuckets(2)
 
 
 def test_calls_that_do_not_fit_are_refused() -> None:
@@ -414,3 +444,15 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         plain.drop_heads([4])
     with pytest.raises(ValueError, match=r"hw\.mask\.dense"):
         plain(x, mask=torch.ones(N, N, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"hw\.mask\.dense"):
+        MultiHeadAttention(D, HEADS, mask=hw.mask.causal())(
+            x, mask=torch.ones(N, N, dtype=torch.bool)
+        )
+    with pytest.raises(ValueError, match=r"x is torch\.float64 and the layer torch\.float32"):
+        plain(x.double())
+    with pytest.raises(ValueError, match=r"context is torch\.float16"):
+        plain(x, x.half())
+    with pytest.raises(ValueError, match="x is a tensor, not ndarray"):
+        plain(x.numpy())
+    with pytest.raises(ValueError, match=r"cache=bool True is no cache; hw\.nn\.GrowingCache"):
+        plain(x, cache=True)

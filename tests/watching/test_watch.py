@@ -353,6 +353,74 @@ def test_a_cache_that_forgets_still_adds_a_row_a_token() -> None:
         seen.map(0, 0)
 
 
+CACHES = {
+    "growing": hw.nn.GrowingCache(),
+    "fixed": hw.nn.FixedCache(40),
+    "fixed, exactly full": hw.nn.FixedCache(20),
+    "sliding": hw.nn.SlidingCache(40),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("length", [6, 20])  # with room to spare in the cache, and without
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_map_stays_when_its_cache_is_used_again(kind: str, length: int, mode: type) -> None:
+    attention = hw.nn.MultiHeadAttention(16, 2, mask=hw.mask.causal()).eval()
+    cache = CACHES[kind].fresh()
+    with mode():
+        with hw.watch(attention) as seen:
+            attention(torch.randn(1, length, 16), cache=cache)
+        before = seen.map(0, 1)[0, 0]
+        cache.rollback(length)
+        attention(3 * torch.randn(1, 20, 16), cache=cache)
+        assert torch.equal(seen.map(0, 1)[0, 0], before)
+
+
+LEARNED = {
+    "slopes": {"position": hw.nn.ALiBi(learned=True)},
+    "buckets": {"position": hw.nn.RelativeBuckets(8, 16)},
+    "additive": {"score": hw.nn.Additive()},
+    "general": {"score": hw.nn.General()},
+    "cosine": {"score": hw.nn.Cosine()},
+    "sinks": {"sinks": True},
+}
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_a_map_is_of_the_parameters_that_made_it(kind: str) -> None:
+    attention = hw.nn.MultiHeadAttention(16, 2, **LEARNED[kind])
+    with hw.watch(attention) as seen:
+        attention(torch.randn(1, 9, 16)).square().sum().backward()
+    before = seen.map(0, 1)[0, 0]
+    torch.optim.SGD(attention.parameters(), 1.0).step()
+    assert torch.equal(seen.map(0, 1)[0, 0], before)
+
+
+def test_a_map_of_a_model_that_computes_in_place_is_refused() -> None:
+    class Mine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (x[:, None] + number for number in range(3))
+            out = hw.attention(q, k, v)
+            k.mul_(0)
+            return out
+
+    with hw.watch(Mine()) as seen, torch.no_grad():
+        seen.model(torch.randn(1, 9, 16))
+    with pytest.raises(ValueError, match="was written over: the model computes in place"):
+        seen.map(0, 0)
+
+
+def test_fresh_queries_and_keys_are_kept_without_a_copy() -> None:
+    attention, x = hw.nn.MultiHeadAttention(16, 2), torch.randn(1, 9, 16)
+    made: list[Tensor] = []
+    for projection in (attention.query, attention.key):
+        projection.register_forward_hook(lambda module, given, out: made.append(out))
+    with hw.watch(attention) as seen:
+        attention(x)
+    kept = seen.layers[0].last.call
+    assert [kept.q.data_ptr(), kept.k.data_ptr()] == [x.data_ptr() for x in made]
+
+
 def test_alarms_look_at_a_watch_that_ends_without_a_step() -> None:
     attention = hw.nn.MultiHeadAttention(16, 2)
     nn.init.normal_(attention.query.weight, std=100)
