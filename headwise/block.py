@@ -15,6 +15,7 @@ from torch import Tensor
 from headwise import dropout
 from headwise.problem import Terms
 
+LOWEST = -2e38  # of a bias that does not hide its key: masks write the lowest number there is
 ADDITIVE_BUDGET = 1 << 21  # elements of the (rows, keys, width) tanh that additive scores hold
 
 
@@ -105,7 +106,7 @@ class Blocks:
             s.div_(cap).tanh_().mul_(cap)
         five = self.five(unit, s)
         if self.bias is not None:
-            five.add_(_cut(_cut(unit.of(self.bias), -2, rows), -1, columns))
+            five.add_(_bounded(_cut(_cut(unit.of(self.bias), -2, rows), -1, columns), s.dtype))
         if self.slopes is not None:
             slopes = unit.of(self.slopes)[..., None, None].to(s.dtype)
             five.sub_(slopes * self.distance(unit, rows, columns).abs())
@@ -185,6 +186,13 @@ class Blocks:
             grad_q[:, part] = slope.sum(2) * weight[:, part]
             grad_k += torch.einsum("hrcd,hrd->hcd", slope, weight[:, part])
         return grad_q, grad_k, grad_w
+
+
+def _bounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """No finite number below LOWEST: in units of log 2 it would become -inf, and hide its key."""
+    if dtype == torch.float64 or bias.dtype == torch.float16:  # which hold all of theirs
+        return bias
+    return torch.where(bias == -torch.inf, bias, bias.clamp_min(LOWEST))
 
 
 def _cut(tensor: Tensor, axis: int, part: slice) -> Tensor:

@@ -187,6 +187,59 @@ def test_more_batch_entries_than_a_grid_holds_are_refused() -> None:
     assert hw.attention(q, q, q, softcap=1.0).shape == q.shape
 
 
+CALLS = {  # each by kernels of its own
+    "rows": (40, 40, None),
+    "masked rows": (40, 40, hw.mask.causal()),
+    "few rows, many keys": (2, 40, None),
+    "additive": (4, 40, None),
+}
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_query_that_is_no_number_is_told_from_one_that_sees_nothing(
+    call: str, poison: float
+) -> None:
+    queries, keys, mask = CALLS[call]
+    q, k, v = normal(1, 1, queries, 16), normal(1, 1, keys, 16), normal(1, 1, keys, 16)
+    score = hw.Additive(normal(16)) if call == "additive" else None
+    q[0, 0, 1, 3] = poison
+    names = ("lse", "max_logit", "entropy", "top_prob", "self_mass", "distance", "logit_mean")
+    out, seen = hw.observe(q, k, v, score=score, mask=mask, stats=names, engine="triton")
+    wide = [x.double() for x in (q, k, v)]
+    score = None if score is None else hw.Additive(score.weight.double())
+    right, saw = hw.observe(*wide, score=score, mask=mask, stats=names, engine="reference")
+    assert torch.equal(out.isnan(), right.isnan())
+    for name in names:
+        assert torch.equal(seen.values[name].isfinite(), saw.values[name].isfinite()), name
+    assert torch.equal(seen.lse.isnan(), saw.lse.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_lowest_number_of_a_dtype_hides_a_key_beside_others_and_nothing_alone(
+    dtype: torch.dtype,
+) -> None:
+    # the masks of transformers, whose rows of padding are full of it
+    q, k, v = (normal(1, 2, 6, 16) for _ in range(3))
+    bias = torch.zeros(6, 6, device=DEVICE, dtype=dtype)
+    bias[:, 4:], bias[0] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    names = ("lse", "top_prob", "self_mass", "distance")
+    results = []
+    for engine, wide in (
+        ("triton", torch.float32),
+        ("streaming", torch.float32),
+        ("reference", torch.float64),
+    ):
+        leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
+        out, seen = hw.observe(*leaves, bias=bias, engine=engine)
+        grads = torch.autograd.grad(out[:, :, 1:].sum() + seen.entropy[:, :, 1:].sum(), leaves)
+        rows = [seen.values[name][:, :, 1:] for name in names]
+        results.append([out, seen.entropy, *rows, *grads])
+    for found in results[:2]:
+        for x, y in zip(found, results[2], strict=True):
+            torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-4)
+
+
 def test_strides_that_a_kernel_would_multiply_beyond_32_bits_come_whole() -> None:
     assert stride_unit([64, 4096], 16) == 16
     assert stride_unit([64, 4100], 16) == 1

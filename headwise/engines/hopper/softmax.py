@@ -150,7 +150,7 @@ def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
     """Write the rows' statistics; returns what the sums of values are multiplied by."""
     m, l_parts, shifted, reach, _, _, _ = state
     l = gl.convert_layout(gl.sum(l_parts, 1), ROWS)
-    unseen = m < z.unit * (0.5 * FAR)
+    unseen = (m < z.unit * (0.5 * FAR)) & (l == l)  # a maximum does not tell of NaN, the sum does
     l, m = gl.where(unseen, 0.0, l), gl.where(unseen, NOTHING, m)
     base = gl.where(m == NOTHING, 0.0, m)
     total, top = l, base * LN2
@@ -166,9 +166,9 @@ def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
     line = (b * z.heads + h).to(gl.int64) * z.queries + i
     here = i < z.queries
     gl.store(written.lse + line, gl.where(empty, NOTHING, top + above * LN2), mask=here)
-    gl.store(written.max_logit + line, m * LN2, mask=here)
+    gl.store(written.max_logit + line, gl.where((l == l) | (m == -NOTHING), m * LN2, l), mask=here)
     if written.entropy is not None:
-        over = gl.where(m == NOTHING, 0.0, above + base - m)
+        over = gl.where(m == NOTHING, 0.0, above + (base - m))
         shifted = gl.convert_layout(gl.sum(shifted, 1), ROWS)
         gl.store(written.entropy + line, weight * (l * over - shifted) * LN2, mask=here)
     if written.distance is not None:

@@ -87,22 +87,23 @@ def weigh(
     s, _ = scores(s, t, z, b, h, i[:, None], at[None, :], position[:, None], PLAIN, CAP)
     e = s * unit_of(z, PLAIN, CAP) - lse[:, None]
     if LARGEST:
-        e = tl.minimum(e, 0.0)  # a weight is at most 1, whatever rounding says
+        # a weight is at most 1, whatever rounding says
+        e = tl.minimum(e, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if norms is not None:
             norm = tl.load(norms + start_norms + at, mask=inside, other=0.0)
             e += tl.log2(norm)[None, :]
         if MASKED:
             seen = seen_pairs(t, z, b, h, i[:, None], at[None, :], PIECES)
-            seen = seen & inside[None, :] & (lse < float("inf"))[:, None]
+            seen = seen & inside[None, :] & (lse != float("inf"))[:, None]
             e = tl.where(seen, e, NOTHING)
-        acc = tl.maximum(acc, e)
+        acc = tl.maximum(acc, e, propagate_nan=tl.PropagateNan.ALL)
     else:
         p = tl.exp2(e)
         if norms is not None:
             p *= tl.load(norms + start_norms + at, mask=inside, other=0.0)[None, :]
         if MASKED:
             seen = seen_pairs(t, z, b, h, i[:, None], at[None, :], PIECES)
-            p = tl.where(seen & inside[None, :] & (lse < float("inf"))[:, None], p, 0.0)
+            p = tl.where(seen & inside[None, :] & (lse != float("inf"))[:, None], p, 0.0)
         acc += p
     return acc
 

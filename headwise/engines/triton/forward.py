@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwise.engines.triton.extents import edge_of, met, middle_of
+from headwise.engines.triton.online import saw_nothing
 from headwise.engines.triton.tiles import (
     FAR,
     LN2,
@@ -86,7 +87,7 @@ def absorb(
         # About the largest so far, which is at most √n deviations from the mean.
         found = tl.full(m.shape, KEYS, tl.float32)
         if MASKED or t.bias is not None:
-            there = s > 0.5 * FAR
+            there = (s <= 0.5 * FAR) == 0  # NaN is there
             found = tl.sum(there.to(tl.float32), 1)
             e = tl.where(there, e, 0.0)
         off = tl.sum(e, 1) / tl.maximum(found, 1.0)
@@ -115,7 +116,7 @@ def write(
 ):  # fmt: skip
     """Divide the rows' sums, the sink among them, and write what was asked for."""
     acc, l, m, shifted, reach, count, mean, spread = state
-    unseen = m < unit_of(z, PLAIN, CAP) * (0.5 * FAR)
+    unseen = saw_nothing(l, m, unit_of(z, PLAIN, CAP))
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
     base = tl.where(m == NOTHING, 0.0, m)
     total, top = l, base * LN2
@@ -138,9 +139,11 @@ def write(
         mask=here[:, None] & (width < VALUES)[None, :],
     )
     tl.store(written.lse + line + i, tl.where(empty, NOTHING, top + above * LN2), mask=here)
-    tl.store(written.max_logit + line + i, m * LN2, mask=here)
+    tl.store(
+        written.max_logit + line + i, tl.where((l == l) | (m == -NOTHING), m * LN2, l), mask=here
+    )
     if written.entropy is not None:
-        over = tl.where(m == NOTHING, 0.0, above + base - m)
+        over = tl.where(m == NOTHING, 0.0, above + (base - m))
         tl.store(written.entropy + line + i, weight * (l * over - shifted) * LN2, mask=here)
     if written.distance is not None:
         tl.store(written.distance + line + i, reach * weight, mask=here)

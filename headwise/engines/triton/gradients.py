@@ -43,6 +43,8 @@ def weigh(
     """From logits and dP: the weights that met the values, ∂ logits, ∂ raw scores / scale."""
     unit = unit_of(z, PLAIN, CAP)
     e = s * unit - lse * LOG2E
+    if t.bias is not None:  # where it rules a row, rounding could make a weight of 1 larger
+        e = tl.minimum(e, 0.0, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(e)
     met = p
     if t.seed is not None:

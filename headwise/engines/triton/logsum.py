@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from headwise.engines.triton.cells import rows_of
-from headwise.engines.triton.online import bounds, nothing_yet, take_in
+from headwise.engines.triton.online import bounds, nothing_yet, saw_nothing, take_in
 from headwise.engines.triton.tiles import (
     FAR,
     LN2,
@@ -93,7 +93,7 @@ def log_sums(
 
     l, m, _, _, _, _, _ = sums
     unit = unit_of(z, PLAIN, CAP)
-    unseen = m < unit * (0.5 * FAR)
+    unseen = saw_nothing(l, m, unit)
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
     base, summit = m, m * LN2
     if t.sinks is not None:

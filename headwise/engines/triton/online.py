@@ -87,7 +87,7 @@ def take_in(
         away = (position - (j0 + first_key)).to(tl.float32)
         far = far * shrink + (away * total - all_of(p * steps(s, KEYS).to(tl.float32)))
     if MOMENTS:  # about the largest so far, which is at most √n deviations from the mean
-        there = s > 0.5 * FAR
+        there = (s <= 0.5 * FAR) == 0  # NaN is there
         found = all_of(there.to(tl.float32))
         e = tl.where(there, e, 0.0)
         off = all_of(e) / tl.maximum(found, 1.0)
@@ -101,13 +101,19 @@ def take_in(
 
 
 @triton.jit
+def saw_nothing(l, m, unit):
+    """Which rows met no key: not those that met NaN, of which a maximum does not tell."""
+    return (m < unit * (0.5 * FAR)) & (l == l)
+
+
+@triton.jit
 def leave(
     parts, sums, acc, unit, line, there, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
     """Write rows' sums at `line` of the parts; rows that saw nothing leave nothing."""
     l, m, shifted, far, count, mean, spread = sums
-    unseen = m < unit * (0.5 * FAR)
+    unseen = saw_nothing(l, m, unit)
     width = tl.arange(0, PADDED_VALUES)
     tl.store(
         parts.mixed + line[:, None] * VALUES + width[None, :],

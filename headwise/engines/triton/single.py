@@ -43,10 +43,12 @@ def power(s, lse):
 
     The whole powers of two are split off first: a weight of 1e-20 is as exact as one near 1.
     """
-    x = tl.maximum(s - lse, -200.0)
+    x = s - lse
+    x = tl.where(x < -200.0, -200.0, x)  # NaN stays, which a maximum would lose
     whole = tl.floor(x * LOG2E + 0.5)
     rest = (x - whole * 0.693359375) + whole * 2.12194440e-4  # ln 2 in two parts
-    return tl.minimum(tl.exp2(whole) * tl.exp2(rest * LOG2E), 1.0)
+    found = tl.exp2(whole) * tl.exp2(rest * LOG2E)
+    return tl.where(found > 1.0, 1.0, found)
 
 
 @triton.jit

@@ -284,7 +284,10 @@ def join_row(
         above = tl.log2(tl.where(empty, 1.0, total))
         if merged.lse is not None:
             tl.store(merged.lse + line, tl.where(empty, NOTHING, summit + above * LN2))
-            tl.store(merged.max_logit + line, top * LN2)
+            tl.store(
+                merged.max_logit + line,
+                tl.where((total == total) | (top == -NOTHING), top * LN2, total),
+            )
         if merged.entropy is not None:
             moved = tl.where(l == 0.0, 0.0, m - base)
             shifted = tl.load(parts.shifted + at, mask=there, other=0.0)

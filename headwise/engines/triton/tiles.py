@@ -21,6 +21,7 @@ GOLDEN = tl.constexpr(0x9E3779B9)
 NOTHING = tl.constexpr(float("-inf"))
 INTERPRETED = tl.constexpr(INTERPRETING)
 FAR = tl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
+LOW = tl.constexpr(-1e7)  # what a bias lowers a logit to at most: below, float32 has no fractions
 
 
 class Given(NamedTuple):
@@ -116,6 +117,7 @@ def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr):
         s += tl.load(_entry(t.bias, t.bias_strides, b, h, i, j), mask=inside, other=0.0).to(
             tl.float32
         )
+        s = tl.where((s < LOW) & (s != NOTHING), LOW, s)  # -inf, and nothing else, hides a key
     if t.slopes is not None:
         away = tl.abs(position - (j + z.first_key)).to(tl.float32)
         s -= tl.load(t.slopes + h).to(tl.float32) * away
@@ -184,7 +186,7 @@ def row_max(s, ROWS: tl.constexpr, KEYS: tl.constexpr):
 def _entry(x, strides, b, h, i, j):
     """Where x[b, h, i, j] is; broadcast axes have stride 0."""
     start = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    return start + i.to(tl.int64) * strides[2] + j * strides[3]
+    return start + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
 
 
 @triton.jit
