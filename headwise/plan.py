@@ -29,12 +29,13 @@ class Plan:
 
     engine: str
     reasons: dict[str, str | None]
+    asked: bool = False  # for this engine, by its name
 
     def __str__(self) -> str:
-        lines = []
+        lines, why = [], "was asked for" if self.asked else "is preferred"
         for name, reason in self.reasons.items():
             chosen = name == self.engine
-            said = "chosen" if chosen else reason or f"could, but {self.engine} is preferred"
+            said = "chosen" if chosen else reason or f"could, but {self.engine} {why}"
             lines.append(f"{'→' if chosen else ' '} {name:<10} {said}")
         return "\n".join(lines)
 
@@ -60,7 +61,9 @@ def plan(problem: Problem, engine: str = "auto", observed: bool = False) -> Plan
     if engine != "auto":
         choose(problem, engine, observed)
     reasons = {name: refusal(name, problem, observed) for name in ENGINES}
-    return Plan(_first(problem, observed) if engine == "auto" else engine, reasons)
+    if engine != "auto":
+        return Plan(engine, reasons, asked=True)
+    return Plan(_first(problem, observed), reasons)
 
 
 def _first(problem: Problem, observed: bool) -> str:

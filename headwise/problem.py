@@ -241,7 +241,7 @@ def _pose(
         mask,
         bias,
         float(softcap or 0.0),
-        sinks,
+        None if sinks is None else sinks.to(q.device),
         rate,
         seed,
     )

@@ -87,7 +87,7 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
             )
         # one sum over batch and rows for a head's gradient: halves of it may lie beyond the dtype
         into = "de" if weight.ndim == 2 else "hde"
-        return Scored(torch.einsum(f"bhnd,{into}->bhne", q, weight.to(q.dtype)), k)
+        return Scored(torch.einsum(f"bhnd,{into}->bhne", q, weight.to(q)), k)
     if width != k.shape[-1]:
         raise ValueError(
             f"queries are {width} wide and keys {k.shape[-1]}; hw.General(weight) joins them"
@@ -101,7 +101,7 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
                 f"hw.Additive's weight has shape {tuple(weight.shape)}; ({width},) or "
                 f"({heads}, {width}) would fit"
             )
-        return Scored(q, k, additive=weight.expand(heads, width))
+        return Scored(q, k, additive=weight.to(q.device).expand(heads, width))
     if isinstance(score, Cosine):
         q, k = _unit(q), _unit(k)
         if not isinstance(score.temperature, Tensor):

@@ -101,6 +101,11 @@ def test_an_unknown_engine_is_an_error_that_lists_the_known_ones() -> None:
             call(*three(), engine="flash")
 
 
+def test_a_plan_says_that_an_engine_was_asked_for() -> None:
+    said = str(hw.explain(*three(), engine="reference")).splitlines()
+    assert "  sdpa       could, but reference was asked for" in said
+
+
 def test_a_plan_prints_every_engine_with_its_reason() -> None:
     lines = str(hw.explain(*three(), softcap=20.0)).splitlines()
     assert [line.split()[-3 if "→" in line else 0] for line in lines if "→" not in line] == [

@@ -153,7 +153,12 @@ def serves_stored(
         return False
     if softcap is not None and not (is_number(softcap) and softcap > 0):
         return False
-    if sinks is not None and (sinks.shape != q.shape[1:2] or watched(sinks)):
+    if sinks is not None and (
+        sinks.shape != q.shape[1:2] or sinks.device != q.device or watched(sinks)
+    ):
+        return False
+    kept = q.dtype if held.key_scales is None else torch.int8
+    if not held.keys.dtype == held.values.dtype == kept or held.keys.device != q.device:
         return False
     return options.get("engine", "auto") in ("auto", "triton") and _plain(q, score, mask)
 

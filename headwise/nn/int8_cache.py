@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.engines.quick import Stored
 from headwise.nn.caches import written
-from headwise.nn.packed import Packed
+from headwise.nn.packed import Packed, emptied
 
 LEVELS = 127
 
@@ -34,8 +34,7 @@ class Int8Cache(Packed):
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         self._check(keys, values)
-        # Empty ones of what was given: the widths, the dtype and the device.
-        self._keys, self._values = keys[:, :, :0], values[:, :, :0]
+        self._keys, self._values = emptied(keys), emptied(values)
         whole, scales = quantised(keys)
         self._whole_keys = written(self._whole_keys, self._length, whole)
         self._key_scales = written(self._key_scales, self._length, scales)

@@ -75,6 +75,11 @@ class Packed(Cache):
             )
 
 
+def emptied(x: Tensor) -> Tensor:
+    """None of the tokens of x (B, H, N, D), but its widths, dtype and device: no part of it."""
+    return x.new_empty(*x.shape[:2], 0, x.shape[3])
+
+
 class Unread(Cache):
     """A packed cache to which tokens are added and from which nothing is read."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.engines.quick import Stored
-from headwise.nn.packed import Packed
+from headwise.nn.packed import Packed, emptied
 from headwise.nn.page_pool import PagePool
 
 
@@ -44,8 +44,7 @@ class PagedCache(Packed):
         self.pool.reserve(keys, values)
         count = keys.shape[2]
         self._make_room(keys.shape[0], self._length + count)
-        # Empty ones of what was given: the widths, the dtype and the device.
-        self._keys, self._values = keys[:, :, :0], values[:, :, :0]
+        self._keys, self._values = emptied(keys), emptied(values)
         assert self.pool.keys is not None and self.pool.values is not None
         at = torch.arange(self._length, self._length + count, device=keys.device)
         pages = self._pages()[:, at // self.pool.page].long()  # (B, N)
@@ -56,16 +55,17 @@ class PagedCache(Packed):
     def _make_room(self, batch: int, length: int) -> None:
         """Pages for `length` tokens of each entry, its own where they will be written."""
         pool, size = self.pool, self.pool.page
-        if not self._tables:
-            self._tables.extend([] for _ in range(batch))
+        tables: list[list[int]] = self._tables or [[] for _ in range(batch)]
         partly = self._length % size != 0 and length > self._length
         last = self._length // size
-        mine = [table for table in self._tables if partly and pool.shared(table[last])]
-        needed = [-(-length // size) - len(table) for table in self._tables]
+        mine = [table for table in tables if partly and pool.shared(table[last])]
+        needed = [-(-length // size) - len(table) for table in tables]
         if not mine and not any(needed):
             return
         if sum(needed) + len(mine) > pool.free:
             pool.take(sum(needed) + len(mine))  # says what is missing, and takes nothing
+        if not self._tables:
+            self._tables.extend(tables)
         for table in mine:
             if pool.shared(table[last]):  # of two that share it, the second may keep it
                 (own,) = pool.copy([table[last]])

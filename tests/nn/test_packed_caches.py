@@ -118,3 +118,32 @@ def test_options_that_no_kernel_takes_are_served_from_what_is_read() -> None:
     cache.append(keys, keys)
     options = {"mask": CAUSAL & hw.mask.window(5), "bias": hw.ALiBi(torch.rand(4)), "softcap": 3.0}
     assert torch.equal(cache.attend(q, **options), hw.attention(q, keys, keys, **options))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [PagedCache(PagePool(8, 64)), Int8Cache()], ids=["pages", "int8"])
+def test_a_prompt_is_let_go_when_it_is_written(cache: hw.nn.Packed) -> None:
+    cache = cache.fresh()
+    k, v = torch.randn(2, 1, 2, 100, 16).unbind(0)
+    cache.write(k, v)
+    assert cache._keys.untyped_storage().nbytes() == 0
+    assert cache._values.untyped_storage().nbytes() == 0
+
+
+@torch.no_grad()
+def test_a_smaller_batch_fits_after_a_larger_one_was_refused() -> None:
+    cache = PagedCache(PagePool(2, 16))
+    with pytest.raises(ValueError, match="pages"):
+        cache.append(*torch.randn(2, 4, 2, 5, 8).unbind(0))
+    keys, _ = cache.append(*torch.randn(2, 1, 2, 5, 8).unbind(0))
+    assert keys.shape == (1, 2, 5, 8)
+    assert cache.pool.free == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [PagedCache(PagePool(8, 64)), Int8Cache()], ids=["pages", "int8"])
+def test_queries_of_another_dtype_are_refused(cache: hw.nn.Packed) -> None:
+    cache = cache.fresh()
+    cache.append(*torch.randn(2, 1, 2, 100, 64).unbind(0))
+    with pytest.raises(ValueError, match="different dtypes"):
+        cache.attend(torch.randn(1, 2, 1, 64).half())
