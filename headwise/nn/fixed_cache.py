@@ -42,7 +42,7 @@ class FixedCache(Cache):
             self.reserve(keys, values)
         assert self._keys is not None and self._values is not None and self._length is not None
         count = keys.shape[2]
-        if not torch.compiler.is_compiling() and int(self._length) + count > self.capacity:
+        if not _captured(self._length) and int(self._length) + count > self.capacity:
             raise ValueError(
                 f"{self!r} is full: {count} more tokens do not fit its capacity of "
                 f"{self.capacity}; make it larger, or use a growing or sliding cache"
@@ -85,3 +85,10 @@ class FixedCache(Cache):
 
     def __repr__(self) -> str:
         return f"FixedCache(capacity={self.capacity}, length={int(self.length)})"
+
+
+def _captured(length: Tensor) -> bool:
+    """Whether a compiler or a CUDA graph takes the call down, and nobody may ask for a number."""
+    if torch.compiler.is_compiling():
+        return True
+    return length.is_cuda and torch.cuda.is_current_stream_capturing()
