@@ -32,7 +32,10 @@ VARIANTS = [
 
 
 class NoGPU:
-    """As much of a driver as a compiler asks."""
+    """As much of a driver as a compiler asks, of a GPU of the given generation."""
+
+    def __init__(self, generation: int = 90) -> None:
+        self.target = GPUTarget("cuda", generation, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -41,7 +44,7 @@ class NoGPU:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
 
 def compiled(width: int, banded: bool, observed: bool) -> Any:

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import headwise as hw
 from headwise import plan
 from headwise.engines import maps, quick
+from headwise.engines.triton import cards
 from tests.engines.compiled import NoGPU
 
-COMPILED: set[str] = set()
+COLUMNS = 512  # of tensor memory, where there is such
+COMPILED: dict[str, int] = {}  # kernels, and the shared memory that the hungriest version takes
 
 
 class Launched:
@@ -30,11 +33,29 @@ class Launched:
 
 def compile_only(kernel: Any, grid: Any) -> Any:
     def launch(*given: Any, **options: Any) -> Launched:
-        kernel.warmup(*given, grid=grid, **options)
-        COMPILED.add(kernel.fn.__name__)
+        needs = kernel.warmup(*given, grid=grid, **options).metadata
+        name, shared = kernel.fn.__name__, cards.card(torch.device("cpu")).shared
+        COMPILED[name] = max(COMPILED.get(name, 0), needs.shared)
+        columns = getattr(needs, "tmem_size", None) or 0
+        for found, limit, what in (
+            (needs.shared, shared, "shared memory"),
+            (columns, COLUMNS, "tensor memory"),
+        ):
+            if found > limit:  # as a launch would
+                raise OutOfResources(found, limit, f"{what} of {name}")
         return Launched()
 
     return launch
+
+
+def stand_in(generation: int = 90, shared: int = 232448) -> None:
+    """Have calls compile for a GPU of this generation, with so many bytes of shared memory."""
+    triton.runtime.driver.set_active(NoGPU(generation))
+    JITFunction.__getitem__ = compile_only
+    torch.cuda.current_device = lambda: 0
+    plan.triton_missing = maps.triton_missing = quick.triton_missing = lambda device: None
+    quick.INTERPRETED = quick.HALVES  # tensors lie on a CPU, and nothing is interpreted
+    cards._INTERPRETED = cards.Card(f"sm_{generation}", *divmod(generation, 10), shared)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -60,9 +81,6 @@ def make_calls() -> None:
 
 
 if __name__ == "__main__":
-    triton.runtime.driver.set_active(NoGPU())
-    JITFunction.__getitem__ = compile_only
-    torch.cuda.current_device = lambda: 0
-    plan.triton_missing = maps.triton_missing = quick.triton_missing = lambda device: None
+    stand_in()
     make_calls()
     print(json.dumps(sorted(COMPILED)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ from headwise.engines.triton.launch import (
     ready,
     stride_unit,
 )
-from headwise.engines.triton.shapes import INTERPRETED, Shape
-from headwise.engines.triton.shapes import shape as shape_of
+from headwise.engines.triton.shapes import Shape, fit, loads_pairs
 from headwise.engines.triton.start import Kind, kind_of, start
 from headwise.problem import Terms
 
@@ -115,12 +115,13 @@ class Call:
         """A program for each block of rows."""
         return -(-self.rows // rows), self.heads, self.batch
 
-    def shape(self, kernel: str) -> Shape:
-        if interpreting():
-            return INTERPRETED
+    def fit(self, kernel: str, launch: Callable[[Shape], None]) -> None:
+        """Launch "queries" or "keys" with a shape that fits."""
         x = self.operands.q
-        kernel = f"capped {kernel}" if self.flags["CAP"] else kernel
-        return shape_of(kernel, self.wide, x.itemsize, card(x.device))
+        kind = "capped " if self.flags["CAP"] else ""
+        if loads_pairs(self.operands.terms):
+            kind = "biased "
+        fit(kind + kernel, self.wide, x.itemsize, card(x.device), launch)
 
     def tensors(self, rows: int, keys: int) -> tuple[bool, list[Any]]:
         """q, grad_out, k, v as the kernels load them, and their strides."""
@@ -139,30 +140,33 @@ class Call:
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
         """q's gradient, and the sums over each row that small gradients need."""
         terms, q = self.operands.terms, self.operands.q
-        shape = self.shape("queries")
         grad = torch.empty_like(q, memory_format=torch.contiguous_format)
         empty, size = rows.shared.new_empty, q.shape[:3]
         slopes = None if terms.slopes is None else empty(size)
         ends = [None if terms.relative is None else empty(size) for _ in range(2)]
         sums = RowSums(slopes, *ends)
-        if grad.numel():
+
+        def launch(shape: Shape) -> None:
             tma, tensors = self.tensors(shape.rows, shape.keys)
             start(
                 grad_queries, self.grid(shape.rows), self.kind(rows), (*tensors, rows, grad, sums),
                 shape.warps, shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
                 CLEAN=exposed(q, self.operands.k, terms), **self.flags,
             )  # fmt: skip
+
+        if grad.numel():
+            self.fit("queries", launch)
         return grad, sums
 
     def keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The gradients of k and v."""
         k, v = self.operands.k, self.operands.v
-        shape = self.shape("keys")
         grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
         grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
         if self.rows == 0:
             return grad_k.zero_(), grad_v.zero_()
-        if grad_k.numel():
+
+        def launch(shape: Shape) -> None:
             tma, tensors = self.tensors(shape.rows, shape.keys)
             grid = (-(-k.shape[2] // shape.keys), k.shape[1], self.batch)
             start(
@@ -170,6 +174,9 @@ class Call:
                 (*tensors, rows, grad_k, grad_v, *self.table(shape.rows)), shape.warps,
                 shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma, **self.flags,
             )  # fmt: skip
+
+        if grad_k.numel():
+            self.fit("keys", launch)
         return grad_k, grad_v
 
     def table(self, rows: int) -> tuple[Tensor | None, int, int, int]:

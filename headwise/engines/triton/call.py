@@ -17,8 +17,7 @@ from headwise.engines.triton.launch import (
     outer_strides,
 )
 from headwise.engines.triton.moments import cut_of, run_moments
-from headwise.engines.triton.shapes import INTERPRETED
-from headwise.engines.triton.shapes import shape as shape_of
+from headwise.engines.triton.shapes import Shape, fit, loads_pairs
 from headwise.engines.triton.start import kind_of, start
 from headwise.problem import Terms
 from headwise.sums import MOMENTS, Sums, room
@@ -37,10 +36,8 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
     kernel = "narrow" if narrow(terms) else "capped" if terms.softcap else "forward"
-    shape = INTERPRETED if interpreting() else shape_of(kernel, wide, q.itemsize, card(q.device))
-    tma, (q_, k_, v_) = described(
-        (call.q, call.k, call.v), call.steps, (shape.rows, shape.keys, shape.keys)
-    )
+    if loads_pairs(terms):
+        kernel = "biased"
     asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:]]
     cut = cut_of(call) if wants & MOMENTS else None
     rest, block = None, 0  # what the loop still does for moments that are taken apart
@@ -50,14 +47,21 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
         rest, block = sums.lse.new_empty(2, *sums.lse.shape), cut.block
         asked[2:4] = rest
     written = Written(sums.lse, sums.max_logit, *asked)
-    grid = (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0])
-    strides = (None,) * 3 if tma else tuple(map(outer_strides, (call.q, call.k, call.v)))
-    with on(q.device):
+    tensors, kind = (call.q, call.k, call.v), kind_of(call, (), wants)
+    clean = exposed(q, k, terms)
+
+    def launch(shape: Shape) -> None:
+        tma, loaded = described(tensors, call.steps, (shape.rows, shape.keys, shape.keys))
+        strides = (None,) * 3 if tma else tuple(map(outer_strides, tensors))
         start(
-            forward, grid, kind_of(call, (), wants), (q_, k_, v_, *strides, call.given, *call.sizes,
-            sums.out, written), shape.warps, shape.stages, ROWS=shape.rows, KEYS=shape.keys,
-            TMA=tma, CLEAN=exposed(q, k, terms), BLOCK=block, **flags,
+            forward, (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0]), kind,
+            (*loaded, *strides, call.given, *call.sizes, sums.out, written), shape.warps,
+            shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma, CLEAN=clean, BLOCK=block,
+            **flags,
         )  # fmt: skip
+
+    with on(q.device):
+        shape = fit(kernel, wide, q.itemsize, card(q.device), launch)
         if cut is not None:
             run_moments(call, flags, cut, rest, shape.rows, sums)
     return sums

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.engines.triton.cards import INTERPRETING
+from headwise.engines.triton.cards import INTERPRETING, Card, card
 from headwise.engines.triton.launch import WORD, on, operands, precision, stride_unit
+from headwise.engines.triton.shapes import TENSOR_MEMORY, Shape, fit, loads_pairs
 from headwise.engines.triton.split import (
     Held,
     Merged,
@@ -31,7 +32,16 @@ NOTHING_GIVEN = Given(*[None] * len(Given._fields))
 
 def decodes(q: Tensor, k: Tensor, terms: Terms) -> bool:
     """Whether the decoding kernels serve this call."""
-    return few(q, k) and terms.additive is None and terms.seed is None
+    return few(q, k) and terms.additive is None and terms.seed is None and _holds(q, k)
+
+
+def _holds(q: Tensor, k: Tensor) -> bool:
+    """Whether the GPU has room for all rows of a key head and their sums, whatever the tile."""
+    rows = tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]))
+    found = card(q.device)
+    least = 2 * rows * _padded(q.shape[-1]) * q.itemsize
+    # Tensor memory has 256 KB, and float32 is split in two there.
+    return least < (1 << 17 if found.major in TENSOR_MEMORY else found.shared)
 
 
 def few(q: Tensor, k: Tensor) -> bool:
@@ -88,27 +98,34 @@ def launch(
     batch, heads, queries, width = q.shape
     key_heads, values = k.shape[1], v.shape[-1]
     group = heads // key_heads
-    rows = max(16, 1 << (group * queries - 1).bit_length())
-    block, warps, stages = tile(width, k.itemsize, rows)
+    rows = tile_rows(group * queries)
     keys = k.shape[2] if longest is None else longest
-    splits = shares(batch * key_heads, -(-keys // block), processors(q.device))
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
     unit = stride_unit(strides, 16)
     scaled = held.key_scales
     more = (0, 0) if scaled is None else scaled.stride()[:2]
     more += (0 if held.pages is None else held.pages.stride(0),)
-    parts = parts_for(q, splits, values, wants)
-    pointers = [x.data_ptr() for x in (q, k, v, *held, parts.maximum, parts.total) if x is not None]
-    if any(pointer % 16 for pointer in pointers) or max(*strides, *more) >= WORD:
+    if max(*strides, *more) >= WORD:
         kind = None
-    start(
-        split, (splits, key_heads, batch), kind,
-        (q, k, v, held, given, parts, *(stride // unit for stride in strides), *more, splits,
-        *sizes), warps, stages, ROWS=rows, KEYS=block, WIDTH=width, VALUES=values,
-        PADDED=_padded(width), PADDED_VALUES=_padded(values), UNIT=unit, PAGE=page, CAUSAL=causal,
-        PRECISION=precision(q.dtype), PIECES=pieces, PLAIN=plain, CAP=cap,
-    )  # fmt: skip
-    join(parts, out, merged, given.sinks, splits, kind)
+
+    def cut(shape: Shape) -> None:
+        splits = shares(batch * key_heads, -(-keys // shape.keys), processors(q.device))
+        parts = parts_for(q, splits, values, wants)
+        taken = (q, k, v, *held, parts.maximum, parts.total)
+        odd = any(x is not None and x.data_ptr() % 16 for x in taken)
+        known = None if odd else kind
+        start(
+            split, (splits, key_heads, batch), known,
+            (q, k, v, held, given, parts, *(stride // unit for stride in strides), *more, splits,
+            *sizes), shape.warps, shape.stages, ROWS=rows, KEYS=shape.keys, WIDTH=width,
+            VALUES=values, PADDED=_padded(width), PADDED_VALUES=_padded(values), UNIT=unit,
+            PAGE=page, CAUSAL=causal, PRECISION=precision(q.dtype), PIECES=pieces, PLAIN=plain,
+            CAP=cap,
+        )  # fmt: skip
+        join(parts, out, merged, given.sinks, splits, known)
+
+    what = tile(max(width, values), k.itemsize, rows, q.device, loads_pairs(given))
+    fit(*what, cut)
 
 
 def attend_stored(
@@ -181,13 +198,17 @@ def parts_for(q: Tensor, splits: int, values: int, wants: int) -> Parts:
     return Parts(*found)
 
 
-def tile(width: int, itemsize: int, rows: int) -> tuple[int, int, int]:
-    """Keys a step, warps, and loads in flight, for a head's width and the bytes of an element."""
-    if INTERPRETING:
-        return 16, 4, 1
-    if itemsize == 4:
-        return 32, 4, 2
-    return (128, 4, 3) if width <= 128 else (64, 4, 2)
+def tile(
+    width: int, itemsize: int, rows: int, device: torch.device, biased: bool = False
+) -> tuple[str, int, int, Card]:
+    """What `fit` finds a shape by; `itemsize` is of keys, and int8 ones are multiplied wider."""
+    kernel = "biased decode" if biased else "full decode" if rows == ROWS else "decode"
+    return kernel, _padded(width), max(2, itemsize), card(device)
+
+
+def tile_rows(rows: int) -> int:
+    """The height of a tile for so many rows of a key head."""
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 @lru_cache(maxsize=4096)

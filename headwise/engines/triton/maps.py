@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from headwise.engines import tiles
 from headwise.engines.tiles import Cells, How
 from headwise.engines.triton import logsum
-from headwise.engines.triton.cards import INTERPRETING
+from headwise.engines.triton.cards import INTERPRETING, card
 from headwise.engines.triton.cells import cells
 from headwise.engines.triton.largest import largest
 from headwise.engines.triton.launch import (
@@ -20,11 +21,11 @@ from headwise.engines.triton.launch import (
     outer_strides,
     precision,
 )
+from headwise.engines.triton.shapes import Shape, fit
 from headwise.region import Region
 
 MOST = 64  # of the largest weights that a row keeps on chip
 LOG2_E = math.log2(math.e)
-Tile = tuple[int, int, int, int]  # rows, keys, warps, loads in flight
 
 
 def log_sums(region: Region) -> Tensor:
@@ -34,13 +35,14 @@ def log_sums(region: Region) -> Tensor:
     call = _call(region)
     batch, heads, rows, _ = region.box.shape
     found = region.q.new_empty(batch, heads, rows, dtype=torch.float32)
-    block_rows, block_keys, warps, stages = _tile(call)
-    with on(region.q.device):
-        logsum.log_sums[(-(-rows // block_rows), heads, batch)](
+
+    def launch(shape: Shape) -> None:
+        logsum.log_sums[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, found, outer_strides(call.q), outer_strides(call.k), call.given,
-            *call.sizes, ROWS=block_rows, KEYS=block_keys, num_warps=warps, num_stages=stages,
-            **_flags(call),
+            *call.sizes, **_constants(shape), **_flags(call),
         )  # fmt: skip
+
+    _fit(call, launch)
     return found
 
 
@@ -74,14 +76,16 @@ def top(region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
     kept = max(2, 1 << (count - 1).bit_length())
     best = sums.new_empty(batch, heads, rows, kept)
     key = torch.empty_like(best, dtype=torch.int32)
-    block_rows, block_keys, warps, stages = _tile(call)
-    with on(region.q.device):
-        largest[(-(-rows // block_rows), heads, batch)](
-            call.q, call.k, _norms(region), sums, best, key, outer_strides(call.q),
-            outer_strides(call.k), call.given, *call.sizes, count, *_norm_strides(region),
-            ROWS=block_rows, KEYS=block_keys, KEPT=kept, num_warps=warps, num_stages=stages,
+    norms = _norms(region)
+
+    def launch(shape: Shape) -> None:
+        largest[(-(-rows // shape.rows), heads, batch)](
+            call.q, call.k, norms, sums, best, key, outer_strides(call.q), outer_strides(call.k),
+            call.given, *call.sizes, count, *_norm_strides(region), KEPT=kept, **_constants(shape),
             **_flags(call),
         )  # fmt: skip
+
+    _fit(call, launch)
     best, order = best[..., :count].sort(descending=True)
     return best.exp2_(), key[..., :count].gather(-1, order).long()
 
@@ -93,17 +97,19 @@ def _reduce(region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> 
     out = sums.new_zeros(batch, heads, len(rows), len(keys))
     if not all(region.box.shape):
         return out
-    block_rows, block_keys, warps, stages = _tile(call)
-    row_part, row_groups, row_steps = _cut(rows, block_rows)
-    key_part, key_groups, key_steps = _cut(keys, block_keys)
-    with on(region.q.device):
+    norms = _norms(region)
+
+    def launch(shape: Shape) -> None:
+        row_part, row_groups, row_steps = _cut(rows, shape.rows)
+        key_part, key_groups, key_steps = _cut(keys, shape.keys)
         cells[(row_groups * key_groups, heads, batch)](
-            call.q, call.k, _norms(region), sums, out, outer_strides(call.q),
-            outer_strides(call.k), call.given, *call.sizes, len(rows), len(keys), rows.width,
-            keys.width, row_steps, key_steps, *_norm_strides(region), ROWS=block_rows,
-            KEYS=block_keys, ROW_PART=row_part, KEY_PART=key_part, LARGEST=how == "max",
-            num_warps=warps, num_stages=stages, **_flags(call),
+            call.q, call.k, norms, sums, out, outer_strides(call.q), outer_strides(call.k),
+            call.given, *call.sizes, len(rows), len(keys), rows.width, keys.width, row_steps,
+            key_steps, *_norm_strides(region), ROW_PART=row_part, KEY_PART=key_part,
+            LARGEST=how == "max", **_constants(shape), **_flags(call),
         )  # fmt: skip
+
+    _fit(call, launch)
     return out
 
 
@@ -137,12 +143,20 @@ def _flags(call: Operands) -> dict[str, object]:
     return kept | {"PADDED": padded, "PRECISION": precision(call.q.dtype)}
 
 
-def _tile(call: Operands) -> Tile:
-    if INTERPRETING:
-        return 32, 16, 4, 1
-    if call.q.itemsize == 4:
-        return 64, 32, 4, 2
-    return (128, 64, 4, 2) if call.q.shape[-1] <= 128 else (64, 64, 4, 2)
+def _fit(call: Operands, launch: Callable[[Shape], None]) -> None:
+    """Launch on the call's GPU with a shape that fits it."""
+    q = call.q
+    with on(q.device):
+        fit("map", call.padded[0], q.itemsize, card(q.device), launch)
+
+
+def _constants(shape: Shape) -> dict[str, int]:
+    return {
+        "ROWS": shape.rows,
+        "KEYS": shape.keys,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
 
 
 def _base_two(lse: Tensor) -> Tensor:

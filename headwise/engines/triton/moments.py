@@ -16,6 +16,7 @@ from headwise.engines.triton.cards import INTERPRETING, card
 from headwise.engines.triton.key_scatter import VECTORS, join_blocks, scatter_of_blocks
 from headwise.engines.triton.launch import Operands, described
 from headwise.engines.triton.row_moments import moments_of_rows
+from headwise.engines.triton.shapes import TENSOR_MEMORY
 from headwise.engines.triton.start import kind_of, start
 from headwise.sums import Sums
 
@@ -63,8 +64,9 @@ def cut_of(call: Operands, least_keys: int | None = None) -> Cut | None:
         return None
     if INTERPRETING:
         return INTERPRETED
-    if q.dtype == torch.float32 or card(q.device).shared < ROOM:
-        return None
+    found = card(q.device)
+    if q.dtype == torch.float32 or found.shared < ROOM or found.major in TENSOR_MEMORY:
+        return None  # for tensor memory Triton 3.7 does not compile the kernel of blocks
     padded, keys = call.padded[0], sizes.keys
     if sizes.high < keys:  # what a row sees on average
         keys = (max(sizes.high, 0) + min(keys, sizes.queries + sizes.high)) // 2

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.engines.triton.cards import INTERPRETING, card
-from headwise.engines.triton.decoding import NOTHING_HELD, processors, shares, tile
+from headwise.engines.triton.decoding import (
+    NOTHING_HELD,
+    SPLITS,
+    processors,
+    shares,
+    tile,
+    tile_rows,
+)
 from headwise.engines.triton.launch import WORD, on, stride_unit
+from headwise.engines.triton.shapes import Shape, fit
 from headwise.engines.triton.split import Held, merge_step, split_step
 
 Grid = tuple[int, int, int]
@@ -36,36 +45,45 @@ class Step:
         paged: bool,
     ) -> None:
         batch, heads, queries, width = q
-        key_heads = k[1]
-        group = heads // key_heads
-        rows = max(16, 1 << (group * queries - 1).bit_length())
-        block, warps, stages = tile(width, itemsize, rows)
-        splits = shares(batch * key_heads, -(-length // block), processors(device))
-        chained = not INTERPRETING and card(device).major >= 9
-        unit = stride_unit(strides[:9], 16)
+        self.group = heads // k[1]
+        self.key_heads, self.length, self.scale = k[1], length, scale
         self.shape, self.dtype, self.device = q, dtype, device
-        self.parts = batch * heads * queries * splits
-        self.room = self.parts * (width + 2)
-        self.fits = max(*strides, self.room) < WORD
-        numbers = [stride // unit for stride in strides[:9]]
+        self.rows = tile_rows(self.group * queries)
+        self.tile = tile(width, itemsize, self.rows, device)
+        self.chained = not INTERPRETING and card(device).major >= 9
+        self.unit = stride_unit(strides[:9], 16)
+        self.strides = (*(stride // self.unit for stride in strides[:9]), *strides[9:])
+        self.page, self.causal = k[2] if paged else 0, causal
+        room = batch * heads * queries * SPLITS * (width + 2)  # however the keys are cut
+        self.fits = max(*strides, room) < WORD
+        self.first: Callable[..., Any] | None = None
+        self.second: Callable[..., Any] | None = None
+
+    def _cut(self, shape: Shape) -> None:
+        """Work out the launches with a tile of this shape."""
+        batch, heads, queries, width = self.shape
+        blocks, chained = -(-self.length // shape.keys), self.chained
+        splits = shares(batch * self.key_heads, blocks, processors(self.device))
+        parts = batch * heads * queries * splits
+        self.room = parts * (width + 2)
         self.numbers = (
-            self.parts, *numbers, *strides[9:], splits, queries, length, group, scale
+            parts, *self.strides, splits, queries, self.length, self.group, self.scale
         )  # fmt: skip
         self.constants = {
-            "ROWS": rows, "KEYS": block, "WIDTH": width, "UNIT": unit,
-            "PAGE": k[2] if paged else 0, "CAUSAL": causal, "CHAINED": chained,
+            "ROWS": self.rows, "KEYS": shape.keys, "WIDTH": width, "UNIT": self.unit,
+            "PAGE": self.page, "CAUSAL": self.causal, "CHAINED": chained,
         }  # fmt: skip
-        self.launched = {"num_warps": warps, "num_stages": stages, "launch_pdl": chained}
-        self.grid: Grid = (splits, key_heads, batch)
+        self.launched = {
+            "num_warps": shape.warps, "num_stages": shape.stages, "launch_pdl": chained,
+        }  # fmt: skip
+        self.grid: Grid = (splits, self.key_heads, batch)
         part = min(width, 64)
-        self.merged = (self.parts, splits)
+        self.merged = (parts, splits)
         self.merging = {
             "SPLITS": 1 << (splits - 1).bit_length(), "VALUES": width, "BLOCK": part,
             "CHAINED": chained,
         }  # fmt: skip
         self.lines: Grid = (batch * heads * queries, width // part, 1)
-        self.first: Callable[..., Any] | None = None
-        self.second: Callable[..., Any] | None = None
         self.tails = (tuple(self.constants.values()), tuple(self.merging.values()))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, held: Held = NOTHING_HELD) -> Tensor:
@@ -77,17 +95,20 @@ class Step:
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, held: Held) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        mixed = torch.empty(self.room, dtype=torch.float32, device=self.device)
         if self.first is None or self.second is None:
-            return self._compile(q, k, v, held, mixed, out)
+            fit(*self.tile, partial(self._compile, q, k, v, held, out))
+            return out
+        mixed = torch.empty(self.room, dtype=torch.float32, device=self.device)
         self.first(q, k, v, held, mixed, *self.numbers, *self.tails[0])
         self.second(mixed, out, *self.merged, *self.tails[1])
         return out
 
     def _compile(
-        self, q: Tensor, k: Tensor, v: Tensor, held: Held, mixed: Tensor, out: Tensor
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, held: Held, out: Tensor, shape: Shape
+    ) -> None:
         """The same by Triton's own launch, whose compiled kernels are kept."""
+        self._cut(shape)
+        mixed = torch.empty(self.room, dtype=torch.float32, device=self.device)
         first = split_step[self.grid](
             q, k, v, held, mixed, *self.numbers, **self.constants, **self.launched
         )
@@ -97,4 +118,3 @@ class Step:
         )  # fmt: skip
         if not INTERPRETING:
             self.first, self.second = first[self.grid], second[self.lines]
-        return out

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from headwise.engines.triton import attend
 from headwise.engines.triton.cards import card
 from headwise.engines.triton.shapes import KERNELS, Shape, default, remember, use
+from headwise.engines.triton.shapes import shape as shape_of
 from headwise.masks import Causal, Window
 from headwise.problem import pose
 
@@ -62,18 +62,15 @@ def tune(
             for _ in range(3)
         )
         for kernel in KERNELS:
-            usual = default(kernel, width, 2, here)
-            times = {usual: math.inf}  # unless it runs here
-            for tried in dict.fromkeys((usual, *_TRIED[kernel])):
+            times: dict[Shape, float] = {}  # the first of them is the table's, or what of it fits
+            for tried in dict.fromkeys((default(kernel, width, 2, here), *_TRIED[kernel])):
                 use(kernel, width, 2, here, tried)
-                run = _RUNS.get(kernel, _step)
-                try:
-                    times[tried] = _milliseconds(run, q, k, v)
-                except OutOfResources:  # more shared memory than this GPU has
-                    continue
+                took = _milliseconds(_RUNS.get(kernel, _step), q, k, v)
+                ran = shape_of(kernel, width, 2, here)  # a smaller one, if this GPU has no room
+                times[ran] = min(took, times.get(ran, math.inf))
             chosen = min(times, key=lambda x: times[x])
             use(kernel, width, 2, here, chosen)
-            yield Tuned(kernel, width, chosen, times[usual], times[chosen])
+            yield Tuned(kernel, width, chosen, next(iter(times.values())), times[chosen])
 
 
 def keep(device: torch.device, found: list[Tuned]) -> Path:

@@ -1,0 +1,250 @@
+"""A call runs on the GPU that is there: with the table's tile, or with a smaller one that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.engines import again, quick
+from headwise.engines.tape import Tape
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from triton.runtime.errors import OutOfResources
+
+from headwise.engines.triton import backward, call, decoding, maps, shapes, steps, tuning
+from headwise.engines.triton.cards import INTERPRETING, card
+from headwise.engines.triton.shapes import Shape
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU has its own limits")
+CPU = torch.device("cpu")
+CAUSAL = hw.mask.causal()
+
+
+class Crowded:
+    """A kernel on a GPU that has no room for tiles of more keys, rows or loads than these."""
+
+    def __init__(self, kernel: Any, keys: int = 16, rows: int = 64, stages: int = 1) -> None:
+        self.kernel, self.refused = kernel, 0
+        self.most = {"KEYS": keys, "ROWS": rows, "num_stages": stages}
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*given: Any, **options: Any) -> Any:
+            for name, most in self.most.items():
+                if options[name] > most:
+                    self.refused += 1
+                    raise OutOfResources(options[name], most, "shared memory")
+            return self.kernel[grid](*given, **options)
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def unchosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing was tuned or found too large, and what a test finds is forgotten after it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shapes, "_CHOSEN", {})
+    large = dict.fromkeys(shapes._INTERPRETED, Shape(32, 64, 4, 3))
+    monkeypatch.setattr(shapes, "_INTERPRETED", large)
+    again.forget()
+
+
+def crowd(patch: pytest.MonkeyPatch, module: Any, name: str, **most: int) -> Crowded:
+    crowded = Crowded(getattr(module, name), **most)
+    patch.setattr(module, name, crowded)
+    return crowded
+
+
+def three(*shape: int) -> list[Tensor]:
+    return [torch.randn(shape or (1, 2, 40, 16), requires_grad=True) for _ in range(3)]
+
+
+def gradients(given: list[Tensor], engine: str, **options: Any) -> list[Tensor]:
+    out, seen = hw.observe(*given, engine=engine, **options)
+    return [out, *torch.autograd.grad(out.sum() + seen.entropy.sum(), given)]
+
+
+def close(found: list[Tensor], truth: list[Tensor]) -> None:
+    for a, b in zip(found, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_stages_go_first_then_keys_then_rows() -> None:
+    found = [Shape(32, 64, 8, 3)]
+    while (less := shapes.smaller(found[-1])) is not None:
+        found.append(less)
+    assert [(x.stages, x.keys, x.rows) for x in found] == [
+        (3, 64, 32), (2, 64, 32), (1, 64, 32), (1, 32, 32), (1, 16, 32), (1, 16, 16)
+    ]  # fmt: skip
+    assert {x.warps for x in found} == {8}
+
+
+@interpreted
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
+def test_a_call_and_its_gradients_take_smaller_tiles_once(
+    monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
+    most = {"keys": 16, "rows": 16}
+    crowded = [crowd(monkeypatch, call, "forward", **most)]
+    crowded += [
+        crowd(monkeypatch, backward, name, **most) for name in ("grad_queries", "grad_keys")
+    ]
+    given, mask = three(), CAUSAL & hw.mask.documents(torch.arange(40)[None] // 13)
+    options = {"mask": mask, "bias": torch.randn(40, 40) if bias else None}
+    close(gradients(given, "triton", **options), gradients(given, "reference", **options))
+    assert [x.refused for x in crowded] == [2, 2, 2]
+    close(gradients(given, "triton", **options), gradients(given, "reference", **options))
+    assert [x.refused for x in crowded] == [2, 2, 2]
+
+
+@interpreted
+def test_moments_know_how_many_rows_the_forward_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd(monkeypatch, call, "forward", rows=16)
+    q, k, v = three(1, 2, 150, 16)
+    _, found = hw.observe(q, k, v, mask=CAUSAL, engine="triton")
+    _, truth = hw.observe(q, k, v, mask=CAUSAL, engine="reference")
+    close([found.logit_var, found.logit_mean], [truth.logit_var, truth.logit_mean])
+
+
+@interpreted
+@torch.no_grad()
+def test_decoding_takes_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded = crowd(monkeypatch, decoding, "split")
+    q, k, v = torch.randn(2, 4, 2, 16), torch.randn(2, 2, 300, 16), torch.randn(2, 2, 300, 24)
+    for _ in range(2):
+        found = hw.attention(q, k, v, mask=CAUSAL, engine="triton")
+        close([found], [hw.attention(q, k, v, mask=CAUSAL, engine="reference")])
+    assert crowded.refused == 4  # two loads fewer in flight, a half and a quarter of the keys
+
+
+@interpreted
+@torch.no_grad()
+def test_a_quick_step_takes_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded = crowd(monkeypatch, steps, "split_step")
+    monkeypatch.setattr(quick, "LEAST", 64)
+    quick._prepared.cache_clear()
+    for length in (300, 300, 301):  # a length has a step of its own
+        q, k = torch.randn(2, 4, 1, 64), torch.randn(2, 2, length, 64)
+        found = quick.step(q, k, k, None, CAUSAL)
+        assert found is not None
+        close([found], [hw.attention(q, k, k, mask=CAUSAL, engine="reference")])
+    assert crowded.refused == 4
+    quick._prepared.cache_clear()
+
+
+@interpreted
+@pytest.mark.parametrize("loop", ["log_sums", "cells", "largest"])
+def test_loops_of_maps_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+    crowded = crowd(monkeypatch, maps.logsum if loop == "log_sums" else maps, loop, rows=16)
+    q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
+    found, truth = (
+        hw.attention_map(q.to(dtype), k.to(dtype), mask=CAUSAL)
+        for dtype in (torch.float32, torch.float64)
+    )
+    close([found.received(), found.pool(7)], [truth.received().float(), truth.pool(7).float()])
+    close([found.top(4)[0]], [truth.top(4)[0].float()])
+    assert crowded.refused == 5  # two loads, two halves of the keys and one of the rows
+
+
+@interpreted
+@torch.no_grad()
+def test_tapes_are_forgotten_and_those_recorded_meanwhile_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> None:
+        given = three()
+        found = hw.attention(*given, mask=CAUSAL, engine="triton")
+        close([found], [hw.attention(*given, mask=CAUSAL, engine="reference")])
+
+    def tapes() -> list[Tape]:
+        return [x for x in again._TAPES.values() if isinstance(x, Tape)]
+
+    for _ in range(3):
+        run()
+    assert len(tapes()) == 1
+    crowded = crowd(monkeypatch, call, "forward")
+    again.forget()
+    run()
+    assert crowded.refused == 1
+    shapes._CHOSEN.clear()  # so that the call which is recorded finds no room either
+    run()
+    assert crowded.refused == 2
+    assert len(tapes()) == 1
+    run()
+    assert crowded.refused == 2
+
+
+@interpreted
+def test_a_gpu_without_room_for_any_tile_is_told_of_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crowd(monkeypatch, call, "forward", keys=8)
+    with pytest.raises(RuntimeError, match=r"interpreter has no room for the forward kernel") as e:
+        hw.attention(*three(), engine="triton")
+    assert "streaming" in str(e.value)
+
+
+def test_what_was_tuned_without_a_bias_serves_no_call_with_one() -> None:
+    best = Shape(256, 256, 8, 5)
+    here = card(CPU)
+    shapes.remember(here, {(kernel, 128, 2): best for kernel in shapes.KERNELS})
+    for kernel in ("biased", "biased queries", "biased keys"):
+        assert shapes.shape(kernel, 128, 2, here) == shapes.default(kernel, 128, 2, here) != best
+    assert shapes.shape("forward", 128, 2, here) == best
+
+
+def test_tuning_gives_the_time_to_the_shape_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = card(CPU)
+
+    def launch(shape: Shape) -> None:
+        if shape.rows * shape.keys > 64 * 64 or shape.stages > 2:
+            raise OutOfResources(shape.keys, 64, "shared memory")
+
+    def milliseconds(*_: object) -> float:
+        return 1 / shapes.fit("forward", 64, 2, here, launch).rows
+
+    monkeypatch.setattr(tuning, "KERNELS", ("forward",))
+    monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
+    (found,) = tuning.tune(CPU, (64,), 16)
+    assert (found.chosen.rows, found.chosen.keys, found.chosen.stages) == (128, 32, 1)
+    assert found.best == 1 / 128 <= found.usual < 1
+    assert shapes.shape("forward", 64, 2, here) == found.chosen
+
+
+def room_for(generation: int, *calls: str) -> None:
+    """Compile calls as if for another GPU: all of their first choices fit its memory."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engines.fits", str(generation), *calls]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in told.stdout.splitlines()]
+    assert [x[1] for x in found] == [*calls]
+    assert [x for x in found if x[2]] == []
+
+
+def test_a_step_of_decoding_fits_a_desk_gpu() -> None:
+    room_for(86, "decode 128 bfloat16")
+
+
+def test_a_mask_tensor_and_a_table_fit_an_h100() -> None:
+    room_for(90, "both 128 bfloat16")
+
+
+HUNGRY = ("both", "bias", "causal", "decode", "decode_biased", "stored", "maps")
+
+
+@pytest.mark.slow  # all the calls there are take far longer: `python -m tests.engines.fits`
+@pytest.mark.parametrize("generation", [80, 86, 90, 100, 120])
+def test_the_hungriest_calls_fit_every_gpu(generation: int) -> None:
+    calls = [f"{kind} {width} bfloat16" for kind in HUNGRY for width in (128, 256)]
+    others = ("decode 256 float32", "maps 256 float32", "moments 64 bfloat16")
+    room_for(generation, *calls, *others)
