@@ -39,7 +39,17 @@ def attending() -> list[Figure]:
     decode = ratio(
         lambda: hw.attention(one, k, v, mask=hw.mask.causal()), lambda: sdpa(one, k, v), 500
     )
-    return [*figures, at_most("one query, 2000 keys, against SDPA", decode, 1.5)]
+    short = problem(16)
+    tiny = ratio(
+        lambda: hw.attention(*short, mask=hw.mask.causal()),
+        lambda: sdpa(*short, is_causal=True),
+        500,
+    )
+    return [
+        *figures,
+        at_most("one query, 2000 keys, against SDPA", decode, 1.5),
+        at_most("attention, n 16, causal, against SDPA", tiny, 2.0),
+    ]
 
 
 def attending_to(n: int) -> list[Figure]:
