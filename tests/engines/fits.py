@@ -7,6 +7,7 @@ Without calls it takes all of them, for minutes; without a generation, all of th
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -165,9 +166,18 @@ def main(generation: int, calls: list[str]) -> None:
         print(json.dumps([generation, call, check(call)]), flush=True)
 
 
+def asked() -> argparse.Namespace:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
+    parser.add_argument("generation", type=int, nargs="?", choices=SHARED)
+    parser.add_argument("call", nargs="*", choices=[[], *every()], metavar="call")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(int(sys.argv[1]), sys.argv[2:] or every())
+    given = asked()
+    if given.generation is not None:
+        main(given.generation, given.call or every())
     else:
         for each in SHARED:
             subprocess.run([sys.executable, "-m", "tests.engines.fits", str(each)], check=True)
