@@ -192,6 +192,8 @@ def _bounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """No finite number below LOWEST: in units of log 2 it would become -inf, and hide its key."""
     if dtype == torch.float64 or bias.dtype == torch.float16:  # which hold all of theirs
         return bias
+    if not bool(bias.amin() < LOWEST):  # to look costs less than to change
+        return bias
     return torch.where(bias == -torch.inf, bias, bias.clamp_min(LOWEST))
 
 

@@ -52,7 +52,7 @@ def again(
             return run()  # which says what would work
         told = mask.told()
         given += mask.tensors()
-    if told is None or not (is_number(scale) and is_number(softcap)) or watched(*given):
+    if told is None or not (is_told(scale) and is_told(softcap)) or watched(*given):
         return run()
     tf32 = torch.backends.cuda.matmul.fp32_precision  # the older name for it may raise
     key: list[object] = [engine, told, scale, softcap, sinks is None, tf32, more]
@@ -79,7 +79,7 @@ def forget() -> None:
     _TAPES.clear()
 
 
-def is_number(x: object) -> bool:
+def is_told(x: object) -> bool:
     """Whether an option is one that tells all it means, or none."""
     return x is None or type(x) is float or type(x) is int
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.engines.again import is_number, watched
+from headwise.engines.again import is_told, watched
 from headwise.mask import Mask
 from headwise.masks import Causal
 from headwise.plan import triton_missing
@@ -57,7 +57,7 @@ def step(
         return None
     if mask is not None and not (type(mask) is Causal and mask.offset is None):
         return None
-    if score is not None and not is_number(score.scale):
+    if score is not None and not is_told(score.scale):
         return None
     run = _prepared(
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
@@ -151,7 +151,7 @@ def serves_stored(
         return False  # `hw.attention` says what is wrong with it
     if q.shape[1] % held.keys.shape[1] or q.shape[1] // held.keys.shape[1] * q.shape[2] > ROWS:
         return False
-    if softcap is not None and not (is_number(softcap) and softcap > 0):
+    if softcap is not None and not (is_told(softcap) and softcap > 0):
         return False
     if sinks is not None and (
         sinks.shape != q.shape[1:2] or sinks.device != q.device or watched(sinks)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headwise.engines.again import is_number, transformed
+from headwise.engines.again import is_told, transformed
 from headwise.masks import Causal
 from headwise.score import Dot
 
@@ -31,7 +31,7 @@ def described(
         return None
     told = None if mask is None else mask.told()
     scale = None if score is None else score.scale
-    if (told is None) != (mask is None) or not is_number(scale) or transformed(q, k, v):
+    if (told is None) != (mask is None) or not is_told(scale) or transformed(q, k, v):
         return None
     if not q.dtype == k.dtype == v.dtype:  # which autocast may make one, and nothing else
         return None

@@ -92,6 +92,18 @@ def work(item, z, KEYS: gl.constexpr, BANDED: gl.constexpr):
 
 
 @gluon.jit
+def bounds_of(i, z, BANDED: gl.constexpr):
+    """[first, last) of the keys that rows i see, and where they stand."""
+    row = gl.minimum(i, z.queries - 1)
+    first = row * 0
+    last = first + z.keys
+    if BANDED:
+        first = gl.minimum(gl.maximum(row + z.low, 0), z.keys)
+        last = gl.minimum(gl.maximum(row + z.high, 0), z.keys)
+    return first, last, row + z.shift
+
+
+@gluon.jit
 def first_key(n, extent, KEYS: gl.constexpr):
     """Where the n-th block of keys begins: edges, then the others from the last to the first."""
     begin, inner, outer, edges, _ = extent
@@ -188,13 +200,7 @@ def follow(
         b, h, i0, extent = work(item, z, KEYS, BANDED)
         edges, blocks = extent[3], extent[4]
         i = i0 + w * GROUP + gl.arange(0, GROUP, ROWS)
-        row = gl.minimum(i, z.queries - 1)
-        first = gl.zeros([GROUP], gl.int32, ROWS)
-        last = first + z.keys
-        if BANDED:
-            first = gl.minimum(gl.maximum(row + z.low, 0), z.keys)
-            last = gl.minimum(gl.maximum(row + z.high, 0), z.keys)
-        bounds = (first, last, row + z.shift)
+        bounds = bounds_of(i, z, BANDED)
 
         # The first block has no block before it.
         at = done % STAGES

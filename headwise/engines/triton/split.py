@@ -101,6 +101,23 @@ def take(rows, here, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def rows_together(
+    q, steps, z, b, kh, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
+    """The rows that share a key head: which there are, their queries' numbers, heads and tile."""
+    row = tl.arange(0, ROWS)
+    there = row < z.group * z.queries
+    row = tl.minimum(row, z.group * z.queries - 1)
+    i = row % z.queries
+    h = kh * z.group + row // z.queries
+    column = tl.arange(0, PADDED)
+    start = b.to(tl.int64) * steps[0] + h.to(tl.int64) * steps[1]
+    start += i.to(tl.int64) * steps[2]
+    inside = there[:, None] & (column < WIDTH)[None, :]
+    return there, i, h, tl.load(q + start[:, None] + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def share(
     q, k, v, held, t, z, parts, strides, splits,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
@@ -116,18 +133,8 @@ def share(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row = strides[:9]
     scale_batch, scale_head, page_batch = strides[9:]
     queries, keys, group = z.queries, z.keys, z.group
-    row = tl.arange(0, ROWS)
-    there = row < group * queries
-    row = tl.minimum(row, group * queries - 1)
-    i = row % queries
-    h = kh * group + row // queries
-    column = tl.arange(0, PADDED)
-    start = b.to(tl.int64) * (q_batch * UNIT) + h.to(tl.int64) * (q_head * UNIT)
-    start += i.to(tl.int64) * (q_row * UNIT)
-    tile_q = tl.load(
-        q + start[:, None] + column[None, :], mask=there[:, None] & (column < WIDTH)[None, :],
-        other=0.0,
-    )  # fmt: skip
+    steps = (q_batch * UNIT, q_head * UNIT, q_row * UNIT)
+    there, i, h, tile_q = rows_together(q, steps, z, b, kh, ROWS, WIDTH, PADDED)
     position = positions(t, z, b, i)
     unit = unit_of(z, PLAIN, CAP)
     first_k = kh.to(tl.int64) * (k_head * UNIT)
