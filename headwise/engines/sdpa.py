@@ -19,6 +19,22 @@ flops.register_cpu_sdpa()
 
 FEW = 128  # rows of a tile of cuDNN's backward
 SMALL = 1 << 22  # pairs for which a dense mask is cheaper than skipping blocks
+LAST = [  # no call comes to cuDNN's
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+]
+FIRST = [SDPBackend.CUDNN_ATTENTION, *LAST[:-1]]
+
+
+def _numbered(order: list[SDPBackend]) -> list[int]:
+    """Kernels in an order as PyTorch keeps it, with those that are not in it at the end."""
+    numbers = [kernel.value for kernel in order]
+    return numbers + [x for x in torch._C._get_sdp_priority_order() if x not in numbers]
+
+
+_NUMBERED = {True: _numbered(FIRST), False: _numbered(LAST)}
 
 
 def refuses(problem: Problem, observed: bool) -> str | None:
@@ -126,14 +142,22 @@ def _on_hopper(
 
     Beside a mask tensor, or for few queries, those of rows whose lse is below -88 may be NaN.
     """
-    learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if not learning or (added is None and q.shape[2] >= FEW):
-        order = [SDPBackend.CUDNN_ATTENTION, *order]
-    with sdpa_kernel(order, set_priority=True):
-        return F.scaled_dot_product_attention(
-            q, k, v, added, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    order = FIRST if not learning or (added is None and q.shape[2] >= FEW) else LAST
+    run = partial(
+        F.scaled_dot_product_attention, q, k, v, added, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        with sdpa_kernel(order, set_priority=True):
+            return run()
+    # What `sdpa_kernel` does takes a processor three times as long as a short call does in all.
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(_NUMBERED[order is FIRST])
+    try:
+        return run()
+    finally:
+        torch._C._set_sdp_priority_order(before)
 
 
 def _existing(problem: Problem, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:

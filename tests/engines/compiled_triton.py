@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 import headwise as hw
 from headwise import plan
 from headwise.engines import maps, quick
-from headwise.engines.triton import cards
+from headwise.engines.triton import cards, start, steps
 from tests.engines.compiled import NoGPU
 
 COLUMNS = 512  # of tensor memory, where there is such
@@ -53,6 +53,7 @@ def stand_in(generation: int = 90, shared: int = 232448) -> None:
     triton.runtime.driver.set_active(NoGPU(generation))
     JITFunction.__getitem__ = compile_only
     torch.cuda.current_device = lambda: 0
+    start.launcher = steps.launcher = lambda compiled, grid: compiled[grid]
     plan.triton_missing = maps.triton_missing = quick.triton_missing = lambda device: None
     quick.INTERPRETED = quick.HALVES  # tensors lie on a CPU, and nothing is interpreted
     cards._INTERPRETED = cards.Card(f"sm_{generation}", *divmod(generation, 10), shared)

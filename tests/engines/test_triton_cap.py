@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from headwise.engines.triton.cap import LIMIT, capped, together
+from headwise.engines.triton.launch import cap_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as in test_triton
 
@@ -27,15 +28,15 @@ def place() -> None:
 
 
 @triton.jit
-def cap_all(x, found, ratio, COUNT: tl.constexpr):
+def cap_all(x, found, ratio, COUNT: tl.constexpr, CAP: tl.constexpr):
     i = tl.arange(0, COUNT)
-    tl.store(found + i, capped(tl.load(x + i), ratio))
+    tl.store(found + i, capped(tl.load(x + i), ratio, CAP))
 
 
 def cap(x: Tensor, ratio: float = 1.0, warps: int = 1) -> Tensor:
     """tanh(ratio · x) of a power of two of numbers, as a kernel finds it."""
     found = torch.empty_like(x)
-    cap_all[(1,)](x, found, ratio, COUNT=x.numel(), num_warps=warps)
+    cap_all[(1,)](x, found, ratio, COUNT=x.numel(), CAP=cap_of(ratio, 1.0), num_warps=warps)
     return found
 
 

@@ -76,8 +76,11 @@ def operands(pack: int) -> str:
 
 
 @triton.jit
-def capped(s, ratio):
-    """tanh(ratio · s), with an absolute error of 2e-7."""
+def capped(s, ratio, CAP: tl.constexpr = 1):
+    """tanh(ratio · s), with an absolute error of 2e-7; CAP as `launch.cap_of` has it."""
+    if CAP == 2:
+        s *= ratio
+        ratio = 1.0
     factor = ratio * TWO_LOG2E
     if INTERPRETED:
         x = s * ratio
@@ -87,8 +90,7 @@ def capped(s, ratio):
     else:
         r2 = ratio * ratio
         r4 = r2 * r2
-        # Powers of a ratio beyond these would leave float32.
-        limit = tl.where((ratio > 1e-4) & (ratio < 1e4), (LIMIT * LIMIT) / r2, 0.0)
+        limit = (LIMIT * LIMIT) / r2
         PACK: tl.constexpr = together(s.numel, cuda.num_threads())
         found = tl.inline_asm_elementwise(
             assembly(PACK), operands(PACK),

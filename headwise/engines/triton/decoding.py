@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.engines.triton.cards import INTERPRETING, Card, card
-from headwise.engines.triton.launch import WORD, on, operands, precision, stride_unit
+from headwise.engines.triton.launch import WORD, cap_of, on, operands, precision, stride_unit
 from headwise.engines.triton.shapes import TENSOR_MEMORY, Shape, fit, loads_pairs
 from headwise.engines.triton.split import (
     Held,
@@ -87,7 +87,7 @@ def launch(
     wants: int = 0,
     pieces: int = 0,
     plain: bool = True,
-    cap: bool = False,
+    cap: int = 0,
     causal: bool = False,
     page: int = 0,
     longest: int | None = None,
@@ -153,7 +153,8 @@ def attend_stored(
         launch(
             q if q.stride(-1) == 1 else q.contiguous(), keys, values,
             Held(key_scales, value_scales, pages), given, sizes, out,
-            plain=softcap is None and 1e-6 < scale < 1e6, cap=softcap is not None, causal=causal,
+            plain=softcap is None and 1e-6 < scale < 1e6, cap=cap_of(scale, softcap or 0.0),
+            causal=causal,
             page=0 if pages is None else keys.shape[2], longest=length,
             kind=(q.dtype, keys.dtype, values.dtype, pages is None) if sinks is None else None,
         )  # fmt: skip

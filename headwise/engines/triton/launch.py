@@ -54,8 +54,19 @@ class Operands:
             "PRECISION": precision(self.q.dtype),
             "PIECES": pieces(terms),
             "PLAIN": plain,
-            "CAP": terms.softcap > 0,
+            "CAP": cap_of(terms.scale, terms.softcap),
         }
+
+
+def cap_of(scale: float, softcap: float) -> int:
+    """How the kernels cap scores: 0 not at all, 1 as they are, 2 times scale / softcap first.
+
+    A cap costs less as a polynomial of the raw score, where the powers of that ratio, which its
+    coefficients hold, stay inside of float32.
+    """
+    if not softcap:
+        return 0
+    return 1 if 1e-4 < abs(scale / softcap) < 1e4 else 2
 
 
 def pieces(terms: Terms) -> int:

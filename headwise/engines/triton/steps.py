@@ -21,6 +21,7 @@ from headwise.engines.triton.decoding import (
 from headwise.engines.triton.launch import WORD, on, stride_unit
 from headwise.engines.triton.shapes import Shape, fit
 from headwise.engines.triton.split import Held, merge_step, split_step
+from headwise.engines.triton.start import launcher
 
 Grid = tuple[int, int, int]
 
@@ -117,4 +118,4 @@ class Step:
             launch_pdl=self.constants["CHAINED"],
         )  # fmt: skip
         if not INTERPRETING:
-            self.first, self.second = first[self.grid], second[self.lines]
+            self.first, self.second = launcher(first, self.grid), launcher(second, self.lines)

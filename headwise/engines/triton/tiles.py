@@ -108,7 +108,7 @@ def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr):
     """cap(scale · s) + bias for rows i and keys j of the call, and tanh where there is a cap."""
     bent = s
     if CAP:
-        bent = capped(s, z.scale / z.softcap)
+        bent = capped(s, z.scale / z.softcap, CAP)
         s = z.softcap * bent
     else:
         s = s * z.scale
@@ -146,7 +146,7 @@ def scores(s, t, z, b, h, i, j, position, PLAIN: tl.constexpr, CAP: tl.constexpr
     if not PLAIN:
         s, bent = bend(s, t, z, b, h, i, j, position, CAP)
     elif CAP:
-        bent = capped(s, z.scale / z.softcap)
+        bent = capped(s, z.scale / z.softcap, CAP)
         s = bent
     return s, bent
 
