@@ -17,15 +17,18 @@ Known = Sequence[Tensor]  # what the call was given, what it made, and views of 
 Fill = Callable[[Known], Any]
 
 
-class Made(NamedTuple):
-    """A tensor that a call allocates."""
+class Made:
+    """A tensor that a call allocates.
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    To say again what it is like takes a processor twice as long as to show one like it, of which
+    one number exists.
+    """
 
-    def of(self, _: Known) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.like = torch.empty((), dtype=dtype, device=device).expand(shape)
+
+    def of(self, _: Known = ()) -> Tensor:
+        return torch.empty_like(self.like, memory_format=torch.contiguous_format)
 
 
 class View(NamedTuple):

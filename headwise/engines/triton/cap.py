@@ -77,7 +77,7 @@ def operands(pack: int) -> str:
 
 @triton.jit
 def capped(s, ratio, CAP: tl.constexpr = 1):
-    """tanh(ratio · s), with an absolute error of 2e-7; CAP as `launch.cap_of` has it."""
+    """tanh(ratio · s), with an absolute error below 2.5e-7; CAP as `launch.cap_of` has it."""
     if CAP == 2:
         s *= ratio
         ratio = 1.0

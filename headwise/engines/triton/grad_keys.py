@@ -129,14 +129,14 @@ def step(
     )  # fmt: skip
     if t.dense is not None:
         dp = tl.where(s > 0.5 * FAR, dp, 0.0)  # a key that nobody sees has no gradient
-    if PIECES > 0 and hidden:
-        first, last = interval(t, z, piece, b, h, i)
-        seen = (j[:, None] >= first[None, :]) & (j[:, None] < last[None, :])
-        s, dp = tl.where(seen, s, FAR), tl.where(seen, dp, 0.0)
     met, _, raw = weigh(
         s, bent, dp, t, z, rows, j[:, None], hashed[None, :], lse[None, :], shared[None, :],
         entropy[None, :], PLAIN, CAP,
     )  # fmt: skip
+    if PIECES > 0 and hidden:  # of fewer tiles than scores would be, which a cap needs twice
+        first, last = interval(t, z, piece, b, h, i)
+        seen = (j[:, None] >= first[None, :]) & (j[:, None] < last[None, :])
+        met, raw = tl.where(seen, met, 0.0), tl.where(seen, raw, 0.0)
     grad_v = tl.dot(met.to(grads.dtype), grads, grad_v, input_precision=PRECISION)
     grad_k = tl.dot(raw.to(queries.dtype), queries, grad_k, input_precision=PRECISION)
     return grad_k, grad_v

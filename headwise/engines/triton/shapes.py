@@ -76,7 +76,7 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
         ("map", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 2)),
         ("forward", 4): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 1)),
         ("queries", 4): (Shape(64, 32, 4, 1), Shape(64, 32, 4, 1), Shape(64, 16, 4, 1)),
-        ("keys", 4): (Shape(32, 64, 4, 1), Shape(32, 64, 4, 1), Shape(16, 64, 8, 1)),
+        ("keys", 4): (Shape(32, 64, 4, 1), Shape(32, 64, 4, 1), Shape(16, 64, 4, 1)),
         ("decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 2)),
         ("full decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
         ("biased decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),

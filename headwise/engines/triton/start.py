@@ -75,8 +75,8 @@ def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
 
     def go(*arguments: Any) -> None:
-        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if any(getattr(hook, "calls", hook) for hook in hooks):
+        one, two = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if getattr(one, "calls", one) or getattr(two, "calls", two):
             compiled[grid](*arguments)
             return
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())

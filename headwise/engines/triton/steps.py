@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.engines.tape import Made
 from headwise.engines.triton.cards import INTERPRETING, card
 from headwise.engines.triton.decoding import (
     NOTHING_HELD,
@@ -24,6 +25,7 @@ from headwise.engines.triton.split import Held, merge_step, split_step
 from headwise.engines.triton.start import launcher
 
 Grid = tuple[int, int, int]
+made = lru_cache(maxsize=1024)(Made)  # steps of many lengths allocate the same
 
 
 class Step:
@@ -48,7 +50,7 @@ class Step:
         batch, heads, queries, width = q
         self.group = heads // k[1]
         self.key_heads, self.length, self.scale = k[1], length, scale
-        self.shape, self.dtype, self.device = q, dtype, device
+        self.shape, self.device, self.out = q, device, made(q, dtype, device)
         self.rows = tile_rows(self.group * queries)
         self.tile = tile(width, itemsize, self.rows, device)
         self.chained = not INTERPRETING and card(device).major >= 9
@@ -66,7 +68,7 @@ class Step:
         blocks, chained = -(-self.length // shape.keys), self.chained
         splits = shares(batch * self.key_heads, blocks, processors(self.device))
         parts = batch * heads * queries * splits
-        self.room = parts * (width + 2)
+        self.parts = made((parts * (width + 2),), torch.float32, self.device)
         self.numbers = (
             parts, *self.strides, splits, queries, self.length, self.group, self.scale
         )  # fmt: skip
@@ -95,11 +97,11 @@ class Step:
         return self._run(q, k, v, held)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, held: Held) -> Tensor:
-        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        out = self.out.of()
         if self.first is None or self.second is None:
             fit(*self.tile, partial(self._compile, q, k, v, held, out))
             return out
-        mixed = torch.empty(self.room, dtype=torch.float32, device=self.device)
+        mixed = self.parts.of()
         self.first(q, k, v, held, mixed, *self.numbers, *self.tails[0])
         self.second(mixed, out, *self.merged, *self.tails[1])
         return out
@@ -109,7 +111,7 @@ class Step:
     ) -> None:
         """The same by Triton's own launch, whose compiled kernels are kept."""
         self._cut(shape)
-        mixed = torch.empty(self.room, dtype=torch.float32, device=self.device)
+        mixed = self.parts.of()
         first = split_step[self.grid](
             q, k, v, held, mixed, *self.numbers, **self.constants, **self.launched
         )
