@@ -23,6 +23,7 @@ from headwise.engines.triton.launch import (
     on,
     operands,
     outer_strides,
+    pair_tiles,
     ready,
     stride_unit,
 )
@@ -129,7 +130,7 @@ class Call:
         each = (x.q, self.grad_out, x.k, x.v)
         tma, loaded = described(each, self.steps, (rows, rows, keys, keys))
         strides = [None] * 4 if tma else map(outer_strides, each)
-        return tma, [*loaded, *strides, x.given, *x.sizes]
+        return tma, [*loaded, *strides, *pair_tiles(x, rows, keys), x.given, *x.sizes]
 
     def kind(self, rows: Rows) -> Kind:
         """What tells compiled versions of the two large kernels apart."""

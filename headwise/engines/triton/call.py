@@ -15,6 +15,7 @@ from headwise.engines.triton.launch import (
     on,
     operands,
     outer_strides,
+    pair_tiles,
 )
 from headwise.engines.triton.moments import cut_of, run_moments
 from headwise.engines.triton.shapes import Shape, fit, loads_pairs
@@ -55,7 +56,8 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
         strides = (None,) * 3 if tma else tuple(map(outer_strides, tensors))
         start(
             forward, (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0]), kind,
-            (*loaded, *strides, call.given, *call.sizes, sums.out, written), shape.warps,
+            (*loaded, *strides, *pair_tiles(call, shape.rows, shape.keys), call.given, *call.sizes,
+            sums.out, written), shape.warps,
             shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma, CLEAN=clean, BLOCK=block,
             **flags,
         )  # fmt: skip

@@ -46,7 +46,7 @@ class Written(NamedTuple):
 
 @triton.jit
 def absorb(
-    state, q, k, v, ks, vs, t, z, written, b, h, i, j0, first, last, position, hashed,
+    state, q, tensors, t, z, written, b, h, i0, j0, first, last, position, hashed,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
@@ -58,13 +58,14 @@ def absorb(
     their moments are taken elsewhere.
     """
     acc, l, m, shifted, reach, count, mean, spread = state
+    k, v, ks, vs, bias, dense = tensors
     kh = h // z.group
-    j = j0 + tl.arange(0, KEYS)
+    i, j = i0 + tl.arange(0, q.shape[0]), j0 + tl.arange(0, KEYS)
     tile = load_tile(k, ks, b, kh, j0, z.keys, KEYS, WIDTH, PADDED, TMA)
     s = tl.dot(q, tile.T, input_precision=PRECISION)
     s, _ = logits(
         s, t, z, b, h, i[:, None], j[None, :], position[:, None], first[:, None], last[:, None],
-        PLAIN, CAP, MASKED,
+        PLAIN, CAP, MASKED, i0, j0, bias, dense,
     )  # fmt: skip
     unit = unit_of(z, PLAIN, CAP)
     new = tl.maximum(m, row_max(s, i.shape[0], KEYS) * unit)
@@ -158,7 +159,7 @@ def write(
 
 @triton.jit(do_not_specialize=LOOSE)
 def forward(
-    q, k, v, qs, ks, vs, t,
+    q, k, v, qs, ks, vs, bias, dense, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     out, written,
@@ -169,8 +170,9 @@ def forward(
 ):  # fmt: skip
     """One block of ROWS query rows of one head of one batch entry.
 
-    BLOCK, where it is not 0: moments are only of the keys past the last whole BLOCK that all of
-    these rows see, and the variance is left a sum of squares (`row_moments` joins the others).
+    bias, dense: the tensors of all pairs that the copy engine loads. BLOCK, where it is not 0:
+    moments are only of the keys past the last whole BLOCK that all of these rows see, and the
+    variance is left a sum of squares (`row_moments` joins the others).
     """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
@@ -179,7 +181,9 @@ def forward(
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PIECES > 0:  # late rows of a causal mask see most: they start first
         block = tl.num_programs(0) - 1 - block
-    i = block * ROWS + tl.arange(0, ROWS)
+    i0 = block * ROWS
+    i = i0 + tl.arange(0, ROWS)
+    tensors = (k, v, ks, vs, bias, dense)
     position = positions(t, z, b, i)
     hashed = position
     if t.seed is not None:
@@ -187,7 +191,7 @@ def forward(
 
     one, two, dirty, counts = met(t, z, b, h, i, KEYS, PIECES)
     edges, all_edges, middle, all_middle = counts
-    rows = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
+    rows = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)
     zero = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)
@@ -199,16 +203,16 @@ def forward(
         for n in tl.range(0, cleaned):
             j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
             state = absorb(
-                state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
-                position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION,
-                PLAIN, CAP, True, True,
+                state, rows, tensors, t, z, written, b, h, i0, j0, now_first, now_last, position,
+                hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN, CAP,
+                True, True,
             )  # fmt: skip
     for n in tl.range(cleaned, all_edges):
         j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
         state = absorb(
-            state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, now_first, now_last,
-            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
-            CAP, True, False,
+            state, rows, tensors, t, z, written, b, h, i0, j0, now_first, now_last, position,
+            hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, True,
+            False,
         )  # fmt: skip
     whole = 0
     if BLOCK > 0:
@@ -216,14 +220,13 @@ def forward(
     for n in tl.range(whole, all_middle):
         j0 = middle_of(n, one, two, middle, KEYS, PIECES)
         state = absorb(
-            state, rows, k, v, ks, vs, t, z, written, b, h, i, j0, position, position,
-            position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN,
-            CAP, False, False,
+            state, rows, tensors, t, z, written, b, h, i0, j0, position, position, position, hashed,
+            KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, False, False,
         )  # fmt: skip
     if BLOCK > 0:
         for n in tl.range(0, whole):
             state = absorb(
-                state, rows, k, v, ks, vs, t, z, written, b, h, i, one[2] + n * KEYS, position,
+                state, rows, tensors, t, z, written, b, h, i0, one[2] + n * KEYS, position,
                 position, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
                 PRECISION, PLAIN, CAP, False, False, True,
             )  # fmt: skip

@@ -102,15 +102,17 @@ def seen_by_band(z, j0, KEYS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def step(
-    grad_k, grad_v, keys, values, q, do, qs, dos, t, z, rows, b, h, heads, block, hidden,
-    j, piece: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    grad_k, grad_v, keys, values, tensors, t, z, rows, b, h, heads, block, hidden, j0,
+    piece: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Add one block of rows to the keys' and values' gradients."""
-    i = block * ROWS + tl.arange(0, ROWS)
-    queries = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
-    grads = load_tile(do, dos, b, h, block * ROWS, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
+    q, do, qs, dos, bias, dense = tensors
+    i0 = block * ROWS
+    i, j = i0 + tl.arange(0, ROWS), j0 + tl.arange(0, keys.shape[0])
+    queries = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)
+    grads = load_tile(do, dos, b, h, i0, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
     line = whole_rows(z, b, heads, h)
     lse, shared = tl.load(rows.lse + line + i), tl.load(rows.shared + line + i)
     entropy = shared
@@ -125,7 +127,7 @@ def step(
         hashed = row_hash(t.seed, b, h, position)
     s, bent = logits(
         s, t, z, b, h, i[None, :], j[:, None], position[None, :], j[:, None], j[:, None],
-        PLAIN, CAP, t.dense is not None,
+        PLAIN, CAP, t.dense is not None, i0, j0, bias, dense, True,
     )  # fmt: skip
     if t.dense is not None:
         dp = tl.where(s > 0.5 * FAR, dp, 0.0)  # a key that nobody sees has no gradient
@@ -144,7 +146,7 @@ def step(
 
 @triton.jit(do_not_specialize=[*LOOSE, "blocks", "table_batch", "table_head"])
 def grad_keys(
-    q, do, k, v, qs, dos, ks, vs, t,
+    q, do, k, v, qs, dos, ks, vs, bias, dense, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     rows, grad_k, grad_v, table, blocks, table_batch, table_head,
@@ -161,6 +163,7 @@ def grad_keys(
     j0 = number * KEYS
     j = j0 + tl.arange(0, KEYS)
     heads = tl.num_programs(1) * z.group
+    tensors = (q, do, qs, dos, bias, dense)
     tile = load_tile(k, ks, b, kh, j0, z.keys, KEYS, WIDTH, PADDED, TMA)
     values = load_tile(v, vs, b, kh, j0, z.keys, KEYS, VALUES, PADDED_VALUES, TMA)
     sum_k = tl.zeros([KEYS, PADDED], tl.float32)
@@ -180,8 +183,8 @@ def grad_keys(
                 block = tl.where(begin + n < inner, begin + n, begin + n - inner + outer)
                 block = tl.where(n < edges, block, inner + n - edges)
                 sum_k, sum_v = step(
-                    sum_k, sum_v, tile, values, q, do, qs, dos, t, z, rows, b, h, heads, block,
-                    n < edges, j, piece, ROWS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
+                    sum_k, sum_v, tile, values, tensors, t, z, rows, b, h, heads, block,
+                    n < edges, j0, piece, ROWS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
                     PRECISION, PIECES, PLAIN, CAP,
                 )  # fmt: skip
 

@@ -31,7 +31,7 @@ class RowSums(NamedTuple):
 
 @triton.jit
 def step(
-    state, numbers, q, do, k, v, ks, vs, t, z, rows, sums, b, h, i, j0, first, last,
+    state, numbers, q, do, tensors, t, z, rows, sums, b, h, i0, j0, first, last,
     position, hashed, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
@@ -39,15 +39,16 @@ def step(
     """Add the keys [j0, j0 + KEYS) to the rows' gradient."""
     grad, slopes, before, after = state
     lse, shared, entropy = numbers
+    k, v, ks, vs, bias, dense = tensors
     kh = h // z.group
-    j = (j0 + tl.arange(0, KEYS))[None, :]
+    i, j = i0 + tl.arange(0, q.shape[0]), (j0 + tl.arange(0, KEYS))[None, :]
     keys = load_tile(k, ks, b, kh, j0, z.keys, KEYS, WIDTH, PADDED, TMA)
     values = load_tile(v, vs, b, kh, j0, z.keys, KEYS, VALUES, PADDED_VALUES, TMA)
     s = tl.dot(q, keys.T, input_precision=PRECISION)
     dp = tl.dot(do, values.T, input_precision=PRECISION)
     s, bent = logits(
         s, t, z, b, h, i[:, None], j, position[:, None], first[:, None], last[:, None],
-        PLAIN, CAP, MASKED,
+        PLAIN, CAP, MASKED, i0, j0, bias, dense,
     )  # fmt: skip
     if MASKED:
         seen = s > 0.5 * FAR
@@ -71,7 +72,7 @@ def step(
 
 @triton.jit(do_not_specialize=LOOSE)
 def grad_queries(
-    q, do, k, v, qs, dos, ks, vs, t,
+    q, do, k, v, qs, dos, ks, vs, bias, dense, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     rows, grad_q, sums,
@@ -88,7 +89,9 @@ def grad_queries(
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PIECES > 0:
         block = tl.num_programs(0) - 1 - block
-    i = block * ROWS + tl.arange(0, ROWS)
+    i0 = block * ROWS
+    i = i0 + tl.arange(0, ROWS)
+    tensors = (k, v, ks, vs, bias, dense)
     here = i < z.queries
     position = positions(t, z, b, i)
     hashed = position
@@ -96,8 +99,8 @@ def grad_queries(
         hashed = row_hash(t.seed, b, h, position)
     one, two, dirty, counts = met(t, z, b, h, i, KEYS, PIECES)
     edges, all_edges, middle, all_middle = counts
-    here_q = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, TMA)
-    grads = load_tile(do, dos, b, h, block * ROWS, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
+    here_q = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)
+    grads = load_tile(do, dos, b, h, i0, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
     line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries
     numbers = row_numbers(rows, whole_rows(z, b, tl.num_programs(1), h), i, here)
     zero = tl.zeros([ROWS], tl.float32)
@@ -108,21 +111,21 @@ def grad_queries(
         for n in tl.range(0, cleaned):
             j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
             state = step(
-                state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
+                state, numbers, here_q, grads, tensors, t, z, rows, sums, b, h, i0, j0,
                 now_first, now_last, position, hashed, KEYS, WIDTH, VALUES, PADDED,
                 PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, True, True,
             )  # fmt: skip
     for n in tl.range(cleaned, all_edges):
         j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
         state = step(
-            state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
+            state, numbers, here_q, grads, tensors, t, z, rows, sums, b, h, i0, j0,
             now_first, now_last, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
             TMA, PRECISION, PLAIN, CAP, True, False,
         )  # fmt: skip
     for n in tl.range(0, all_middle):
         j0 = middle_of(n, one, two, middle, KEYS, PIECES)
         state = step(
-            state, numbers, here_q, grads, k, v, ks, vs, t, z, rows, sums, b, h, i, j0,
+            state, numbers, here_q, grads, tensors, t, z, rows, sums, b, h, i0, j0,
             position, position, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
             TMA, PRECISION, PLAIN, CAP, False, False,
         )  # fmt: skip

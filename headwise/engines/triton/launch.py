@@ -170,6 +170,25 @@ def described(
     ]
 
 
+def pair_tiles(call: Operands, rows: int, keys: int) -> list[TensorDescriptor | None]:
+    """The bias tensor and the dense mask as descriptors of (rows, keys) blocks.
+
+    None: there is none, or the copy engine can't load it, and the kernels compute addresses.
+    """
+    return [
+        _pair_tiles(x, call.sizes, [1, 1, rows, keys]) for x in (call.given.bias, call.given.dense)
+    ]
+
+
+def _pair_tiles(x: Tensor | None, z: Sizes, block: list[int]) -> TensorDescriptor | None:
+    if x is None or x.shape[2:] != (z.queries, z.keys) or x.stride(3) != 1 or x.itemsize > 4:
+        return None
+    for axis in (0, 1):  # an axis that only repeats is one wide
+        x = x if x.stride(axis) else x.narrow(axis, 0, 1)
+    steps = _steps_of(x) if card(x.device).copies else None
+    return None if steps is None else _descriptor(x, steps, block)
+
+
 def _descriptor(x: Tensor, steps: Steps, block: list[int]) -> TensorDescriptor:
     """Made without its own checks, which `_steps` and `pad` have passed, and which take as long as
     a launch."""

@@ -86,6 +86,27 @@ def load_tile(
 
 
 @triton.jit
+def of_pairs(
+    x, strides, tiles, z, b, h, i, j, i0, j0, SHAPE: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
+    """A tensor of all pairs at rows i and keys j, whose first are i0 and j0.
+
+    tiles: the same as the copy engine loads it; None: addresses are computed.
+    """
+    if tiles is None:
+        inside = (i < z.queries) & (j < z.keys)
+        tile = tl.load(_entry(x, strides, b, h, i, j), mask=inside, other=0)
+    else:
+        entry, head = tl.where(strides[0] == 0, 0, b), tl.where(strides[1] == 0, 0, h)
+        tile = tiles.load([entry, head, i0, j0])
+        if KEYS_FIRST:
+            tile = tile.reshape(SHAPE[1], SHAPE[0]).T
+        else:
+            tile = tile.reshape(SHAPE[0], SHAPE[1])
+    return tile
+
+
+@triton.jit
 def tanh(x):
     """From one exponential and one reciprocal; the absolute error is below 2.5e-7."""
     return 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E)))
@@ -104,7 +125,10 @@ def reciprocal(x):
 
 
 @triton.jit
-def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr):
+def bend(
+    s, t, z, b, h, i, j, position, CAP: tl.constexpr, i0=0, j0=0, bias=None,
+    KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
     """cap(scale · s) + bias for rows i and keys j of the call, and tanh where there is a cap."""
     bent = s
     if CAP:
@@ -113,10 +137,8 @@ def bend(s, t, z, b, h, i, j, position, CAP: tl.constexpr):
     else:
         s = s * z.scale
     if t.bias is not None:
-        inside = (i < z.queries) & (j < z.keys)
-        s += tl.load(_entry(t.bias, t.bias_strides, b, h, i, j), mask=inside, other=0.0).to(
-            tl.float32
-        )
+        added = of_pairs(t.bias, t.bias_strides, bias, z, b, h, i, j, i0, j0, s.shape, KEYS_FIRST)
+        s += added.to(tl.float32)
         s = tl.where((s < LOW) & (s != NOTHING), LOW, s)  # -inf, and nothing else, hides a key
     if t.slopes is not None:
         away = tl.abs(position - (j + z.first_key)).to(tl.float32)
@@ -137,14 +159,17 @@ def unit_of(z, PLAIN: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
-def scores(s, t, z, b, h, i, j, position, PLAIN: tl.constexpr, CAP: tl.constexpr):
+def scores(
+    s, t, z, b, h, i, j, position, PLAIN: tl.constexpr, CAP: tl.constexpr, i0=0, j0=0, bias=None,
+    KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
     """From raw scores to logits, and tanh where there is a cap.
 
     PLAIN scores, to which nothing is added, stay as they are, or tanh: `unit_of` says of what.
     """
     bent = s
     if not PLAIN:
-        s, bent = bend(s, t, z, b, h, i, j, position, CAP)
+        s, bent = bend(s, t, z, b, h, i, j, position, CAP, i0, j0, bias, KEYS_FIRST)
     elif CAP:
         bent = capped(s, z.scale / z.softcap, CAP)
         s = bent
@@ -154,18 +179,20 @@ def scores(s, t, z, b, h, i, j, position, PLAIN: tl.constexpr, CAP: tl.constexpr
 @triton.jit
 def logits(
     s, t, z, b, h, i, j, position, first, last,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, i0=0, j0=0, bias=None,
+    dense=None, KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """As `scores`, and FAR where a row does not see a key.
 
-    MASKED: some rows do not see some keys of the tile.
+    MASKED: some rows do not see some keys of the tile. bias, dense: as `of_pairs` takes tiles.
     """
-    s, bent = scores(s, t, z, b, h, i, j, position, PLAIN, CAP)
+    s, bent = scores(s, t, z, b, h, i, j, position, PLAIN, CAP, i0, j0, bias, KEYS_FIRST)
     if t.bias is not None:
         s = tl.where(s == NOTHING, FAR, s)  # a bias may hide a key
     if MASKED:
         if t.dense is not None:
-            s = tl.where(dense_seen(t, z, b, h, i, j), s, FAR)
+            seen = dense_seen(t, z, b, h, i, j, i0, j0, dense, s.shape, KEYS_FIRST)
+            s = tl.where(seen, s, FAR)
         else:
             # one comparison instead of two: a key before the first is far after it, unsigned
             length = tl.maximum(last - first, 0).to(tl.uint32)
@@ -190,10 +217,13 @@ def _entry(x, strides, b, h, i, j):
 
 
 @triton.jit
-def dense_seen(t, z, b, h, i, j):
+def dense_seen(
+    t, z, b, h, i, j, i0=0, j0=0, dense=None, SHAPE: tl.constexpr = None,
+    KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
     """The dense mask's part for rows i and keys j."""
-    inside = (i < z.queries) & (j < z.keys)
-    return tl.load(_entry(t.dense, t.dense_strides, b, h, i, j), mask=inside, other=0) != 0
+    tile = of_pairs(t.dense, t.dense_strides, dense, z, b, h, i, j, i0, j0, SHAPE, KEYS_FIRST)
+    return tile != 0
 
 
 @triton.jit
