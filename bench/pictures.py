@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
 from bench import described
 from tests.look.browser import MISSING, chromium
@@ -23,13 +23,6 @@ from tests.look.browser import MISSING, chromium
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 MOST_BYTES = 300_000
 ENGLISH, CHINESE = "en-GB", "zh-CN"
-
-SECOND_TEXT = (
-    "In 1921 the harbour of Port Ellery was given a new crane. The crane of Port Ellery could lift "
-    "forty tons, and the harbour master, Ida Quill, let it lift whatever people asked for: a "
-    "tram, a bell, a whale. Ida Quill wrote down every weight in a green book. The green book is "
-    "kept in the museum, and beside it stands the bell that the crane of Port Ellery let fall. "
-) * 2
 
 
 @dataclass(frozen=True)
@@ -40,18 +33,20 @@ class Shot:
     address: str
     model: str = "gpt"
     locale: str = ENGLISH
-    theme: str = "light"
     hover: str | None = None
-    second_text: bool = False
+    height: int = 800
 
+
+HEAD = "#/head?layer=5&head=1"
 
 SHOTS = (
     Shot("look-heads", "#/heads?layer=5&head=1", hover="[data-point='5.3']"),
-    Shot("look-heads-dark", "#/heads?by=previous_mass_mean&layer=4&head=6", theme="dark"),
     Shot("look-heads.zh", "#/heads?by=entropy_mean&order=rising&layer=4&head=6", locale=CHINESE),
-    Shot("look-compare", "#/compare?layer=4&head=6&layer2=5&head2=1"),
-    Shot("look-compare-inputs", "#/compare?of=inputs", theme="dark", second_text=True),
-    Shot("look-translate", "#/heads?group=cross", "translate"),
+    Shot("look-head-whole", f"{HEAD}&row=368"),
+    Shot("look-head-whole.zh", f"{HEAD}&row=368", locale=CHINESE),
+    Shot("look-head-lines", f"{HEAD}&side=lines&from=115&to=124&zoom=24&x=110&y=116&scale=linear"),
+    Shot("look-why-scale", "#/why/scale?d=256&scaling=none", height=840),
+    Shot("look-head-alignment", "#/head?group=cross&layer=1&head=0", "translate"),
 )
 
 
@@ -70,15 +65,13 @@ def served(model: str) -> Iterator[str]:
 def take(browser: Browser, shot: Shot, url: str) -> None:
     """Open the view, let it settle, and keep what it looks like."""
     context = browser.new_context(
-        viewport={"width": 1280, "height": 800},
+        viewport={"width": 1280, "height": shot.height},
         locale=shot.locale,
-        color_scheme=shot.theme,  # type: ignore[arg-type]
+        color_scheme="light",
     )
     page = context.new_page()
     page.goto(url)
     page.wait_for_selector("[data-head]", timeout=60_000)
-    if shot.second_text:
-        read(page)
     page.goto(url + shot.address)
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(800)
@@ -86,14 +79,6 @@ def take(browser: Browser, shot: Shot, url: str) -> None:
         page.hover(shot.hover, force=True)
     keep(page.screenshot(), shot.name)
     context.close()
-
-
-def read(page: Page) -> None:
-    """Let the model read a second text."""
-    page.get_by_role("button", name="New text").click()
-    page.get_by_role("textbox").fill(SECOND_TEXT)
-    page.get_by_role("button", name="Read it").click()
-    page.wait_for_url("**input=1**", timeout=60_000)
 
 
 def keep(png: bytes, name: str) -> None:
