@@ -128,13 +128,13 @@ def capped() -> list[Row]:
     for width, deviation in ((64, 1.0), (64, 30.0), (128, 1.0), (128, 30.0)):
         q, k, v = tensors(TOKENS, width, learn=True)
         q = (q * deviation).detach().requires_grad_()
-        runs = {
-            "triton": lambda q=q, k=k, v=v: hw.attention(q, k, v, softcap=30.0, engine="triton"),
-            "flex": lambda q=q, k=k, v=v: flex(q, k, v, score_mod=cap),
-        }
+        call = partial(partial, hw.attention, q, k, v, softcap=30.0)
+        runs = {engine: call(engine=engine) for engine in serving(q, k, v, softcap=30.0)}
+        runs["flex"] = partial(flex, q, k, v, score_mod=cap)
         with torch.no_grad():
             ms = interleaved(dict(runs))
-        back = interleaved({x: backward_of(run, [q, k, v]) for x, run in runs.items() if x in ms})
+        learnt = {x: run for x, run in runs.items() if x in ms and x != "hopper"}
+        back = interleaved({x: backward_of(run, [q, k, v]) for x, run in learnt.items()})
         rows.append(
             say(
                 {"d": width, "n": TOKENS, "deviation": deviation}

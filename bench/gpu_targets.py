@@ -48,14 +48,17 @@ def _seeing(rows: Rows) -> list[Figure]:
 def _capped(rows: Rows) -> list[Figure]:
     made = []
     for width in (64, 128):
-        for way in ("", " back"):
+        for name, run, peer in (
+            ("hopper: softcap", "hopper", "flex"),
+            ("triton: softcap", "triton", "flex"),
+            ("softcap backward", "triton back", "flex back"),
+        ):
             ratios = {
-                f"logits' deviation {row['deviation']:g}": row[f"triton{way}"] / row[f"flex{way}"]
+                f"logits' deviation {row['deviation']:g}": row[run] / row[peer]
                 for row in rows
-                if row["d"] == width
+                if row["d"] == width and run in row
             }
-            name = f"softcap{' backward' if way else ''}, d {width}, to flex"
-            made += _worst(name, ratios, 2.5)
+            made += _worst(f"{name}, d {width}, to flex", ratios, 2.5)
     return made
 
 

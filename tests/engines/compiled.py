@@ -20,14 +20,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.engines.hopper.call import ROWS, SHAPES, layout
 from headwise.engines.hopper.kernel import REGISTERS, Sizes, forward
-from headwise.engines.hopper.softmax import Written
+from headwise.engines.hopper.softmax import Written, numbers_of_cap
 from headwise.engines.triton.moments import CUTS
 
 VARIANTS = [
-    {"width": width, "banded": banded, "observed": observed}
+    {"width": width, "banded": banded, "observed": observed, "capped": capped}
     for width in (64, 128)
     for banded in (False, True)
     for observed in (False, True)
+    for capped in (False, True)
 ]
 
 
@@ -47,7 +48,7 @@ class NoGPU:
         return self.target
 
 
-def compiled(width: int, banded: bool, observed: bool) -> Any:
+def compiled(width: int, banded: bool, observed: bool, capped: bool) -> Any:
     shape = SHAPES[width]
 
     def tiles(rows: int) -> TensorDescriptor:
@@ -58,10 +59,10 @@ def compiled(width: int, banded: bool, observed: bool) -> Any:
         )
 
     row = torch.empty(2048)
-    rest = row if observed and banded else None
+    rest = row if observed and banded and not capped else None
     written = Written(row, row, *[row if observed else None] * 2, rest, rest)
     rows, keys = tiles(ROWS // 2), tiles(shape.keys)
-    sizes = Sizes(1024, 1024, 2, 1, 0, 1, 0, 16, 0.1)
+    sizes = Sizes(1024, 1024, 2, 1, 0, 1, 0, 16, 0.1, numbers_of_cap(0.01) if capped else None)
     return forward.warmup(
         rows, keys, keys, rows, written, None, *sizes, shape.stages, banded,
         0 if rest is None else CUTS[width].block, num_warps=4, maxnreg=REGISTERS, grid=(1,),

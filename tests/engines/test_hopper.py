@@ -22,6 +22,7 @@ from tests.problems import Call, Recipe, every_pair
 pytest.importorskip("triton", reason="the engine's kernel is written in Gluon, a part of Triton")
 
 from headwise.engines import hopper
+from headwise.engines.hopper.softmax import numbers_of_cap
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="its kernel runs on Hopper GPUs only")
@@ -32,7 +33,7 @@ def test_every_variant_compiles_within_a_multiprocessors_memory() -> None:
     command = [sys.executable, "-m", "tests.engines.compiled"]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     variants = json.loads(told.stdout)
-    assert len(variants) == 8
+    assert len(variants) == 16
     for variant in variants:
         assert variant["shared"] <= 227 * 1024, variant
         assert variant["stack"] <= 512, (
@@ -63,8 +64,11 @@ REFUSED = {
     "wide": ({"width": 192}, {}, "wide"),
     "odd": ({"width": 20}, {}, "16 bytes"),
     "no values": ({"values": 0}, {}, "wide"),
-    "softcap": ({}, {"softcap": 30.0}, "plain"),
-    "alibi": ({}, {"bias": hw.ALiBi(2)}, "plain"),
+    "tiny cap": ({}, {"softcap": 1e-7}, "caps between"),
+    "huge cap": ({}, {"softcap": 1e7}, "caps between"),
+    "cap beyond scores": ({}, {"softcap": 1e4}, "times a cap"),
+    "tiny scale": ({}, {"score": hw.Dot(1e-7)}, "scales between"),
+    "alibi": ({}, {"bias": hw.ALiBi(2)}, "plain or capped"),
     "dropout": ({}, {"dropout": 0.1}, "dropout"),
     "documents": ({}, {"mask": hw.mask.documents(torch.arange(300) // 100)}, "bands"),
     "unseen keys": ({}, {"mask": hw.mask.window(5, offset=0)}, "no row"),
@@ -85,13 +89,32 @@ def test_what_it_cannot_do_it_refuses_with_the_reason(case: str) -> None:
     )
 
 
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("scale", [0.125, -0.3])  # a cap's own sign is what counts
+def test_caps_are_served(scale: float, observed: bool) -> None:
+    q, k, v = torch.randn(3, 1, 2, 200, 64).bfloat16()
+    problem = pose("attention", q, k, v, score=hw.Dot(scale), softcap=30.0)
+    assert hopper.refuses(problem, observed) is None
+
+
+@pytest.mark.parametrize("ratio", [1e-3, -0.03, 2.0, 1e3])
+def test_the_numbers_of_a_cap_give_tanh_by_both_formulas(ratio: float) -> None:
+    limit, factor, *series = numbers_of_cap(ratio)
+    x = torch.linspace(-1, 1, 1001, dtype=torch.float64) * limit**0.5
+    polynomial = sum(c * x ** (2 * n + 1) for n, c in enumerate(series))
+    assert (polynomial - torch.tanh(ratio * x)).abs().max() < 2.5e-7
+    x *= 100
+    assert (1 - 2 / (1 + torch.exp2(factor * x)) - torch.tanh(ratio * x)).abs().max() < 1e-12
+
+
 @pytest.mark.gpu
 @on_hopper
 def test_observed_and_banded_calls_go_to_it() -> None:
     q = normal(1, 2, 300, 64)
     assert hw.explain(q, q, q, observed=True).engine == "hopper"
     assert hw.explain(q, q, q, mask=hw.mask.causal() & hw.mask.window(99)).engine == "hopper"
-    assert hw.explain(q, q, q, softcap=30.0).engine == "triton"
+    assert hw.explain(q, q, q, softcap=30.0).engine == "hopper"
+    assert hw.explain(q, q, q, softcap=1e7).engine == "triton"
 
 
 @pytest.mark.gpu
@@ -110,7 +133,6 @@ SERVED = {
     "score": ("dot", "scaled", "general", "cosine"),
     "mask": ("none", "causal", "window"),
     "bias": ("none",),
-    "softcap": ("none",),
     "dropout": ("none",),
     "dtype": ("bfloat16", "float16"),
 }
@@ -156,7 +178,7 @@ def test_all_but_a_few_generated_problems_are_served(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hopper, "pad", lambda x: max(64, 1 << (x.shape[-1] - 1).bit_length()))
     monkeypatch.setattr(hopper, "few", lambda q, k: False)
     reasons = [refusal(pair.values[0]) for pair in pairs]
-    assert reasons.count(None) >= len(reasons) - 3
+    assert reasons.count(None) >= len(reasons) - 4
     masks = ("its masks are bands", "some keys are seen by no row")
     assert all(reason is None or reason.startswith(masks) for reason in reasons)
 
@@ -191,14 +213,64 @@ def test_large_problems_agree(dtype: torch.dtype, width: int, mask: str) -> None
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("size", [0.1, 3.0, 60.0])  # logits far below, about and far beyond the cap
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_capped_problems_agree(dtype: torch.dtype, width: int, mask: str, size: float) -> None:
+    q, k, v = (normal(1, h, x, width, dtype=dtype) for h, x in ((40, 437), (20, 537), (20, 537)))
+    tensors, options = (q * size, k, v), {"mask": MASKS[mask], "softcap": 2.0}
+    found = kernels.everything("hopper", *tensors, **options, stats=OWN)
+    wide = (x.double() for x in tensors)
+    truth = kernels.everything("reference", *wide, **options, stats=OWN)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 4e-3
+    kernels.compare(found, truth, tolerance)
+    plain = hw.attention(*tensors, **options, engine="hopper")
+    kernels.compare({"out": plain}, truth, tolerance)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_calls_with_one_cap_another_and_none_are_told_apart() -> None:
+    q, k, v = (normal(1, 40, 300, 64) for _ in range(3))
+    wide = [x.double() for x in (q, k, v)]
+    turned = {"softcap": 2.0, "score": hw.Dot(-0.3)}  # no scale for a call without a cap
+    for options in ({"softcap": 2.0}, {}, {"softcap": 0.5}, turned):
+        found = hw.attention(q, k, v, **options, engine="hopper")
+        truth = hw.attention(*wide, **options, engine="reference")
+        kernels.compare({"out": found}, {"out": truth}, 2e-2)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_infinities_reach_the_cap_and_nan_stays_where_it_is() -> None:
+    q, k, v = (normal(1, 40, 300, 64) for _ in range(3))
+    q[0, 0, 7, 3], k[0, 1, 250, 5], k[0, 2, 200, 5] = torch.nan, torch.nan, torch.inf
+    options = {"mask": hw.mask.causal(), "softcap": 2.0, "stats": OWN}
+    out, found = hw.observe(q, k, v, **options, engine="hopper")
+    wide, truth = hw.observe(*(x.double() for x in (q, k, v)), **options, engine="reference")
+    pairs = {"out": (out, wide)} | {name: (found.values[name], truth.values[name]) for name in OWN}
+    for name, (x, y) in pairs.items():
+        assert torch.equal(x.isnan(), y.isnan()), name
+        kernels.compare({name: x.nan_to_num(0)}, {name: y.nan_to_num(0)}, 2e-2)
+    assert out[0, 2].isfinite().all()
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("mask", [None, hw.mask.causal(), hw.mask.causal(offset=300)])
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("far", [0.0, 30.0])  # the keys' own mean, which logits share
-def test_moments_of_long_inputs_agree(mask: hw.mask.Mask | None, width: int, far: float) -> None:
+@pytest.mark.parametrize(  # far: the keys' own mean, which logits share
+    ("far", "softcap"), [(0.0, None), (30.0, None), (0.0, 20.0)]
+)
+def test_moments_of_long_inputs_agree(
+    mask: hw.mask.Mask | None, width: int, far: float, softcap: float | None
+) -> None:
     q, k = normal(1, 40, 4200, width), (normal(1, 20, 4500, width) + far).bfloat16()
     names = ("logit_mean", "logit_var", "entropy", "distance")
-    out, found = hw.observe(q, k, k, mask=mask, stats=names, engine="hopper")
-    truth = hw.observe(*(x.float() for x in (q, k, k)), mask=mask, stats=names, engine="streaming")
+    options = {"mask": mask, "softcap": softcap, "stats": names}
+    out, found = hw.observe(q, k, k, **options, engine="hopper")
+    truth = hw.observe(*(x.float() for x in (q, k, k)), **options, engine="streaming")
     kernels.compare({"out": out}, {"out": truth[0]}, 2e-2)
     for name in names:
         x, y = found.values[name], truth[1].values[name]

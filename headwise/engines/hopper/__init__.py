@@ -8,7 +8,7 @@ from headwise.engines.hopper.call import run_forward
 from headwise.engines.operators import operators
 from headwise.engines.triton.backward import differentiate
 from headwise.engines.triton.decoding import few
-from headwise.engines.triton.launch import leaves_keys, pad
+from headwise.engines.triton.launch import cap_of, leaves_keys, pad
 from headwise.engines.triton.serving import Serving
 from headwise.problem import Problem
 
@@ -24,11 +24,11 @@ def refuses(problem: Problem, observed: bool) -> str | None:
         return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes both up to 64, or to 128"
     if v.shape[-1] % 8 or v.shape[-1] == 0:
         return f"values are {v.shape[-1]} wide, and rows leave in steps of 16 bytes"
-    if problem.additive is not None or problem.bias is not None or problem.softcap:
-        return "its scores are plain: no additive ones, no bias, no cap"
+    if problem.additive is not None or problem.bias is not None:
+        return "its scores are plain or capped: no additive ones, no bias"
     if problem.dropout:
         return "it has no dropout"
-    return _refuses_mask(problem)
+    return _refuses_mask(problem) or _refuses_scale(problem)
 
 
 def _refuses_mask(problem: Problem) -> str | None:
@@ -42,8 +42,16 @@ def _refuses_mask(problem: Problem) -> str | None:
         return "some keys are seen by no row, and it would read them"
     if few(q, k):
         return "few queries meet many keys, which are better split over the chip"
-    if not 1e-6 < problem.scale < 1e6:  # as in Triton's kernel: FAR must stay far and finite
-        return f"it takes scales between a millionth and a million, and this is {problem.scale:g}"
+    return None
+
+
+def _refuses_scale(problem: Problem) -> str | None:
+    scale, cap = problem.scale, problem.softcap
+    if not 1e-6 < (cap or scale) < 1e6:  # as in Triton's kernel: FAR must stay far and finite
+        name = "caps" if cap else "scales"
+        return f"it takes {name} between a millionth and a million, and this is {cap or scale:g}"
+    if cap_of(scale, cap) == 2:
+        return f"it takes scales of 1/10000 to 10000 times a cap, and this is {scale / cap:g}"
     return None
 
 

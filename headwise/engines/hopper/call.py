@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.engines.hopper.kernel import REGISTERS, Sizes, forward
-from headwise.engines.hopper.softmax import Written
+from headwise.engines.hopper.softmax import Written, numbers_of_cap
 from headwise.engines.triton.call import run_forward as in_triton
 from headwise.engines.triton.launch import Steps, on, operands, pad, pieces
 from headwise.engines.triton.moments import cut_of, run_moments
@@ -39,8 +39,8 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     """Output and the sums that `wants` names."""
     call = operands(q, k, v, terms)
     cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS else None
-    if wants & MOMENTS and cut is None:
-        return in_triton(q, k, v, terms, wants)  # few keys: its loop takes the moments of all
+    if wants & MOMENTS and cut is None:  # few keys or a cap: its loop takes the moments of all
+        return in_triton(q, k, v, terms, wants)
     sums = room(q, v, wants)
     if sums.lse.numel() == 0:
         return sums
@@ -64,12 +64,13 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     items = -(-q.shape[2] // ROWS) * q.shape[1] * q.shape[0]
     sizes = Sizes(
         z.queries, z.keys, q.shape[1], z.group, z.low, z.high, z.shift - z.first_key, items,
-        z.scale * LOG2E,
+        (z.softcap or z.scale) * LOG2E, numbers_of_cap(z.scale / z.softcap) if z.softcap else None,
     )  # fmt: skip
     with on(q.device):
         start(
             forward, (min(items, multiprocessors(q.device)), 1, 1),
-            kind_of(call, (), wants, width), (q_, k_, v_, out, written, call.given.sinks, *sizes),
+            kind_of(call, (), wants, width, sizes.cap is None),
+            (q_, k_, v_, out, written, call.given.sinks, *sizes),
             4, 1, STAGES=shape.stages, BANDED=banded, BLOCK=block, maxnreg=REGISTERS,
         )  # fmt: skip
         if cut is not None:

@@ -53,7 +53,8 @@ class Sizes(NamedTuple):
     high: int
     shift: int  # and stands beside the key i + shift
     items: int  # blocks of rows, of all heads and batch entries
-    unit: float  # turns a score into a power of two
+    unit: float  # turns a score, or its tanh, into a power of two
+    cap: tuple[float, ...] | None  # what `capped` takes; None: there is no cap
 
 
 @gluon.jit
@@ -173,7 +174,7 @@ def absorb(
     s = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(keys_empty.index(at), count=1)
     j0 = first_key(n, extent, KEYS)
-    weights, state, shrink = soften(s, state, j0, bounds, z.unit, written, False, MASKED, MOMENTS)
+    weights, state, shrink = soften(s, state, j0, bounds, z, written, False, MASKED, MOMENTS)
     acc, p = warpgroup_mma_wait(0, deps=(summed, p))
     mbarrier.arrive(values_empty.index(last), count=1)
     return acc, weights, shrink, state
@@ -213,7 +214,7 @@ def follow(
         s = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(keys_empty.index(at), count=1)
         j0 = first_key(0, extent, KEYS)
-        weights, state, _ = soften(s, None, j0, bounds, z.unit, written, True, True, BLOCK > 0)
+        weights, state, _ = soften(s, None, j0, bounds, z, written, True, True, BLOCK > 0)
         shrink = gl.full([GROUP], 1.0, gl.float32, ROWS)
         acc = gl.zeros([GROUP, WIDTH], gl.float32, SUMS)
         sums = (acc, weights, shrink, state)
@@ -269,7 +270,7 @@ def barriers_of(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit(do_not_specialize=[*Sizes._fields])
 def forward(
-    q, k, v, out, written, sinks, queries, keys, heads, group, low, high, shift, items, unit,
+    q, k, v, out, written, sinks, queries, keys, heads, group, low, high, shift, items, unit, cap,
     STAGES: gl.constexpr, BANDED: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """As many items as come to this program, GROUPS · GROUP query rows of one head each.
@@ -277,7 +278,7 @@ def forward(
     BLOCK, where it is not 0: the logits' moments are taken of the keys past the last whole BLOCK
     that all rows of an item see, as `headwise.engines.triton.moments` asks.
     """
-    z = Sizes(queries, keys, heads, group, low, high, shift, items, unit)
+    z = Sizes(queries, keys, heads, group, low, high, shift, items, unit, cap)
     KEYS: gl.constexpr = k.block_type.shape[2]
     WIDTH: gl.constexpr = k.block_type.shape[3]
     rows = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, GROUP, WIDTH], q.layout)

@@ -1,8 +1,8 @@
 """The softmax of a tile on Hopper: weights, running sums, and statistics from them.
 
-It computes what `headwise.engines.triton.forward` does for plain scores, in the same base-2 units.
-A matrix product leaves each thread every eighth key of two rows, two keys each time; sums are kept
-so until the end, and threads need not meet for them.
+It computes what `headwise.engines.triton.forward` does for plain scores and for their tanh, where
+there is a cap, in the same base-2 units. A matrix product leaves each thread every eighth key of
+two rows, two keys each time; sums are kept so until the end, and threads need not meet for them.
 """
 
 # A kernel is Gluon's language, not Python's: its arguments have no Python types.
@@ -16,11 +16,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from headwise.engines.triton.cap import LIMIT, SERIES, TWO_LOG2E, assembly, operands
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NOTHING = gl.constexpr(float("-inf"))
 FAR = gl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
 GROUP = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
+TOGETHER = gl.constexpr(32)  # scores for which a thread chooses one of the cap's two formulas
 
 
 class Written(NamedTuple):
@@ -74,15 +77,33 @@ def visible(s, j0, first, last):
     return (bits[:, None, :] & (1 << steps(LAYOUT, COUNT))) != 0
 
 
+def numbers_of_cap(ratio: float) -> tuple[float, ...]:
+    """What `capped` takes for tanh(ratio · s); a kernel that made them would spill registers."""
+    series = (c * ratio ** (2 * n + 1) for n, c in enumerate(SERIES.value))
+    return (LIMIT.value / ratio) ** 2, TWO_LOG2E.value * ratio, *series
+
+
+@gluon.jit
+def capped(s, cap):
+    """tanh by the assembly of `headwise.engines.triton.cap`, with the numbers of a cap."""
+    limit, factor, one, three, five, seven = cap
+    return gl.inline_asm_elementwise(
+        assembly(TOGETHER), operands(TOGETHER), [s, limit, factor, one, three, five, seven],
+        dtype=gl.float32, is_pure=True, pack=TOGETHER,
+    )  # fmt: skip
+
+
 @gluon.jit
 def soften(
-    s, before, j0, bounds, unit, written,
+    s, before, j0, bounds, z, written,
     FIRST: gl.constexpr, MASKED: gl.constexpr, MOMENTS: gl.constexpr,
 ):  # fmt: skip
     """Merge a tile into the rows' state: its weights, the state, and what shrinks older sums."""
+    if z.cap is not None:
+        s = capped(s, z.cap)
     s = in_eighths(s)
     first, last, position = bounds
-    seen = s
+    seen, unit = s, z.unit
     if MASKED:
         seen = visible(s, j0, first, last)
         s = gl.where(seen, s, FAR)
