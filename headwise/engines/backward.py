@@ -26,6 +26,7 @@ class Backward(Loop):
         grad_out: Tensor,
         grad_lse: Tensor | None,
         grad_entropy: Tensor | None,
+        bias_learns: bool,
     ) -> None:
         super().__init__(q, k, v, terms)
         wide = self.blocks.wide
@@ -48,7 +49,7 @@ class Backward(Loop):
         self.grad_k = torch.zeros_like(k, dtype=wide)
         self.grad_v = torch.zeros_like(v, dtype=wide)
         self.grad_additive = _zeros(terms.additive, wide)
-        self.grad_bias = _zeros(terms.bias, wide)
+        self.grad_bias = _zeros(terms.bias if bias_learns else None, wide)
         self.grad_slopes = _zeros(terms.slopes, wide)
         self.grad_relative = _zeros(terms.relative, wide)
 

@@ -32,11 +32,15 @@ CALL = (  # q, k, v, and Terms: a field each
 _ROOM = ", ".join(["Tensor"] * len(Sums._fields))
 _TERMS = len(Terms._fields)
 _TENSORS = 12  # the arguments q to seed
-_LEARNABLE = (0, 1, 2, 3, 7, 8, 9, 10)  # arguments of the forward that have a gradient
+_BIAS = 7
+_LEARNABLE = (0, 1, 2, 3, _BIAS, 8, 9, 10)  # arguments of the forward that have a gradient
 
 
 class Gradients(NamedTuple):
-    """One for each of a call's learnable tensors; None where the call has no such tensor."""
+    """One for each of a call's learnable tensors; None where the call has no such tensor.
+
+    A bias that does not learn has none either: it would take as much memory as all weights.
+    """
 
     q: Tensor
     k: Tensor
@@ -48,7 +52,8 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
-Backward = Callable[..., Gradients]  # (q, k, v, terms, out, lse, entropy, and their gradients)
+# (q, k, v, terms, out, lse, entropy, their gradients, whether a bias learns)
+Backward = Callable[..., Gradients]
 
 
 def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
@@ -74,7 +79,7 @@ def operators(
             found = differentiate(q, k, v, terms, *given[_TERMS:])
         return [
             grad.to(x.dtype).contiguous()  # as the shapes below promise
-            for grad, x in zip(found, _learnable(q, k, v, terms), strict=True)
+            for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
             if grad is not None and x is not None
         ]
 
@@ -85,10 +90,11 @@ def operators(
         if grad_out is None and grad_lse is None and grad_entropy is None:
             return tuple(grads)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        asked = (out, lse, entropy, grad_out, grad_lse, grad_entropy)
+        learns = tensors[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
+        asked = (out, lse, entropy, grad_out, grad_lse, grad_entropy, learns)
         found = iter(differentiated(*tensors, *ctx.numbers, *asked))
         for place in _LEARNABLE:
-            if tensors[place] is not None:
+            if tensors[place] is not None and (place != _BIAS or learns):
                 grads[place] = next(found)
         return tuple(grads)
 
@@ -105,7 +111,7 @@ def operators(
     differentiated = define(
         f"{engine}_backward",
         f"({CALL}, Tensor out, Tensor lse, Tensor entropy, Tensor grad_out, Tensor? grad_lse, "
-        "Tensor? grad_entropy) -> Tensor[]",
+        "Tensor? grad_entropy, bool bias_learns) -> Tensor[]",
         backward,
         _backward_shapes,
     )
@@ -144,8 +150,11 @@ def noticed(*given: object) -> bool:
     return False
 
 
-def _learnable(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor | None, ...]:
-    return q, k, v, terms.additive, terms.bias, terms.slopes, terms.relative, terms.sinks
+def _learnable(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, bias_learns: bool
+) -> tuple[Tensor | None, ...]:
+    bias = terms.bias if bias_learns else None
+    return q, k, v, terms.additive, bias, terms.slopes, terms.relative, terms.sinks
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -163,7 +172,7 @@ def _apart(sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in _learnable(q, k, v, Terms(*given[:_TERMS]))
+        for x in _learnable(q, k, v, Terms(*given[:_TERMS]), given[-1])
         if x is not None
     ]
 

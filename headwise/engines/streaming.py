@@ -5,6 +5,8 @@ The loop is `Partial` and `merge`. Forward and backward are operators of their o
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from headwise.engines.backward import Backward
@@ -42,7 +44,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
     return Forward(q, k, v, terms, wants).run()
 
 
-def _differentiate(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Tensor) -> Gradients:
+def _differentiate(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) -> Gradients:
     loop = Backward(q, k, v, terms, *rest)
     loop.run()
     return Gradients(

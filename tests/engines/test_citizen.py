@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.engines import sdpa
+from headwise.engines import backward, sdpa
 from headwise.problem import Problem, pose
 from tests.problems import Call, Recipe, small_blocks
 
@@ -81,15 +81,38 @@ def test_the_forward_operator_passes_pytorchs_own_check(case: str, wants: int) -
 
 @pytest.mark.parametrize("case", CALLS)
 @pytest.mark.parametrize("entropy", [True, False])
-def test_the_backward_operator_passes_it_too(case: str, entropy: bool) -> None:
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_backward_operator_passes_it_too(case: str, entropy: bool, learns: bool) -> None:
     problem = posed(CALLS[case].call())
     given = (problem.q, problem.k, problem.v, *problem.terms())
     found = torch.ops.headwise.streaming(*given, 1 if entropy else 0)
     out, lse = found[0], found[1]
     grads = torch.randn_like(out), torch.randn_like(lse), torch.randn_like(lse)
-    arguments = (*given, out, lse, found[3], grads[0], grads[1], grads[2] if entropy else None)
+    learns = learns and problem.terms().bias is not None
+    last = grads[2] if entropy else None
+    arguments = (*given, out, lse, found[3], grads[0], grads[1], last, learns)
     checked = torch.library.opcheck(torch.ops.headwise.streaming_backward.default, arguments)
     assert set(checked.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_only_a_bias_that_learns_is_differentiated(
+    learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    usual = backward.Backward.added_terms
+
+    def listens(loop: backward.Backward, *given: object) -> None:
+        made.append(loop.grad_bias)
+        usual(loop, *given)
+
+    monkeypatch.setattr(backward.Backward, "added_terms", listens)
+    q, k, v = leaves()
+    bias = torch.randn(5, 5, dtype=torch.float64, requires_grad=learns)
+    hw.attention(q, k, v, bias=bias, engine="streaming").sum().backward()
+    assert all((x is not None) == learns for x in made)
+    assert len(made) > 0
+    assert (bias.grad is not None) == learns
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -23,7 +23,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 NOTHING = gl.constexpr(float("-inf"))
 FAR = gl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
 GROUP = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
-TOGETHER = gl.constexpr(32)  # scores for which a thread chooses one of the cap's two formulas
+TOGETHER = gl.constexpr(16)  # scores for which a thread chooses one of the cap's two formulas
 
 
 class Written(NamedTuple):

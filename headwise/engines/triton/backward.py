@@ -43,6 +43,7 @@ def differentiate(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     grad_entropy: Tensor | None,
+    bias_learns: bool,
 ) -> Gradients:
     """Gradients of every input from those of out, lse and entropy."""
     if interpreting() and q.dtype == torch.bfloat16:  # as in the forward
@@ -67,7 +68,7 @@ def differentiate(
             grad_k,
             grad_v,
             None,
-            None if terms.bias is None else call.bias(rows),
+            call.bias(rows) if bias_learns else None,
             None if sums.slopes is None else -sums.slopes.sum((0, 2)),
             None if terms.relative is None else call.relative(rows, sums),
             None if share is None else _sinks(share, rows),

@@ -130,6 +130,7 @@ def differentiate_additive(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     grad_entropy: Tensor | None,
+    _: bool,  # there is no bias
 ) -> Gradients:
     """Gradients of every input from those of out, lse and entropy."""
     if INTERPRETING and q.dtype == torch.bfloat16:

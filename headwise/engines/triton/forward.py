@@ -189,9 +189,10 @@ def forward(
     if t.seed is not None:
         hashed = row_hash(t.seed, b, h, position)
 
+    # Before the rows' bounds, which it need not wait for.
+    rows = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)
     one, two, dirty, counts = met(t, z, b, h, i, KEYS, PIECES)
     edges, all_edges, middle, all_middle = counts
-    rows = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)
     zero = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)

@@ -65,7 +65,7 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
         ("forward", 2): (Shape(64, 128, 4, 3), Shape(128, 128, 8, 3), Shape(128, 64, 8, 2)),
         ("narrow", 2): (Shape(64, 128, 4, 3), Shape(64, 64, 4, 3), Shape(128, 64, 8, 2)),
         ("capped", 2): (Shape(64, 64, 4, 2), Shape(128, 128, 8, 3), Shape(128, 64, 8, 2)),
-        ("biased", 2): (Shape(64, 128, 4, 3), Shape(128, 64, 8, 2), Shape(128, 32, 8, 2)),
+        ("biased", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
         ("queries", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
         ("capped queries", 2): (Shape(64, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
         ("biased queries", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 2), Shape(128, 32, 8, 2)),
