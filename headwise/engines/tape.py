@@ -62,7 +62,7 @@ class Tape:
     def play(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What the call returns for these tensors."""
         device = given[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self._play(given)
         return self._play(given)

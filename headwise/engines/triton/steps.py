@@ -91,7 +91,7 @@ class Step:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, held: Held = NOTHING_HELD) -> Tensor:
         """out (B, Hq, N, D)."""
-        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+        if self.device.type == "cuda" and self.device.index != torch._C._cuda_getDevice():
             with on(self.device):
                 return self._run(q, k, v, held)
         return self._run(q, k, v, held)
