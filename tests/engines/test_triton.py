@@ -56,6 +56,12 @@ def test_every_pair_of_options_agrees_with_the_reference(recipe: Recipe) -> None
     agreement.assert_agrees(recipe, "triton", DEVICE)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [pytest.param(*pair.values, id=pair.id) for pair in pairs])
+def test_every_pair_of_options_agrees_on_the_device(recipe: Recipe) -> None:
+    agreement.assert_agrees(recipe, "triton", DEVICE)
+
+
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(recipe=recipes(**KERNELS))

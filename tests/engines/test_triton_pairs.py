@@ -35,6 +35,13 @@ LYING: dict[str, Callable[[], Tensor]] = {
     "of keys": lambda: normal(B, H, 1, M),
     "of rows": lambda: normal(B, 1, N, 1),
 }
+MASKS = {  # tiles of keys begin at multiples of 16 bytes, or anywhere
+    "none": None,
+    "causal": hw.mask.causal(),
+    "documents": hw.mask.documents(torch.arange(M) // 25),
+    "window": hw.mask.causal() & hw.mask.window(21),
+    "offset": hw.mask.causal(offset=5),
+}
 COPIED = ("whole", "one for all heads", "one for all entries", "repeated", "of a larger one")
 
 
@@ -62,10 +69,30 @@ def test_a_dense_mask_hides_wherever_it_lies(lying: str) -> None:
     check(*three(), 1e-5 if DEVICE == "cpu" else 1e-4, mask=hw.mask.dense(shown), softcap=3.0)
 
 
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", ["bias", "dense"])
+def test_tiles_that_begin_anywhere_agree(kind: str, mask: str) -> None:
+    options, pairs = {"mask": MASKS[mask]}, normal(B, H, N, M)
+    if kind == "bias":
+        options["bias"] = pairs
+    elif MASKS[mask] is not None:
+        options["mask"] = MASKS[mask] & hw.mask.dense(pairs > 0)
+    check(*three(), 1e-5 if DEVICE == "cpu" else 1e-4, **options)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_copy_engine_is_asked_for_tiles_that_begin_where_it_can_only(mask: str) -> None:
+    q, k, v = three()
+    problem = pose("attention", q, k, v, bias=normal(B, H, N, M), mask=MASKS[mask])
+    bias, _ = pair_tiles(operands(q, k, v, problem.terms(banded=True)), 32, 32)
+    assert (bias is not None) == (mask in ("none", "causal"))
+
+
 @pytest.mark.parametrize("lying", LYING)
 def test_the_copy_engine_loads_what_it_can(lying: str) -> None:
     q, k, v = three()
     problem = pose("attention", q, k, v, bias=LYING[lying]())
-    bias, dense = pair_tiles(operands(q, k, v, problem.terms()), 32, 32)
+    bias, dense = pair_tiles(operands(q, k, v, problem.terms(banded=True)), 32, 32)
     assert (bias is not None) == (lying in COPIED or lying == "in 16 bits")
     assert dense is None

@@ -175,18 +175,34 @@ def pair_tiles(call: Operands, rows: int, keys: int) -> list[TensorDescriptor | 
 
     None: there is none, or the copy engine can't load it, and the kernels compute addresses.
     """
-    return [
-        _pair_tiles(x, call.sizes, [1, 1, rows, keys]) for x in (call.given.bias, call.given.dense)
-    ]
+    return [_pair_tiles(x, call, [1, 1, rows, keys]) for x in (call.given.bias, call.given.dense)]
 
 
-def _pair_tiles(x: Tensor | None, z: Sizes, block: list[int]) -> TensorDescriptor | None:
+def _pair_tiles(x: Tensor | None, call: Operands, block: list[int]) -> TensorDescriptor | None:
+    z = call.sizes
     if x is None or x.shape[2:] != (z.queries, z.keys) or x.stride(3) != 1 or x.itemsize > 4:
         return None
     for axis in (0, 1):  # an axis that only repeats is one wide
         x = x if x.stride(axis) else x.narrow(axis, 0, 1)
     steps = _steps_of(x) if card(x.device).copies else None
-    return None if steps is None else _descriptor(x, steps, block)
+    if steps is None or not begins_at(call, 16 // x.itemsize):
+        return None
+    return _descriptor(x, steps, block)
+
+
+def begins_at(call: Operands, unit: int) -> bool:
+    """Whether every tile of the scores begins at a multiple of `unit` keys.
+
+    Along a row the copy engine begins at multiples of 16 bytes; `extents` says where tiles begin.
+    """
+    z = call.sizes
+    if call.given.intervals is not None or z.keys % unit:
+        return False
+    if pieces(call.terms) == 0:
+        return True
+    first = z.queries - 1 + z.low <= 0 or z.low % unit == 0
+    ends = z.queries % unit == 0 or z.queries - 1 + z.high >= z.keys
+    return first and (z.high - 1) % unit == 0 and ends
 
 
 def _descriptor(x: Tensor, steps: Steps, block: list[int]) -> TensorDescriptor:
