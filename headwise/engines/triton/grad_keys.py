@@ -135,7 +135,7 @@ def step(
         s, bent, dp, t, z, rows, j[:, None], hashed[None, :], lse[None, :], shared[None, :],
         entropy[None, :], PLAIN, CAP,
     )  # fmt: skip
-    if PIECES > 0 and hidden:  # of fewer tiles than scores would be, which a cap needs twice
+    if PIECES > 0 and hidden:  # not in the scores, which a cap needs without a mask too
         first, last = interval(t, z, piece, b, h, i)
         seen = (j[:, None] >= first[None, :]) & (j[:, None] < last[None, :])
         met, raw = tl.where(seen, met, 0.0), tl.where(seen, raw, 0.0)
