@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headwise as hw
 from headwise.engines import sdpa
@@ -155,19 +155,23 @@ def test_a_plan_can_be_copied_deeply() -> None:
 def test_cudnns_gradients_are_asked_for_only_where_they_hold(
     learns: bool, masked: bool, queries: int, cudnn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    asked: list[bool] = []
     order = torch._C._get_sdp_priority_order()
     taken = torch.nn.functional.scaled_dot_product_attention
 
     def listens(*given: Tensor, **options: object) -> Tensor:
-        asked.extend(torch._C._get_sdp_priority_order())
+        now = torch._C._get_sdp_priority_order()
+        asked.append(torch._C._get_cudnn_sdp_enabled())
+        assert now[0] == SDPBackend.CUDNN_ATTENTION.value
         return taken(*given, **options)
 
     monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", listens)
     q, k = torch.randn(1, 1, queries, 8, requires_grad=learns), torch.randn(1, 1, 128, 8)
     added = torch.ones(1, 1, queries, 128, dtype=torch.bool) if masked else None
-    sdpa._on_hopper(q, k, k, added, is_causal=False, scale=1.0, enable_gqa=False)
-    cudnns, last = asked.index(int(SDPBackend.CUDNN_ATTENTION)), asked.index(int(SDPBackend.MATH))
-    assert (cudnns == 0) == cudnn
-    assert (cudnns < last) == cudnn  # PyTorch's own formula serves everything
+    given = {"is_causal": False, "scale": 1.0, "enable_gqa": False}
+    sdpa._on_hopper(q, k, k, added, **given)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # a user's own choice
+        sdpa._on_hopper(q, k, k, added, **given)
+    assert asked == [cudnn, False]
     assert torch._C._get_sdp_priority_order() == order
+    assert torch._C._get_cudnn_sdp_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import RLock
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +20,8 @@ flops.register_cpu_sdpa()
 
 FEW = 128  # rows of a tile of cuDNN's backward
 SMALL = 1 << 22  # pairs for which a dense mask is cheaper than skipping blocks
-LAST = [  # no call comes to cuDNN's
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.CUDNN_ATTENTION,
-]
-FIRST = [SDPBackend.CUDNN_ATTENTION, *LAST[:-1]]
+OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FIRST = [SDPBackend.CUDNN_ATTENTION, *OTHERS]
 
 
 def _numbered(order: list[SDPBackend]) -> list[int]:
@@ -34,7 +30,8 @@ def _numbered(order: list[SDPBackend]) -> list[int]:
     return numbers + [x for x in torch._C._get_sdp_priority_order() if x not in numbers]
 
 
-_NUMBERED = {True: _numbered(FIRST), False: _numbered(LAST)}
+_NUMBERED = _numbered(FIRST)
+_CHOOSING = RLock()  # the order and the switches are the process'
 
 
 def refuses(problem: Problem, observed: bool) -> str | None:
@@ -143,21 +140,25 @@ def _on_hopper(
     Beside a mask tensor, or for few queries, those of rows whose lse is below -88 may be NaN.
     """
     learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    order = FIRST if not learning or (added is None and q.shape[2] >= FEW) else LAST
+    first = not learning or (added is None and q.shape[2] >= FEW)
     run = partial(
         F.scaled_dot_product_attention, q, k, v, added, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        with sdpa_kernel(order, set_priority=True):
+        with sdpa_kernel(FIRST if first else OTHERS, set_priority=True):
             return run()
-    # What `sdpa_kernel` does takes a processor three times as long as a short call does in all.
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(_NUMBERED[order is FIRST])
-    try:
-        return run()
-    finally:
-        torch._C._set_sdp_priority_order(before)
+    # `sdpa_kernel` takes a processor three times as long as a short call does in all, and would
+    # switch on what a user has switched off.
+    with _CHOOSING:
+        order, allowed = torch._C._get_sdp_priority_order(), torch._C._get_cudnn_sdp_enabled()
+        torch._C._set_sdp_priority_order(_NUMBERED)
+        torch._C._set_sdp_use_cudnn(allowed and first)
+        try:
+            return run()
+        finally:
+            torch._C._set_sdp_priority_order(order)
+            torch._C._set_sdp_use_cudnn(allowed)
 
 
 def _existing(problem: Problem, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:

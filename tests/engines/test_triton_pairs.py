@@ -20,29 +20,34 @@ from headwise.engines.triton.launch import operands, pair_tiles
 from headwise.problem import pose
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as in test_triton
-B, H, N, M = 2, 2, 40, 72
+B, H, N, M = 2, 2, 48, 96
+Make = Callable[..., Tensor]
 
-LYING: dict[str, Callable[[], Tensor]] = {
-    "whole": lambda: normal(B, H, N, M),
-    "one for all heads": lambda: normal(B, 1, N, M),
-    "one for all entries": lambda: normal(1, H, N, M),
-    "repeated": lambda: normal(1, H, N, M).expand(B, H, N, M),
-    "of a larger one": lambda: normal(B, H, N + 4, 2 * M)[:, :, 4:, :M],
-    "in 16 bits": lambda: normal(B, H, N, M, dtype=torch.bfloat16),
-    "transposed": lambda: normal(B, H, M, N).mT,
-    "at an odd address": lambda: normal(B * H * N * M + 1)[1:].view(B, H, N, M),
-    "in odd rows": lambda: normal(B, H, N, M + 1)[..., :M],
-    "of keys": lambda: normal(B, H, 1, M),
-    "of rows": lambda: normal(B, 1, N, 1),
+LYING: dict[str, Callable[[Make], Tensor]] = {
+    "whole": lambda make: make(B, H, N, M),
+    "one for all heads": lambda make: make(B, 1, N, M),
+    "one for all entries": lambda make: make(1, H, N, M),
+    "repeated": lambda make: make(1, H, N, M).expand(B, H, N, M),
+    "of a larger one": lambda make: make(B, H, N + 4, 2 * M)[:, :, 4:, :M],
+    "heads last": lambda make: make(B, N, H, M).transpose(1, 2),
+    "transposed": lambda make: make(B, H, M, N).mT,
+    "at an odd address": lambda make: make(B * H * N * M + 1)[1:].view(B, H, N, M),
+    "in odd rows": lambda make: make(B, H, N, M + 1)[..., :M],
+    "of keys": lambda make: make(B, H, 1, M),
+    "of rows": lambda make: make(B, 1, N, 1),
 }
-MASKS = {  # tiles of keys begin at multiples of 16 bytes, or anywhere
+COPIED = [*LYING][:6]
+CAUSAL = hw.mask.causal()
+MASKS = {
     "none": None,
-    "causal": hw.mask.causal(),
-    "documents": hw.mask.documents(torch.arange(M) // 25),
-    "window": hw.mask.causal() & hw.mask.window(21),
+    "causal": CAUSAL,
+    "even offset": hw.mask.causal(offset=16),
+    "even window": CAUSAL & hw.mask.window(32),
     "offset": hw.mask.causal(offset=5),
+    "window": CAUSAL & hw.mask.window(21),
+    "documents": hw.mask.documents(torch.arange(M) // 25),
 }
-COPIED = ("whole", "one for all heads", "one for all entries", "repeated", "of a larger one")
+BEGINNING = [*MASKS][:4]  # of these all tiles begin at multiples of 16 keys
 
 
 @pytest.fixture(params=["here", pytest.param("device", marks=pytest.mark.gpu)])
@@ -54,45 +59,60 @@ def three() -> list[Tensor]:
     return [normal(B, H, N, 16), normal(B, 1, M, 16), normal(B, 1, M, 16)]
 
 
+def shown(*shape: int) -> Tensor:
+    return normal(*shape) > 0
+
+
+def agrees(**options: object) -> None:
+    check(*three(), 1e-5 if DEVICE == "cpu" else 1e-4, **options)
+
+
+def tiles(mask: hw.mask.Mask | None = None, bias: Tensor | None = None) -> tuple[bool, bool]:
+    """Whether the copy engine loads the bias, and the dense mask."""
+    q, k, v = three()
+    terms = pose("attention", q, k, v, bias=bias, mask=mask).terms(banded=True)
+    bias_tiles, dense_tiles = pair_tiles(operands(q, k, v, terms), 32, 32)
+    return bias_tiles is not None, dense_tiles is not None
+
+
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("lying", LYING)
 def test_a_bias_is_added_wherever_it_lies(lying: str) -> None:
-    options = {"bias": LYING[lying](), "mask": hw.mask.causal()}
-    check(*three(), 1e-5 if DEVICE == "cpu" else 1e-4, **options)
+    agrees(bias=LYING[lying](normal), mask=CAUSAL)
 
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("lying", LYING)
 def test_a_dense_mask_hides_wherever_it_lies(lying: str) -> None:
-    shown = LYING[lying]() > 0
-    shown[..., -1] = True
-    check(*three(), 1e-5 if DEVICE == "cpu" else 1e-4, mask=hw.mask.dense(shown), softcap=3.0)
+    agrees(mask=hw.mask.dense(LYING[lying](shown)), softcap=3.0)
 
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kind", ["bias", "dense"])
-def test_tiles_that_begin_anywhere_agree(kind: str, mask: str) -> None:
-    options, pairs = {"mask": MASKS[mask]}, normal(B, H, N, M)
-    if kind == "bias":
-        options["bias"] = pairs
-    elif MASKS[mask] is not None:
-        options["mask"] = MASKS[mask] & hw.mask.dense(pairs > 0)
-    check(*three(), 1e-5 if DEVICE == "cpu" else 1e-4, **options)
+def test_tiles_that_begin_anywhere_agree(mask: str) -> None:
+    agrees(bias=normal(B, H, N, M), mask=MASKS[mask])
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_the_copy_engine_is_asked_for_tiles_that_begin_where_it_can_only(mask: str) -> None:
-    q, k, v = three()
-    problem = pose("attention", q, k, v, bias=normal(B, H, N, M), mask=MASKS[mask])
-    bias, _ = pair_tiles(operands(q, k, v, problem.terms(banded=True)), 32, 32)
-    assert (bias is not None) == (mask in ("none", "causal"))
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "none"])
+def test_tiles_of_a_dense_mask_that_begin_anywhere_agree(mask: str) -> None:
+    agrees(bias=normal(B, H, N, M, dtype=torch.bfloat16), mask=MASKS[mask] & dense())
+
+
+def dense() -> hw.mask.Mask:
+    return hw.mask.dense(shown(B, H, N, M))
 
 
 @pytest.mark.parametrize("lying", LYING)
 def test_the_copy_engine_loads_what_it_can(lying: str) -> None:
-    q, k, v = three()
-    problem = pose("attention", q, k, v, bias=LYING[lying]())
-    bias, dense = pair_tiles(operands(q, k, v, problem.terms(banded=True)), 32, 32)
-    assert (bias is not None) == (lying in COPIED or lying == "in 16 bits")
-    assert dense is None
+    mask = hw.mask.dense(LYING[lying](shown))
+    assert tiles(mask, LYING[lying](normal)) == (lying in COPIED, lying in COPIED)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_copy_engine_loads_what_begins_at_16_bytes(mask: str) -> None:
+    assert tiles(MASKS[mask], normal(B, H, N, M)) == (mask in BEGINNING, False)
+
+
+def test_the_copy_engine_loads_a_dense_mask_that_is_part_of_another() -> None:
+    assert tiles(MASKS["offset"] & dense()) == (False, True)
