@@ -86,11 +86,9 @@ def is_told(x: object) -> bool:
 
 def watched(*tensors: Tensor) -> bool:
     """Whether gradients, compilers, modes or transforms must see the call as an operator."""
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x.requires_grad:
-                return True
-    return transformed(*tensors)
+    return transformed(*tensors) or (
+        torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    )
 
 
 def transformed(*tensors: Tensor) -> bool:

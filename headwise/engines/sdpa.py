@@ -148,8 +148,8 @@ def _on_hopper(
     if torch.compiler.is_compiling():
         with sdpa_kernel(FIRST if first else OTHERS, set_priority=True):
             return run()
-    # `sdpa_kernel` takes a processor three times as long as a short call does in all, and would
-    # switch on what a user has switched off.
+    # `sdpa_kernel` takes a processor longer than all else of a short call, and would switch on what
+    # a user has switched off.
     with _CHOOSING:
         order, allowed = torch._C._get_sdp_priority_order(), torch._C._get_cudnn_sdp_enabled()
         torch._C._set_sdp_priority_order(_NUMBERED)

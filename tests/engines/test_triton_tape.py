@@ -77,6 +77,12 @@ def test_a_played_call_gives_what_a_thought_through_one_gives(kind: str) -> None
     assert all(torch.equal(x, y) for x, y in zip(before, run(*given), strict=True))
 
 
+def test_what_is_no_tensor_is_told_so() -> None:
+    q, k, _ = three()
+    with pytest.raises(ValueError, match="need to be tensors"):
+        hw.attention(q, k, [1.0], engine="triton")
+
+
 def test_a_played_call_leaves_earlier_results_alone() -> None:
     played(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
     given = three()
