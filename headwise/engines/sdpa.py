@@ -22,15 +22,8 @@ FEW = 128  # rows of a tile of cuDNN's backward
 SMALL = 1 << 22  # pairs for which a dense mask is cheaper than skipping blocks
 OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FIRST = [SDPBackend.CUDNN_ATTENTION, *OTHERS]
-
-
-def _numbered(order: list[SDPBackend]) -> list[int]:
-    """Kernels in an order as PyTorch keeps it, with those that are not in it at the end."""
-    numbers = [kernel.value for kernel in order]
-    return numbers + [x for x in torch._C._get_sdp_priority_order() if x not in numbers]
-
-
-_NUMBERED = _numbered(FIRST)
+_NUMBERS = [kernel.value for kernel in FIRST]  # as PyTorch keeps an order: of all kernels it has
+_NUMBERS += [x for x in torch._C._get_sdp_priority_order() if x not in _NUMBERS]
 _CHOOSING = RLock()  # the order and the switches are the process'
 
 
@@ -152,7 +145,7 @@ def _on_hopper(
     # a user has switched off.
     with _CHOOSING:
         order, allowed = torch._C._get_sdp_priority_order(), torch._C._get_cudnn_sdp_enabled()
-        torch._C._set_sdp_priority_order(_NUMBERED)
+        torch._C._set_sdp_priority_order(_NUMBERS)
         torch._C._set_sdp_use_cudnn(allowed and first)
         try:
             return run()
