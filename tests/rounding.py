@@ -50,7 +50,9 @@ def logit_error(call: Call, found: Answer) -> Tensor:
     added = found.added.detach().abs().masked_fill(found.added.isinf(), 0)
     error = error + 8 * unit.sums * (added + found.s.detach().abs())
     error = error.detach().expand_as(found.s).masked_fill(~found.seen, 0)
-    return error.amax(-1)
+    # lse, which may be a sink's that is far from every logit, is a rounded number too.
+    level = found.lse.detach().abs().masked_fill(found.lse.isinf(), 0)
+    return error.amax(-1) + 4 * unit.sums * level
 
 
 def weight_error(call: Call, found: Answer) -> Tensor:

@@ -177,10 +177,11 @@ def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
     total, top = l, base * LN2
     if sinks is not None:
         sink = gl.load(sinks + h).to(gl.float32)
-        top = gl.where(sink * LOG2E > m, sink, m * LN2)  # a sink that rules is not rounded twice
+        rules = sink * LOG2E > m  # and is not rounded twice then, and weighs 1
+        top = gl.where(rules, sink, m * LN2)
         base = gl.maximum(m, sink * LOG2E)
         base = gl.where(base == NOTHING, 0.0, base)
-        total = l * gl.exp2(m - base) + gl.exp2(sink * LOG2E - base)
+        total = l * gl.exp2(m - base) + gl.where(rules, 1.0, gl.exp2(sink * LOG2E - base))
     empty = total == 0.0
     weight = gl.where(empty, 0.0, gl.exp2(m - base) / gl.where(empty, 1.0, total))
     above = gl.log2(gl.where(empty, 1.0, total))

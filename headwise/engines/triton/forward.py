@@ -14,11 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from headwise.engines.triton.extents import edge_of, met, middle_of
-from headwise.engines.triton.online import saw_nothing
+from headwise.engines.triton.online import beside_sink, saw_nothing
 from headwise.engines.triton.tiles import (
     FAR,
     LN2,
-    LOG2E,
     LOOSE,
     NOTHING,
     Sizes,
@@ -119,14 +118,8 @@ def write(
     acc, l, m, shifted, reach, count, mean, spread = state
     unseen = saw_nothing(l, m, unit_of(z, PLAIN, CAP))
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
-    base = tl.where(m == NOTHING, 0.0, m)
-    total, top = l, base * LN2
-    if t.sinks is not None:
-        sink = tl.load(t.sinks + h).to(tl.float32)
-        top = tl.where(sink * LOG2E > m, sink, m * LN2)  # a sink that rules is not rounded twice
-        base = tl.maximum(m, sink * LOG2E)
-        base = tl.where(base == NOTHING, 0.0, base)
-        total = l * tl.exp2(m - base) + tl.exp2(sink * LOG2E - base)
+    base, top, sink = beside_sink(m, t.sinks, h)
+    total = l * tl.exp2(m - base) + sink
     empty = total == 0.0
     weight = tl.where(empty, 0.0, tl.exp2(m - base) / tl.where(empty, 1.0, total))
     above = tl.log2(tl.where(empty, 1.0, total))

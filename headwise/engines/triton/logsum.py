@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 
 from headwise.engines.triton.cells import rows_of
-from headwise.engines.triton.online import bounds, nothing_yet, saw_nothing, take_in
+from headwise.engines.triton.online import beside_sink, bounds, nothing_yet, saw_nothing, take_in
 from headwise.engines.triton.tiles import (
     FAR,
     LN2,
-    LOG2E,
     LOOSE,
     NOTHING,
     Sizes,
@@ -95,16 +94,8 @@ def log_sums(
     unit = unit_of(z, PLAIN, CAP)
     unseen = saw_nothing(l, m, unit)
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
-    base, summit = m, m * LN2
-    if t.sinks is not None:
-        given = tl.load(t.sinks + h).to(tl.float32)
-        sink = given * LOG2E
-        base = tl.maximum(m, sink)
-        summit = tl.where(sink > m, given, summit)  # a sink that rules is not rounded twice
-    base = tl.where(base == NOTHING, 0.0, base)
-    total = l * tl.exp2(m - base)
-    if t.sinks is not None:
-        total += tl.exp2(sink - base)
+    base, summit, sink = beside_sink(m, t.sinks, h)
+    total = l * tl.exp2(m - base) + sink
     empty = total == 0.0
     found = summit + tl.log2(tl.where(empty, 1.0, total)) * LN2
     line = (b * tl.num_programs(1) + h).to(tl.int64) * queries + i

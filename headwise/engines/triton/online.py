@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.tiles import FAR, NOTHING, interval
+from headwise.engines.triton.tiles import FAR, LN2, LOG2E, NOTHING, interval
 
 
 @triton.jit
@@ -104,6 +104,22 @@ def take_in(
 def saw_nothing(l, m, unit):
     """Which rows met no key: not those that met NaN, of which a maximum does not tell."""
     return (m < unit * (0.5 * FAR)) & (l == l)
+
+
+@triton.jit
+def beside_sink(m, sinks, h):
+    """Where a row's weights are counted from, as a power of two and as a logit; its sink's weight.
+
+    That is m, its largest power, or its sink. A sink that rules is not rounded twice and weighs 1:
+    a device would subtract the rounded product from the unrounded one, and find the difference.
+    """
+    base, summit, weight = m, m * LN2, 0.0
+    if sinks is not None:
+        sink = tl.load(sinks + h).to(tl.float32)
+        power = sink * LOG2E
+        base, summit = tl.maximum(m, power), tl.where(power > m, sink, summit)
+        weight = tl.where(power > m, 1.0, tl.exp2(power - tl.where(base == NOTHING, 0.0, base)))
+    return tl.where(base == NOTHING, 0.0, base), summit, weight
 
 
 @triton.jit

@@ -17,11 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headwise.engines.triton.online import leave, nothing_yet, take_in
+from headwise.engines.triton.online import beside_sink, leave, nothing_yet, take_in
 from headwise.engines.triton.tiles import (
     FAR,
     LN2,
-    LOG2E,
     NOTHING,
     Given,
     Sizes,
@@ -268,18 +267,10 @@ def join_row(
     m = tl.load(parts.maximum + at, mask=there, other=NOTHING)
     top = tl.max(m, 0)
     l = tl.load(parts.total + at, mask=there, other=0.0)
-    base, summit = top, top * LN2
-    if sinks is not None:
-        given = tl.load(sinks + (line // queries) % heads).to(tl.float32)
-        sink = given * LOG2E
-        base = tl.maximum(top, sink)
-        summit = tl.where(sink > top, given, summit)  # a sink that rules is not rounded twice
-    base = tl.where(base == NOTHING, 0.0, base)
+    base, summit, sink = beside_sink(top, sinks, (line // queries) % heads)
     share = tl.exp2(m - base)  # of each part; 0 where it saw nothing
     seen = tl.sum(l * share, 0)
-    total = seen
-    if sinks is not None:
-        total += tl.exp2(sink - base)
+    total = seen + sink
     empty = total == 0.0
     weight = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
     width = block * BLOCK + tl.arange(0, BLOCK)
