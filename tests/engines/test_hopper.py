@@ -279,6 +279,15 @@ def test_moments_of_long_inputs_agree(
 
 @pytest.mark.gpu
 @on_hopper
+def test_a_sink_that_rules_is_lse_to_the_bit() -> None:
+    q, k, v = (normal(1, 4, 300, 64) for _ in range(3))
+    sinks = torch.tensor([93.7, 228.447, 178.13, 1e4], device="cuda")
+    _, seen = hw.observe(q, k, v, sinks=sinks, stats=("lse", "entropy"), engine="hopper")
+    assert (seen.lse == sinks[:, None]).all()
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_the_same_call_gives_the_same_bits() -> None:
     q, k, v = (normal(2, 40, 900, 128) for _ in range(3))
     options = {"mask": hw.mask.causal(), "engine": "hopper", "stats": OWN}

@@ -186,6 +186,17 @@ def test_a_row_that_sees_nothing_and_has_no_sink_takes_no_gradient(score: str) -
     assert (leaves[0].grad[:, :, :2] == 0).all()
 
 
+@pytest.mark.parametrize("place", ["here", pytest.param("device", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("queries", [1, 40])  # decoding's kernels, and the forward's
+def test_a_sink_that_rules_is_lse_to_the_bit(queries: int, place: str) -> None:
+    q, k, v = normal(1, 4, queries, 16), normal(1, 4, 70, 16), normal(1, 4, 70, 16)
+    sinks = torch.tensor([93.7, 228.447, 178.13, 1e4], device=DEVICE)
+    _, seen = hw.observe(q, k, v, sinks=sinks, stats=("lse", "entropy"), engine="triton")
+    amap = hw.attention_map(q, k, sinks=sinks)
+    assert (seen.lse == sinks[:, None]).all()
+    assert (amap.lse == sinks[:, None]).all()
+
+
 def test_more_batch_entries_than_a_grid_holds_are_refused() -> None:
     q = torch.zeros(65536, 1, 1, 1, device=DEVICE)
     with pytest.raises(ValueError, match="a GPU's grid has room for 65535"):

@@ -36,6 +36,7 @@ from headwise.engines.hopper.softmax import (
     put_moments,
     row_max,
     soften,
+    unpacked,
 )
 
 GROUPS = gl.constexpr(2)  # that multiply, of a program
@@ -163,10 +164,8 @@ def absorb(
     mbarrier.wait(turns.index(w), (done + n) & 1)
     tile = whole_tile(keys, at).permute((1, 0))
     scores = warpgroup_mma(own, tile, zero, use_acc=False, is_async=True)
-    # While the scores are made, the last block's weights are rounded (carried from step to step in
-    # 16 bits they would be taken apart and put together again) and the sums shrunk to fit them.
-    p = weights.to(keys.dtype).reshape([GROUP, KEYS])
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2))
+    # While the scores are made, the sums are shrunk to fit the last block's weights.
+    p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
     acc = acc * along(shrink, SUMS)
     mbarrier.wait(values_full.index(last), last_turn)
     summed = warpgroup_mma(p, whole_tile(values, last), acc, is_async=True)
@@ -174,7 +173,9 @@ def absorb(
     s = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(keys_empty.index(at), count=1)
     j0 = first_key(n, extent, KEYS)
-    weights, state, shrink = soften(s, state, j0, bounds, z, written, False, MASKED, MOMENTS)
+    weights, state, shrink = soften(
+        s, state, j0, bounds, z, written, keys.dtype, False, MASKED, MOMENTS
+    )
     acc, p = warpgroup_mma_wait(0, deps=(summed, p))
     mbarrier.arrive(values_empty.index(last), count=1)
     return acc, weights, shrink, state
@@ -214,7 +215,9 @@ def follow(
         s = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(keys_empty.index(at), count=1)
         j0 = first_key(0, extent, KEYS)
-        weights, state, _ = soften(s, None, j0, bounds, z, written, True, True, BLOCK > 0)
+        weights, state, _ = soften(
+            s, None, j0, bounds, z, written, keys.dtype, True, True, BLOCK > 0
+        )
         shrink = gl.full([GROUP], 1.0, gl.float32, ROWS)
         acc = gl.zeros([GROUP, WIDTH], gl.float32, SUMS)
         sums = (acc, weights, shrink, state)
@@ -243,8 +246,7 @@ def follow(
         mbarrier.arrive(rows_empty.index(w), count=1)  # the rows have met their last key
         done, round = done + blocks, round + 1
         at, turn = (done - 1) % STAGES, ((done - 1) // STAGES) & 1
-        p = weights.to(keys.dtype).reshape([GROUP, KEYS])
-        p = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2))
+        p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
         acc = acc * along(shrink, SUMS)
         mbarrier.wait(values_full.index(at), turn)
         summed = warpgroup_mma(p, whole_tile(values, at), acc, is_async=True)

@@ -94,11 +94,39 @@ def capped(s, cap):
 
 
 @gluon.jit
+def packed(p, TYPE: gl.constexpr):
+    """Weights in eighths, rounded and two to a word: (rows, keys / 2).
+
+    As 16-bit numbers they would be taken apart and put together again on their way to the next
+    step, and unrounded they would take twice the registers.
+    """
+    low, high = gl.split(p.reshape([GROUP, p.shape[1] * 4, 2]))
+    ROUND: gl.constexpr = "bf16x2" if TYPE.is_bf16() else "f16x2"
+    return gl.inline_asm_elementwise(
+        f"cvt.rn.{ROUND}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def unpacked(words, TYPE: gl.constexpr):
+    """The weights, (rows, keys), where they are: the assembler sees that nothing moves."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    return gl.join(low, high).reshape([GROUP, 2 * words.shape[1]]).to(TYPE, bitcast=True)
+
+
+@gluon.jit
 def soften(
     s, before, j0, bounds, z, written,
-    FIRST: gl.constexpr, MASKED: gl.constexpr, MOMENTS: gl.constexpr,
+    TYPE: gl.constexpr, FIRST: gl.constexpr, MASKED: gl.constexpr, MOMENTS: gl.constexpr,
 ):  # fmt: skip
-    """Merge a tile into the rows' state: its weights, the state, and what shrinks older sums."""
+    """Merge a tile into the rows' state: its weights, the state, and what shrinks older sums.
+
+    The weights are `packed`, of the type TYPE.
+    """
     if z.cap is not None:
         s = capped(s, z.cap)
     s = in_eighths(s)
@@ -146,7 +174,7 @@ def soften(
             squares += old_squares + moved * (2.0 * old_off + old_count * moved)
             count += old_count
         l += old_l * less
-    return p, (new, l, shifted, reach, count, off, squares), shrink
+    return packed(p, TYPE), (new, l, shifted, reach, count, off, squares), shrink
 
 
 @gluon.jit
