@@ -2,7 +2,8 @@
 
 Every figure is a median of rounds in which the contenders take turns, whole calls as a user makes
 them. The sections print their rows, the end what was met and what was missed; every number goes to
-bench/results/gpu.json. `python -m bench.gpu --targets` prints the end again from that file.
+bench/results/gpu.json. `python -m bench.gpu --targets` prints the end again from that file, and
+`--tables` the tables of docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bench.gpu_calls import calls, first_calls
 from bench.gpu_decoding import decoding
 from bench.gpu_fused import capped, masked, observing, plain, precise, seeing
 from bench.gpu_maps import mapping
+from bench.gpu_tables import tables
 from bench.gpu_targets import Results, figures
 from bench.gpu_timing import Row
 from bench.pairs import RESULTS, say_figures
@@ -48,8 +50,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="start no section after this")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--targets", action="store_true", help="judge the file, measure nothing")
+    parser.add_argument("--tables", action="store_true", help="print the file as docs/gpu.md does")
     given = parser.parse_args()
     results: Results = {}
+    if given.tables:
+        print("\n\n".join("\n".join(rows) for rows in tables(json.loads(given.json.read_text()))))
+        return
     if given.targets:
         results = json.loads(given.json.read_text())
     elif not torch.cuda.is_available():

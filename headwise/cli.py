@@ -1,7 +1,6 @@
 """The command line: it reads what was asked and prints what the rest of the package found out."""
 
 import dataclasses
-import importlib.metadata
 import json
 import sys
 from typing import Annotated
@@ -18,6 +17,7 @@ except ModuleNotFoundError as missing:
 
 import torch
 
+import headwise
 from headwise.doctor import gather
 from headwise.look import commands as look_commands
 from headwise.plan import engines
@@ -43,7 +43,7 @@ app.add_typer(watching_commands.app)
 def print_version(wanted: bool) -> None:
     """Print the version and leave, if that was asked for."""
     if wanted:
-        typer.echo(f"headwise {importlib.metadata.version('headwise')}")
+        typer.echo(f"headwise {headwise.__version__}")
         raise typer.Exit
 
 

@@ -17,9 +17,7 @@ from headwise.problem import Problem
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # compilers can't follow the question
 ENGINES = ("hopper", "triton", "sdpa", "streaming", "reference")  # the first that can, as a rule
 HOPPER = 9  # the generation of these GPUs
-LONG = (
-    4096  # rows and keys from which Hopper's forward is level with cuDNN's or ahead (docs/gpu.md)
-)
+LONG = 4096  # rows and keys from which Hopper's forward is ahead of cuDNN's (docs/gpu.md)
 KERNELS = ("hopper", "triton")  # written for GPUs; the second runs on Triton's interpreter too
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from bench.gpu_tables import tables
 from headwise.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -118,3 +119,9 @@ def test_every_figure_of_a_benchmark_is_told_met_or_missed(page: str, file: str)
         judged = "met" if figure["met"] else "**missed**"
         row = {figure["name"], value, figure["target"], judged}
         assert any(row <= line for line in told), row
+
+
+def test_the_tables_of_the_gpu_engines_are_what_was_measured() -> None:
+    told = (ROOT / "docs/gpu.md").read_text(encoding="utf-8").splitlines()
+    found = json.loads((ROOT / "bench/results/gpu.json").read_text(encoding="utf-8"))
+    assert [row for rows in tables(found) for row in rows if row not in told] == []

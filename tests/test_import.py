@@ -1,7 +1,10 @@
 """What importing headwise costs someone who installed nothing but torch."""
 
+import importlib.metadata
 import subprocess
 import sys
+
+import headwise
 
 OPTIONAL = (
     "typer",
@@ -33,6 +36,10 @@ def test_importing_headwise_needs_nothing_optional() -> None:
     hidden = f"import sys; sys.modules |= dict.fromkeys({OPTIONAL}); import headwise"
     said = python(hidden).stderr.splitlines()
     assert [line for line in said if "triton not found" not in line] == []
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert headwise.__version__ == importlib.metadata.version("headwise")
 
 
 def test_the_command_line_without_its_extra_says_what_to_install() -> None:

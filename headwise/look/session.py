@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Lock, Thread
 from typing import Any, Literal, NamedTuple
 
+import headwise
 from headwise.look.atlas import Atlas
 from headwise.look.reading import Reader
 from headwise.look.scene import Group
@@ -153,7 +153,7 @@ class Session:
             "stage": progress.stage,
             "done": progress.done,
             "problem": None if progress.problem is None else progress.problem._asdict(),
-            "version": importlib.metadata.version("headwise"),
+            "version": headwise.__version__,
             "pages": {"heads": bool(self.atlases), "why": True, "watch": self.run is not None},
             "sample": self.sample,
             "device": "cpu" if described is None else described.device,
