@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwise.given import as_int, as_tensor, integers, is_integer
 from headwise.masks import (
+    FURTHEST,
     Between,
     Causal,
     Dense,
@@ -88,4 +89,9 @@ def dense(seen: Tensor) -> Mask:
 
 
 def _offset(call: str, offset: PerBatch | None) -> PerBatch | None:
-    return None if offset is None else integers(f"hw.mask.{call}", offset)
+    if offset is None:
+        return None
+    offset = integers(f"hw.mask.{call}", offset)
+    if isinstance(offset, int) and abs(offset) > FURTHEST:
+        raise ValueError(f"hw.mask.{call}: {offset} keys away is further than 2**30")
+    return offset

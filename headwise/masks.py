@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -156,23 +157,26 @@ class Window(Mask):
         _check_per_batch("window(..., offset=...)", self.offset, place)
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
-        middle = place.rows() + _shift(self.alignment(place), place)
-        return (_three(middle - self.left, middle + self.right + 1),)
+        low, high = (_shift(bound, place) for bound in self._reach(place))
+        return (_three(place.rows() + low, place.rows() + high),)
 
     def shows_all(self, place: Place) -> bool:
-        shift = self.alignment(place)
-        if isinstance(shift, Tensor):
+        band, first = self.band(place), place.first_query
+        if band is None:
             return False
-        first_row, last_row = (
-            place.first_query + shift,
-            place.first_query + place.queries - 1 + shift,
-        )
-        past = place.first_key + place.keys
-        return last_row - self.left <= place.first_key and first_row + self.right + 1 >= past
+        from_first = first + place.queries - 1 + band[0] <= place.first_key
+        return from_first and first + band[1] >= place.first_key + place.keys
 
     def band(self, place: Place) -> tuple[int, int] | None:
+        low, high = self._reach(place)
+        return None if isinstance(low, Tensor) or isinstance(high, Tensor) else (low, high)
+
+    def _reach(self, place: Place) -> tuple[int | Tensor, int | Tensor]:
+        """Query i sees keys [i + the first, i + the second)."""
         shift = self.alignment(place)
-        return None if isinstance(shift, Tensor) else (shift - self.left, shift + self.right + 1)
+        if isinstance(shift, Tensor):
+            shift = shift.long()
+        return _near(shift - self.left), _near(shift + self.right + 1)
 
     def alignment(self, place: Place) -> int | Tensor:
         return _alignment(self.offset, place)
@@ -192,8 +196,8 @@ class Lengths(Mask):
         _check_per_batch(f"{self.word}(n)", self.n, place)
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
-        last = _shift(self.n if isinstance(self.n, Number) else _tensor(self.n, place), place)
-        last = torch.as_tensor(last, device=place.device, dtype=torch.int32)
+        last = self.n if isinstance(self.n, Number) else _tensor(self.n, place)
+        last = torch.as_tensor(_shift(_near(last), place), device=place.device, dtype=torch.int32)
         return (_three(torch.zeros_like(last), last),)
 
     def shows_all(self, place: Place) -> bool:
@@ -240,7 +244,7 @@ class Between(Mask):
 
     @staticmethod
     def _rows(bound: Tensor, place: Place) -> Tensor:
-        bound = bound.to(place.device, torch.int32)
+        bound = _near(bound.to(place.device))
         if bound.ndim and bound.shape[-1] > 1:
             bound = bound[..., place.first_query : place.first_query + place.queries]
         return bound
@@ -333,7 +337,22 @@ def _alignment(offset: PerBatch | None, place: Place) -> int | Tensor:
 
 
 def _tensor(values: Sequence[int] | Tensor, place: Place) -> Tensor:
-    return torch.as_tensor(values, device=place.device, dtype=torch.int32)
+    return _near(torch.as_tensor(values, device=place.device))
+
+
+@overload
+def _near(number: Tensor) -> Tensor: ...
+
+
+@overload
+def _near(number: int) -> int: ...
+
+
+def _near(number: int | Tensor) -> int | Tensor:
+    """A number of keys that is no further than FURTHEST, beyond which there are none."""
+    if isinstance(number, Tensor):
+        return number.long().clamp(-FURTHEST, FURTHEST).int()
+    return max(-FURTHEST, min(FURTHEST, number))
 
 
 def _shift(values: int | Tensor, place: Place) -> int | Tensor:

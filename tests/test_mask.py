@@ -275,6 +275,33 @@ def test_a_tensor_beside_a_mask_is_an_error_that_says_what_would_work(sign: str)
             join(*pair)
 
 
+FAR = 2**31 - 1
+UNBOUNDED: dict[str, tuple[Mask, Mask]] = {  # a number beyond every key, and how it is said without
+    "left": (hw.mask.window(2**40), hw.mask.causal()),
+    "right": (hw.mask.window(0, right=FAR), hw.mask.between(torch.arange(5), torch.tensor(9))),
+    "a batch entry's": (hw.mask.window(FAR, offset=[3, -3]), hw.mask.causal(offset=[3, -3])),
+    "length": (hw.mask.lengths([2**40, 4]), hw.mask.lengths([9, 4])),
+    "prefix": (hw.mask.prefix(FAR), hw.mask.prefix(9)),
+    "between": (
+        hw.mask.between(torch.zeros(5, dtype=torch.int64), torch.full((5,), 2**62)),
+        hw.mask.prefix(9),
+    ),
+    "before all": (hw.mask.causal(offset=-(2**30)), hw.mask.causal(offset=-5)),
+}
+
+
+@pytest.mark.parametrize("case", UNBOUNDED)
+def test_numbers_beyond_every_key_mean_what_they_say(case: str) -> None:
+    place = Place(2, 1, 5, 5)
+    found, wanted = (shown(mask, place) for mask in UNBOUNDED[case])
+    assert found.equal(wanted)
+
+
+def test_an_offset_that_no_sequence_reaches_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"causal\(offset\): 1099511627776 keys away"):
+        hw.mask.causal(offset=2**40)
+
+
 def test_a_window_that_shows_no_key_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"window\(left=-2, right=1\)"):
         hw.mask.window(-2, 1)
