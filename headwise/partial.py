@@ -76,7 +76,9 @@ class Partial:
         base, total = self._with_sinks()
         above = total.masked_fill(total == 0, 1).log()
         above = above if self.sinks is None else above + (base - self.base)  # lse - self.base
-        return self.weight() * (self.total * above - self.shifted)
+        weight = self.weight()
+        # A sink may be so far above that this is 0 · inf.
+        return (weight * (self.total * above - self.shifted)).masked_fill(weight == 0, 0)
 
     def weight(self) -> Tensor:
         """exp(base - lse): what turns a sum over the keys into one weighted by p, (...)."""

@@ -150,7 +150,7 @@ class Problem:
 
     def _sampled(self, tensor: Tensor, axis: int) -> Tensor:
         """The tensor's part for `rows`, where it has one for each row."""
-        if self.rows is None or tensor.shape[axis] == 1:
+        if self.rows is None or (tensor.shape[axis] == 1 and self.place.queries != 1):
             return tensor
         return tensor.index_select(axis, self.rows)
 

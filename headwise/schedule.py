@@ -44,10 +44,10 @@ class Schedule:
     def __init__(self, shape: Shape, intervals: Tensor | None, dense: bool) -> None:
         self.shape, self.dense = shape, dense
         reach = _reach(intervals, shape.keys)  # the most keys that a row sees at a stretch
-        rows = WINDOW_ROWS if reach <= KEYS // 2 else ROWS
-        self.rows = max(1, min(shape.queries, max(16, rows // shape.group)))
+        rows, group = WINDOW_ROWS if reach <= KEYS // 2 else ROWS, max(1, shape.group)
+        self.rows = max(1, min(shape.queries, max(16, rows // group)))
         widest = max(1, min(shape.keys, reach + self.rows))
-        self.keys = min(widest, max(KEYS, BLOCK // (4 * self.rows * shape.group)))
+        self.keys = min(widest, max(KEYS, BLOCK // (4 * self.rows * group)))
         self.bounds: _Bounds | None = None
         if intervals is not None and intervals.numel():
             self.bounds = _Bounds(intervals, self.rows, shape.group)
@@ -55,6 +55,8 @@ class Schedule:
     def units(self) -> Iterator[Unit]:
         """Units of heads whose blocks fit the budget, batch entries together where few."""
         shape = self.shape
+        if not shape.group:  # no query heads
+            return
         fit = max(1, BLOCK // (self.rows * shape.group * self.keys))
         heads = min(shape.heads, fit)
         entries = max(1, min(shape.batch, fit // shape.heads))

@@ -88,7 +88,7 @@ def _part(
 ) -> Tensor:
     q, k = problem.q[:, :, rows].to(lse.dtype), problem.k
     keys, group = k.shape[2], q.shape[1] // k.shape[1]
-    if keys == 0:
+    if keys == 0 or group == 0:
         return torch.zeros_like(lse)
     inside = (column >= 0) & (column < keys)
     column = column.clamp(0, keys - 1)

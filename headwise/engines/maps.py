@@ -16,10 +16,11 @@ WIDEST = 256  # of a head
 def loops_for(region: Region) -> ModuleType:
     """A module with `log_sums`, `fill`, `pool`, `received` and `top` for this region."""
     q, terms = region.q, region.terms
-    fits = q.dtype != torch.float64 and q.shape[-1] <= WIDEST and terms.additive is None
+    fits = q.dtype != torch.float64 and 0 < q.shape[-1] <= WIDEST and terms.additive is None
     if not fits or triton_missing(q.device.type) is not None:
         return tiles
     from headwise.engines import triton
     from headwise.engines.triton import maps
 
-    return tiles if triton.refuses_device(q.device) is not None else maps
+    able = triton.refuses_device(q.device) is None and triton.has_room(q.shape)
+    return maps if able else tiles

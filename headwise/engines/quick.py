@@ -144,6 +144,8 @@ def serves_stored(
     options: Mapping[str, Any],
 ) -> bool:
     """Whether the decoding kernels serve queries q against what a cache stores."""
+    if options.keys() - {"bias", "dropout", "engine"}:
+        return False
     if options.get("bias") is not None or options.get("dropout"):
         return False
     batch = (held.keys if held.pages is None else held.pages).shape[0]
@@ -153,14 +155,23 @@ def serves_stored(
         return False
     if softcap is not None and not (is_told(softcap) and softcap > 0):
         return False
-    if sinks is not None and (
-        sinks.shape != q.shape[1:2] or sinks.device != q.device or watched(sinks)
-    ):
+    if sinks is not None and not _fitting(sinks, q):
         return False
     kept = q.dtype if held.key_scales is None else torch.int8
     if not held.keys.dtype == held.values.dtype == kept or held.keys.device != q.device:
         return False
-    return options.get("engine", "auto") in ("auto", "triton") and _plain(q, score, mask)
+    if options.get("engine", "auto") not in ("auto", "triton") or not _plain(q, score, mask):
+        return False
+    from headwise.engines import triton
+
+    return triton.has_room(q.shape)
+
+
+def _fitting(sinks: object, q: Tensor) -> bool:
+    """Whether sinks are what `hw.attention` would take, a number for each head."""
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or watched(sinks):
+        return False
+    return sinks.shape == q.shape[1:2] and sinks.device == q.device
 
 
 def attend_stored(

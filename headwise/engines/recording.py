@@ -59,11 +59,11 @@ class Recorder(TorchDispatchMode):
         self.heard += recorder() is self
 
     def __enter__(self) -> Recorder:
-        _NOW.recorder = self
         hook = _launch_hook()
         if hook is not None:
             hook.add(self.hear)
         super().__enter__()  # type: ignore[no-untyped-call]
+        _NOW.recorder = self
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -117,6 +117,9 @@ def record(
     run: Callable[[], tuple[Tensor, ...]], given: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], Tape | None]:
     """What `run` returns, and its tape where it can be played again with other `given` tensors."""
+    hook = _launch_hook()
+    if hook is not None and not hasattr(hook, "add"):  # somebody's own function, which is alone
+        return run(), None
     with Recorder(given) as listening:
         results = run()
     return results, listening.tape(results)

@@ -202,6 +202,44 @@ def test_a_sink_that_rules_is_lse_to_the_bit(queries: int, place: str) -> None:
     assert (amap.lse == sinks[:, None]).all()
 
 
+@pytest.mark.parametrize("engine", ["streaming", "triton"])
+@pytest.mark.parametrize("queries", [2, 40])  # decoding's kernels, and the forward's
+@pytest.mark.parametrize("sink", [1e30, 1e38])
+def test_a_sink_however_far_above_leaves_no_entropy(sink: float, queries: int, engine: str) -> None:
+    leaves = [normal(1, 1, n, 16).requires_grad_() for n in (queries, 40, 40)]
+    sinks = torch.tensor([sink], device=DEVICE, requires_grad=True)
+    _, seen = hw.observe(*leaves, sinks=sinks, engine=engine)
+    seen.entropy.sum().backward()
+    assert (seen.entropy == 0).all()
+    assert all((x.grad == 0).all() for x in (*leaves, sinks))
+
+
+@pytest.mark.parametrize("engine", ["streaming", "triton"])
+def test_one_query_may_be_sampled_more_than_once(engine: str) -> None:
+    q, k, v = normal(2, 1, 1, 16), normal(2, 1, 5, 16), normal(2, 1, 5, 16)
+    options = {"mask": hw.mask.lengths([3, 5]), "rows": torch.tensor([0, 0, 0], device=DEVICE)}
+    _, found = hw.observe(q, k, v, engine=engine, **options)
+    _, wanted = hw.observe(q.double(), k.double(), v.double(), engine="reference", **options)
+    for name, x in found.values.items():
+        torch.testing.assert_close(x.double(), getattr(wanted, name), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("queries", [2, 40])
+def test_a_variance_that_is_too_large_is_infinite(queries: int) -> None:
+    q = torch.full((1, 1, queries, 1), 1e10, device=DEVICE)
+    k = torch.tensor([1e10, -1e10] * 4, device=DEVICE).view(1, 1, 8, 1)
+    _, seen = hw.observe(q, k, k, engine="triton")
+    assert (seen.logit_var == torch.inf).all()
+
+
+@pytest.mark.parametrize("engine", ["streaming", "triton"])
+def test_no_heads_of_an_additive_score_give_nothing(engine: str) -> None:
+    q, k = normal(2, 0, 3, 8), normal(2, 1, 4, 8)
+    out, seen = hw.observe(q, k, k, score=hw.Additive(normal(8)), engine=engine)
+    assert out.shape == (2, 0, 3, 8)
+    assert seen.entropy.shape == seen.self_mass.shape == (2, 0, 3)
+
+
 def test_more_batch_entries_than_a_grid_holds_are_refused() -> None:
     q = torch.zeros(65536, 1, 1, 1, device=DEVICE)
     with pytest.raises(ValueError, match="a GPU's grid has room for 65535"):

@@ -83,11 +83,27 @@ def test_a_step_of_halves_is_as_exact_however_the_keys_are_kept(
     near(found, truth, 4 * torch.finfo(dtype).eps)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-4])
+def test_small_values_in_int8_are_as_exact_in_float16(size: float) -> None:
+    q, k, v = (normal(1, h, n, 64, dtype=torch.float16) for h, n in ((4, 1), (2, 200), (2, 200)))
+    cache = Int8Cache()
+    cache.append(k, size * v)
+    held, found = cache.held(), cache.attend(q, engine="triton")
+    values = held.values[:, :, :200].double() * held.value_scales[:, :, :200].double()
+    keys = held.keys[:, :, :200].double() * held.key_scales[:, :, :200].double()
+    truth = hw.attention(q.double(), keys, values, engine="reference")
+    assert (found - truth).norm() < 1.5e-3 * truth.norm()
+
+
 WRONG = {
     "another batch": ({"batch": 3}, {}, "batch sizes differ"),
     "another width": ({"width": 128}, {}, "64"),
     "a softcap below zero": ({}, {"softcap": -1.0}, "softcap"),
     "sinks of another shape": ({}, {"sinks": torch.zeros(3)}, "sinks"),
+    "sinks of integers": ({}, {"sinks": torch.zeros(4, dtype=torch.int64)}, "floating-point"),
+    "sinks in a list": ({}, {"sinks": [0.0] * 4}, "no floating-point tensor"),
+    "a keyword that is none": ({}, {"sotfcap": 5.0}, "sotfcap"),
 }
 
 
@@ -98,8 +114,24 @@ def test_what_does_not_fit_a_cache_is_an_error(cache: hw.nn.Packed, case: str) -
     made, options, word = WRONG[case]
     cache = cache.fresh()
     cache.append(normal(2, 2, 30, 64), normal(2, 2, 30, 64))
-    with pytest.raises((ValueError, RuntimeError), match=word):
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=word):
         cache.attend(normal(made.get("batch", 2), 4, 2, made.get("width", 64)), **options)
+
+
+def test_a_nan_sink_is_no_nan_logit() -> None:
+    zeros = torch.zeros(1, 1, 40, 16, device=DEVICE)
+    sinks = torch.tensor([torch.nan], device=DEVICE)
+    for rows in (2, 40):  # a step, and a call of the forward's
+        _, seen = hw.observe(zeros[:, :, :rows], zeros, zeros, sinks=sinks, engine="triton")
+        assert (seen.max_logit == 0).all()
+        assert seen.lse.isnan().all()
+
+
+def test_more_batch_entries_than_a_grid_holds_take_another_way() -> None:
+    q = torch.zeros(65536, 1, 1, 64, device=DEVICE, dtype=quick.INTERPRETED[1])
+    k = torch.zeros(1, 1, 1024, 64, device=DEVICE, dtype=q.dtype).expand(65536, -1, -1, -1)
+    assert quick.step(q[:1], k[:1], k[:1], None, None) is not None
+    assert quick.step(q, k, k, None, None) is None
 
 
 def test_a_plain_step_takes_the_short_way_and_gives_the_same(

@@ -88,3 +88,46 @@ def test_long_maps_agree_with_pytorchs_loops(dtype: torch.dtype) -> None:
         fused.received(region, lse), tiles.received(region, lse), rtol=1e-4, atol=1e-5
     )
     torch.testing.assert_close(fused.top(region, lse, 8)[0], tiles.top(region, lse, 8)[0])
+
+
+CAUSAL = hw.mask.causal()
+EMPTIED = {  # a second piece that joins the first, so that most rows have none of their own
+    "prefix": CAUSAL | hw.mask.prefix(4),
+    "lengths": CAUSAL | hw.mask.lengths([2]),
+    "sinks and window": CAUSAL & (hw.mask.window(36) | hw.mask.prefix(4)),
+    "the wrong way round": hw.mask.between(torch.tensor(39), torch.tensor(38)),
+}
+
+
+@pytest.mark.parametrize("case", EMPTIED)
+def test_a_piece_that_is_empty_for_a_whole_block_of_rows_counts_no_key(case: str) -> None:
+    q, k = (torch.randn(1, 2, 90, 16, device=DEVICE) for _ in range(2))
+    amap = hw.attention_map(q, k, mask=EMPTIED[case])
+    wide = hw.attention_map(q.double(), k.double(), mask=EMPTIED[case])
+    assert maps.loops_for(amap._region) is not tiles
+    assert maps.loops_for(wide._region) is tiles
+    torch.testing.assert_close(amap.lse.double(), wide.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(amap.to_tensor().double(), wide.to_tensor(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [3, 4, 12])
+@pytest.mark.parametrize("how", ["mean", "max"])
+def test_a_row_of_nan_stays_in_its_cells(size: int, how: str) -> None:
+    q, k = (torch.randn(1, 2, 10, 16, device=DEVICE) for _ in range(2))
+    q[0, 1, 4] = torch.nan
+    amap, wide = hw.attention_map(q, k), hw.attention_map(q.double(), k.double())
+    assert torch.equal(amap.pool(size, how).isnan(), wide.pool(size, how).isnan())
+    weights, keys = amap.top(3)
+    assert torch.equal(weights.isnan(), wide.top(3)[0].isnan())
+    assert (keys >= 0).all()
+
+
+def test_no_heads_give_a_map_of_nothing() -> None:
+    q, k = torch.randn(1, 4, 5, 8, device=DEVICE), torch.randn(1, 2, 6, 8, device=DEVICE)
+    assert hw.attention_map(q, k)[0, 2:2].shape == (0, 5, 6)
+    assert hw.attention_map(q[:, :0], k[:, :1]).to_tensor().shape == (1, 0, 5, 6)
+
+
+def test_more_batch_entries_than_a_grid_holds_take_other_loops() -> None:
+    q = torch.zeros(65536, 1, 1, 8, device=DEVICE)
+    assert maps.loops_for(hw.attention_map(q, q)._region) is tiles

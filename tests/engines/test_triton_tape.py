@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import headwise as hw
-from headwise.engines import again
+from headwise.engines import again, recording
 from headwise.engines.recording import record
 from headwise.engines.tape import Tape
 from headwise.mask import Mask
@@ -290,6 +290,30 @@ def test_a_played_call_can_be_captured_and_runs_on_any_stream() -> None:
             found.append(run(*given))
     torch.cuda.synchronize()
     assert all(torch.equal(x, out) for x in found)
+
+
+@pytest.mark.parametrize("hook", [lambda *_: None, object()], ids=["a function", "anything"])
+def test_a_hook_of_somebodys_own_is_left_alone(
+    hook: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "_launch_hook", lambda: hook)
+    given = three()
+    for _ in range(3):
+        out = hw.attention(*given, mask=CAUSAL, engine="triton")
+    assert tapes() == []
+    assert recording.recorder() is None
+    torch.testing.assert_close(out, hw.attention(*given, mask=CAUSAL, engine="reference"))
+
+
+def test_a_listener_that_could_not_begin_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def add(self, listener: object) -> None:
+            raise RuntimeError("no room")
+
+    monkeypatch.setattr(recording, "_launch_hook", Full)
+    with pytest.raises(RuntimeError, match="no room"):
+        record(lambda: (torch.zeros(1),), ())
+    assert recording.recorder() is None
 
 
 @triton.jit

@@ -220,7 +220,8 @@ def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
     if written.entropy is not None:
         over = gl.where(m == NOTHING, 0.0, above + (base - m))
         shifted = gl.convert_layout(gl.sum(shifted, 1), ROWS)
-        gl.store(written.entropy + line, weight * (l * over - shifted) * LN2, mask=here)
+        entropy = weight * (l * over - shifted) * LN2  # 0 · inf where a sink is far above
+        gl.store(written.entropy + line, gl.where(weight == 0.0, 0.0, entropy), mask=here)
     if written.distance is not None:
         step = gl.arange(0, 8, gl.SliceLayout(0, reach.type.layout)).to(gl.float32)
         reach = gl.convert_layout(gl.sum(reach - step[None, :] * l_parts, 1), ROWS)

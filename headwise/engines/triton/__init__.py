@@ -13,11 +13,11 @@ from headwise.engines.triton.backward import differentiate
 from headwise.engines.triton.call import run_forward
 from headwise.engines.triton.cards import OLDEST, card
 from headwise.engines.triton.decoding import decodes, run_decode
+from headwise.engines.triton.launch import GRID
 from headwise.engines.triton.serving import Serving
 from headwise.problem import Problem, Terms
 from headwise.sums import Sums
 
-GRID = 65535  # programs along the second and third axis
 WIDEST = 256  # of a head: beyond it a tile no longer fits beside its accumulators
 
 
@@ -32,11 +32,16 @@ def refuses(problem: Problem, observed: bool) -> str | None:
         return "it computes in float32 and float64 would lose precision"
     if not 1 <= q.shape[-1] <= WIDEST or not 1 <= v.shape[-1] <= WIDEST:
         return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
-    if max(q.shape[:2]) > GRID:
+    if not has_room(q.shape):
         return f"a GPU's grid has room for {GRID} heads and batch entries each; split the batch"
     if problem.k.shape[2] == 0:
         return "there are no keys, so there is nothing to compute"
     return refuses_device(q.device)
+
+
+def has_room(q: torch.Size) -> bool:
+    """Whether a grid has room for the batch entries and heads of queries (B, Hq, N, D)."""
+    return max(q[:2]) <= GRID
 
 
 def refuses_device(device: torch.device) -> str | None:

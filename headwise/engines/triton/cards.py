@@ -32,7 +32,8 @@ def _look(index: int) -> Card:
     return Card(found.name, found.major, found.minor, shared)
 
 
-CARDS = {} if INTERPRETING else {i: _look(i) for i in range(torch.cuda.device_count())}
+_COUNT = 0 if INTERPRETING or torch.version.hip is not None else torch.cuda.device_count()
+CARDS = {i: _look(i) for i in range(_COUNT)}
 _INTERPRETED = Card("Triton's interpreter", 9, 0, 232448)
 
 

@@ -178,7 +178,8 @@ def cells(
 
     found = tl.reshape(acc, (ROWS // ROW_PART, ROW_PART, KEYS // KEY_PART, KEY_PART))
     if LARGEST:
-        found = tl.exp2(tl.max(tl.max(found, 3), 1))
+        lost = tl.max(tl.max((found != found).to(tl.int32), 3), 1)  # a maximum drops NaN
+        found = tl.where(lost > 0, float("nan"), tl.exp2(tl.max(tl.max(found, 3), 1)))
     else:
         found = tl.sum(tl.sum(found, 3), 1)
     row = group_of_rows * (ROWS // ROW_PART) + tl.arange(0, ROWS // ROW_PART)

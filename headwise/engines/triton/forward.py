@@ -94,7 +94,9 @@ def absorb(
         here = tl.where(found == 0.0, 0.0, new + off)
         share = found / tl.maximum(count + found, 1.0)
         gap = here - mean
-        spread += tl.sum(e * e, 1) - found * off * off + gap * gap * count * share
+        squares = tl.sum(e * e, 1)
+        about = tl.where(squares == float("inf"), squares, squares - found * off * off)
+        spread += about + gap * gap * count * share
         mean += gap * share
         count += found
     l = l * shrink + total
@@ -138,7 +140,9 @@ def write(
     )
     if written.entropy is not None:
         over = tl.where(m == NOTHING, 0.0, above + (base - m))
-        tl.store(written.entropy + line + i, weight * (l * over - shifted) * LN2, mask=here)
+        entropy = weight * (l * over - shifted) * LN2
+        # A sink may be so far above that this is 0 · inf.
+        tl.store(written.entropy + line + i, tl.where(weight == 0.0, 0.0, entropy), mask=here)
     if written.distance is not None:
         tl.store(written.distance + line + i, reach * weight, mask=here)
     if written.mean is not None:

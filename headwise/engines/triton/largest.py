@@ -73,12 +73,13 @@ def largest(
         s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
         s, _slope = scores(s, t, z, b, h, i[:, None], j[None, :], position[:, None], PLAIN, CAP)
         e = tl.minimum(s * unit_of(z, PLAIN, CAP) - sums[:, None], 0.0)
+        e = tl.where((sums != sums)[:, None], 0.0, e)
         if norms is not None:
             start = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
             norm = tl.load(norms + start + j, mask=inside, other=0.0)
             e += tl.log2(tl.maximum(norm, 1.1754944e-38))[None, :]  # a value of 0 is still a key
         seen = seen_pairs(t, z, b, h, i[:, None], j[None, :], PIECES) & inside[None, :]
-        e = tl.where(seen & (sums < float("inf"))[:, None], e, NOTHING)
+        e = tl.where(seen & (sums != float("inf"))[:, None], e, NOTHING)
         floor = tl.min(best, 1)
         top, at = tl.max(e, 1, return_indices=True)
         while tl.max((top > floor).to(tl.int32), 0) > 0:
@@ -89,6 +90,8 @@ def largest(
             e = tl.where(column[None, :] == at[:, None], NOTHING, e)
             floor = tl.min(best, 1)
             top, at = tl.max(e, 1, return_indices=True)
+    # Of a row that is NaN all weights are, and any of its keys will do.
+    best = tl.where((sums != sums)[:, None] & (key >= 0), float("nan"), best)
     there = here[:, None] & (slot < KEPT)
     tl.store(best_out + line[:, None] * KEPT + slot, best, mask=there)
     tl.store(key_out + line[:, None] * KEPT + slot, key, mask=there)

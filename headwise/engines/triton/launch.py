@@ -20,6 +20,8 @@ from headwise.problem import Terms
 
 Steps = list[int] | None
 WORD = 1 << 31  # a larger number is another type to a kernel
+GRID = 65535  # programs along the second and third axis
+MOST_ROWS = 256  # of a tile: no offset inside of one leaves a word
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def ready(x: Tensor) -> tuple[Tensor, Steps]:
 
     Rows lie in one piece. A head of an odd width is copied into wider rows, once.
     """
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = x if x.stride(-1) == 1 and x.stride(2) * MOST_ROWS < WORD else x.contiguous()
     if not card(x.device).copies:
         return x, None
     steps = _steps_of(x)

@@ -69,9 +69,9 @@ def log_sums(
     for piece in tl.static_range(PIECES if PIECES > 0 else 1):
         first, last, lowest, highest = bounds(t, z, piece, b, h, i, PIECES)
         # Whole blocks that every row sees come first and need no mask; what is before and after
-        # them does.
+        # them does. A row that sees nothing may say so by any two numbers.
         clean = tl.minimum(tl.maximum(tl.max(first, 0), lowest), highest)
-        blocks = tl.maximum(tl.min(last, 0) - clean, 0) // KEYS
+        blocks = tl.maximum(tl.min(tl.where(first < last, last, 0), 0) - clean, 0) // KEYS
         if t.dense is not None:
             blocks = blocks * 0
         for n in tl.range(0, blocks):

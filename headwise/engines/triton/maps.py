@@ -93,10 +93,10 @@ def top(region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _reduce(region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> Tensor:
     """The sum or the largest weight of each cell, (B, Hq, row cells, key cells)."""
     batch, heads, *_ = region.box.shape
-    call, sums = _call(region), _base_two(lse)
-    out = sums.new_zeros(batch, heads, len(rows), len(keys))
+    out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)
     if not all(region.box.shape):
         return out
+    call, sums = _call(region), _base_two(lse)
     norms = _norms(region)
 
     def launch(shape: Shape) -> None:

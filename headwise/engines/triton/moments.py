@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwise.engines.triton.cards import INTERPRETING, card
 from headwise.engines.triton.key_scatter import VECTORS, join_blocks, scatter_of_blocks
-from headwise.engines.triton.launch import Operands, described
+from headwise.engines.triton.launch import GRID, Operands, described
 from headwise.engines.triton.row_moments import moments_of_rows
 from headwise.engines.triton.shapes import TENSOR_MEMORY
 from headwise.engines.triton.start import kind_of, start
@@ -100,6 +100,7 @@ def run_moments(
     half = torch.float32 if INTERPRETING else torch.bfloat16  # the interpreter has no other
     lines, heads = k.shape[0] * k.shape[1], k.shape[1]
     fit = max(1, SCRATCH // (2 * half.itemsize * slots * padded * padded))
+    fit = max(1, min(fit, GRID // sizes.group))
     together = -(-lines // -(-lines // fit))  # in turns of the same length
     vectors = q.new_empty(VECTORS, together, slots, padded, dtype=torch.float32)
     scatters = q.new_empty(2, together, slots, padded, padded, dtype=half)

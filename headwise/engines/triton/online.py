@@ -94,7 +94,9 @@ def take_in(
         here = tl.where(found == 0.0, 0.0, new + off)
         share = found / tl.maximum(count + found, 1.0)
         gap = here - mean
-        spread += all_of(e * e) - found * off * off + gap * gap * count * share
+        squares = all_of(e * e)
+        about = tl.where(squares == float("inf"), squares, squares - found * off * off)
+        spread += about + gap * gap * count * share
         mean += gap * share
         count += found
     return (l * shrink + total, new, shifted, far, count, mean, spread), p, shrink

@@ -117,6 +117,21 @@ def rows_together(
 
 
 @triton.jit
+def add_values(acc, p, values, size, PRECISION: tl.constexpr):
+    """acc + p · values, each of which is times its size; None: of size 1."""
+    if size is not None and values.dtype == tl.float16:
+        # A weight times a small size would be no normal number: only their ratios are rounded.
+        most = tl.max(size, 0)
+        p *= (size / tl.where(most > 0.0, most, 1.0))[None, :]
+        acc += tl.dot(p.to(values.dtype), values) * most
+    else:
+        if size is not None:
+            p *= size[None, :]
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def share(
     q, k, v, held, t, z, parts, strides, splits,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
@@ -182,12 +197,10 @@ def share(
                 # A weight of zero does not silence a NaN, and a key that no row sees may hold one.
                 used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
                 values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
+            size = None
             if held.value_scales is not None:
-                p *= tl.load(held.value_scales + scales + j, mask=here, other=0.0)[None, :]
-            acc = tl.dot(
-                p.to(tile_q.dtype), values.to(tile_q.dtype), acc * shrink[:, None],
-                input_precision=PRECISION,
-            )  # fmt: skip
+                size = tl.load(held.value_scales + scales + j, mask=here, other=0.0)
+            acc = add_values(acc * shrink[:, None], p, values.to(tile_q.dtype), size, PRECISION)
 
     heads = tl.num_programs(1) * group
     line = ((b * heads + h).to(tl.int64) * queries + i) * splits + number
@@ -284,12 +297,13 @@ def join_row(
             tl.store(merged.lse + line, tl.where(empty, NOTHING, summit + above * LN2))
             tl.store(
                 merged.max_logit + line,
-                tl.where((total == total) | (top == -NOTHING), top * LN2, total),
+                tl.where((seen == seen) | (top == -NOTHING), top * LN2, seen),
             )
         if merged.entropy is not None:
             moved = tl.where(l == 0.0, 0.0, m - base)
             shifted = tl.load(parts.shifted + at, mask=there, other=0.0)
-            shifted = tl.sum(share * (shifted + l * moved), 0)
+            # A sink may be so far above that this is 0 · inf.
+            shifted = tl.sum(tl.where(share == 0.0, 0.0, share * (shifted + l * moved)), 0)
             tl.store(merged.entropy + line, weight * (seen * above - shifted) * LN2)
         if merged.distance is not None:
             far = tl.load(parts.reach + at, mask=there, other=0.0)

@@ -19,7 +19,7 @@ from headwise.engines.triton.decoding import (
     tile,
     tile_rows,
 )
-from headwise.engines.triton.launch import WORD, on, stride_unit
+from headwise.engines.triton.launch import GRID, WORD, on, stride_unit
 from headwise.engines.triton.shapes import Shape, fit
 from headwise.engines.triton.split import Held, merge_step, split_step
 from headwise.engines.triton.start import launcher
@@ -58,7 +58,7 @@ class Step:
         self.strides = (*(stride // self.unit for stride in strides[:9]), *strides[9:])
         self.page, self.causal = k[2] if paged else 0, causal
         room = batch * heads * queries * SPLITS * (width + 2)  # however the keys are cut
-        self.fits = max(*strides, room) < WORD
+        self.fits = max(*strides, room) < WORD and max(batch, heads) <= GRID
         self.first: Callable[..., Any] | None = None
         self.second: Callable[..., Any] | None = None
 
