@@ -161,27 +161,35 @@ def masked() -> list[Row]:
             lambda b, h, i, j: (j <= i) & (ids[i] == ids[j]),
         ),
     }
-    rows = []
+    runs: dict[str, Run] = {  # the full call once, beside both
+        f"{engine}, full": lambda e=engine: hw.attention(q, k, v, engine=e)
+        for engine in serving(q, k, v)
+    }
     for name, (mask, predicate) in masks.items():
-        first, last = mask.intervals(Place(1, 1, n, n, device=q.device))[0]
-        visible = float((last - first.clamp_min(0)).sum() / (n * n))
         blocks = create_block_mask(predicate, None, None, n, n, device="cuda")
-        able = serving(q, k, v, mask=mask)
-        runs: dict[str, Run] = {"flex": lambda blocks=blocks: flex(q, k, v, block_mask=blocks)}
-        for engine in able:
-            runs[f"{engine}, full"] = lambda e=engine: hw.attention(q, k, v, engine=e)
-            runs[engine] = lambda e=engine, m=mask: hw.attention(q, k, v, mask=m, engine=e)
-        with torch.no_grad():
-            ms = interleaved(runs)
-        shares = {e: ms[e] / (ms[f"{e}, full"] * visible) for e in able}
-        rows.append(
-            say(
-                {"mask": name, "visible": round(visible, 4)}
-                | {f"{x} ms": round(t, 3) for x, t in ms.items()}
-                | {f"{e}, times the visible share": round(x, 2) for e, x in shares.items()}
+        runs[f"{name}: flex"] = lambda blocks=blocks: flex(q, k, v, block_mask=blocks)
+        for engine in serving(q, k, v, mask=mask):
+            runs[f"{name}: {engine}"] = lambda e=engine, m=mask: hw.attention(
+                q, k, v, mask=m, engine=e
             )
-        )
-    return rows
+    with torch.no_grad():
+        ms = interleaved(runs)
+    return [say(_beside_full(name, mask, ms, n)) for name, (mask, _) in masks.items()]
+
+
+def _beside_full(name: str, mask: hw.mask.Mask, ms: dict[str, float], n: int) -> Row:
+    """What a mask took, and how many times its visible share of the full call that is."""
+    first, last = mask.intervals(Place(1, 1, n, n, device=torch.device("cuda")))[0]
+    visible = float((last - first.clamp_min(0)).sum() / (n * n))
+    took = {x.removeprefix(f"{name}: "): t for x, t in ms.items() if x.startswith(f"{name}: ")}
+    row: Row = {"mask": name, "visible": round(visible, 4)}
+    for engine, t in took.items():
+        row[f"{engine} ms"] = round(t, 3)
+        full = ms.get(f"{engine}, full")
+        if full is not None:
+            row[f"{engine}, full ms"] = round(full, 3)
+            row[f"{engine}, times the visible share"] = round(t / (full * visible), 2)
+    return row
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -425,7 +425,7 @@ def test_calls_can_be_captured_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_a_new_length_compiles_nothing() -> None:
+def test_a_new_length_compiles_no_other_forward() -> None:
     from headwise.engines.triton.forward import forward
 
     def call(n: int) -> None:
@@ -489,7 +489,7 @@ def test_a_file_of_shapes_that_nobody_can_read_is_as_good_as_none(
 
 
 @pytest.mark.gpu
-def test_tuning_finds_a_shape_that_is_not_slower(
+def test_tuning_tries_the_usual_shape_and_keeps_what_it_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headwise.engines.triton import tuning
@@ -499,7 +499,7 @@ def test_tuning_finds_a_shape_that_is_not_slower(
     device = torch.device("cuda", 0)
     found = list(tuning.tune(device, widths=(64,), tokens=2048))
     assert [x.kernel for x in found] == list(shapes.KERNELS)
-    assert all(x.best <= x.usual for x in found)
+    assert all(0 < x.best <= x.usual < 1000 for x in found)  # milliseconds, both measured
     tuning.keep(device, found)
     chosen = [shapes.shape(x.kernel, 64, 2, cards.card(device)) for x in found]
     assert chosen == [x.chosen for x in found]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -256,14 +258,28 @@ def test_a_mask_of_the_wrong_shape_is_still_refused() -> None:
             hw.attention(*three(1, 2, 30, 16), mask=mask, engine="triton")
 
 
-def test_a_shape_that_was_tuned_is_used_at_once() -> None:
-    from headwise.engines.triton import shapes
+def test_a_shape_that_was_tuned_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headwise.engines.triton import call, shapes
     from headwise.engines.triton.cards import card
+
+    launched = []
+
+    def spy(*given: Any, **options: Any) -> None:
+        launched.append((options["ROWS"], options["KEYS"]))
+        start(*given, **options)
 
     played(lambda *given: hw.attention(*given, engine="triton"))
     here = card(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
-    shapes.use("forward", 16, 4, here, shapes.default("forward", 16, 4, here))
-    assert not tapes()
+    usual = shapes.default("forward", 16, 4, here)
+    other = replace(usual, rows=2 * usual.rows)
+    shapes.use("forward", 16, 4, here, other)
+    try:
+        assert not tapes()
+        monkeypatch.setattr(call, "start", spy)
+        hw.attention(*three(), engine="triton")
+        assert launched == [(other.rows, other.keys)]
+    finally:
+        shapes.use("forward", 16, 4, here, usual)
 
 
 @pytest.mark.gpu

@@ -94,7 +94,7 @@ def launch(
     kind: tuple[object, ...] | None = None,
 ) -> None:
     """Both kernels. `longest`: how many keys a sequence has, where pages do not say; `kind` as
-    `launch.start` takes it."""
+    `start.start` takes it."""
     batch, heads, queries, width = q.shape
     key_heads, values = k.shape[1], v.shape[-1]
     group = heads // key_heads
