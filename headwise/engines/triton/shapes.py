@@ -1,10 +1,10 @@
 """Block shapes by what a kernel has to hold: a small table, measured, so that no call is tuned.
 
-On Hopper the 16-bit choices of the forward and of the two kernels that differentiate are the best of
-bench/results/gpu_shapes.json, an NVIDIA H200's; the others were tried beside each other there. GPUs with less shared memory
-get tiles that fit it; `headwise doctor --tune` measures on the GPU at hand and leaves what was
-fastest where `shape` finds it. Where a compiler takes more memory than the table foresaw, `fit`
-finds a smaller tile, once.
+On Hopper the 16-bit choices of the forward and of the two kernels that differentiate are the best
+of bench/results/gpu_shapes.json, an NVIDIA H200's; the others were tried beside each other there.
+GPUs with less shared memory get tiles that fit it; `headwise doctor --tune` measures on the GPU at
+hand and leaves what was fastest where `shape` finds it. Where a compiler takes more memory than the
+table foresaw, `fit` finds a smaller tile, once.
 """
 
 from __future__ import annotations
