@@ -92,7 +92,9 @@ class Partial:
             return self.base, self.total
         base = torch.maximum(self.base.masked_fill(self.total == 0, -torch.inf), self.sinks)
         base = base.masked_fill(base == -torch.inf, 0)  # nothing seen, and a sink of -inf is none
-        return base, self.total * _scale(self, base) + torch.exp(self.sinks - base)
+        above = self.sinks - base
+        above = above.masked_fill((base == torch.inf) & (self.sinks == base), 0)  # not inf - inf
+        return base, self.total * _scale(self, base) + torch.exp(above)
 
 
 def merge(*parts: Partial) -> Partial:

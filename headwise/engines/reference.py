@@ -48,11 +48,15 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     top = max_logit if sink is None else torch.maximum(max_logit, sink)
     top = top.masked_fill(top == -torch.inf, 0).detach()  # any number does; the largest is safe
     weight = torch.exp(s - top[..., None])
-    total = weight.sum(-1) if sink is None else weight.sum(-1) + torch.exp(sink - top)
+    endless = top == torch.inf  # inf - inf is the sink's own distance from itself
+    total = weight.sum(-1)
+    if sink is not None:
+        total = total + torch.exp((sink - top).masked_fill(endless & (sink == top), 0))
     empty = total == 0
     log_total = total.masked_fill(empty, 1).log()
     p = weight / total.masked_fill(empty, 1)[..., None]
-    log_p = (s - top[..., None] - log_total[..., None]).masked_fill(~seen, 0)
+    log_p = s - top[..., None] - log_total[..., None]
+    log_p = log_p.masked_fill(~seen | endless[..., None], 0)
 
     dropped = p
     if terms.seed is not None:

@@ -214,6 +214,17 @@ def test_a_sink_however_far_above_leaves_no_entropy(sink: float, queries: int, e
     assert all((x.grad == 0).all() for x in (*leaves, sinks))
 
 
+@pytest.mark.parametrize("engine", ["reference", "streaming", "triton"])
+@pytest.mark.parametrize("queries", [2, 40])
+def test_an_endless_sink_takes_all_the_weight(queries: int, engine: str) -> None:
+    q, k = normal(1, 1, queries, 16), normal(1, 1, 40, 16)
+    sinks = torch.tensor([torch.inf], device=DEVICE)
+    out, seen = hw.observe(q, k, k, sinks=sinks, engine=engine)
+    assert (seen.lse == torch.inf).all()
+    for x in (out, seen.entropy, seen.top_prob, seen.sink_mass, seen.distance):
+        assert (x == 0).all()
+
+
 @pytest.mark.parametrize("engine", ["streaming", "triton"])
 def test_one_query_may_be_sampled_more_than_once(engine: str) -> None:
     q, k, v = normal(2, 1, 1, 16), normal(2, 1, 5, 16), normal(2, 1, 5, 16)
