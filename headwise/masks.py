@@ -196,8 +196,8 @@ class Lengths(Mask):
         _check_per_batch(f"{self.word}(n)", self.n, place)
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
-        last = self.n if isinstance(self.n, Number) else _tensor(self.n, place)
-        last = torch.as_tensor(_shift(_near(last), place), device=place.device, dtype=torch.int32)
+        last = _near(self.n) if isinstance(self.n, Number) else _tensor(self.n, place)
+        last = torch.as_tensor(_shift(last, place), device=place.device, dtype=torch.int32)
         return (_three(torch.zeros_like(last), last),)
 
     def shows_all(self, place: Place) -> bool:

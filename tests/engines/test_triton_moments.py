@@ -118,10 +118,13 @@ def test_keys_that_no_row_sees_may_hold_anything() -> None:
     check(q, k, mask=hw.mask.causal(offset=60))
 
 
-def test_heads_take_turns_where_room_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [("SCRATCH", 1), ("GRID", 2)])
+def test_heads_take_turns_where_room_is_short(
+    limit: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k = normal(1, 4, 70, 16), normal(1, 2, 70, 16)
     together = seen_by("triton", q, k, mask=hw.mask.causal())
-    monkeypatch.setattr(moments, "SCRATCH", 1)
+    monkeypatch.setattr(moments, *limit)
     alone = seen_by("triton", q, k, mask=hw.mask.causal())
     assert all(torch.equal(together[name], alone[name]) for name in STATS)
 
