@@ -17,7 +17,7 @@ help: ## what you can make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 look: page ## see what the heads of the built-in GPT do with a text, in your browser
-	@$(RUN) headwise.cli look
+	@$(RUN) headwise look
 
 page: $(INSTALLED) ## build the page of headwise look, if its sources have changed
 	@.venv/bin/python page/build_page.py

@@ -23,8 +23,8 @@ from bench.gpu_timing import (
     say,
     tensors,
 )
-from headwise.observation import STATISTICS
-from headwise.place import Place
+from headwise.core.observation import STATISTICS
+from headwise.core.place import Place
 
 WITHOUT_MOMENTS = tuple(name for name in STATISTICS if not name.startswith("logit_"))
 

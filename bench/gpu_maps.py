@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from bench.gpu_timing import Row, Run, interleaved, normal, say
-from headwise.engines import tiles
+from headwise.maps import tiles
 
 
 def mapping() -> list[Row]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.pairs import Figure, at_most, report
-from headwise.loading import ASSETS, load
+from headwise.training.loading import ASSETS, load
 
 TARGETS = {2_000: 10.0, 16_000: 90.0, 100_000: 60.0}  # seconds until a text's heads are there
 TILES = 200
@@ -62,7 +62,7 @@ def looking(text: str, device: str) -> Iterator[Asked]:
     """`headwise look` on a text, until its heads are there; the browser's own way to ask."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
         file.write(text)
-    command = [sys.executable, "-m", "headwise.cli", "look", "--no-open", "--device", device]
+    command = [sys.executable, "-m", "headwise.cli.main", "look", "--no-open", "--device", device]
     start = time.perf_counter()
     process = subprocess.Popen([*command, "--file", file.name], stdout=subprocess.PIPE, text=True)
     try:

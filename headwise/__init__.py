@@ -3,13 +3,13 @@
 from headwise import mask, models, nn
 from headwise.api import attention, attention_map, explain, observe, partial
 from headwise.bias import ALiBi, RelativeBuckets
+from headwise.core.observation import STATISTICS, Observation
+from headwise.core.partial import Partial, merge
 from headwise.dropout import Dropout
-from headwise.loading import load
-from headwise.map import AttentionMap
-from headwise.observation import STATISTICS, Observation
-from headwise.partial import Partial, merge
-from headwise.plan import Plan
+from headwise.engines.plan import Plan
+from headwise.maps.attention_map import AttentionMap
 from headwise.score import Additive, Cosine, Dot, General
+from headwise.training.loading import load
 from headwise.watching import Watch, qk_clip, watch
 
 __version__ = "0.1.0"

@@ -11,24 +11,24 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from headwise.bias import Bias
-from headwise.dropout import Dropout
-from headwise.engines import quick, reference, sdpa, settled
-from headwise.engines.again import again
-from headwise.map import AttentionMap
-from headwise.mask import Mask
-from headwise.observation import (
+from headwise.core.intervals import Mask
+from headwise.core.observation import (
     Observation,
     check_sink_keys,
     check_statistics,
     sample_rows,
     with_max_logit,
 )
-from headwise.partial import Partial
-from headwise.plan import Plan, choose
-from headwise.plan import plan as _plan
-from headwise.problem import Problem, pose, restate
+from headwise.core.partial import Partial
+from headwise.core.problem import Problem, pose, restate
+from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS
+from headwise.dropout import Dropout
+from headwise.engines import quick, reference, sdpa, settled
+from headwise.engines.again import again
+from headwise.engines.plan import Plan, choose
+from headwise.engines.plan import plan as _plan
+from headwise.maps.attention_map import AttentionMap
 from headwise.score import Score
-from headwise.sums import DISTANCE, ENTROPY, MOMENTS
 
 Found = TypeVar("Found")
 

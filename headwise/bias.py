@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.given import is_integer
+from headwise.core.arguments import is_integer
 
 
 @dataclass(frozen=True, eq=False)

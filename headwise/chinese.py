@@ -1,6 +1,6 @@
 """The one table of translations: what the page may have to say, by its English, in 中文.
 
-A sentence is said by `headwise.saying.say`; the tests find every such call, and ask for its
+A sentence is said by `headwise.messages.say`; the tests find every such call, and ask for its
 sentence here, with the same values in it.
 """
 

@@ -4,7 +4,7 @@ Every mask here speaks of positions in the whole sequence. A `Place` says where 
 and keys stand in it, so cached decoding, chunks and splits are not special cases.
 
 >>> import headwise as hw
->>> from headwise.place import Place
+>>> from headwise.core.place import Place
 >>> place = Place(batch=1, heads=1, queries=3, keys=3)
 >>> (hw.mask.causal() & hw.mask.window(1)).to_dense(place)[0, 0].int()
 tensor([[1, 0, 0],
@@ -17,15 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.given import as_int, as_tensor, integers, is_integer
-from headwise.masks import (
-    FURTHEST,
+from headwise.core.arguments import as_int, as_tensor, integers, is_integer
+from headwise.core.intervals import FURTHEST, Mask
+from headwise.core.patterns import (
     Between,
     Causal,
     Dense,
     Documents,
     Lengths,
-    Mask,
     PerBatch,
     Window,
 )

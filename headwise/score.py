@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.given import is_number
+from headwise.core.arguments import is_number
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
-from headwise import schedule
-from headwise.engines import loop, moments
+from headwise.core import schedule
+from headwise.engines.streaming import key_moments as moments
+from headwise.engines.streaming import loop
 
 KINDS: dict[str, tuple[str, ...]] = {
     "score": ("dot", "scaled", "odd scale", "additive", "general", "cosine"),

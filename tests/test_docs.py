@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.gpu_tables import tables
-from headwise.cli import app
+from headwise.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")])

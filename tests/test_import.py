@@ -43,7 +43,7 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 def test_the_command_line_without_its_extra_says_what_to_install() -> None:
-    refused = python("import sys; sys.modules['typer'] = None; import headwise.cli")
+    refused = python("import sys; sys.modules['typer'] = None; import headwise.cli.main")
     assert refused.returncode == 1
     assert refused.stderr == "The command line needs typer: pip install 'headwise[cli]'\n"
 

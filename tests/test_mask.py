@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
+from headwise.core.place import Place
 from headwise.mask import Mask
-from headwise.place import Place
 from tests import problems
 from tests.problems import KINDS, Rule, Sizes
 

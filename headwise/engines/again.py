@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from headwise.core.intervals import Mask
 from headwise.engines.recording import record
 from headwise.engines.tape import Tape
-from headwise.masks import Mask
 from headwise.score import Dot, Score
 
 LAUNCHED = ("triton", "hopper")  # engines that do nothing but launch kernels of their own

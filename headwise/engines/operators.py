@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from headwise import flops
+from headwise.core.problem import Terms, without_autocast
+from headwise.core.sums import ENTROPY, Sums, room
+from headwise.engines import flops
 from headwise.engines.recording import recorder
-from headwise.problem import Terms, without_autocast
-from headwise.sums import ENTROPY, Sums, room
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 

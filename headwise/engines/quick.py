@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.core.intervals import Mask
+from headwise.core.patterns import Causal
 from headwise.engines.again import is_told, watched
-from headwise.mask import Mask
-from headwise.masks import Causal
-from headwise.plan import triton_missing
+from headwise.engines.plan import triton_missing
 from headwise.score import Dot, Score
 
 FEW = 16  # queries of a step at most
@@ -98,7 +98,7 @@ def _prepared(
         return None
     if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
         return None
-    from headwise.engines.triton.steps import Step
+    from headwise.engines.triton.host.steps import Step
 
     strides = (*q_strides[:3], *k_strides[:3], *v_strides[:3], 0, 0, 0)
     made = Step(q, k, k[2], strides, dtype, dtype.itemsize, device, scale, causal, paged=False)
@@ -125,7 +125,7 @@ def _prepared_stored(
     """The same against what a cache stores, of a call that `serves_stored` admits."""
     if k != v or 0 in (q.numel(), length) or not q_strides[3] == k_strides[3] == v_strides[3] == 1:
         return None
-    from headwise.engines.triton.steps import Step
+    from headwise.engines.triton.host.steps import Step
 
     more = (*(scale_strides[:2] or (0, 0)), *(page_strides[:1] or (0,)))
     strides = (*q_strides[:3], *k_strides[:3], *v_strides[:3], *more)
@@ -183,7 +183,8 @@ def attend_stored(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of a few queries q (B, Hq, N, D), the last tokens, to what a cache stores."""
-    from headwise.engines.triton import decoding, split
+    from headwise.engines.triton.host import decoding_call as decoding
+    from headwise.engines.triton.kernels import split_keys as split
 
     scale, causal = _scale(q, score), mask is not None
     keys, values, length, *rest = held

@@ -220,6 +220,6 @@ def _launch_hook() -> Any:
     """Where Triton tells of every launch; its interpreter does not."""
     from triton import knobs
 
-    from headwise.engines.triton.cards import INTERPRETING
+    from headwise.engines.triton.host.cards import INTERPRETING
 
     return None if INTERPRETING else knobs.runtime.launch_enter_hook

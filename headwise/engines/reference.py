@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise import dropout
-from headwise.problem import Problem, Terms, without_autocast
+from headwise.core.problem import Problem, Terms, without_autocast
 
 
 def refuses(problem: Problem, observed: bool) -> str | None:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headwise import flops
-from headwise.engines.loop import seen_keys, used_stretch
-from headwise.masks import Causal
-from headwise.problem import Problem
+from headwise.core.patterns import Causal
+from headwise.core.problem import Problem
+from headwise.engines import flops
+from headwise.engines.streaming.loop import seen_keys, used_stretch
 
 flops.register_cpu_sdpa()
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headwise.core.patterns import Causal
 from headwise.engines.again import is_told, transformed
-from headwise.masks import Causal
 from headwise.score import Dot
 
 Served = Callable[[Tensor, Tensor, Tensor], Tensor]

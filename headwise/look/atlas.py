@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.engines.tiles import Cells, How
-from headwise.look.cells import decoded, encoded
-from headwise.look.reading import Report, silent
+from headwise.look.packing import decoded, encoded
+from headwise.look.readers.reader import Report, silent
 from headwise.look.scene import Group, Head, Input
-from headwise.map import TILE
+from headwise.maps.attention_map import TILE
+from headwise.maps.tiles import Cells, How
 
 KEPT = 256 << 20
 """How many bytes of tiles are kept, the longest unused forgotten first."""

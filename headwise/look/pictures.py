@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headwise.look.notable import records
 from headwise.look.scene import Group, Head, Input
-from headwise.look.telling import records
 
 MOST_LABELS = 40
 """Axes of more tokens are numbered."""

@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from headwise.map import AttentionMap
-from headwise.saying import say
+from headwise.maps.attention_map import AttentionMap
+from headwise.messages import say
 
 Kind = Literal["text", "translation", "image"]
 

@@ -9,12 +9,12 @@ from threading import Lock, Thread
 from typing import Any, Literal, NamedTuple
 
 import headwise
+from headwise.core.observation import STATISTICS, Observation
 from headwise.look.atlas import Atlas
-from headwise.look.reading import Reader
+from headwise.look.readers.reader import Reader
 from headwise.look.scene import Group
-from headwise.look.watch_api import WatchedFolder
-from headwise.observation import STATISTICS, Observation
-from headwise.saying import Sentence, said_by, say
+from headwise.look.serving.watch_answers import WatchedFolder
+from headwise.messages import Sentence, said_by, say
 
 State = Literal["loading", "ready", "error"]
 

@@ -2,7 +2,7 @@
 
 from headwise.models.bert import Bert, BertConfig
 from headwise.models.conv import Conv, ConvConfig
-from headwise.models.fixed import FixedGPT, FixedGPTConfig
+from headwise.models.fixed_gpt import FixedGPT, FixedGPTConfig
 from headwise.models.generate import Beam, Greedy, Sample, Strategy
 from headwise.models.gpt import GPT, GPTConfig
 from headwise.models.lstm import LSTM, LSTMConfig

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import mask as masks
-from headwise.mask import Mask
+from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.nn.block import Block
 from headwise.nn.feed_forward import GELU, FeedForward

@@ -13,7 +13,7 @@ from headwise import mask as masks
 from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
 from headwise.nn.additive import Bahdanau
-from headwise.nn.caches import Memory
+from headwise.nn.caches.cache import Memory
 
 
 @dataclass(frozen=True)

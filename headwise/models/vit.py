@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headwise.mask import Mask
+from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.nn.block import Block
 from headwise.nn.feed_forward import GELU, FeedForward

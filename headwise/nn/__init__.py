@@ -2,24 +2,24 @@
 
 from headwise.nn.additive import AdditiveAttention, Bahdanau
 from headwise.nn.block import Block
-from headwise.nn.caches import Cache, GrowingCache, Memory
+from headwise.nn.caches.cache import Cache, GrowingCache, Memory
+from headwise.nn.caches.fixed_cache import FixedCache
+from headwise.nn.caches.int8_cache import Int8Cache
+from headwise.nn.caches.packed_cache import Packed
+from headwise.nn.caches.page_pool import PagePool
+from headwise.nn.caches.paged_cache import PagedCache
+from headwise.nn.caches.sliding_cache import SlidingCache
 from headwise.nn.call import Call
 from headwise.nn.feed_forward import GELU, FeedForward, ReLU, SwiGLU
-from headwise.nn.fixed import FixedAttention
-from headwise.nn.fixed_cache import FixedCache
-from headwise.nn.int8_cache import Int8Cache
+from headwise.nn.fixed_weights import FixedAttention
+from headwise.nn.learned_scores import Additive, Cosine, General, LearnedScore
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm, RMSNorm
-from headwise.nn.packed import Packed
-from headwise.nn.page_pool import PagePool
-from headwise.nn.paged_cache import PagedCache
 from headwise.nn.positions import ALiBi, Learned, Position, RelativeBuckets, Sinusoidal
 from headwise.nn.projections import Projections, Separate, Shared, Unprojected
 from headwise.nn.residual import Arrangement, PostNorm, PreNorm, Residual
 from headwise.nn.rotary import Rotary
 from headwise.nn.scalings import DynamicNTK, LinearScaling, Llama3Scaling, Scaling, YaRN
-from headwise.nn.scores import Additive, Cosine, General, LearnedScore
-from headwise.nn.sliding_cache import SlidingCache
 from headwise.nn.swap import TorchCall, restore_attention, swap_attention
 
 __all__ = [

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.api import attention, observe
-from headwise.mask import Mask
-from headwise.nn.caches import Memory
+from headwise.core.intervals import Mask
+from headwise.core.observation import Observation
+from headwise.nn.caches.cache import Memory
 from headwise.nn.call import Call
-from headwise.observation import Observation
 from headwise.score import Additive
 
 

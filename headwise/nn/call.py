@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from headwise.bias import Bias
-from headwise.mask import Mask
-from headwise.nn.caches import Cache, Memory
+from headwise.core.intervals import Mask
+from headwise.nn.caches.cache import Cache, Memory
 from headwise.nn.placement import PositionModule
 from headwise.score import Score
 

@@ -10,22 +10,22 @@ from torch import Tensor, nn
 
 from headwise.api import attention, attention_map, observe
 from headwise.bias import Bias
-from headwise.map import AttentionMap
-from headwise.mask import Mask
-from headwise.nn.caches import Cache, Memory, Undoing
+from headwise.core.intervals import Mask
+from headwise.core.observation import Observation
+from headwise.core.problem import check_mask
+from headwise.maps.attention_map import AttentionMap
+from headwise.nn.caches.cache import Cache, Memory, Undoing
+from headwise.nn.caches.packed_cache import Packed, Unread
 from headwise.nn.call import Call, numbers, placed
-from headwise.nn.dropping import DroppedHeads, gate_without
+from headwise.nn.dropped_heads import DroppedHeads, gate_without
+from headwise.nn.head_sizes import Widths, check_call
+from headwise.nn.layer_options import check_options
+from headwise.nn.learned_scores import LEARNED, LearnedScore
 from headwise.nn.norms import Norm
-from headwise.nn.options import check_options
-from headwise.nn.packed import Packed, Unread
 from headwise.nn.placement import PositionModule
 from headwise.nn.positions import Position
 from headwise.nn.projections import Projections, Separate, Shared, Unprojected
-from headwise.nn.scores import LEARNED, LearnedScore
-from headwise.nn.weights import translate
-from headwise.nn.widths import Widths, check_call
-from headwise.observation import Observation
-from headwise.problem import check_mask
+from headwise.nn.state_dicts import translate
 from headwise.score import Dot, Score
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise import mask as masks
-from headwise.mask import Mask
+from headwise.core.intervals import Mask
+from headwise.core.place import Place
 from headwise.nn.call import Call
+from headwise.nn.head_sizes import Widths
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.projections import Separate
-from headwise.nn.widths import Widths
-from headwise.place import Place
 
 
 def swap_attention(model: nn.Module) -> nn.Module:

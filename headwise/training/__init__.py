@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headwise.training.judging import export, judge
+    from headwise.training.data.tokenisers import Tokeniser
+    from headwise.training.evaluation import export, judge
     from headwise.training.presets import PRESETS, preset
     from headwise.training.recipe import Recipe
     from headwise.training.setups import LanguageSetup, TranslateSetup, VisionSetup
     from headwise.training.start import train
-    from headwise.training.tokenisers import Tokeniser
 
 # Imported when they are first used: `headwise --help` needs no tokenisers.
 _HOMES = {

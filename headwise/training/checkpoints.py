@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.files import write_whole
-from headwise.saying import say
+from headwise.messages import say
 
 try:
     from safetensors import SafetensorError, safe_open

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.training import checkpoints
+from headwise.training.head_watch import watched
 from headwise.training.meter import Meter
 from headwise.training.recipe import Recipe
-from headwise.training.runs import Run
-from headwise.training.watched import watched
+from headwise.training.run_folder import Run
 
 Batch = TypeVar("Batch")
 Answer = TypeVar("Answer")

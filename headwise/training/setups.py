@@ -7,13 +7,14 @@ from itertools import chain, islice
 from typing import Any, ClassVar
 
 from headwise.models import GPT, GPTConfig, Transformer, TransformerConfig, ViT, ViTConfig
-from headwise.training import images, pairs, texts
-from headwise.training.language import Language
+from headwise.training.data import labelled_images as images
+from headwise.training.data import pairs, texts
+from headwise.training.data.tokenisers import Tokeniser, chunks
 from headwise.training.recipe import Recipe
-from headwise.training.runs import Run
-from headwise.training.tokenisers import Tokeniser, chunks
-from headwise.training.translation import Translation
-from headwise.training.vision import Vision
+from headwise.training.run_folder import Run
+from headwise.training.tasks.language import Language
+from headwise.training.tasks.translation import Translation
+from headwise.training.tasks.vision import Vision
 
 
 @dataclass(frozen=True)

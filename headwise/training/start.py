@@ -11,9 +11,9 @@ from torch import nn
 from headwise import devices
 from headwise.training import setups
 from headwise.training.loop import Loop, steps_within
-from headwise.training.runs import Run
+from headwise.training.run_folder import Run
 from headwise.training.setups import Setup
-from headwise.training.vision import Vision
+from headwise.training.tasks.vision import Vision
 
 
 def train(

@@ -2,10 +2,10 @@
 
 from headwise.watching.alarms import Alarm
 from headwise.watching.clipping import Clip, qk_clip
-from headwise.watching.folder.reading import WatchedRun, open_run
 from headwise.watching.layer import Layer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES
+from headwise.watching.runs.run_reader import WatchedRun, open_run
 from headwise.watching.table import Table
 from headwise.watching.watch import Watch, watch
 

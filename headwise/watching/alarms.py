@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from headwise.saying import with_chinese
+from headwise.messages import with_chinese
 from headwise.watching.layer import Layer
 from headwise.watching.rules import RULES, Rule
 from headwise.watching.table import Table

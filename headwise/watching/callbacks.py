@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from headwise.watching.folder.writing import RunWriter
 from headwise.watching.rules import Rule
+from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.watch import Watch, watch
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from headwise.watching.figure_names import figure
+from headwise.watching.head_weights import Made, made_by
 from headwise.watching.layer import Layer
-from headwise.watching.made_by import Made, made_by
-from headwise.watching.naming import figure
 from headwise.watching.proportional import why_not
 from headwise.watching.recording import Recording
 

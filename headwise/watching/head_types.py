@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.map import AttentionMap
+from headwise.maps.attention_map import AttentionMap
 from headwise.watching.layer import Layer
 
 HALF = 0.5

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from headwise import mask as masks
 from headwise.api import attention_map
-from headwise.map import AttentionMap
-from headwise.mask import Mask
+from headwise.core.intervals import Mask
+from headwise.core.observation import Observation, Reduction
+from headwise.core.place import Place, four
+from headwise.core.versions import Unchanged
+from headwise.maps.attention_map import AttentionMap
 from headwise.nn.call import Call
-from headwise.observation import Observation, Reduction
-from headwise.place import Place, four
-from headwise.unchanged import Unchanged
-from headwise.watching.owning import noted, owned
+from headwise.watching.kept_calls import noted, owned
 from headwise.watching.table import Value
 
 Kind = Literal["self", "cross"]

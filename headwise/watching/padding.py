@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.mask import Mask
-from headwise.masks import Causal, Window
-from headwise.place import Place
+from headwise.core.intervals import Mask
+from headwise.core.patterns import Causal, Window
+from headwise.core.place import Place
 
 
 def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from headwise.api import attention, observe, statistics
+from headwise.core.observation import STATISTICS, Observation
+from headwise.core.place import Place
 from headwise.nn.call import Call
-from headwise.observation import STATISTICS, Observation
-from headwise.place import Place
 from headwise.score import Dot, General
 from headwise.watching.layer import WITHIN, Kind, Layer, Part
 from headwise.watching.padding import padding_rows

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.map import AttentionMap
-from headwise.watching import head_types, naming
+from headwise.maps.attention_map import AttentionMap
+from headwise.watching import figure_names as naming
+from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
 from headwise.watching.layer import Layer
 from headwise.watching.table import Table, Value
@@ -114,7 +115,7 @@ class Recording:
         `tokens` are the text's, as many as the model read, or those of the decoder's side;
         `source` those of the encoder's. Positions are numbered where they are not given.
         """
-        from headwise.look.showing import show  # the page's server or widget is an extra
+        from headwise.look.show import show  # the page's server or widget is an extra
 
         return show(self, tokens, source)
 

@@ -10,10 +10,10 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headwise.saying import Sentence, say
+from headwise.messages import Sentence, say
+from headwise.watching.figure_names import figure
 from headwise.watching.head_types import sampled_weights
 from headwise.watching.layer import Layer
-from headwise.watching.naming import figure
 from headwise.watching.table import Table, Value
 
 

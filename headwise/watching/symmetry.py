@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.watching.made_by import Made
+from headwise.watching.head_weights import Made
 
 
 @torch.no_grad()

@@ -9,20 +9,21 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from headwise.observation import check_sink_keys, check_statistics
-from headwise.watching.adapters import own, torch_calls, transformers_calls
+from headwise.core.observation import check_sink_keys, check_statistics
+from headwise.watching.adapters import headwise_calls as own
+from headwise.watching.adapters import torch_calls, transformers_calls
+from headwise.watching.adapters.headwise_calls import Undo
 from headwise.watching.adapters.hooks import Hook
-from headwise.watching.adapters.own import Undo
 from headwise.watching.alarms import Alarm, Alarms, chosen
-from headwise.watching.folder import manifest
-from headwise.watching.folder import reading as runs
-from headwise.watching.folder.writing import RunWriter
+from headwise.watching.head_weights import made_by
 from headwise.watching.importance import importance
 from headwise.watching.layer import Layer
-from headwise.watching.made_by import made_by
 from headwise.watching.recorder import Looking, Recorder, matches
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import Rule
+from headwise.watching.runs import manifest
+from headwise.watching.runs import run_reader as runs
+from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.symmetry import symmetry
 from headwise.watching.table import Table, Value
 

@@ -18,10 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headwise.engines.hopper.call import ROWS, SHAPES, layout
-from headwise.engines.hopper.kernel import REGISTERS, Sizes, forward
-from headwise.engines.hopper.softmax import Written, numbers_of_cap
-from headwise.engines.triton.moments import CUTS
+from headwise.engines.triton.host.hopper_call import ROWS, SHAPES, layout
+from headwise.engines.triton.host.moments_call import CUTS
+from headwise.engines.triton.kernels.hopper_forward import REGISTERS, Sizes, forward
+from headwise.engines.triton.kernels.hopper_softmax import Written, numbers_of_cap
 
 VARIANTS = [
     {"width": width, "banded": banded, "observed": observed, "capped": capped}

@@ -15,9 +15,10 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import headwise as hw
-from headwise import plan
-from headwise.engines import maps, quick
-from headwise.engines.triton import cards, start, steps
+from headwise.engines import plan, quick
+from headwise.engines.triton.host import cards, steps
+from headwise.engines.triton.host import launches as start
+from headwise.maps import loops as maps
 from tests.engines.compiled import NoGPU
 
 COLUMNS = 512  # of tensor memory, where there is such

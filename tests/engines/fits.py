@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.engines.triton import shapes
+from headwise.engines.triton.host import tile_shapes as shapes
 from tests.engines.compiled_triton import normal, stand_in
 
 SHARED = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a program

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.engines import backward, sdpa
-from headwise.problem import Problem, pose
+from headwise.core.problem import Problem, pose
+from headwise.engines import sdpa
+from headwise.engines.streaming import backward_loop as backward
 from tests.problems import Call, Recipe, small_blocks
 
 ENGINES = ("auto", "streaming", "reference")

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise import plan
-from headwise.problem import pose
+from headwise.core.problem import pose
+from headwise.engines import plan
 from tests.engines import test_agreement as agreement
 from tests.engines import test_triton as kernels
 from tests.problems import Call, Recipe, every_pair
 
 pytest.importorskip("triton", reason="the engine's kernel is written in Gluon, a part of Triton")
 
-from headwise.engines import hopper
-from headwise.engines.hopper.softmax import numbers_of_cap
+from headwise.engines.triton import hopper
+from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="its kernel runs on Hopper GPUs only")

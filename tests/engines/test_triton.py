@@ -22,8 +22,8 @@ from tests.problems import KINDS, Recipe, every_pair, recipes
 
 pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
 
-from headwise.engines.triton import cards
-from headwise.engines.triton.launch import ready, stride_unit
+from headwise.engines.triton.host import cards
+from headwise.engines.triton.host.operands import ready, stride_unit
 
 # NumPy, which Triton's interpreter computes with, warns where 32-bit hashes wrap around and where
 # an exponential of something far away becomes nothing, as both are meant to.
@@ -279,7 +279,7 @@ def test_calls_can_be_captured_in_a_graph() -> None:
 
 @pytest.mark.gpu
 def test_a_new_length_compiles_no_other_forward() -> None:
-    from headwise.engines.triton.forward import forward
+    from headwise.engines.triton.kernels.forward import forward
 
     def call(n: int) -> None:
         q = normal(1, 2, n, 64, dtype=torch.bfloat16)

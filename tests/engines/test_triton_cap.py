@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="the engine's kernels are written in Triton
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.cap import LIMIT, capped, together
-from headwise.engines.triton.launch import cap_of
+from headwise.engines.triton.host.operands import cap_of
+from headwise.engines.triton.kernels.cap import LIMIT, capped, together
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as in test_triton
 

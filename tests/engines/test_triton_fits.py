@@ -21,9 +21,14 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from triton.runtime.errors import OutOfResources
 
-from headwise.engines.triton import backward, call, decoding, maps, shapes, steps, tuning
-from headwise.engines.triton.cards import INTERPRETING, card
-from headwise.engines.triton.shapes import Shape
+from headwise.engines.triton.host import backward_call as backward
+from headwise.engines.triton.host import decoding_call as decoding
+from headwise.engines.triton.host import forward_call as call
+from headwise.engines.triton.host import steps, tuning
+from headwise.engines.triton.host import tile_shapes as shapes
+from headwise.engines.triton.host.cards import INTERPRETING, card
+from headwise.engines.triton.host.tile_shapes import Shape
+from headwise.maps import fused as maps
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU has its own limits")

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.problem import pose
+from headwise.core.problem import pose
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from headwise.engines.triton import moments
-from headwise.engines.triton.launch import operands
+from headwise.engines.triton.host import moments_call as moments
+from headwise.engines.triton.host.operands import operands
 
 APART = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
 pytestmark = [

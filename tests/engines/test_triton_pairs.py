@@ -16,8 +16,8 @@ from tests.engines.test_triton import DEVICE, check, normal
 
 pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
 
-from headwise.engines.triton.launch import operands, pair_tiles
-from headwise.problem import pose
+from headwise.core.problem import pose
+from headwise.engines.triton.host.operands import operands, pair_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as in test_triton
 B, H, N, M = 2, 2, 48, 96

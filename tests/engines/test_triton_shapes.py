@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
 
-from headwise.engines.triton import cards, shapes
+from headwise.engines.triton.host import cards
+from headwise.engines.triton.host import tile_shapes as shapes
 
 
 def test_tuned_shapes_are_kept_for_each_gpu_and_preferred(
@@ -48,7 +49,7 @@ def test_a_file_of_shapes_that_nobody_can_read_is_as_good_as_none(
 def test_tuning_tries_the_usual_shape_and_keeps_what_it_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headwise.engines.triton import tuning
+    from headwise.engines.triton.host import tuning
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shapes, "_CHOSEN", {})

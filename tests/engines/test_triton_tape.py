@@ -12,19 +12,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import headwise as hw
+from headwise.core.intervals import Interval
+from headwise.core.patterns import Causal
+from headwise.core.place import Place
 from headwise.engines import again, recording
 from headwise.engines.recording import record
 from headwise.engines.tape import Tape
 from headwise.mask import Mask
-from headwise.masks import Causal, Interval
-from headwise.place import Place
 
 pytest.importorskip("triton", reason="what is played are launches of Triton's kernels")
 
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.start import start
+from headwise.engines.triton.host.launches import start
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -259,8 +260,9 @@ def test_a_mask_of_the_wrong_shape_is_still_refused() -> None:
 
 
 def test_a_shape_that_was_tuned_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headwise.engines.triton import call, shapes
-    from headwise.engines.triton.cards import card
+    from headwise.engines.triton.host import forward_call as call
+    from headwise.engines.triton.host import tile_shapes as shapes
+    from headwise.engines.triton.host.cards import card
 
     launched = []
 

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 import uvicorn
 
-from headwise.look.opening import opened
-from headwise.look.server import STATIC, application, listening
+from headwise.look.readers.opening import opened
+from headwise.look.serving.server import STATIC, application, listening
 from headwise.look.session import Session
 from tests.look.browser import MISSING, chromium
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwise.look.opening import opened
+from headwise.look.readers.opening import opened
 from headwise.look.session import Session
 
 

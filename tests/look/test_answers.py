@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.look import answers
-from headwise.look.answers import answer
-from headwise.look.cells import decoded
+from headwise.look.packing import decoded
+from headwise.look.serving import answers
+from headwise.look.serving.answers import answer
 from headwise.look.session import Session
 from tests.look.sessions import session_on
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.engines.tiles import How
 from headwise.look.atlas import Atlas, Kept, Picture
 from headwise.look.scene import Group, Head, Input
+from headwise.maps.tiles import How
 
 NEAR = {"rtol": 0.012, "atol": 1e-12}  # two bytes hold two digits of the smallest weights
 

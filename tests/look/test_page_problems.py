@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from headwise.look import reading
+from headwise.look.readers import reader as reading
 from headwise.look.session import Progress
 from tests.look.conftest import Served, Visits, start
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from playwright.sync_api import Page, expect
 
-from headwise.look import why
+from headwise.look.serving import why_answers as why
 from tests.look.conftest import Visits
 
 

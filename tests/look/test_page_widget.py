@@ -6,7 +6,7 @@ from typing import Any
 
 from playwright.sync_api import Page, expect
 
-from headwise.look.widget import replied
+from headwise.look.serving.widget import replied
 from tests.look.conftest import Served, Visits
 
 NOTEBOOK = """async () => {

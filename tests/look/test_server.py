@@ -20,9 +20,9 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from headwise.look import server
-from headwise.look.guard import MOST_BYTES
-from headwise.look.server import application, listening
+from headwise.look.serving import server
+from headwise.look.serving.guard import MOST_BYTES
+from headwise.look.serving.server import application, listening
 from headwise.look.session import Session
 from tests.look.sessions import session_on
 
@@ -253,7 +253,7 @@ def test_the_server_listens_on_the_loopback_address_alone() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is a signal elsewhere")
 def test_headwise_look_serves_until_ctrl_c_and_leaves_cleanly() -> None:
-    command = [sys.executable, "-m", "headwise.cli", "look", "--no-open", "--text", "to be"]
+    command = [sys.executable, "-m", "headwise", "look", "--no-open", "--text", "to be"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ, text=True

@@ -7,14 +7,14 @@ from threading import Event
 import pytest
 
 import headwise as hw
-from headwise.loading import LanguageModel
 from headwise.look import session as sessions
-from headwise.look.opening import opened
-from headwise.look.own import TextReader
-from headwise.look.reading import MOST_TOKENS, Report, check_length
+from headwise.look.readers.builtin import TextReader
+from headwise.look.readers.opening import opened
+from headwise.look.readers.reader import MOST_TOKENS, Report, check_length
 from headwise.look.scene import Input
 from headwise.look.session import BusyError, Progress, Session
 from headwise.models import GPT, GPTConfig
+from headwise.training.loading import LanguageModel
 
 
 def reading(what: str, **options: object) -> Session:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look import watch_api
-from headwise.look.answers import answer
+from headwise.look.serving import watch_answers as watch_api
+from headwise.look.serving.answers import answer
+from headwise.look.serving.watch_answers import WatchedFolder, stride
 from headwise.look.session import Session
-from headwise.look.watch_api import WatchedFolder, stride
 
 
 class Training:

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look import why
-from headwise.look.answers import Answer, answer
-from headwise.look.experiments import comparing, reading, scale, sharing
+from headwise.look.experiments import dot_and_additive as comparing
+from headwise.look.experiments import reading_task as reading
+from headwise.look.experiments import shared_projection as sharing
+from headwise.look.experiments import why_scale as scale
+from headwise.look.serving import why_answers as why
+from headwise.look.serving.answers import Answer, answer
 from headwise.look.session import Session
 
 

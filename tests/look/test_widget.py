@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("anywidget", reason="the notebook's page is made with anywidget")
 
 import headwise as hw
-from headwise.look import server, showing
-from headwise.look.answers import answer
-from headwise.look.showing import session_of
-from headwise.look.widget import LookWidget
+from headwise.look import show as showing
+from headwise.look.serving import server
+from headwise.look.serving.answers import answer
+from headwise.look.serving.widget import LookWidget
+from headwise.look.show import session_of
 
 TEXT = "to be or not to be"
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
+from headwise.core.place import Place
 from headwise.nn import (
     Cache,
     FixedCache,
@@ -19,7 +20,6 @@ from headwise.nn import (
     PagePool,
     SlidingCache,
 )
-from headwise.place import Place
 
 D, HEADS, B, N, WINDOW = 32, 4, 2, 14, 5
 CAUSAL, NEAR = hw.mask.causal(), hw.mask.causal() & hw.mask.window(WINDOW - 1)

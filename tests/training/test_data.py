@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.training import images, pairs, texts
-from headwise.training.batches import ByLength, Shuffled
-from headwise.training.tokenisers import Tokeniser, chunks
+from headwise.training.data import labelled_images as images
+from headwise.training.data import pairs, texts
+from headwise.training.data.batches import ByLength, Shuffled
+from headwise.training.data.tokenisers import Tokeniser, chunks
 
 SENTENCES = [f"Sentence number {n} says {word}." for n in range(300) for word in ("yes", "no")]
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from headwise.training import cache, corpora, packages, parallel_help
-from headwise.training.cache import Corpus, File
-from headwise.training.packages import (
+from headwise.training.data import corpora, packages, parallel_help
+from headwise.training.data import download_cache as cache
+from headwise.training.data.download_cache import Corpus, File
+from headwise.training.data.packages import (
     CorpusUnavailableError,
     DebianPackage,
     NodePackage,

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.training import checkpoints
-from headwise.training.batches import generator
+from headwise.training.data.batches import generator
 from headwise.training.loop import Loop, steps_within
 from headwise.training.meter import DivergedError
 from headwise.training.recipe import Recipe
-from headwise.training.runs import Run
+from headwise.training.run_folder import Run
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(

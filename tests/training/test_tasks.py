@@ -16,18 +16,21 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import headwise as hw
-from headwise.cli import app
-from headwise.loading import Classifier, LanguageModel, Translator
+from headwise.cli.main import app
 from headwise.models import GPTConfig, TransformerConfig, ViTConfig
 from headwise.nn import GELU, PreNorm, ReLU, SwiGLU
-from headwise.training import images, judging, presets, scores, setups
-from headwise.training.language import text_loss
+from headwise.training import evaluation as judging
+from headwise.training import presets, setups
+from headwise.training.data import labelled_images as images
+from headwise.training.loading import Classifier, LanguageModel, Translator
 from headwise.training.recipe import Recipe
-from headwise.training.runs import Run
+from headwise.training.run_folder import Run
 from headwise.training.setups import LanguageSetup, TranslateSetup, VisionSetup
 from headwise.training.start import train
-from headwise.training.translation import Sentences
-from headwise.training.vision import moved, patched
+from headwise.training.tasks import metrics as scores
+from headwise.training.tasks.language import text_loss
+from headwise.training.tasks.translation import Sentences
+from headwise.training.tasks.vision import moved, patched
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(steps=4, warmup=2, log_every=2, evaluate_every=4, checkpoint_every=2)
@@ -267,7 +270,7 @@ def test_the_command_lists_corpora_with_their_licences(
 def test_two_processes_train_side_by_side_and_one_can_be_interrupted(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat, and the dog did not. " * 3000, encoding="utf-8")
-    words = [sys.executable, "-m", "headwise.cli", "train", "language", "--data", str(text)]
+    words = [sys.executable, "-m", "headwise", "train", "language", "--data", str(text)]
     words += ["--device", "cpu", "--json", "--steps"]
     ends, goes_on = tmp_path / "a", tmp_path / "b"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.training import checkpoints
-from headwise.training.batches import generator
+from headwise.training.data.batches import generator
 from headwise.training.loop import Loop
 from headwise.training.recipe import Recipe
-from headwise.training.runs import Run
+from headwise.training.run_folder import Run
 from headwise.watching import open_run
 
 RECIPE = Recipe(steps=8, warmup=2, accumulate=2, log_every=2, evaluate_every=3, checkpoint_every=4)

@@ -25,13 +25,13 @@ from transformers.masking_utils import (
 )
 
 import headwise as hw
+from headwise.core.patterns import Dense
+from headwise.core.place import Place
 from headwise.mask import Mask
-from headwise.masks import Dense
-from headwise.place import Place
 from headwise.watching.adapters.implementation import mask as mask_function
 from headwise.watching.adapters.mask_functions import by_rows
+from headwise.watching.adapters.mask_intervals import Memory, Stretches, read, split
 from headwise.watching.adapters.mask_tensor import MaskTensor
-from headwise.watching.adapters.stretches import Memory, Stretches, read, split
 
 B, N = 2, 12
 PACKED = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])

@@ -486,7 +486,7 @@ def test_flex_attention_is_read_from_its_block_mask() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
     from headwise.watching.adapters.interface import Given, to_call
-    from headwise.watching.adapters.stretches import Memory
+    from headwise.watching.adapters.mask_intervals import Memory
 
     q = torch.randn(1, 2, 130, 8)
     blocks = create_block_mask(lambda b, h, i, j: (j <= i) & (j > i - 40), 1, None, 130, 130, "cpu")

@@ -10,7 +10,7 @@ import torch
 
 import headwise as hw
 from headwise.models import GPT, GPTConfig, Transformer, TransformerConfig
-from headwise.watching import export
+from headwise.watching import viewers as export
 
 CONFIG = GPTConfig(vocabulary=9, context=64, d_model=16, layers=2, heads=2)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from headwise.watching import Table
-from headwise.watching.naming import per_head, scalars
+from headwise.watching.figure_names import per_head, scalars
 
 NAN = float("nan")
 

@@ -16,9 +16,10 @@ import torch
 
 import headwise as hw
 from headwise.watching import Alarm, Entry, Table, open_run
-from headwise.watching.folder import parts, writing
-from headwise.watching.folder.parts import Part
-from headwise.watching.folder.writing import RunWriter
+from headwise.watching.runs import parts
+from headwise.watching.runs import run_writer as writing
+from headwise.watching.runs.parts import Part
+from headwise.watching.runs.run_writer import RunWriter
 
 ABOUT = {
     "format": 1,

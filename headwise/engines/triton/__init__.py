@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.core.problem import Problem, Terms
+from headwise.core.sums import Sums
 from headwise.engines.operators import Gradients, operators
-from headwise.engines.triton import bahdanau
-from headwise.engines.triton.backward import differentiate
-from headwise.engines.triton.call import run_forward
-from headwise.engines.triton.cards import OLDEST, card
-from headwise.engines.triton.decoding import decodes, run_decode
-from headwise.engines.triton.launch import GRID
-from headwise.engines.triton.serving import Serving
-from headwise.problem import Problem, Terms
-from headwise.sums import Sums
+from headwise.engines.triton.host import additive_call as bahdanau
+from headwise.engines.triton.host.backward_call import differentiate
+from headwise.engines.triton.host.cards import OLDEST, card
+from headwise.engines.triton.host.decoding_call import decodes, run_decode
+from headwise.engines.triton.host.forward_call import run_forward
+from headwise.engines.triton.host.operands import GRID
+from headwise.engines.triton.host.serving import Serving
 
 WIDEST = 256  # of a head: beyond it a tile no longer fits beside its accumulators
 

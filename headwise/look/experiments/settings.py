@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.saying import Sentence, say
+from headwise.messages import Sentence, say
 
 
 @dataclass(frozen=True)

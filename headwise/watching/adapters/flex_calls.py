@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
+from headwise.core.place import Place
 from headwise.nn.call import Call
-from headwise.place import Place
 from headwise.score import Dot
+from headwise.watching.adapters.headwise_calls import Undo
 from headwise.watching.adapters.mask_functions import by_rows
 from headwise.watching.adapters.multi_head_calls import unheard
-from headwise.watching.adapters.own import Undo
 from headwise.watching.adapters.replacement import Replacement, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import are_apart, kind_of
 from headwise.watching.adapters.written_out import from_logits
 from headwise.watching.layer import LARGEST, Kind
 
 if TYPE_CHECKING:
-    from headwise.mask import Mask
+    from headwise.core.intervals import Mask
     from headwise.watching.adapters.torch_calls import Listener
 
 

@@ -12,8 +12,8 @@ from headwise.api import attention, attention_map
 from headwise.nn.call import Call
 from headwise.watching.adapters.interface import Given, to_call
 from headwise.watching.adapters.mask_functions import Grid, to_mask
+from headwise.watching.adapters.mask_intervals import Memory
 from headwise.watching.adapters.mask_tensor import MaskTensor
-from headwise.watching.adapters.stretches import Memory
 
 NAME = "headwise"
 WEIGHTS = 1 << 26  # are handed out at most, where they are asked for

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise import mask as masks
-from headwise.mask import Mask
+from headwise.core.intervals import Mask
+from headwise.core.place import Place
 from headwise.nn.call import Call
-from headwise.place import Place
 from headwise.score import Dot
 from headwise.watching.adapters.mask_functions import by_rows
-from headwise.watching.adapters.stretches import Memory, Stretches, read, split
+from headwise.watching.adapters.mask_intervals import Memory, Stretches, read, split
 from headwise.watching.layer import Kind
 
 _FULL = ("eager", "flex_attention")

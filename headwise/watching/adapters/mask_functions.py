@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from headwise import mask as masks
-from headwise.mask import Mask
-from headwise.watching.adapters.stretches import interval_mask, intervals
+from headwise.core.intervals import Mask
+from headwise.watching.adapters.mask_intervals import interval_mask, intervals
 
 PAIRS = 1 << 24  # are looked at at a time
 Rule = Callable[..., Tensor]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from headwise.mask import Mask
-from headwise.place import Place
+from headwise.core.intervals import Mask
+from headwise.core.place import Place
 
 _SIZES = frozenset((Tensor.size, Tensor.dim, Tensor.numel, Tensor.ndimension, Tensor.__len__))
 _SAME = frozenset((Tensor.contiguous, Tensor.detach))

@@ -21,9 +21,9 @@ from torch.overrides import _pop_mode_temporarily
 from headwise.mask import Mask, causal
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.own import Undo
+from headwise.watching.adapters.headwise_calls import Undo
+from headwise.watching.adapters.mask_intervals import read, split
 from headwise.watching.adapters.replacement import Replacement, taken
-from headwise.watching.adapters.stretches import read, split
 from headwise.watching.layer import Kind
 from headwise.watching.recorder import Recorder
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from headwise.core.observation import sample_rows
+from headwise.core.problem import pose
 from headwise.engines import reference
 from headwise.nn.call import Call
-from headwise.observation import sample_rows
-from headwise.problem import pose
 
 ROWS = 8
 

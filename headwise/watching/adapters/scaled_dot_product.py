@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headwise.core.place import four
 from headwise.mask import Mask, causal
 from headwise.nn.call import Call
-from headwise.place import four
 from headwise.score import Dot
-from headwise.watching.adapters.stretches import Memory, read, split
+from headwise.watching.adapters.mask_intervals import Memory, read, split
 from headwise.watching.layer import Kind
 
 

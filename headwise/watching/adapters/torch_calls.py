@@ -18,12 +18,12 @@ from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters import flex_calls, multi_head_calls
+from headwise.watching.adapters.headwise_calls import OURS, Undo
 from headwise.watching.adapters.hooks import Hook
-from headwise.watching.adapters.own import OURS, Undo
+from headwise.watching.adapters.mask_intervals import Memory
 from headwise.watching.adapters.proof import prove
 from headwise.watching.adapters.replacement import is_taken
 from headwise.watching.adapters.scaled_dot_product import are_apart, kind_of, scaled_dot_product
-from headwise.watching.adapters.stretches import Memory
 from headwise.watching.adapters.written_out import PRODUCTS, SOFTMAXES, WrittenOut
 from headwise.watching.layer import LARGEST
 from headwise.watching.recorder import Recorder, matches, recomputing

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.core.place import Place
 from headwise.nn.call import Call
-from headwise.place import Place
 from headwise.watching.adapters import implementation as ours
+from headwise.watching.adapters.headwise_calls import Undo
 from headwise.watching.adapters.hooks import Hook
 from headwise.watching.adapters.interface import Given, Sequence, is_causal, to_call
-from headwise.watching.adapters.own import Undo
+from headwise.watching.adapters.mask_intervals import Memory
 from headwise.watching.adapters.proof import prove, without_dropout
 from headwise.watching.adapters.replacement import Replacement, taken
 from headwise.watching.adapters.scaled_dot_product import are_apart, kind_of
-from headwise.watching.adapters.stretches import Memory
 from headwise.watching.layer import Kind
 from headwise.watching.recorder import Recorder
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.einsum import Product, of_einsum, of_matmul, weighs
-from headwise.watching.adapters.stretches import HIDDEN, apart, read
+from headwise.watching.adapters.mask_intervals import HIDDEN, apart, read
+from headwise.watching.adapters.product_axes import Product, of_einsum, of_matmul, weighs
 
 SOFTMAXES: frozenset[Callable[..., Any]] = frozenset(
     (torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax)

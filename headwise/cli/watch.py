@@ -1,0 +1,77 @@
+"""`headwise watch`: what can be asked at a terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from headwise.cli import watch_view as terminal
+from headwise.watching.runs.run_reader import WatchedRun, open_run
+
+app = typer.Typer()
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="The folder of a watched run.", show_default=False)],
+    statistic: Annotated[
+        str, typer.Option(help="What colours the heads: entropy, max_logit, sink_mass_max, ...")
+    ] = "entropy",
+    once: Annotated[bool, typer.Option("--once", help="Show it as it stands, and leave.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last step, the statistic's course, the alarms.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="Look again after so many.", min=0.1)] = 1.0,
+) -> None:
+    """Watch a run: the health of every head, layer by layer, while the model trains.
+
+    [b]Examples[/b]
+
+    headwise train language --preset tiny --out runs/first --watch 10
+
+    headwise watch runs/first
+
+    headwise watch runs/first --statistic max_logit --once
+    """
+    console = Console()
+    try:
+        opened = open_run(run)
+        if as_json:
+            said = terminal.as_dictionary(opened, statistic)
+            typer.echo(json.dumps(_plain(said), indent=2, ensure_ascii=False))
+        elif once or not console.is_terminal:
+            terminal.show(console, opened, statistic)
+        else:
+            follow(console, opened, statistic, seconds)
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def follow(console: Console, run: WatchedRun, statistic: str, seconds: float) -> None:
+    """Show a run until it ends, or until someone has seen enough."""
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        try:
+            while True:
+                run.refresh()
+                live.update(terminal.view(run, statistic, console.width), refresh=True)
+                if run.ended:
+                    return
+                time.sleep(seconds)
+        except KeyboardInterrupt:
+            return
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can say it: what is no number is null."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

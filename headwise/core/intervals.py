@@ -1,0 +1,256 @@
+"""Masks as intervals of keys: one or two per query row, and how two masks combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.core.place import Place, four
+
+Interval = tuple[Tensor, Tensor]  # first and last, each broadcastable to (B, Hq, N)
+FURTHEST = 1 << 30  # no sequence is longer, and no 32-bit sum of it and a row overflows
+
+
+class Mask:
+    """Which keys each query may see. Combine masks with `&` and `|`."""
+
+    pieces: int = 1  # intervals a row, known before any tensor is; 0 for a dense mask
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        """The disjoint intervals of each row, in positions of the whole sequence."""
+        raise NotImplementedError
+
+    def table(self, place: Place) -> Tensor | None:
+        """The intervals as `Terms` hold them, where the mask has them ready; else None."""
+        return None
+
+    def told(self) -> tuple[object, ...] | None:
+        """What tells this mask from others but for its `tensors`; None: not a few numbers."""
+        return None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What of the mask `told` leaves out."""
+        return ()
+
+    def check(self, place: Place) -> None:
+        """Raise ValueError where the mask was made for another shape."""
+
+    def shows_all(self, place: Place) -> bool:
+        """Whether it is certain, without reading a tensor, that every row sees every key."""
+        return False
+
+    @property
+    def rows_alike(self) -> bool:
+        """Whether it is certain, without reading a tensor, that every row sees the same keys."""
+        return False
+
+    def alignment(self, place: Place) -> int | Tensor | None:
+        """Query i stands beside key i + alignment: an int, one a batch entry, or None: unstated."""
+        return None
+
+    def band(self, place: Place) -> tuple[int, int] | None:
+        """(low, high) where every query i sees exactly keys [i + low, i + high); else None."""
+        return None
+
+    def apart(self, place: Place) -> tuple[tuple[int, int] | None, Mask | None]:
+        """A band and a mask that show together what this one shows; None for what is not needed."""
+        band = self.band(place)
+        return band, self if band is None else None
+
+    def start(self, place: Place) -> int | Tensor:
+        """The key at which each row's sequence or document begins, for `sink_mass`."""
+        return 0
+
+    def to_dense(self, place: Place) -> Tensor:
+        """The mask as booleans, (B|1, Hq|1, N, M)."""
+        columns = place.columns()
+        seen = None
+        for first, last in self.intervals(place):
+            inside = (columns >= first[..., None]) & (columns < last[..., None])
+            seen = inside if seen is None else seen | inside
+        assert seen is not None  # every interval mask has a piece
+        return four(seen)
+
+    def __and__(self, other: Mask) -> Mask:
+        return Both(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return Either(self, other)
+
+    __rand__, __ror__ = __and__, __or__  # what no mask is on the left is refused alike
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Both(Mask):
+    """Keys that both masks show."""
+
+    a: Mask
+    b: Mask
+    pieces: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        _check_masks(self.a, self.b, "&")
+        object.__setattr__(self, "pieces", _counted(self.a.pieces * self.b.pieces, "&"))
+
+    def __repr__(self) -> str:
+        return f"({self.a!r} & {self.b!r})"
+
+    def told(self) -> tuple[object, ...] | None:
+        a, b = self.a.told(), self.b.told()
+        return None if a is None or b is None or type(self) is not Both else ("&", a, b)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.a.tensors(), *self.b.tensors())
+
+    def check(self, place: Place) -> None:
+        self.a.check(place)
+        self.b.check(place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        for one, other in ((self.a, self.b), (self.b, self.a)):
+            band = one.band(place)
+            if band is not None:
+                return _within(band, other.intervals(place), place)
+        return tuple(
+            (torch.maximum(a0, b0), torch.minimum(a1, b1))
+            for a0, a1 in self.a.intervals(place)
+            for b0, b1 in self.b.intervals(place)
+        )
+
+    def shows_all(self, place: Place) -> bool:
+        return self.a.shows_all(place) and self.b.shows_all(place)
+
+    def band(self, place: Place) -> tuple[int, int] | None:
+        a, b = self.a.band(place), self.b.band(place)
+        return None if a is None or b is None else (max(a[0], b[0]), min(a[1], b[1]))
+
+    def apart(self, place: Place) -> tuple[tuple[int, int] | None, Mask | None]:
+        band = self.band(place)
+        if band is not None or self.pieces == 0:
+            return band, None if band else self
+        for one, other in ((self.a, self.b), (self.b, self.a)):
+            band = one.band(place)
+            if band is not None:
+                return band, other
+        return None, self
+
+    @property
+    def rows_alike(self) -> bool:
+        return self.a.rows_alike and self.b.rows_alike
+
+    def alignment(self, place: Place) -> int | Tensor | None:
+        return _first_stated(self.a.alignment(place), self.b.alignment(place))
+
+    def start(self, place: Place) -> int | Tensor:
+        a, b = self.a.start(place), self.b.start(place)
+        for one, other in ((a, b), (b, a)):
+            if not isinstance(one, Tensor) and one == 0:  # nothing starts before
+                return other
+        return _outer(a, b, torch.maximum, max)
+
+    def to_dense(self, place: Place) -> Tensor:
+        return self.a.to_dense(place) & self.b.to_dense(place)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Either(Mask):
+    """Keys that at least one mask shows, none counted twice."""
+
+    a: Mask
+    b: Mask
+    pieces: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        _check_masks(self.a, self.b, "|")
+        dense = self.a.pieces == 0 or self.b.pieces == 0
+        count = 0 if dense else _counted(self.a.pieces + self.b.pieces, "|")
+        object.__setattr__(self, "pieces", count)
+
+    def __repr__(self) -> str:
+        return f"({self.a!r} | {self.b!r})"
+
+    def check(self, place: Place) -> None:
+        self.a.check(place)
+        self.b.check(place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        (a0, a1), (b0, b1) = self.a.intervals(place)[0], self.b.intervals(place)[0]
+        a0, a1, b0, b1 = torch.broadcast_tensors(a0, a1, b0, b1)
+        # An empty interval is moved onto the other one, so that it neither joins nor orders them.
+        a_empty, b_empty = a0 >= a1, b0 >= b1
+        a0, a1 = torch.where(a_empty, b0, a0), torch.where(a_empty, b0, a1)
+        b0, b1 = torch.where(b_empty, a0, b0), torch.where(b_empty, a0, b1)
+        apart = torch.maximum(a0, b0) > torch.minimum(a1, b1)
+        a_left = a0 <= b0
+        near = (torch.where(a_left, a0, b0), torch.where(a_left, a1, b1))
+        far = (torch.where(a_left, b0, a0), torch.where(a_left, b1, a1))
+        joined = torch.maximum(a1, b1)
+        return (
+            (near[0], torch.where(apart, near[1], joined)),
+            (torch.where(apart, far[0], joined), torch.where(apart, far[1], joined)),
+        )
+
+    def shows_all(self, place: Place) -> bool:
+        return self.a.shows_all(place) or self.b.shows_all(place)
+
+    @property
+    def rows_alike(self) -> bool:
+        return self.a.rows_alike and self.b.rows_alike
+
+    def alignment(self, place: Place) -> int | Tensor | None:
+        return _first_stated(self.a.alignment(place), self.b.alignment(place))
+
+    def start(self, place: Place) -> int | Tensor:
+        return _outer(self.a.start(place), self.b.start(place), torch.minimum, min)
+
+    def to_dense(self, place: Place) -> Tensor:
+        return self.a.to_dense(place) | self.b.to_dense(place)
+
+
+def _within(
+    band: tuple[int, int], pieces: tuple[Interval, ...], place: Place
+) -> tuple[Interval, ...]:
+    """Intervals cut to a band in few operations: a GPU takes longer to start one than to run it."""
+    low, high = band
+    last = place.rows(high)
+    if low <= -FURTHEST:
+        return tuple((a0.clamp_min(0), torch.minimum(a1, last)) for a0, a1 in pieces)
+    first = place.rows(low)
+    return tuple((torch.maximum(a0, first), torch.minimum(a1, last)) for a0, a1 in pieces)
+
+
+def _check_masks(a: object, b: object, sign: str) -> None:
+    for x in (a, b):
+        if not isinstance(x, Mask):
+            kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"a {sign} b joins two headwise masks, and one of these is a {kind}; "
+                "hw.mask.dense(bool_tensor) is a mask that is True where a query may attend"
+            )
+
+
+def _counted(pieces: int, sign: str) -> int:
+    if pieces > 2:
+        raise ValueError(
+            f"a {sign} b has {pieces} intervals a row; a headwise mask holds at most two. "
+            "hw.mask.dense(bool_tensor) takes any shape, with memory for every pair"
+        )
+    return pieces
+
+
+def _first_stated(a: int | Tensor | None, b: int | Tensor | None) -> int | Tensor | None:
+    return b if a is None else a
+
+
+def _outer(
+    a: int | Tensor, b: int | Tensor, tensors: Callable[..., Tensor], ints: Callable[..., int]
+) -> int | Tensor:
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        return ints(a, b)
+    device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
+    as_tensor = [torch.as_tensor(x, device=device, dtype=torch.int32) for x in (a, b)]
+    result: Tensor = tensors(*as_tensor)
+    return result

@@ -1,0 +1,315 @@
+"""The kinds of masks: causal, window, lengths, documents, any bounds, and dense tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from headwise.core.intervals import FURTHEST, Interval, Mask
+from headwise.core.place import Place, check_placed, fits, placed
+
+PerBatch = int | Sequence[int] | Tensor
+Number = (int, torch.SymInt)  # an exported or compiled length is a symbol
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Causal(Mask):
+    """Query i sees keys j <= i + offset."""
+
+    offset: PerBatch | None = None
+
+    def __repr__(self) -> str:
+        return f"causal({_said(offset=self.offset)})"
+
+    def told(self) -> tuple[object, ...] | None:
+        alone = type(self) is Causal  # one made of it may mean something else
+        return ("causal", self.offset) if alone and _numbers(self.offset) else None
+
+    def check(self, place: Place) -> None:
+        _check_per_batch("causal(offset=...)", self.offset, place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        shift = self.alignment(place)
+        if isinstance(shift, Tensor):
+            last = place.rows(1) + _shift(shift, place)
+        else:
+            last = place.rows(shift + 1)
+        return (_three(torch.zeros_like(last), last),)
+
+    def shows_all(self, place: Place) -> bool:
+        shift = self.alignment(place)
+        nothing_later = place.first_key + place.keys - 1
+        return not isinstance(shift, Tensor) and place.first_query + shift >= nothing_later
+
+    def band(self, place: Place) -> tuple[int, int] | None:
+        shift = self.alignment(place)
+        return None if isinstance(shift, Tensor) else (-FURTHEST, shift + 1)
+
+    def is_lower_triangle(self, place: Place) -> bool:
+        """Whether it is certain that row i sees exactly the keys j <= i of the call, N = M."""
+        shift = self.alignment(place)
+        return (
+            not isinstance(shift, Tensor)
+            and place.queries == place.keys
+            and place.first_query + shift == place.first_key
+        )
+
+    def alignment(self, place: Place) -> int | Tensor:
+        return _alignment(self.offset, place)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Window(Mask):
+    """Query i sees keys i + offset - left <= j <= i + offset + right."""
+
+    left: int
+    right: int = 0
+    offset: PerBatch | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"window({self.left}{_said(right=self.right or None, offset=self.offset, more=True)})"
+        )
+
+    def told(self) -> tuple[object, ...] | None:
+        given = self.left, self.right, self.offset
+        return ("window", *given) if type(self) is Window and _numbers(*given) else None
+
+    def check(self, place: Place) -> None:
+        _check_per_batch("window(..., offset=...)", self.offset, place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        low, high = (_shift(bound, place) for bound in self._reach(place))
+        return (_three(place.rows() + low, place.rows() + high),)
+
+    def shows_all(self, place: Place) -> bool:
+        band, first = self.band(place), place.first_query
+        if band is None:
+            return False
+        from_first = first + place.queries - 1 + band[0] <= place.first_key
+        return from_first and first + band[1] >= place.first_key + place.keys
+
+    def band(self, place: Place) -> tuple[int, int] | None:
+        low, high = self._reach(place)
+        return None if isinstance(low, Tensor) or isinstance(high, Tensor) else (low, high)
+
+    def _reach(self, place: Place) -> tuple[int | Tensor, int | Tensor]:
+        """Query i sees keys [i + the first, i + the second)."""
+        shift = self.alignment(place)
+        if isinstance(shift, Tensor):
+            shift = shift.long()
+        return _near(shift - self.left), _near(shift + self.right + 1)
+
+    def alignment(self, place: Place) -> int | Tensor:
+        return _alignment(self.offset, place)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lengths(Mask):
+    """Every row sees keys j < n: padding on the right, or a prefix."""
+
+    n: PerBatch
+    word: str = "lengths"
+
+    def __repr__(self) -> str:
+        return f"{self.word}({_short(self.n)})"
+
+    def check(self, place: Place) -> None:
+        _check_per_batch(f"{self.word}(n)", self.n, place)
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        last = _near(self.n) if isinstance(self.n, Number) else _tensor(self.n, place)
+        last = torch.as_tensor(_shift(last, place), device=place.device, dtype=torch.int32)
+        return (_three(torch.zeros_like(last), last),)
+
+    def shows_all(self, place: Place) -> bool:
+        return isinstance(self.n, Number) and self.n >= place.first_key + place.keys
+
+    @property
+    def rows_alike(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Between(Mask):
+    """Row i sees keys first[..., i] <= j < last[..., i]."""
+
+    first: Tensor
+    last: Tensor
+
+    def __repr__(self) -> str:
+        return f"between({_short(self.first)}, {_short(self.last)})"
+
+    def check(self, place: Place) -> None:
+        for name, bound in (("first", self.first), ("last", self.last)):
+            wanted = (place.batch, place.heads, place.first_query + place.queries)
+            if bound.ndim > 3 or not fits(bound.shape, wanted, exact=place.whole):
+                raise ValueError(
+                    f"hw.mask.between: {name} has shape {tuple(bound.shape)}, which does not "
+                    f"broadcast to (batch, heads, queries) = {wanted}"
+                )
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        return (_three(self._rows(self.first, place), self._rows(self.last, place)),)
+
+    @property
+    def rows_alike(self) -> bool:
+        return all(bound.ndim == 0 or bound.shape[-1] == 1 for bound in (self.first, self.last))
+
+    def start(self, place: Place) -> Tensor:
+        first, last = self.intervals(place)[0]
+        first, last = torch.broadcast_tensors(first, last)
+        unseen = torch.iinfo(torch.int32).max
+        start = first.masked_fill(first >= last, unseen).amin(-1, keepdim=True)
+        found: Tensor = start.masked_fill(start == unseen, 0).clamp_min_(0)
+        return found
+
+    @staticmethod
+    def _rows(bound: Tensor, place: Place) -> Tensor:
+        bound = _near(bound.to(place.device))
+        if bound.ndim and bound.shape[-1] > 1:
+            bound = bound[..., place.first_query : place.first_query + place.queries]
+        return bound
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(Mask):
+    """A query sees the keys of its own document; the queries are the last N positions."""
+
+    ids: Tensor
+    bounds: Tensor = field(init=False)  # of each key's document, (1, 2, B|1, 1, M): found once
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", _bounds(self.ids))
+
+    def __repr__(self) -> str:
+        return f"documents({_short(self.ids)})"
+
+    def told(self) -> tuple[object, ...] | None:
+        return ("documents", self.ids.shape) if type(self) is Documents else None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.bounds,)
+
+    def check(self, place: Place) -> None:
+        shape, keys = tuple(self.ids.shape), place.first_key + place.keys
+        fits = len(shape) in (1, 2) and (shape[-1] == keys if place.whole else shape[-1] >= keys)
+        if not fits or (len(shape) == 2 and shape[0] not in (1, place.batch)):
+            raise ValueError(
+                f"hw.mask.documents: ids have shape {shape}; they number every key, so "
+                f"(batch or 1, keys) = ({place.batch}, {keys}) would work"
+            )
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        bounds = self.bounds.to(place.device)
+        starts, ends = bounds[0, 0, :, 0], bounds[0, 1, :, 0]
+        stands = (place.rows() + place.offset).long()
+        position = stands.clamp(0, max(0, starts.shape[-1] - 1))
+        last = ends[..., position].masked_fill(stands != position, 0)  # outside every document
+        return (_three(starts[..., position][:, None], last[:, None]),)
+
+    def table(self, place: Place) -> Tensor | None:
+        same = place.first_query == place.first_key == place.offset == 0
+        if not same or not self.bounds.shape[-1] == place.queries == place.keys:
+            return None
+        return self.bounds.to(place.device)
+
+    def start(self, place: Place) -> Tensor:
+        ready = self.table(place)
+        return self.intervals(place)[0][0] if ready is None else ready[0, 0]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """Any boolean tensor, True where the query may see the key; broadcast to (B, Hq, N, M)."""
+
+    seen: Tensor
+    pieces: int = field(default=0, init=False)
+
+    def __repr__(self) -> str:
+        return f"dense({_short(self.seen)})"
+
+    def check(self, place: Place) -> None:
+        check_placed("mask", self.seen, place)
+
+    def to_dense(self, place: Place) -> Tensor:
+        return placed(self.seen.to(place.device), place)
+
+
+def _bounds(ids: Tensor) -> Tensor:
+    """Where each key's document starts and ends, (1, 2, B|1, 1, M)."""
+    ids = ids.reshape(-1, ids.shape[-1]) if ids.ndim else ids.reshape(1, 1)
+    change = torch.zeros_like(ids, dtype=torch.bool)
+    change[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    number = change.cumsum(-1, dtype=torch.int32)  # documents in their order
+    starts = torch.searchsorted(number, number, out_int32=True)
+    ends = torch.searchsorted(number, number, right=True, out_int32=True)
+    return torch.stack((starts, ends))[None, :, :, None]
+
+
+def _numbers(*given: object) -> bool:
+    """Whether these are plain numbers, or were not given."""
+    return all(x is None or type(x) is int for x in given)
+
+
+def _alignment(offset: PerBatch | None, place: Place) -> int | Tensor:
+    if offset is None:
+        return place.offset
+    return offset if isinstance(offset, Number) else _tensor(offset, place)
+
+
+def _tensor(values: Sequence[int] | Tensor, place: Place) -> Tensor:
+    return _near(torch.as_tensor(values, device=place.device))
+
+
+@overload
+def _near(number: Tensor) -> Tensor: ...
+
+
+@overload
+def _near(number: int) -> int: ...
+
+
+def _near(number: int | Tensor) -> int | Tensor:
+    """A number of keys that is no further than FURTHEST, beyond which there are none."""
+    if isinstance(number, Tensor):
+        return number.long().clamp(-FURTHEST, FURTHEST).int()
+    return max(-FURTHEST, min(FURTHEST, number))
+
+
+def _shift(values: int | Tensor, place: Place) -> int | Tensor:
+    """An int as it is; one number a batch entry as (B, 1, 1)."""
+    return values.reshape(-1, 1, 1) if isinstance(values, Tensor) else values
+
+
+def _three(first: Tensor, last: Tensor) -> Interval:
+    """Both bounds as (B|1, Hq|1, N|1)."""
+    return first.reshape((1,) * (3 - first.ndim) + first.shape), last.reshape(
+        (1,) * (3 - last.ndim) + last.shape
+    )
+
+
+def _check_per_batch(call: str, values: PerBatch | None, place: Place) -> None:
+    if values is None or isinstance(values, Number):
+        return
+    shape = tuple(torch.as_tensor(values).shape)
+    if shape not in ((), (1,), (place.batch,)):
+        raise ValueError(
+            f"hw.mask.{call} has shape {shape}; an int or one number for each of the "
+            f"{place.batch} batch entries would work"
+        )
+
+
+def _short(value: object) -> str:
+    """A value in an error message: a tensor by its shape."""
+    return f"tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _said(*, more: bool = False, **options: object) -> str:
+    """The keywords that were given, after others where `more`."""
+    said = [f"{name}={_short(value)}" for name, value in options.items() if value is not None]
+    return ", ".join(["", *said] if more and said else said)

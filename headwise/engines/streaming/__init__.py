@@ -1,0 +1,1 @@
+"""Attention block by block on any device, in memory linear in the length."""

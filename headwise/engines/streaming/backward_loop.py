@@ -1,0 +1,159 @@
+"""The streaming engine's backward: each block's weights are recomputed from lse, then let go."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise.core.blocks import Unit
+from headwise.core.problem import Terms
+from headwise.core.schedule import Segment
+from headwise.engines.streaming.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
+
+
+class Backward(Loop):
+    """Gradients of every input from those of out, lse and entropy."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        terms: Terms,
+        out: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        grad_entropy: Tensor | None,
+        bias_learns: bool,
+    ) -> None:
+        super().__init__(q, k, v, terms)
+        wide = self.blocks.wide
+        self.grad_out, self.grad_entropy = grad_out, grad_entropy
+        # In units of log 2; a row that sees nothing has weights of 0 all the same.
+        self.lse = (lse * LOG2_E).masked_fill_(lse == -torch.inf, 0)
+        # Of so large logits float32 knows no fraction: a weight could come out far above 1.
+        self.coarse = bool((self.lse.abs() > 1e4).any())
+        # ds = p (dP - row): all of a row's constants, gathered once
+        row = (grad_out.to(wide) * out.to(wide)).sum(-1)
+        row = row if grad_lse is None else row - grad_lse
+        sink_share = self.sink_share(lse)
+        if grad_entropy is not None:
+            seen = 1.0 if sink_share is None else 1 - sink_share
+            row = row + grad_entropy * (entropy + 1 - seen)
+        self.row = row
+        self.scale = terms.scale if terms.additive is None else 1.0
+        self.grad_sinks = self._grad_sinks(sink_share, entropy)
+        self.grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.grad_k = torch.zeros_like(k, dtype=wide)
+        self.grad_v = torch.zeros_like(v, dtype=wide)
+        self.grad_additive = _zeros(terms.additive, wide)
+        self.grad_bias = _zeros(terms.bias if bias_learns else None, wide)
+        self.grad_slopes = _zeros(terms.slopes, wide)
+        self.grad_relative = _zeros(terms.relative, wide)
+
+    def sink_share(self, lse: Tensor) -> Tensor | None:
+        """The weight on the sink, (B, Hq, N)."""
+        if self.terms.sinks is None:
+            return None
+        share = torch.exp(self.terms.sinks.to(lse.dtype)[:, None] - lse)
+        return share.masked_fill_(lse == -torch.inf, 0)  # a sink of -inf, and nothing else to see
+
+    def _grad_sinks(self, share: Tensor | None, entropy: Tensor) -> Tensor | None:
+        if share is None:
+            return None
+        # For the sink dP = 0 and there is no value; its entropy term is the sum over visible keys.
+        row = -self.row
+        if self.grad_entropy is not None:
+            row = row + self.grad_entropy
+        return (share * row).sum((0, 2))
+
+    def run(self) -> None:
+        for unit in self.schedule.units():
+            self.enter(unit)
+            for rows in self.schedule.row_blocks():
+                q = self.queries(unit, rows)
+                grad_q = torch.zeros_like(q)
+                grad_out = self.per_row(unit, rows, self.grad_out).to(self.blocks.wide)
+                for segment in self.schedule.segments(unit, rows):
+                    grad_q += self.block(unit, rows, segment, q, grad_out)
+                self.put(unit, rows, self.blocks.grouped(self.grad_q), grad_q * self.scale)
+
+    def block(
+        self, unit: Unit, rows: slice, segment: Segment, q: Tensor, grad_out: Tensor
+    ) -> Tensor:
+        """Add the block's share to every gradient; return that of its queries."""
+        columns = segment.columns
+        k, v = self.k[:, columns], self.v[:, columns]
+        s, slope = self.logits_and_slope(unit, rows, segment, q)
+        s = self.hide(unit, s, self.seen(unit, rows, segment))
+        s.sub_(self.per_row(unit, rows, self.lse)[..., None])  # log₂ p
+        s = s.clamp_max_(0) if self.coarse else s
+        p = torch.exp2(s, out=self.buffer(1, s.shape))
+        grad_p = torch.bmm(grad_out, v.transpose(1, 2), out=self.buffer(2, s.shape))
+        kept = None
+        if self.terms.seed is not None:
+            kept = self.blocks.keep(unit, rows, columns).to(p.dtype).div_(1 - self.terms.dropout)
+            grad_p.mul_(kept)
+        self.add(unit, columns, self.grad_v, grad_out, p if kept is None else p * kept)
+        grad_p.sub_(self.per_row(unit, rows, self.row)[..., None])
+        if self.grad_entropy is not None:
+            share = self.per_row(unit, rows, self.grad_entropy)[..., None] * LN_2
+            grad_p.sub_(s.clamp_min_(NO_WEIGHT).mul_(share))
+        grad_s = grad_p.mul_(p)
+        self.added_terms(unit, rows, columns, grad_s)
+        grad_s = grad_s if slope is None else grad_s.mul_(slope)
+        grad_q, grad_k, grad_weight = self.blocks.raw_backward(unit, q, k, grad_s)
+        target = self.grad_k[unit.b0 : unit.b1, unit.h0 : unit.h1, columns]
+        # plain queries carry the unit of the logits, which is no part of the key's gradient
+        target.add_(grad_k.view(target.shape), alpha=LN_2 if self.terms.plain else 1.0)
+        if grad_weight is not None:
+            assert self.grad_additive is not None
+            five = self.blocks.five(unit, grad_weight).sum((0, 3))  # (h, G, D)
+            self.heads_of(unit, self.grad_additive).add_(five)
+        return grad_q
+
+    def logits_and_slope(
+        self, unit: Unit, rows: slice, segment: Segment, q: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits, and the derivative of the cap where there is one."""
+        cap = self.terms.softcap
+        if not cap:
+            return self.logits(unit, rows, segment, q), None
+        k = self.k[:, segment.columns]
+        s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
+        slope = 1 - torch.tanh(s / cap).square_()
+        return self.bend(unit, rows, segment, s), slope
+
+    def add(self, unit: Unit, columns: slice, target: Tensor, rows: Tensor, weight: Tensor) -> None:
+        """target[columns] += weightᵀ rows."""
+        place = target[unit.b0 : unit.b1, unit.h0 : unit.h1, columns]
+        place += torch.bmm(weight.transpose(1, 2), rows).view(place.shape)
+
+    def added_terms(self, unit: Unit, rows: slice, columns: slice, grad_s: Tensor) -> None:
+        """Gradients of what was added to the logits after the cap."""
+        five = self.blocks.five(unit, grad_s)  # (b, h, G, R, C)
+        if self.grad_bias is not None:
+            target = unit.of(self.blocks.grouped(self.grad_bias))
+            target = target if target.shape[-2] == 1 else target[..., rows, :]
+            target = target if target.shape[-1] == 1 else target[..., columns]
+            target += five.sum_to_size(target.shape)
+        if self.grad_slopes is not None:
+            away = self.blocks.distance(unit, rows, columns).abs()
+            self.heads_of(unit, self.grad_slopes).sub_((five * away).sum((0, 3, 4)))
+        if self.grad_relative is not None:
+            index = self.blocks.distance_index(unit, rows, columns)  # (b|1, R, C)
+            pairs = five.permute(1, 2, 0, 3, 4)  # (h, G, b, R, C)
+            index = index.expand(pairs.shape[2:]).flatten().expand(*pairs.shape[:2], -1)
+            target = self.heads_of(unit, self.grad_relative)
+            target.scatter_add_(-1, index, pairs.flatten(2))
+
+    def heads_of(self, unit: Unit, tensor: Tensor) -> Tensor:
+        """A (Hq, ...) tensor's part as (h, G, ...)."""
+        heads: Tensor = tensor.unflatten(0, (self.blocks.heads, self.blocks.group))
+        return heads[unit.h0 : unit.h1]
+
+
+def _zeros(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else torch.zeros_like(tensor, dtype=dtype).contiguous()

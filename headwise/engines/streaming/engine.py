@@ -1,0 +1,62 @@
+"""Any problem, block by block, in memory that grows with n: output and statistics in one pass.
+
+The loop is `Partial` and `merge`. Forward and backward are operators of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from headwise.core.problem import Problem, Terms
+from headwise.core.single_weights import complete, wanted
+from headwise.core.sums import Sums
+from headwise.engines.operators import Gradients, operators
+from headwise.engines.streaming.backward_loop import Backward
+from headwise.engines.streaming.forward_loop import Forward
+
+
+def refuses(problem: Problem, observed: bool) -> str | None:
+    """Why this engine can't serve the problem; None: it can."""
+    return None
+
+
+def attend(problem: Problem) -> Tensor:
+    """out (B, Hq, N, Dv)."""
+    return run(problem, 0).out
+
+
+def run(problem: Problem, wants: int) -> Sums:
+    """The output and the sums that `wants` names."""
+    return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(), wants))
+
+
+def observe(
+    problem: Problem, names: tuple[str, ...], sink_keys: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
+    sums = run(problem, wanted(names))
+    return sums.out, complete(problem, sums, names, sink_keys)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
+    return Forward(q, k, v, terms, wants).run()
+
+
+def _differentiate(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) -> Gradients:
+    loop = Backward(q, k, v, terms, *rest)
+    loop.run()
+    return Gradients(
+        loop.grad_q,
+        loop.grad_k,
+        loop.grad_v,
+        loop.grad_additive,
+        loop.grad_bias,
+        loop.grad_slopes,
+        loop.grad_relative,
+        loop.grad_sinks,
+    )
+
+
+_forward = operators("streaming", _run, _differentiate)

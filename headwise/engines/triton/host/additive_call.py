@@ -1,0 +1,218 @@
+"""Calls with an additive score: what their kernels serve, the powers they take, the launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.core.problem import Problem, Terms
+from headwise.core.sums import Sums, room
+from headwise.engines.operators import Gradients
+from headwise.engines.triton.host.cards import INTERPRETING
+from headwise.engines.triton.host.decoding_call import join, parts_for, processors, shares
+from headwise.engines.triton.host.launches import Kind, kind_of, start
+from headwise.engines.triton.host.operands import (
+    WORD,
+    Operands,
+    exposed,
+    on,
+    operands,
+    outer_strides,
+)
+from headwise.engines.triton.kernels.additive.additive_forward import additive_forward
+from headwise.engines.triton.kernels.additive.additive_grads import (
+    additive_grad_keys,
+    additive_grad_queries,
+)
+from headwise.engines.triton.kernels.additive.powers import Powers, prepare
+from headwise.engines.triton.kernels.gradients import Rows, sink_share
+from headwise.engines.triton.kernels.split_keys import Merged
+
+TILE = (64, 64, 4)  # rows, keys, warps: the fastest of a few on an NVIDIA H200
+TOGETHER = 2  # such programs fit on a multiprocessor
+GRADIENT_TILE = (64, 64, 8)
+WIDEST = 128  # of a head: beyond it a gradient no longer fits beside its tile
+Strides = tuple[tuple[int, int, int], ...]
+
+
+def refuses(problem: Problem) -> str | None:
+    """Why the additive kernels can't serve a problem that is otherwise the engine's."""
+    if problem.bias is not None:
+        return "its additive kernels take no bias"
+    if max(problem.q.shape[-1], problem.v.shape[-1]) > WIDEST:
+        return f"its additive kernels take heads of 1 to {WIDEST}"
+    return None
+
+
+def run_additive(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
+    """Output and the sums that `wants` names."""
+    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
+        sums = run_additive(q.float(), k.float(), v.float(), terms, wants)
+        return sums._replace(out=sums.out.to(q.dtype))
+    sums = room(q, v, wants)
+    if sums.lse.numel() == 0:
+        return sums
+    call = operands(q, k, v, terms)
+    rows, keys, warps = (16, 32, 4) if INTERPRETING else TILE
+    weight = _weight(terms)
+    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
+    tensors = (call.q, call.k, call.v)
+    strides = tuple(map(outer_strides, tensors))
+    kind = _kind(call, (weight,), strides, wants)
+    batch, heads, queries, _ = q.shape
+    blocks = -(-queries // rows)
+    splits = shares(batch * heads * blocks, -(-k.shape[2] // keys), TOGETHER * processors(q.device))
+    parts = parts_for(q, splits, v.shape[-1], wants)
+    with on(q.device):
+        powers = prepared(call, weight, strides, kind, rows, keys)
+        start(
+            additive_forward, (blocks * splits, heads, batch), kind, (*tensors, *strides, weight,
+            powers, call.given, parts, splits, *call.sizes), warps, 2, ROWS=rows, KEYS=keys,
+            WARPS=warps, CLEAN=exposed(q, k, terms), **_flags(call),
+        )  # fmt: skip
+        join(parts, sums.out, merged, call.given.sinks, splits, kind)
+    return sums
+
+
+def prepared(
+    call: Operands,
+    weight: Tensor,
+    strides: Strides,
+    kind: Kind,
+    rows: int,
+    keys: int,
+    plain: bool = False,
+) -> Powers:
+    """The powers of q and k in blocks of so many rows and keys; `plain` adds what gradients take.
+
+    O(n) memory beside q and k.
+    """
+    batch, heads, queries, width = call.q.shape
+    key_heads, blocks = call.k.shape[1], -(-queries // rows)
+    key_blocks, fours = -(-call.k.shape[2] // keys), _fours(width)
+    sizes = [
+        batch * heads * blocks * rows * fours,
+        batch * key_heads * key_blocks * keys * fours,
+        heads * fours,
+        heads * 2,
+        batch * heads * blocks * 2,
+        batch * key_heads * key_blocks * 2,
+    ]
+    room = [-(-size // 4) * 4 for size in sizes]  # addresses stay multiples of 16
+    each = call.q.new_empty(sum(room), dtype=torch.float32).split(room)
+    both = (x.new_empty(x.shape, dtype=torch.float32) if plain else None for x in (call.q, call.k))
+    powers = Powers(*each, *both)
+    start(
+        prepare, (heads * blocks + key_heads * key_blocks, batch, 1), kind, (call.q, call.k,
+        *strides[:2], weight, powers, queries, call.k.shape[2], heads, key_heads), 4, 1, ROWS=rows,
+        KEYS=keys, WIDTH=width, FOURS=fours, PADDED=_padded(width),
+    )  # fmt: skip
+    return powers
+
+
+def _kind(
+    call: Operands, tensors: tuple[Tensor | None, ...], strides: Strides, *more: object
+) -> Kind:
+    """`kind_of` for kernels that take strides, of which Triton makes some constants or even."""
+    flat = [step for each in strides for step in each]
+    if max(flat) >= WORD:
+        return None
+    special = tuple(1 if step == 1 else step % 16 == 0 for step in flat)
+    dtypes = tuple(None if x is None else x.dtype for x in tensors)
+    return kind_of(call, tensors, dtypes, special, *more)
+
+
+def _weight(terms: Terms) -> Tensor:
+    assert terms.additive is not None
+    return terms.additive.contiguous()
+
+
+def differentiate_additive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    out: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    _: bool,  # there is no bias
+) -> Gradients:
+    """Gradients of every input from those of out, lse and entropy."""
+    if INTERPRETING and q.dtype == torch.bfloat16:
+        q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
+    shared = (out.float() * grad_out.float()).sum(-1)
+    shared = shared if grad_lse is None else shared - grad_lse
+    share = None if terms.sinks is None else sink_share(terms.sinks, lse)
+    if grad_entropy is not None:
+        shared = shared + grad_entropy * (entropy + (0.0 if share is None else share))
+        grad_entropy = grad_entropy.contiguous()
+    rows = Rows(lse, shared.contiguous(), grad_entropy)
+    call = operands(q, k, v, terms)
+    grad_q, grad_k, grad_v, grad_weight = _launch(call, rows, grad_out)
+    sinks = None
+    if share is not None:
+        row = -shared if grad_entropy is None else grad_entropy - shared
+        sinks = (share * row).sum((0, 2))
+    return Gradients(grad_q, grad_k, grad_v, grad_weight, None, None, None, sinks)
+
+
+def _launch(call: Operands, rows: Rows, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and the weight."""
+    batch, heads, queries, width = call.q.shape
+    key_heads, keys = call.k.shape[1:3]
+    grad_q, grad_k, grad_v = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
+    )
+    block, other, warps = (16, 32, 4) if INTERPRETING else GRADIENT_TILE
+    blocks, key_blocks = -(-queries // block), -(-keys // other)
+    grad_weight = rows.shared.new_empty(batch, heads, blocks, width)
+    if rows.shared.numel() == 0:
+        return grad_q, grad_k.zero_(), grad_v.zero_(), grad_weight.sum((0, 2))
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    tensors = (call.q, call.k, call.v, grad_out)
+    strides = tuple(map(outer_strides, tensors))
+    weight = _weight(call.terms)
+    programs = batch * max(heads * blocks, key_heads * key_blocks)
+    room = rows.shared.new_empty(programs * block * other)  # a tile for each program
+    kind = _kind(call, (weight, grad_out, *rows), strides)
+    flags = _flags(call) | {"ROWS": block, "KEYS": other, "WARPS": warps}
+    # With 128 registers a thread two programs fit on a multiprocessor, which is worth what then has
+    # to lie in memory; but not where float32 is multiplied three times over, and twice a tile.
+    few = 128 if call.q.itemsize == 2 else None
+    with on(call.q.device):
+        powers = prepared(call, weight, strides, kind, block, other, True)
+        given = (*tensors, *strides, weight, powers, call.given, *call.sizes, rows, room)
+        start(
+            additive_grad_queries, (blocks, heads, batch), kind, (*given, grad_q, grad_weight),
+            warps, 1, **flags, maxnreg=128,
+        )  # fmt: skip
+        start(
+            additive_grad_keys, (key_blocks, key_heads, batch), kind, (*given, grad_k, grad_v),
+            warps, 1, **flags, maxnreg=few,
+        )  # fmt: skip
+    return grad_q, grad_k, grad_v, grad_weight.sum((0, 2))
+
+
+def _flags(call: Operands) -> dict[str, Any]:
+    flags = call.flags()
+    kept = {name: flags[name] for name in ("WIDTH", "VALUES", "PIECES", "CAP", "PRECISION")}
+    width, values = call.q.shape[-1], call.v.shape[-1]
+    return kept | {
+        "FOURS": _fours(width),
+        "PADDED": _padded(width),
+        "PADDED_VALUES": _padded(values),
+    }
+
+
+def _fours(width: int) -> int:
+    """Four dimensions share a reciprocal."""
+    return -(-width // 4) * 4
+
+
+def _padded(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())

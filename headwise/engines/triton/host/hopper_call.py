@@ -1,0 +1,100 @@
+"""One call of the Hopper kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from headwise.core.problem import Terms
+from headwise.core.sums import MOMENTS, Sums, room
+from headwise.engines.triton.host.forward_call import run_forward as in_triton
+from headwise.engines.triton.host.launches import kind_of, start
+from headwise.engines.triton.host.moments_call import cut_of, run_moments
+from headwise.engines.triton.host.operands import Steps, on, operands, pad, pieces
+from headwise.engines.triton.kernels.hopper_forward import REGISTERS, Sizes, forward
+from headwise.engines.triton.kernels.hopper_softmax import Written, numbers_of_cap
+
+LOG2E = 1.4426950408889634
+ROWS = 128  # of an item: two groups of warps with 64 each
+LEAST_KEYS = 8  # a column of a head: with fewer, moments are as quick in triton's loop
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Keys of a tile, and tiles of keys and values in flight."""
+
+    keys: int
+    stages: int
+
+
+SHAPES = {64: Shape(128, 3), 128: Shape(128, 2)}  # by the padded width of heads
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
+    """Output and the sums that `wants` names."""
+    call = operands(q, k, v, terms)
+    cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS else None
+    if wants & MOMENTS and cut is None:  # few keys or a cap: its loop takes the moments of all
+        return in_triton(q, k, v, terms, wants)
+    sums = room(q, v, wants)
+    if sums.lse.numel() == 0:
+        return sums
+    z, width = call.sizes, pad(q)
+    shape = SHAPES[width]
+    q_, k_, v_ = (
+        _tiles(x, steps, rows, width)
+        for x, steps, rows in zip(
+            (call.q, call.k, call.v), call.steps, (ROWS // 2, shape.keys, shape.keys), strict=True
+        )
+    )
+    out = _tiles(sums.out, list(sums.out.stride()), ROWS // 2, width)
+    banded = pieces(terms) == 1
+    block = 0 if cut is None or not banded else cut.block
+    rest = sums.lse.new_empty(2, *sums.lse.shape) if block else None
+    asked = (
+        *(x if x.numel() else None for x in sums[3:5]),
+        *((None, None) if rest is None else rest),
+    )
+    written = Written(sums.lse, sums.max_logit, *asked)
+    items = -(-q.shape[2] // ROWS) * q.shape[1] * q.shape[0]
+    sizes = Sizes(
+        z.queries, z.keys, q.shape[1], z.group, z.low, z.high, z.shift - z.first_key, items,
+        (z.softcap or z.scale) * LOG2E, numbers_of_cap(z.scale / z.softcap) if z.softcap else None,
+    )  # fmt: skip
+    with on(q.device):
+        start(
+            forward, (min(items, multiprocessors(q.device)), 1, 1),
+            kind_of(call, (), wants, width, sizes.cap is None),
+            (q_, k_, v_, out, written, call.given.sinks, *sizes),
+            4, 1, STAGES=shape.stages, BANDED=banded, BLOCK=block, maxnreg=REGISTERS,
+        )  # fmt: skip
+        if cut is not None:
+            run_moments(call, call.flags(), cut, rest, ROWS, sums)
+    return sums
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs the GPU runs at once: the kernel fills one each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def layout(dtype: torch.dtype, rows: int, width: int) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory."""
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], kind)
+
+
+def _tiles(x: Tensor, steps: Steps, rows: int, width: int) -> TensorDescriptor:
+    """Made without its own checks, as Triton's engine makes its own."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides = x, list(x.shape), steps
+    made.block_shape, made.layout = [1, 1, rows, width], layout(x.dtype, rows, width)
+    made.padding, made.round_f32_to_tf32 = "zero", False
+    return made

@@ -1,0 +1,286 @@
+"""From tensors to a launch: how kernels get at memory, and the numbers they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from headwise import dropout
+from headwise.core.intervals import FURTHEST
+from headwise.core.problem import Terms
+from headwise.engines.triton.host.cards import INTERPRETING, card
+from headwise.engines.triton.kernels.tile import Given, Sizes
+
+Steps = list[int] | None
+WORD = 1 << 31  # a larger number is another type to a kernel
+GRID = 65535  # programs along the second and third axis
+MOST_ROWS = 256  # of a tile: no offset inside of one leaves a word
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What every kernel of a call takes: the tensors, what bends their logits, the numbers."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    terms: Terms
+    steps: tuple[Steps, Steps, Steps]  # by which the copy engine loads q, k and v
+    given: Given
+    sizes: Sizes
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """The widths of a tile of keys and of one of values."""
+        return pad(self.q), pad(self.v)
+
+    def flags(self) -> dict[str, Any]:
+        """The compile-time switches that forward and backward share."""
+        terms = self.terms
+        width, values = self.padded
+        added = (terms.additive, terms.bias, terms.slopes, terms.relative)
+        # A maximum moves through a positive factor only, and FAR must stay far and finite.
+        plain = 1e-6 < (terms.softcap or terms.scale) < 1e6 and all(x is None for x in added)
+        return {
+            "WIDTH": self.q.shape[-1],
+            "VALUES": self.v.shape[-1],
+            "PADDED": width,
+            "PADDED_VALUES": values,
+            "PRECISION": precision(self.q.dtype),
+            "PIECES": pieces(terms),
+            "PLAIN": plain,
+            "CAP": cap_of(terms.scale, terms.softcap),
+        }
+
+
+def cap_of(scale: float, softcap: float) -> int:
+    """How the kernels cap scores: 0 not at all, 1 as they are, 2 times scale / softcap first.
+
+    A cap costs less as a polynomial of the raw score, where the powers of that ratio, which its
+    coefficients hold, stay inside of float32.
+    """
+    if not softcap:
+        return 0
+    return 1 if 1e-4 < abs(scale / softcap) < 1e4 else 2
+
+
+def pieces(terms: Terms) -> int:
+    """How many intervals a row has; 0: it sees every key, or what a dense mask says."""
+    if terms.intervals is not None:
+        return terms.intervals.shape[0]
+    return 1 if terms.band is not None and len(terms.band) == 3 else 0
+
+
+def exposed(q: Tensor, k: Tensor, terms: Terms) -> bool:
+    """Whether there may be a key that no row of the call sees, and that may hold anything."""
+    if terms.intervals is not None or terms.dense is not None:
+        return True
+    return terms.band is not None and leaves_keys(q, k, terms.band)
+
+
+def leaves_keys(q: Tensor, k: Tensor, band: list[int]) -> bool:
+    """Whether there are keys outside of a band (`Terms.band`), which no row sees."""
+    if len(band) == 1:
+        return False
+    _, low, high = band
+    return low > 0 or q.shape[2] - 1 + high < k.shape[2] or low >= high
+
+
+def narrow(terms: Terms) -> bool:
+    """Whether rows see so few keys, or may do so, that edges take much of the time."""
+    if terms.intervals is not None:
+        return True
+    return terms.band is not None and len(terms.band) == 3 and terms.band[2] - terms.band[1] <= 4096
+
+
+def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
+    """Gather what the kernels of a call take."""
+    (q, q_steps), (k, k_steps), (v, v_steps) = ready(q), ready(k), ready(v)
+    intervals = None if terms.intervals is None else terms.intervals.contiguous()
+    step = batch = head = 0
+    if intervals is not None:
+        step = intervals.stride(1)
+        batch = intervals.stride(2) if intervals.shape[2] > 1 else 0
+        head = intervals.stride(3) if intervals.shape[3] > 1 else 0
+    position = terms.position.contiguous() if terms.band is None else None
+    shift, low, high = (*(terms.band or [0]), -FURTHEST, FURTHEST)[:3]
+    dense = None if terms.dense is None else terms.dense.view(torch.int8)
+    given = Given(
+        intervals,
+        dense,
+        None if dense is None else broadcast_strides(dense),
+        terms.bias,
+        None if terms.bias is None else broadcast_strides(terms.bias),
+        position,
+        None if terms.slopes is None else terms.slopes.contiguous(),
+        None if terms.relative is None else terms.relative.contiguous(),
+        None if terms.sinks is None else terms.sinks.contiguous(),
+        terms.seed,
+    )
+    sizes = Sizes(
+        q.shape[2],
+        k.shape[2],
+        q.shape[1] // k.shape[1],
+        terms.first_key,
+        0 if terms.relative is None else terms.relative.shape[1] // 2,
+        shift,
+        low,
+        high,
+        step,
+        batch,
+        head,
+        position.stride(0) if position is not None and position.shape[0] > 1 else 0,
+        dropout.threshold(terms.dropout),
+        terms.scale,
+        terms.softcap,
+        1 / (1 - terms.dropout),
+    )
+    return Operands(q, k, v, terms, (q_steps, k_steps, v_steps), given, sizes)
+
+
+def broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides that stay where the tensor is one wide."""
+    return tuple(
+        0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def outer_strides(x: Tensor) -> tuple[int, int, int]:
+    """Of batch, head and row."""
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def described(
+    tensors: tuple[Tensor, ...], steps: tuple[Steps, ...], rows: tuple[int, ...]
+) -> tuple[bool, list[Any]]:
+    """The tensors as descriptors of (rows, padded width) blocks, where the copy engine takes all.
+
+    Otherwise as they are, and the kernels compute addresses.
+    """
+    if any(step is None for step in steps):
+        return False, list(tensors)
+    return True, [
+        _descriptor(x, step, [1, 1, count, pad(x)])
+        for x, step, count in zip(tensors, steps, rows, strict=True)
+    ]
+
+
+def pair_tiles(call: Operands, rows: int, keys: int) -> list[TensorDescriptor | None]:
+    """The bias tensor and the dense mask as descriptors of (rows, keys) blocks.
+
+    None: there is none, or the copy engine can't load it, and the kernels compute addresses.
+    """
+    return [_pair_tiles(x, call, [1, 1, rows, keys]) for x in (call.given.bias, call.given.dense)]
+
+
+def _pair_tiles(x: Tensor | None, call: Operands, block: list[int]) -> TensorDescriptor | None:
+    z = call.sizes
+    if x is None or x.shape[2:] != (z.queries, z.keys) or x.stride(3) != 1 or x.itemsize > 4:
+        return None
+    for axis in (0, 1):  # an axis that only repeats is one wide
+        x = x if x.stride(axis) else x.narrow(axis, 0, 1)
+    steps = _steps_of(x) if card(x.device).copies else None
+    if steps is None or not begins_at(call, 16 // x.itemsize):
+        return None
+    return _descriptor(x, steps, block)
+
+
+def begins_at(call: Operands, unit: int) -> bool:
+    """Whether every tile of the scores begins at a multiple of `unit` keys.
+
+    Along a row the copy engine begins at multiples of 16 bytes; `extents` says where tiles begin.
+    """
+    z = call.sizes
+    if call.given.intervals is not None or z.keys % unit:
+        return False
+    if pieces(call.terms) == 0:
+        return True
+    first = z.queries - 1 + z.low <= 0 or z.low % unit == 0
+    ends = z.queries % unit == 0 or z.queries - 1 + z.high >= z.keys
+    return first and (z.high - 1) % unit == 0 and ends
+
+
+def _descriptor(x: Tensor, steps: Steps, block: list[int]) -> TensorDescriptor:
+    """Made without its own checks, which `_steps` and `pad` have passed, and which take as long as
+    a launch."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = x, list(x.shape), steps, block
+    return made
+
+
+def ready(x: Tensor) -> tuple[Tensor, Steps]:
+    """x as kernels can load it, and the strides by which the copy engine does; None: it does not.
+
+    Rows lie in one piece. A head of an odd width is copied into wider rows, once.
+    """
+    x = x if x.stride(-1) == 1 and x.stride(2) * MOST_ROWS < WORD else x.contiguous()
+    if not card(x.device).copies:
+        return x, None
+    steps = _steps_of(x)
+    if steps is not None or INTERPRETING:  # the interpreter tries both ways to load
+        return x, steps
+    width = x.shape[-1]
+    wide = x.new_empty(*x.shape[:-1], -(-width // 16) * 16)
+    wide[..., :width] = x
+    return wide[..., :width], _steps_of(wide)
+
+
+def _steps_of(x: Tensor) -> Steps:
+    return None if x.data_ptr() % 16 else _steps(x.shape, x.stride(), x.itemsize)
+
+
+@lru_cache(4096)
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Steps:
+    """Strides of 16-byte steps; None where the copy engine can't load such a tensor.
+
+    Where an axis is one wide its own stride says nothing, and a lawful one stands in.
+    """
+    if 0 in shape:
+        return None
+    unit = 16 // itemsize
+    least = -(-shape[3] // unit) * unit
+    steps = [1]
+    for size, stride in zip(shape[2::-1], strides[2::-1], strict=True):
+        step = stride if size > 1 else least
+        if step <= 0 or step % unit:
+            return None
+        steps.append(step)
+        least = max(least, step * size)
+    return steps[::-1]
+
+
+def pad(x: Tensor) -> int:
+    """The width of a tile of x: a power of two, and on a GPU at least the 128 bytes that copies and
+    matrix products handle as one. Narrower heads pay for the exponential, not for the product."""
+    least = 16 if INTERPRETING else 128 // x.itemsize
+    return max(least, 1 << (x.shape[-1] - 1).bit_length())
+
+
+def stride_unit(strides: Iterable[int], unit: int) -> int:
+    """What strides are handed over in: `unit` where all are multiples of it, and fit 32 bits."""
+    return unit if all(stride % unit == 0 and stride < WORD for stride in strides) else 1
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 is multiplied: in one tf32 product where PyTorch's own switch allows it, else in
+    three, which keep float32's precision (the error is below that of PyTorch's own kernels)."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
+    return INTERPRETING
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on the tensors' own GPU, whichever is current."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

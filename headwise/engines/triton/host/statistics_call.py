@@ -1,0 +1,92 @@
+"""A call's statistics from the forward's sums; those that need no loop come from a short kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.core.observation import STATISTICS
+from headwise.core.problem import Problem, Terms
+from headwise.core.sums import Sums
+from headwise.engines.operators import CALL, define, direct
+from headwise.engines.triton.host.cards import INTERPRETING
+from headwise.engines.triton.host.launches import kind_of, start
+from headwise.engines.triton.host.operands import (
+    WORD,
+    broadcast_strides,
+    on,
+    operands,
+    outer_strides,
+    stride_unit,
+)
+from headwise.engines.triton.kernels.single_key import Known, Single, single
+
+_BITS = {name: 1 << n for n, name in enumerate(Single._fields)}
+
+
+def complete(
+    problem: Problem, terms: Terms, sums: Sums, stats: tuple[str, ...], sink_keys: int
+) -> dict[str, Tensor]:
+    """The asked-for statistics, (B, Hq, N) each, from the forward's sums."""
+    found = {"lse": sums.lse, "max_logit": sums.max_logit, "entropy": sums.entropy}
+    found |= {"distance": sums.distance, "logit_mean": sums.logit_mean, "logit_var": sums.logit_var}
+    names = [name for name in Single._fields if name in stats]
+    if names:
+        start = problem.start() if "sink_mass" in names else 0
+        starts, first = (start, 0) if isinstance(start, Tensor) else (None, start)
+        asked = sum(_BITS[name] for name in names)
+        with torch.no_grad():
+            rest = _single(
+                problem.q, problem.k, problem.v, *terms, sums.out, sums.lse, sums.max_logit,
+                sums.entropy, starts, first, sink_keys, asked,
+            )  # fmt: skip
+        found |= dict(zip(names, rest.unbind(0), strict=True))
+    return {name: found[name] for name in STATISTICS if name in stats}
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    terms = Terms(*given[: len(Terms._fields)])
+    out, lse, max_logit, entropy, starts, first, sink_keys, asked = given[len(Terms._fields) :]
+    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
+        q, k, v, out = q.float(), k.float(), v.float(), out.float()
+    whole = _shapes(q, k, v, *given)
+    if lse.numel() == 0:
+        return whole
+    parts = iter(whole)
+    call = operands(q, k, v, terms)
+    flags = {name: x for name, x in call.flags().items() if name not in ("PRECISION", "PLAIN")}
+    found = Single(*(next(parts) if asked & bit else None for bit in _BITS.values()))
+    known = Known(lse, max_logit, entropy if entropy.numel() else None)
+    rows = 32 if max(call.padded) <= 64 else 16
+    strides = (*outer_strides(call.q), *outer_strides(call.k))
+    unit = stride_unit(strides, 8)
+    simple = starts is None and max(*strides, abs(first), sink_keys) < WORD
+    with on(q.device):
+        start(
+            single, (-(-q.shape[2] // rows), q.shape[1], q.shape[0]),
+            kind_of(call, (*known, out), asked) if simple else None,
+            (call.q, call.k, out.contiguous(), *(stride // unit for stride in strides), call.given,
+            *call.sizes, known, found, starts,
+            None if starts is None else broadcast_strides(starts), first, sink_keys),
+            4, 1, ROWS=rows, UNIT=unit, **flags,
+        )  # fmt: skip
+    return whole
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    count = int.bit_count(given[-1])
+    return q.new_empty(count, *q.shape[:3], dtype=torch.float32)
+
+
+_single = direct(
+    _run,
+    define(
+        "triton_single",
+        f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor entropy, Tensor? starts, "
+        "SymInt first, SymInt sink_keys, int asked) -> Tensor",
+        _run,
+        _shapes,
+    ),
+)

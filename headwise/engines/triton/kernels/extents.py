@@ -1,0 +1,97 @@
+"""Which blocks of keys a block of rows meets: edges, where a mask decides, and a middle without."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headwise.engines.triton.kernels.tile import interval
+
+
+@triton.jit
+def extent(t, z, piece: tl.constexpr, b, h, i, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """The key blocks that rows i see in one piece of the mask, scalars but for the rows' bounds.
+
+    Blocks are counted from `low`, the first key that any row sees; [inner, outer) of them are seen
+    whole by all rows and need no mask. `dirty`: some key inside the blocks may be seen by none of
+    these rows, perhaps by no row at all, and may hold anything.
+    """
+    first, last = tl.zeros(i.shape, tl.int32), tl.zeros(i.shape, tl.int32) + z.keys
+    if PIECES > 0:
+        first, last = interval(t, z, piece, b, h, i)
+    empty = first >= last
+    low = tl.min(tl.where(empty, z.keys, first), 0)
+    high = tl.max(tl.where(empty, 0, last), 0)
+    blocks = tl.maximum(tl.cdiv(high - low, BLOCK), 0)
+    all_low = tl.max(first, 0)
+    all_high = tl.min(tl.where(empty, 0, last), 0)
+    inner = tl.cdiv(tl.maximum(all_low - low, 0), BLOCK)
+    outer = tl.maximum(all_high - low, 0) // BLOCK
+    some = (outer > inner) & (blocks > 0)
+    inner, outer = tl.where(some, inner, blocks), tl.where(some, outer, blocks)
+    dirty = blocks < 0  # without a mask every key is seen, and there is none past the last
+    if PIECES > 0:
+        # Neighbours whose intervals touch leave no gap; a single block reaches past its last key.
+        next_first, next_last = interval(t, z, piece, b, h, i + 1)
+        gap = empty | (next_first > last) | (next_last < first)
+        dirty = (tl.max(gap.to(tl.int32), 0) > 0) | (blocks < 2)
+    if t.dense is not None:
+        inner, outer = blocks, blocks
+        dirty = blocks >= 0
+    return first, last, low, high, blocks, inner, outer, dirty
+
+
+@triton.jit
+def edge(n, extent, BLOCK: tl.constexpr):
+    """The n-th block of an extent that needs a mask: its first key, and the rows' bounds in it."""
+    first, last, low, high, blocks, inner, outer, dirty = extent
+    number = tl.where(n < inner, n, n - inner + outer)
+    start = low + number * BLOCK
+    # A clean last block moves back to end at the last key that is seen; what it meets again is
+    # masked by the new bound.
+    back = (number == blocks - 1) & (blocks > 1) & (dirty == 0)
+    return tl.where(back, high - BLOCK, start), tl.maximum(first, start), last
+
+
+@triton.jit
+def met(t, z, b, h, i, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """What rows i meet: the extents of both pieces, whether one is dirty, and how many blocks.
+
+    Edges of the first piece and of both, then blocks in the middle of the first and of both.
+    """
+    one = extent(t, z, 0, b, h, i, BLOCK, PIECES)
+    two = one
+    _, _, _, _, blocks, inner, outer, dirty = one
+    edges = inner + blocks - outer
+    middle = outer - inner
+    more_edges, more_middle = 0, 0
+    if PIECES == 2:
+        two = extent(t, z, 1, b, h, i, BLOCK, PIECES)
+        _, _, _, _, blocks2, inner2, outer2, dirty2 = two
+        dirty = dirty | dirty2
+        more_edges = inner2 + blocks2 - outer2
+        more_middle = outer2 - inner2
+    return one, two, dirty, (edges, edges + more_edges, middle, middle + more_middle)
+
+
+@triton.jit
+def edge_of(n, one, two, edges, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """The n-th block that needs a mask, of both pieces; the first of them has `edges`."""
+    start, first, last = edge(n, one, BLOCK)
+    if PIECES == 2:
+        other, more_first, more_last = edge(n - edges, two, BLOCK)
+        start = tl.where(n < edges, start, other)
+        first = tl.where(n < edges, first, more_first)
+        last = tl.where(n < edges, last, more_last)
+    return start, first, last
+
+
+@triton.jit
+def middle_of(n, one, two, middle, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """Where the n-th block without a mask begins, of both pieces; the first has `middle`."""
+    _, _, low, _, _, inner, _, _ = one
+    start = low + (inner + n) * BLOCK
+    if PIECES == 2:
+        _, _, low2, _, _, inner2, _, _ = two
+        start = tl.where(n < middle, start, low2 + (inner2 + n - middle) * BLOCK)
+    return start

@@ -1,0 +1,229 @@
+"""The softmax of a tile on Hopper: weights, running sums, and statistics from them.
+
+It computes what the kernel `forward` does for plain scores and for their tanh, where there is a
+cap, in the same base-2 units. A matrix product leaves each thread every eighth key of
+two rows, two keys each time; sums are kept so until the end, and threads need not meet for them.
+"""
+
+# A kernel is Gluon's language, not Python's: its arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from headwise.engines.triton.kernels.cap import LIMIT, SERIES, TWO_LOG2E, assembly, operands
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+NOTHING = gl.constexpr(float("-inf"))
+FAR = gl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
+GROUP = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
+TOGETHER = gl.constexpr(16)  # scores for which a thread chooses one of the cap's two formulas
+
+
+class Written(NamedTuple):
+    """Where the kernel writes, (B, Hq, N) float32 each; None: not asked for."""
+
+    lse: Tensor
+    max_logit: Tensor
+    entropy: Tensor | None
+    distance: Tensor | None
+    rest_mean: Tensor | None
+    rest_spread: Tensor | None
+
+
+@gluon.jit
+def in_eighths(s):
+    """(rows, keys) scores as (rows, keys / 8, 8): all that one thread holds lies along axis 1."""
+    return s.reshape([GROUP, s.shape[1] // 8, 8])
+
+
+@gluon.jit
+def row_max(s):
+    """Of scores in eighths."""
+    return gl.max(gl.max(s, 1), 1)
+
+
+@gluon.jit
+def along(x, LIKE: gl.constexpr):
+    """A number a row, beside columns of a layout."""
+    return gl.convert_layout(x, gl.SliceLayout(1, LIKE))[:, None]
+
+
+@gluon.jit
+def steps(LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+    """0, 1, 2, … along axis 1 of scores in eighths."""
+    return gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+
+
+@gluon.jit
+def visible(s, j0, first, last):
+    """Which keys of a tile in eighths each row sees.
+
+    A thread's keys of a row are a word's bits, so that a key costs one test.
+    """
+    LAYOUT: gl.constexpr = s.type.layout
+    COUNT: gl.constexpr = s.shape[1]
+    EIGHTHS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    eighth = gl.arange(0, 8, gl.SliceLayout(0, EIGHTHS))[None, :]
+    begin = gl.minimum(gl.maximum((along(first, EIGHTHS) - j0 - eighth + 7) >> 3, 0), COUNT)
+    end = gl.minimum(gl.maximum((along(last, EIGHTHS) - j0 - eighth + 7) >> 3, 0), COUNT)
+    bits = ((1 << end) - 1) & ~((1 << begin) - 1)
+    return (bits[:, None, :] & (1 << steps(LAYOUT, COUNT))) != 0
+
+
+def numbers_of_cap(ratio: float) -> tuple[float, ...]:
+    """What `capped` takes for tanh(ratio · s); a kernel that made them would spill registers."""
+    series = (c * ratio ** (2 * n + 1) for n, c in enumerate(SERIES.value))
+    return (LIMIT.value / ratio) ** 2, TWO_LOG2E.value * ratio, *series
+
+
+@gluon.jit
+def capped(s, cap):
+    """tanh by the assembly of `headwise.engines.triton.kernels.cap`, with the numbers of a cap."""
+    limit, factor, one, three, five, seven = cap
+    return gl.inline_asm_elementwise(
+        assembly(TOGETHER), operands(TOGETHER), [s, limit, factor, one, three, five, seven],
+        dtype=gl.float32, is_pure=True, pack=TOGETHER,
+    )  # fmt: skip
+
+
+@gluon.jit
+def packed(p, TYPE: gl.constexpr):
+    """Weights in eighths, rounded and two to a word: (rows, keys / 2).
+
+    As 16-bit numbers they would be taken apart and put together again on their way to the next
+    step, and unrounded they would take twice the registers.
+    """
+    low, high = gl.split(p.reshape([GROUP, p.shape[1] * 4, 2]))
+    ROUND: gl.constexpr = "bf16x2" if TYPE.is_bf16() else "f16x2"
+    return gl.inline_asm_elementwise(
+        f"cvt.rn.{ROUND}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def unpacked(words, TYPE: gl.constexpr):
+    """The weights, (rows, keys), where they are: the assembler sees that nothing moves."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    return gl.join(low, high).reshape([GROUP, 2 * words.shape[1]]).to(TYPE, bitcast=True)
+
+
+@gluon.jit
+def soften(
+    s, before, j0, bounds, z, written,
+    TYPE: gl.constexpr, FIRST: gl.constexpr, MASKED: gl.constexpr, MOMENTS: gl.constexpr,
+):  # fmt: skip
+    """Merge a tile into the rows' state: its weights, the state, and what shrinks older sums.
+
+    The weights are `packed`, of the type TYPE.
+    """
+    if z.cap is not None:
+        s = capped(s, z.cap)
+    s = in_eighths(s)
+    first, last, position = bounds
+    seen, unit = s, z.unit
+    if MASKED:
+        seen = visible(s, j0, first, last)
+        s = gl.where(seen, s, FAR)
+    new = row_max(s) * unit
+    if not FIRST:
+        new = gl.maximum(before[0], new)
+    # As in Triton's kernel: a row that has seen nothing yet must not take FAR from FAR.
+    base = gl.where(new < unit * (0.5 * FAR), 0.0, new)
+    e = s * unit - base[:, None][:, None, :]
+    p = gl.exp2(e)
+    l = gl.sum(p, 1)
+    SUMS: gl.constexpr = l.type.layout
+    shifted, reach, count, off, squares = l, l, l, l, l
+    if written.entropy is not None:
+        shifted = gl.sum(p * e, 1)
+    if written.distance is not None:
+        # From the block's first key, so that small distances stay exact.
+        TILE: gl.constexpr = s.type.layout
+        beyond = gl.sum(p * (8 * steps(TILE, s.shape[1])).to(gl.float32), 1)
+        reach = along((position - j0).to(gl.float32), SUMS) * l - beyond
+    if MOMENTS:
+        # About the largest so far, which is at most √n deviations from the mean.
+        count = gl.full([GROUP, 8], s.shape[1], gl.float32, SUMS)
+        if MASKED:
+            count = gl.sum(gl.where(seen, 1.0, 0.0), 1)
+            e = gl.where(seen, e, 0.0)
+        off, squares = gl.sum(e, 1), gl.sum(e * e, 1)
+    shrink = new
+    if not FIRST:
+        m, old_l, old_shifted, old_reach, old_count, old_off, old_squares = before
+        shrink = gl.exp2(m - new)
+        less, moved = along(shrink, SUMS), along(m - new, SUMS)
+        if written.entropy is not None:
+            shifted += (old_shifted + old_l * moved) * less
+        if written.distance is not None:
+            reach += old_reach * less
+        if MOMENTS:
+            moved = gl.where(old_count > 0.0, moved, 0.0)
+            off += old_off + old_count * moved
+            squares += old_squares + moved * (2.0 * old_off + old_count * moved)
+            count += old_count
+        l += old_l * less
+    return packed(p, TYPE), (new, l, shifted, reach, count, off, squares), shrink
+
+
+@gluon.jit
+def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
+    """Write mean and sum of squares of the logits so far, and go on without them."""
+    m, l, shifted, reach, count, off, squares = state
+    count = gl.convert_layout(gl.sum(count, 1), ROWS)
+    off = gl.convert_layout(gl.sum(off, 1), ROWS)
+    squares = gl.convert_layout(gl.sum(squares, 1), ROWS)
+    there = (count > 0.0) & some
+    about = off / gl.maximum(count, 1.0)
+    line = (b * z.heads + h).to(gl.int64) * z.queries + i
+    here = i < z.queries
+    gl.store(written.rest_mean + line, gl.where(there, (m + about) * LN2, 0.0), mask=here)
+    spread = gl.where(there, gl.maximum(squares - off * about, 0.0), 0.0) * (LN2 * LN2)
+    gl.store(written.rest_spread + line, spread, mask=here)
+    return m, l, shifted, reach, l, l, l
+
+
+@gluon.jit
+def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
+    """Write the rows' statistics; returns what the sums of values are multiplied by."""
+    m, l_parts, shifted, reach, _, _, _ = state
+    l = gl.convert_layout(gl.sum(l_parts, 1), ROWS)
+    unseen = (m < z.unit * (0.5 * FAR)) & (l == l)  # a maximum does not tell of NaN, the sum does
+    l, m = gl.where(unseen, 0.0, l), gl.where(unseen, NOTHING, m)
+    base = gl.where(m == NOTHING, 0.0, m)
+    total, top = l, base * LN2
+    if sinks is not None:
+        sink = gl.load(sinks + h).to(gl.float32)
+        rules = sink * LOG2E > m  # and is not rounded twice then, and weighs 1
+        top = gl.where(rules, sink, m * LN2)
+        base = gl.maximum(m, sink * LOG2E)
+        base = gl.where(base == NOTHING, 0.0, base)
+        total = l * gl.exp2(m - base) + gl.where(rules, 1.0, gl.exp2(sink * LOG2E - base))
+    empty = total == 0.0
+    weight = gl.where(empty, 0.0, gl.exp2(m - base) / gl.where(empty, 1.0, total))
+    above = gl.log2(gl.where(empty, 1.0, total))
+    line = (b * z.heads + h).to(gl.int64) * z.queries + i
+    here = i < z.queries
+    gl.store(written.lse + line, gl.where(empty, NOTHING, top + above * LN2), mask=here)
+    gl.store(written.max_logit + line, gl.where((l == l) | (m == -NOTHING), m * LN2, l), mask=here)
+    if written.entropy is not None:
+        over = gl.where(m == NOTHING, 0.0, above + (base - m))
+        shifted = gl.convert_layout(gl.sum(shifted, 1), ROWS)
+        entropy = weight * (l * over - shifted) * LN2  # 0 · inf where a sink is far above
+        gl.store(written.entropy + line, gl.where(weight == 0.0, 0.0, entropy), mask=here)
+    if written.distance is not None:
+        step = gl.arange(0, 8, gl.SliceLayout(0, reach.type.layout)).to(gl.float32)
+        reach = gl.convert_layout(gl.sum(reach - step[None, :] * l_parts, 1), ROWS)
+        gl.store(written.distance + line, reach * weight, mask=here)
+    return weight

@@ -1,0 +1,192 @@
+"""The map kernel: sums or maxima of the weights in each cell, from q, k and lse.
+
+A program owns some cells by some cells. Its tile takes a few rows of each of its row cells and a
+few keys of each of its key cells, and goes through them all: an entry of the tile belongs to the
+same cell every time, so nothing is added up across a tile before the end. Pools, tiles of a
+pyramid and column sums are one kernel: a column sum is a cell of all rows by one key.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headwise.engines.triton.kernels.tile import (
+    LOOSE,
+    NOTHING,
+    Sizes,
+    dense_seen,
+    interval,
+    positions,
+    scores,
+    unit_of,
+)
+
+
+@triton.jit
+def edge_of(cell, count, length, width):
+    """The first position of a cell: multiples of `width`, or where it is 0 evenly many of them."""
+    even = (cell.to(tl.int64) * length // tl.maximum(count, 1)).to(tl.int32)
+    return tl.minimum(tl.where(width > 0, cell * width, even), length)
+
+
+@triton.jit
+def rows_of(x, start, row_step, at, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """x[at], (rows, PADDED); zeros outside."""
+    column = tl.arange(0, PADDED)
+    address = x + start + at.to(tl.int64)[:, None] * row_step + column[None, :]
+    return tl.load(address, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def seen_pairs(t, z, b, h, i, j, PIECES: tl.constexpr):
+    """Which rows i (rows, 1) see which keys j (1, keys)."""
+    seen = (j >= 0) & (i >= 0)
+    if t.dense is not None:
+        seen = dense_seen(t, z, b, h, i, j)
+    if PIECES > 0:
+        first, last = interval(t, z, 0, b, h, i)
+        seen = (j >= first) & (j < last)
+    if PIECES == 2:
+        first, last = interval(t, z, 1, b, h, i)
+        seen = seen | ((j >= first) & (j < last))
+    return seen
+
+
+@triton.jit
+def touched(t, z, b, h, i, inside, low, high, PIECES: tl.constexpr):
+    """Whether some of the rows sees some of the keys [low, high), and whether all see them all."""
+    some, whole = high > low, high > low
+    if t.dense is not None:
+        whole = high < low
+    if PIECES > 0:
+        first, last = interval(t, z, 0, b, h, i)
+        meets = (first < high) & (last > low) & (first < last)
+        spans = (first <= low) & (last >= high)
+        if PIECES == 2:
+            first, last = interval(t, z, 1, b, h, i)
+            meets = meets | ((first < high) & (last > low) & (first < last))
+            spans = spans | ((first <= low) & (last >= high))
+        some = tl.max((meets & inside).to(tl.int32), 0) > 0
+        whole = tl.min((spans | (inside == 0)).to(tl.int32), 0) > 0
+    return some, whole
+
+
+@triton.jit
+def weigh(
+    acc, tile_q, k, norms, start_k, k_row, start_norms, t, z, b, h, i, lse, position, at, inside,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add the weights of the rows on the keys `at`, or keep the largest of their logarithms."""
+    tile_k = rows_of(k, start_k, k_row, at, inside, WIDTH, PADDED)
+    s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
+    s, _ = scores(s, t, z, b, h, i[:, None], at[None, :], position[:, None], PLAIN, CAP)
+    e = s * unit_of(z, PLAIN, CAP) - lse[:, None]
+    if LARGEST:
+        # a weight is at most 1, whatever rounding says
+        e = tl.minimum(e, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if norms is not None:
+            norm = tl.load(norms + start_norms + at, mask=inside, other=0.0)
+            e += tl.log2(norm)[None, :]
+        if MASKED:
+            seen = seen_pairs(t, z, b, h, i[:, None], at[None, :], PIECES)
+            seen = seen & inside[None, :] & (lse != float("inf"))[:, None]
+            e = tl.where(seen, e, NOTHING)
+        acc = tl.maximum(acc, e, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        p = tl.exp2(e)
+        if norms is not None:
+            p *= tl.load(norms + start_norms + at, mask=inside, other=0.0)[None, :]
+        if MASKED:
+            seen = seen_pairs(t, z, b, h, i[:, None], at[None, :], PIECES)
+            p = tl.where(seen & inside[None, :] & (lse != float("inf"))[:, None], p, 0.0)
+        acc += p
+    return acc
+
+
+@triton.jit(do_not_specialize=[
+    *LOOSE, "row_cells", "key_cells", "row_width", "key_width", "row_steps", "key_steps",
+    "norm_batch", "norm_head",
+])  # fmt: skip
+def cells(
+    q, k, norms, lse, out, qs, ks, t,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
+    row_cells, key_cells, row_width, key_width, row_steps, key_steps, norm_batch, norm_head,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ROW_PART: tl.constexpr, KEY_PART: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """ROWS // ROW_PART row cells by KEYS // KEY_PART key cells; a tile has a PART of each.
+
+    out is (B, Hq, row_cells, key_cells); lse (B, Hq, N) in base 2, +inf where a row sees nothing.
+    """
+    z = Sizes(
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    columns = tl.cdiv(key_cells, KEYS // KEY_PART)
+    group_of_rows, group_of_keys = tl.program_id(0) // columns, tl.program_id(0) % columns
+    h, b = tl.program_id(1), tl.program_id(2)
+    row_cell = group_of_rows * (ROWS // ROW_PART) + tl.arange(0, ROWS) // ROW_PART
+    key_cell = group_of_keys * (KEYS // KEY_PART) + tl.arange(0, KEYS) // KEY_PART
+    row_first = edge_of(row_cell, row_cells, queries, row_width)
+    row_last = edge_of(row_cell + 1, row_cells, queries, row_width)
+    key_first = edge_of(key_cell, key_cells, keys, key_width)
+    key_last = edge_of(key_cell + 1, key_cells, keys, key_width)
+    lowest, highest = tl.min(key_first, 0), tl.max(key_last, 0)
+    full = tl.min(key_last - key_first, 0) // KEY_PART  # steps in which every cell has a part
+    row_offset, key_offset = tl.arange(0, ROWS) % ROW_PART, tl.arange(0, KEYS) % KEY_PART
+
+    kh = h // group
+    start_q = b.to(tl.int64) * qs[0] + h.to(tl.int64) * qs[1]
+    start_k = b.to(tl.int64) * ks[0] + kh.to(tl.int64) * ks[1]
+    start_norms = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * queries
+    acc = tl.zeros([ROWS, KEYS], tl.float32)
+    if LARGEST:
+        acc += NOTHING
+    for row_step in tl.range(0, row_steps):
+        i = row_first + row_step * ROW_PART + row_offset
+        here = i < row_last
+        i = tl.minimum(i, queries - 1)
+        some, whole = touched(t, z, b, h, i, here, lowest, highest, PIECES)
+        if some:
+            tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
+            sums = tl.load(lse + line + i, mask=here, other=float("inf"))
+            position = positions(t, z, b, i)
+            clean = tl.where(whole, tl.minimum(full, key_steps), 0)
+            for step in tl.range(0, clean):
+                at = key_first + step * KEY_PART + key_offset
+                acc = weigh(
+                    acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
+                    position, at, at >= 0, WIDTH, PADDED, PRECISION, PIECES, PLAIN, CAP, LARGEST,
+                    False,
+                )  # fmt: skip
+            for step in tl.range(clean, key_steps):
+                at = key_first + step * KEY_PART + key_offset
+                inside = at < key_last
+                acc = weigh(
+                    acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
+                    position, tl.minimum(at, keys - 1), inside, WIDTH, PADDED, PRECISION, PIECES,
+                    PLAIN, CAP, LARGEST, True,
+                )  # fmt: skip
+
+    found = tl.reshape(acc, (ROWS // ROW_PART, ROW_PART, KEYS // KEY_PART, KEY_PART))
+    if LARGEST:
+        lost = tl.max(tl.max((found != found).to(tl.int32), 3), 1)  # a maximum drops NaN
+        found = tl.where(lost > 0, float("nan"), tl.exp2(tl.max(tl.max(found, 3), 1)))
+    else:
+        found = tl.sum(tl.sum(found, 3), 1)
+    row = group_of_rows * (ROWS // ROW_PART) + tl.arange(0, ROWS // ROW_PART)
+    column = group_of_keys * (KEYS // KEY_PART) + tl.arange(0, KEYS // KEY_PART)
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * row_cells
+    tl.store(
+        out + (line + row)[:, None] * key_cells + column[None, :],
+        found,
+        mask=(row < row_cells)[:, None] & (column < key_cells)[None, :],
+    )

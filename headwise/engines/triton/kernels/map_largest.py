@@ -1,0 +1,97 @@
+"""The kernel of a map's largest weights: each row's best so far, and the keys that they are on."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headwise.engines.triton.kernels.map_cells import rows_of, seen_pairs
+from headwise.engines.triton.kernels.tile import (
+    LOOSE,
+    NOTHING,
+    Sizes,
+    interval,
+    positions,
+    scores,
+    unit_of,
+)
+
+
+@triton.jit(do_not_specialize=[*LOOSE, "count", "norm_batch", "norm_head"])
+def largest(
+    q, k, norms, lse, best_out, key_out, qs, ks, t,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
+    count, norm_batch, norm_head,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """A block of rows: logarithms to base 2 of their `count` largest weights, in no order.
+
+    best_out and key_out are (B, Hq, N, KEPT); lse (B, Hq, N) in base 2, +inf: sees nothing.
+    """
+    z = Sizes(
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i = block * ROWS + tl.arange(0, ROWS)
+    here = i < queries
+    i = tl.minimum(i, queries - 1)
+    kh = h // group
+    start_q = b.to(tl.int64) * qs[0] + h.to(tl.int64) * qs[1]
+    start_k = b.to(tl.int64) * ks[0] + kh.to(tl.int64) * ks[1]
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * queries + i
+    tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
+    sums = tl.load(lse + line, mask=here, other=float("inf"))
+    position = positions(t, z, b, i)
+    begin, end = keys * 0, keys
+    if PIECES > 0:
+        first, last = interval(t, z, 0, b, h, i)
+        empty = first >= last
+        begin = tl.min(tl.where(empty, keys, first), 0)
+        end = tl.max(tl.where(empty, 0, last), 0)
+        if PIECES == 2:
+            first, last = interval(t, z, 1, b, h, i)
+            empty = first >= last
+            begin = tl.minimum(begin, tl.min(tl.where(empty, keys, first), 0))
+            end = tl.maximum(end, tl.max(tl.where(empty, 0, last), 0))
+
+    slot = tl.arange(0, KEPT)[None, :]
+    column = tl.arange(0, KEYS)
+    # A slot that was not asked for is never the smallest, so nothing comes to stand in it.
+    best = tl.where(slot + tl.zeros([ROWS, 1], tl.int32) < count, NOTHING, float("inf"))
+    key = tl.zeros([ROWS, KEPT], tl.int32) - 1
+    for n in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 0)):
+        j = begin + n * KEYS + column
+        inside = j < keys
+        tile_k = rows_of(k, start_k, ks[2], j, inside, WIDTH, PADDED)
+        s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
+        s, _slope = scores(s, t, z, b, h, i[:, None], j[None, :], position[:, None], PLAIN, CAP)
+        e = tl.minimum(s * unit_of(z, PLAIN, CAP) - sums[:, None], 0.0)
+        e = tl.where((sums != sums)[:, None], 0.0, e)
+        if norms is not None:
+            start = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
+            norm = tl.load(norms + start + j, mask=inside, other=0.0)
+            e += tl.log2(tl.maximum(norm, 1.1754944e-38))[None, :]  # a value of 0 is still a key
+        seen = seen_pairs(t, z, b, h, i[:, None], j[None, :], PIECES) & inside[None, :]
+        e = tl.where(seen & (sums != float("inf"))[:, None], e, NOTHING)
+        floor = tl.min(best, 1)
+        top, at = tl.max(e, 1, return_indices=True)
+        while tl.max((top > floor).to(tl.int32), 0) > 0:
+            _, worst = tl.min(best, 1, return_indices=True)
+            taken = (slot == worst[:, None]) & (top > floor)[:, None]
+            best = tl.where(taken, top[:, None], best)
+            key = tl.where(taken, (begin + n * KEYS + at)[:, None], key)
+            e = tl.where(column[None, :] == at[:, None], NOTHING, e)
+            floor = tl.min(best, 1)
+            top, at = tl.max(e, 1, return_indices=True)
+    # Of a row that is NaN all weights are, and any of its keys will do.
+    best = tl.where((sums != sums)[:, None] & (key >= 0), float("nan"), best)
+    there = here[:, None] & (slot < KEPT)
+    tl.store(best_out + line[:, None] * KEPT + slot, best, mask=there)
+    tl.store(key_out + line[:, None] * KEPT + slot, key, mask=there)

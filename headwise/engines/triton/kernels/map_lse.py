@@ -1,0 +1,108 @@
+"""The kernel of lse alone: the forward pass of a map, which has no values to mix."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headwise.engines.triton.kernels.map_cells import rows_of
+from headwise.engines.triton.kernels.online import (
+    beside_sink,
+    bounds,
+    nothing_yet,
+    saw_nothing,
+    take_in,
+)
+from headwise.engines.triton.kernels.tile import (
+    FAR,
+    LN2,
+    LOOSE,
+    NOTHING,
+    Sizes,
+    logits,
+    positions,
+    unit_of,
+)
+
+
+@triton.jit
+def add_keys(
+    sums, tile_q, k, start_k, k_row, t, z, b, h, i, position, first, last, j0, limit,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Merge the keys from j0 on, below `limit`, into the rows' sums."""
+    j = j0 + tl.arange(0, KEYS)
+    tile_k = rows_of(k, start_k, k_row, j, j < limit, WIDTH, PADDED)
+    s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
+    s, _ = logits(
+        s, t, z, b, h, i[:, None], j[None, :], position[:, None], first[:, None],
+        tl.minimum(last, limit)[:, None], PLAIN, CAP, MASKED,
+    )  # fmt: skip
+    if MASKED and t.dense is not None:
+        s = tl.where((j < limit)[None, :], s, FAR)
+    unit = unit_of(z, PLAIN, CAP)
+    sums, _, _ = take_in(sums, s, unit, position, j0, 0, KEYS, False, False, False)
+    return sums
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def log_sums(
+    q, k, lse, qs, ks, t,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """lse (B, Hq, N) of a block of rows of one head; -inf where a row sees nothing."""
+    z = Sizes(
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tl.num_programs(0) - 1 - block  # late rows of a causal mask see most
+    i = block * ROWS + tl.arange(0, ROWS)
+    there = i < queries
+    i = tl.minimum(i, queries - 1)
+    start_q = b.to(tl.int64) * qs[0] + h.to(tl.int64) * qs[1]
+    start_k = b.to(tl.int64) * ks[0] + (h // group).to(tl.int64) * ks[1]
+    tile_q = rows_of(q, start_q, qs[2], i, there, WIDTH, PADDED)
+    position = positions(t, z, b, i)
+    sums = nothing_yet(ROWS)
+    for piece in tl.static_range(PIECES if PIECES > 0 else 1):
+        first, last, lowest, highest = bounds(t, z, piece, b, h, i, PIECES)
+        # Whole blocks that every row sees come first and need no mask; what is before and after
+        # them does. A row that sees nothing may say so by any two numbers.
+        clean = tl.minimum(tl.maximum(tl.max(first, 0), lowest), highest)
+        blocks = tl.maximum(tl.min(tl.where(first < last, last, 0), 0) - clean, 0) // KEYS
+        if t.dense is not None:
+            blocks = blocks * 0
+        for n in tl.range(0, blocks):
+            sums = add_keys(
+                sums, tile_q, k, start_k, ks[2], t, z, b, h, i, position, first, last,
+                clean + n * KEYS, keys, KEYS, WIDTH, PADDED, PRECISION, PLAIN, CAP, False,
+            )  # fmt: skip
+        before = tl.cdiv(tl.maximum(clean - lowest, 0), KEYS)
+        rest = clean + blocks * KEYS
+        after = tl.cdiv(tl.maximum(highest - rest, 0), KEYS)
+        for n in tl.range(0, before + after):
+            j0 = tl.where(n < before, lowest + n * KEYS, rest + (n - before) * KEYS)
+            sums = add_keys(
+                sums, tile_q, k, start_k, ks[2], t, z, b, h, i, position, first, last, j0,
+                tl.where(n < before, clean, highest), KEYS, WIDTH, PADDED, PRECISION, PLAIN, CAP,
+                True,
+            )  # fmt: skip
+
+    l, m, _, _, _, _, _ = sums
+    unit = unit_of(z, PLAIN, CAP)
+    unseen = saw_nothing(l, m, unit)
+    l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
+    base, summit, sink = beside_sink(m, t.sinks, h)
+    total = l * tl.exp2(m - base) + sink
+    empty = total == 0.0
+    found = summit + tl.log2(tl.where(empty, 1.0, total)) * LN2
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * queries + i
+    tl.store(lse + line, tl.where(empty, NOTHING, found), mask=there)

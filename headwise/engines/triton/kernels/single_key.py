@@ -1,0 +1,151 @@
+"""What a row's statistics need beyond the loop over its keys: weights on single keys, and a norm.
+
+Once lse is known a weight is one dot product, so this is one short pass over the rows.
+"""
+
+# A kernel is Triton's language, not Python's: its arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwise.engines.triton.kernels.grad_small import visible
+from headwise.engines.triton.kernels.tile import (
+    LOG2E,
+    LOOSE,
+    NOTHING,
+    Sizes,
+    bend,
+    load_tile,
+    positions,
+)
+
+
+class Known(NamedTuple):
+    """What the forward has found of each row, (B, Hq, N) float32; None: nobody needs it."""
+
+    lse: Tensor
+    max_logit: Tensor
+    entropy: Tensor | None
+
+
+class Single(NamedTuple):
+    """Where the kernel writes, (B, Hq, N) float32 each; None: not asked for."""
+
+    top_prob: Tensor | None
+    effective_keys: Tensor | None
+    sink_mass: Tensor | None
+    self_mass: Tensor | None
+    previous_mass: Tensor | None
+    output_norm: Tensor | None
+
+
+@triton.jit
+def power(s, lse):
+    """exp(s - lse), no more than 1 whatever rounding says.
+
+    The whole powers of two are split off first: a weight of 1e-20 is as exact as one near 1.
+    """
+    x = s - lse
+    x = tl.where(x < -200.0, -200.0, x)  # NaN stays, which a maximum would lose
+    whole = tl.floor(x * LOG2E + 0.5)
+    rest = (x - whole * 0.693359375) + whole * 2.12194440e-4  # ln 2 in two parts
+    found = tl.exp2(whole) * tl.exp2(rest * LOG2E)
+    return tl.where(found > 1.0, 1.0, found)
+
+
+@triton.jit
+def weight_on(
+    column, rows, k, ks, t, z, b, h, i, position, lse,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """The weight of each row on the key `column`, which may be none of the call's."""
+    seen = visible(t, z, b, h, i, column, i, PIECES)
+    wide = tl.arange(0, PADDED)[None, :]
+    start = k + b.to(tl.int64) * ks[0] + (h // z.group).to(tl.int64) * ks[1]
+    keys = tl.load(
+        start + column.to(tl.int64)[:, None] * ks[2] + wide,
+        mask=seen[:, None] & (wide < WIDTH),
+        other=0.0,
+    )
+    s = tl.sum(rows * keys.to(tl.float32), 1)
+    s, _ = bend(s, t, z, b, h, i, tl.minimum(tl.maximum(column, 0), z.keys - 1), position, CAP)
+    return tl.where(seen & (s != NOTHING), power(s, lse), 0.0)
+
+
+_STRIDES = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row"]
+
+
+@triton.jit(do_not_specialize=[*LOOSE, *_STRIDES, "first", "sink_keys"])
+def single(
+    q, k, out, q_batch, q_head, q_row, k_batch, k_head, k_row, t,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
+    known, found, starts, start_strides, first, sink_keys,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
+    PADDED_VALUES: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """One block of ROWS query rows of one head; its sequence starts at key `first` or `starts`.
+
+    Strides count in UNITs, so that wide loads are known to be lawful.
+    """
+    qs = (q_batch * UNIT, q_head * UNIT, q_row * UNIT)
+    ks = (k_batch * UNIT, k_head * UNIT, k_row * UNIT)
+    z = Sizes(
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i = block * ROWS + tl.arange(0, ROWS)
+    here = i < z.queries
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries + i
+    position = positions(t, z, b, i)
+    lse = tl.load(known.lse + line, mask=here, other=0.0)
+    lse = tl.where(lse == NOTHING, -NOTHING, lse)  # a row that sees nothing weighs nothing
+    if found.top_prob is not None:
+        top = tl.load(known.max_logit + line, mask=here, other=0.0)
+        tl.store(found.top_prob + line, power(top, lse), mask=here)
+    if found.effective_keys is not None:
+        entropy = tl.load(known.entropy + line, mask=here, other=0.0)
+        tl.store(found.effective_keys + line, tl.exp(entropy), mask=here)
+    if found.output_norm is not None:
+        wide = tl.arange(0, PADDED_VALUES)[None, :]
+        inside = here[:, None] & (wide < VALUES)
+        values = tl.load(out + line[:, None] * VALUES + wide, mask=inside, other=0.0)
+        squares = values.to(tl.float32) * values.to(tl.float32)
+        tl.store(found.output_norm + line, tl.sqrt(tl.sum(squares, 1)), mask=here)
+    if (
+        (found.sink_mass is not None)
+        or (found.self_mass is not None)
+        or (found.previous_mass is not None)
+    ):
+        rows = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, False)
+        rows = rows.to(tl.float32)
+        own = position - z.first_key
+        if found.self_mass is not None:
+            weight = weight_on(
+                own, rows, k, ks, t, z, b, h, i, position, lse, WIDTH, PADDED, PIECES, CAP
+            )
+            tl.store(found.self_mass + line, weight, mask=here)
+        if found.previous_mass is not None:
+            weight = weight_on(
+                own - 1, rows, k, ks, t, z, b, h, i, position, lse, WIDTH, PADDED, PIECES, CAP
+            )
+            tl.store(found.previous_mass + line, weight, mask=here)
+        if found.sink_mass is not None:
+            at = tl.zeros([ROWS], tl.int32) + first
+            if starts is not None:
+                place = starts + b.to(tl.int64) * start_strides[0] + h * start_strides[1]
+                at = tl.load(place + tl.minimum(i, z.queries - 1) * start_strides[2])
+            total = tl.zeros([ROWS], tl.float32)
+            for step in tl.range(0, sink_keys):
+                total += weight_on(
+                    at + step, rows, k, ks, t, z, b, h, i, position, lse, WIDTH, PADDED, PIECES,
+                    CAP,
+                )  # fmt: skip
+            tl.store(found.sink_mass + line, total, mask=here)

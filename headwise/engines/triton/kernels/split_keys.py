@@ -1,0 +1,349 @@
+"""The decoding kernels: a few queries, their keys split over the chip, the parts merged.
+
+All query rows that share a key head are one tile, so a key is read once whatever the group. A
+program takes a share of the keys and leaves a `Partial`; `merge` joins them by the same rule as
+`headwise.core.partial.merge`. Keys lie in one piece, in pages of a pool, or as int8 with a scale
+each.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headwise.engines.triton.kernels.online import beside_sink, leave, nothing_yet, take_in
+from headwise.engines.triton.kernels.tile import (
+    FAR,
+    LN2,
+    NOTHING,
+    Given,
+    Sizes,
+    interval,
+    logits,
+    positions,
+    unit_of,
+)
+
+
+class Parts(NamedTuple):
+    """Where programs leave their sums, (B, Hq, N, splits) float32 each; None: not asked for."""
+
+    mixed: Tensor  # (B, Hq, N, splits, Dv): Σ exp(s - base) v
+    maximum: Tensor
+    total: Tensor
+    shifted: Tensor | None
+    reach: Tensor | None
+    seen: Tensor | None
+    mean: Tensor | None
+    spread: Tensor | None
+
+
+class Merged(NamedTuple):
+    """Where `merge` writes, (B, Hq, N) float32 each; None: not asked for."""
+
+    lse: Tensor | None
+    max_logit: Tensor | None
+    entropy: Tensor | None
+    distance: Tensor | None
+    mean: Tensor | None
+    variance: Tensor | None
+    visible: Tensor | None
+
+
+class Held(NamedTuple):
+    """How keys lie in memory other than in one piece; None: they do not."""
+
+    key_scales: Tensor | None  # (B, Hkv, M, 1): int8 keys are multiplied by them
+    value_scales: Tensor | None
+    pages: Tensor | None  # (B, any) int32: the pool's page of each page of a sequence
+
+
+STRIDES = [
+    "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
+    "scale_batch", "scale_head", "page_batch",
+]  # fmt: skip
+
+
+@triton.jit
+def rows_at(x, held, first, row_step, b, batch_step, page_batch, j0, keys, KEYS: tl.constexpr,
+            PAGE: tl.constexpr):  # fmt: skip
+    """Addresses of the rows [j0, j0 + KEYS) of a head: its first element is `first` after x."""
+    step = tl.arange(0, KEYS)
+    if PAGE == 0:
+        start = x + first + b.to(tl.int64) * batch_step + j0.to(tl.int64) * row_step
+        rows = start + step.to(tl.int64) * row_step
+    elif PAGE >= KEYS:  # a tile lies in one page
+        page = tl.load(held.pages + b.to(tl.int64) * page_batch + j0 // PAGE).to(tl.int64)
+        start = x + first + page * batch_step + (j0 % PAGE).to(tl.int64) * row_step
+        rows = start + step.to(tl.int64) * row_step
+    else:
+        j = j0 + step
+        page = tl.load(held.pages + b.to(tl.int64) * page_batch + j // PAGE, mask=j < keys, other=0)
+        rows = x + first + page.to(tl.int64) * batch_step + (j % PAGE).to(tl.int64) * row_step
+    return rows
+
+
+@triton.jit
+def take(rows, here, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """(KEYS, PADDED) from the addresses of rows; zeros where a key is not `here`."""
+    column = tl.arange(0, PADDED)
+    inside = here[:, None]
+    if WIDTH < PADDED:
+        inside = inside & (column < WIDTH)[None, :]
+    return tl.load(rows[:, None] + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def rows_together(
+    q, steps, z, b, kh, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
+    """The rows that share a key head: which there are, their queries' numbers, heads and tile."""
+    row = tl.arange(0, ROWS)
+    there = row < z.group * z.queries
+    row = tl.minimum(row, z.group * z.queries - 1)
+    i = row % z.queries
+    h = kh * z.group + row // z.queries
+    column = tl.arange(0, PADDED)
+    start = b.to(tl.int64) * steps[0] + h.to(tl.int64) * steps[1]
+    start += i.to(tl.int64) * steps[2]
+    inside = there[:, None] & (column < WIDTH)[None, :]
+    return there, i, h, tl.load(q + start[:, None] + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def add_values(acc, p, values, size, PRECISION: tl.constexpr):
+    """acc + p · values, each of which is times its size; None: of size 1."""
+    if size is not None and values.dtype == tl.float16:
+        # A weight times a small size would be no normal number: only their ratios are rounded.
+        most = tl.max(size, 0)
+        p *= (size / tl.where(most > 0.0, most, 1.0))[None, :]
+        acc += tl.dot(p.to(values.dtype), values) * most
+    else:
+        if size is not None:
+            p *= size[None, :]
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def share(
+    q, k, v, held, t, z, parts, strides, splits,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """One share of the keys of one key head of one batch entry, for all rows of its group.
+
+    Strides come in UNITs, so that a kernel knows what they are multiples of.
+    """
+    number, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row = strides[:9]
+    scale_batch, scale_head, page_batch = strides[9:]
+    queries, keys, group = z.queries, z.keys, z.group
+    steps = (q_batch * UNIT, q_head * UNIT, q_row * UNIT)
+    there, i, h, tile_q = rows_together(q, steps, z, b, kh, ROWS, WIDTH, PADDED)
+    position = positions(t, z, b, i)
+    unit = unit_of(z, PLAIN, CAP)
+    first_k = kh.to(tl.int64) * (k_head * UNIT)
+    first_v = kh.to(tl.int64) * (v_head * UNIT)
+    scales = b.to(tl.int64) * scale_batch + kh.to(tl.int64) * scale_head
+
+    acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
+    sums = nothing_yet(ROWS)
+    for piece in tl.static_range(PIECES if PIECES > 0 else 1):
+        first, last = i * 0, i * 0 + keys
+        lowest, highest = keys * 0, keys
+        if CAUSAL:
+            last = keys - queries + i + 1
+        if PIECES > 0:
+            first, last = interval(t, z, piece, b, h, i)
+            empty = first >= last
+            lowest = tl.min(tl.where(empty, keys, first), 0)
+            highest = tl.max(tl.where(empty, 0, last), 0)
+        blocks = tl.maximum(tl.cdiv(highest - lowest, KEYS), 0)
+        for n in tl.range((number * blocks) // splits, ((number + 1) * blocks) // splits):
+            j0 = lowest + n * KEYS
+            j = j0 + tl.arange(0, KEYS)
+            here = j < highest
+            tile = take(
+                rows_at(k, held, first_k, k_row * UNIT, b, k_batch * UNIT, page_batch, j0, keys,
+                        KEYS, PAGE),
+                here, WIDTH, PADDED,
+            )  # fmt: skip
+            values = take(
+                rows_at(v, held, first_v, v_row * UNIT, b, v_batch * UNIT, page_batch, j0, keys,
+                        KEYS, PAGE),
+                here, VALUES, PADDED_VALUES,
+            )  # fmt: skip
+            s = tl.dot(tile_q, tile.to(tile_q.dtype).T, input_precision=PRECISION)
+            if held.key_scales is not None:
+                s *= tl.load(held.key_scales + scales + j, mask=here, other=0.0)[None, :]
+            s, _ = logits(
+                s, t, z, b, h[:, None], i[:, None], j[None, :], position[:, None],
+                first[:, None], last[:, None], PLAIN, CAP, True,
+            )  # fmt: skip
+            sums, p, shrink = take_in(
+                sums, s, unit, position, j0, z.first_key, KEYS, parts.shifted is not None,
+                parts.reach is not None, parts.seen is not None,
+            )  # fmt: skip
+            if t.intervals is not None or t.dense is not None:
+                # A weight of zero does not silence a NaN, and a key that no row sees may hold one.
+                used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
+                values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
+            size = None
+            if held.value_scales is not None:
+                size = tl.load(held.value_scales + scales + j, mask=here, other=0.0)
+            acc = add_values(acc * shrink[:, None], p, values.to(tile_q.dtype), size, PRECISION)
+
+    heads = tl.num_programs(1) * group
+    line = ((b * heads + h).to(tl.int64) * queries + i) * splits + number
+    leave(
+        parts, sums, acc, unit, line, there, VALUES, PADDED_VALUES, parts.shifted is not None,
+        parts.reach is not None, parts.seen is not None,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*STRIDES, "splits", *Sizes._fields])
+def split(
+    q, k, v, held, t, parts,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    scale_batch, scale_head, page_batch, splits,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Any call's share of the keys."""
+    z = Sizes(
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    strides = (
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch,
+        scale_head, page_batch,
+    )  # fmt: skip
+    share(
+        q, k, v, held, t, z, parts, strides, splits, ROWS, KEYS, WIDTH, VALUES, PADDED,
+        PADDED_VALUES, UNIT, PAGE, CAUSAL, PRECISION, PIECES, PLAIN, CAP,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["size", *STRIDES, "splits", "queries", "keys", "group", "scale"])
+def split_step(
+    q, k, v, held, mixed, size,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    scale_batch, scale_head, page_batch, splits, queries, keys, group, scale,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    PAGE: tl.constexpr, CAUSAL: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The same of a plain step, whose few arguments take a processor little time.
+
+    `mixed` has room for `size` parts: their values, then their maxima, then their totals. CHAINED:
+    a kernel is put on the chip while the one before it ends, and waits there for what that wrote.
+    """
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    z = Sizes(queries, keys, group, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, scale, 0.0, 1.0)
+    strides = (
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch,
+        scale_head, page_batch,
+    )  # fmt: skip
+    given = Given(None, None, None, None, None, None, None, None, None, None)
+    maximum = mixed + size * WIDTH
+    parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
+    share(
+        q, k, v, held, given, z, parts, strides, splits, ROWS, KEYS, WIDTH, WIDTH, WIDTH, WIDTH,
+        UNIT, PAGE, CAUSAL, "tf32x3", 0, True, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def join_row(
+    parts, out, merged, sinks, splits, queries, heads,
+    SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of one row, for BLOCK of its values: `partial.merge` of all at once."""
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = tl.arange(0, SPLITS)
+    at = line * splits + n
+    there = n < splits
+    m = tl.load(parts.maximum + at, mask=there, other=NOTHING)
+    top = tl.max(m, 0)
+    l = tl.load(parts.total + at, mask=there, other=0.0)
+    base, summit, sink = beside_sink(top, sinks, (line // queries) % heads)
+    share = tl.exp2(m - base)  # of each part; 0 where it saw nothing
+    seen = tl.sum(l * share, 0)
+    total = seen + sink
+    empty = total == 0.0
+    weight = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
+    width = block * BLOCK + tl.arange(0, BLOCK)
+    inside = there[:, None] & (width < VALUES)[None, :]
+    values = tl.load(parts.mixed + at[:, None] * VALUES + width[None, :], mask=inside, other=0.0)
+    mixed = tl.sum(values * (share * weight)[:, None], 0)
+    tl.store(out + line * VALUES + width, mixed.to(out.dtype.element_ty), mask=width < VALUES)
+    if block == 0:
+        above = tl.log2(tl.where(empty, 1.0, total))
+        if merged.lse is not None:
+            tl.store(merged.lse + line, tl.where(empty, NOTHING, summit + above * LN2))
+            tl.store(
+                merged.max_logit + line,
+                tl.where((seen == seen) | (top == -NOTHING), top * LN2, seen),
+            )
+        if merged.entropy is not None:
+            moved = tl.where(l == 0.0, 0.0, m - base)
+            shifted = tl.load(parts.shifted + at, mask=there, other=0.0)
+            # A sink may be so far above that this is 0 · inf.
+            shifted = tl.sum(tl.where(share == 0.0, 0.0, share * (shifted + l * moved)), 0)
+            tl.store(merged.entropy + line, weight * (seen * above - shifted) * LN2)
+        if merged.distance is not None:
+            far = tl.load(parts.reach + at, mask=there, other=0.0)
+            tl.store(merged.distance + line, tl.sum(far * share, 0) * weight)
+        if merged.mean is not None:
+            count = tl.load(parts.seen + at, mask=there, other=0.0)
+            mean = tl.load(parts.mean + at, mask=there, other=0.0)
+            spread = tl.load(parts.spread + at, mask=there, other=0.0)
+            whole = tl.maximum(tl.sum(count, 0), 1.0)
+            # About the largest mean of a part, so that what is added up stays small.
+            about = tl.max(tl.where(count > 0.0, mean, NOTHING), 0)
+            about = tl.where(about == NOTHING, 0.0, about)
+            middle = tl.sum(count * tl.where(count > 0.0, mean - about, 0.0), 0) / whole
+            gap = tl.where(count > 0.0, mean - about - middle, 0.0)
+            variance = tl.sum(spread + count * gap * gap, 0) / whole
+            tl.store(merged.mean + line, (about + middle) * LN2)
+            tl.store(merged.variance + line, tl.maximum(variance, 0.0) * (LN2 * LN2))
+            tl.store(merged.visible + line, tl.sum(count, 0))
+
+
+@triton.jit(do_not_specialize=["splits", "queries", "heads"])
+def merge(
+    parts, out, merged, sinks, splits, queries, heads,
+    SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Any call's parts, joined."""
+    join_row(parts, out, merged, sinks, splits, queries, heads, SPLITS, VALUES, BLOCK)
+
+
+@triton.jit(do_not_specialize=["size", "splits"])
+def merge_step(
+    mixed, out, size, splits,
+    SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The same of a plain step."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    maximum = mixed + size * VALUES
+    parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
+    merged = Merged(None, None, None, None, None, None, None)
+    join_row(parts, out, merged, None, splits, 1, 1, SPLITS, VALUES, BLOCK)

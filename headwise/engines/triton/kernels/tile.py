@@ -1,0 +1,277 @@
+"""One tile of the score matrix, inside a kernel: loads, what bends a logit, masks, dropout.
+
+Kernels are written for tiles of (rows, keys), and for their transposes where the backward wants
+keys first: every function here takes positions that broadcast, so one text serves both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwise.engines.triton.host.cards import INTERPRETING
+from headwise.engines.triton.kernels.cap import capped
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+GOLDEN = tl.constexpr(0x9E3779B9)
+NOTHING = tl.constexpr(float("-inf"))
+INTERPRETED = tl.constexpr(INTERPRETING)
+FAR = tl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
+LOW = tl.constexpr(-1e7)  # what a bias lowers a logit to at most: below, float32 has no fractions
+
+
+class Given(NamedTuple):
+    """What bends the logits, as a kernel takes it. None costs a kernel nothing."""
+
+    intervals: Tensor | None  # (P, 2, B|1, Hq|1, N) int32, contiguous
+    dense: Tensor | None  # (B|1, Hq|1, N|1, M|1) as int8
+    dense_strides: tuple[int, ...] | None
+    bias: Tensor | None
+    bias_strides: tuple[int, ...] | None
+    position: Tensor | None  # (B|1, N) int32; None: row i stands beside i + shift
+    slopes: Tensor | None  # (Hq,)
+    relative: Tensor | None  # (Hq, 2R + 1)
+    sinks: Tensor | None  # (Hq,)
+    seed: Tensor | None  # () int64
+
+
+class Sizes(NamedTuple):
+    """The numbers of a call, as its functions take them.
+
+    A kernel takes them one by one, because only so can it be told (by LOOSE) not to be compiled
+    again when one of them becomes 1 or a multiple of 16.
+    """
+
+    queries: int
+    keys: int
+    group: int  # query heads a key head
+    first_key: int
+    reach: int  # R of the relative table
+    shift: int  # where there are no positions
+    low: int  # row i sees no more than [i + low, i + high)
+    high: int
+    interval_step: int  # from `first` to `last`, and on to the next piece
+    interval_batch: int
+    interval_head: int
+    position_batch: int
+    threshold: int  # the smallest hash that dropout keeps
+    scale: float
+    softcap: float
+    kept_share: float  # 1 / (1 - dropout)
+
+
+LOOSE = [*Sizes._fields]
+
+
+@triton.jit
+def load_tile(
+    x, strides, b, h, first, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows [first, first + ROWS) of x[b, h], (ROWS, PADDED); zeros outside of (limit, WIDTH)."""
+    if TMA:
+        tile = x.load([b, h, first, 0]).reshape(ROWS, PADDED)
+    else:
+        start = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        start += first.to(tl.int64) * strides[2]
+        row = tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, PADDED)[None, :]
+        inside = (row < limit - first) & (column < WIDTH)
+        tile = tl.load(start + row * strides[2] + column, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def of_pairs(
+    x, strides, tiles, z, b, h, i, j, i0, j0, SHAPE: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
+    """A tensor of all pairs at rows i and keys j, whose first are i0 and j0.
+
+    tiles: the same as the copy engine loads it; None: addresses are computed.
+    """
+    if tiles is None:
+        inside = (i < z.queries) & (j < z.keys)
+        tile = tl.load(_entry(x, strides, b, h, i, j), mask=inside, other=0)
+    else:
+        entry, head = tl.where(strides[0] == 0, 0, b), tl.where(strides[1] == 0, 0, h)
+        tile = tiles.load([entry, head, i0, j0])
+        if KEYS_FIRST:
+            tile = tile.reshape(SHAPE[1], SHAPE[0]).T
+        else:
+            tile = tile.reshape(SHAPE[0], SHAPE[1])
+    return tile
+
+
+@triton.jit
+def tanh(x):
+    """From one exponential and one reciprocal; the absolute error is below 2.5e-7."""
+    return 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E)))
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x to the last bit but one, of which a division would make six instructions."""
+    if INTERPRETED:
+        found = 1.0 / x
+    else:
+        found = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
+def bend(
+    s, t, z, b, h, i, j, position, CAP: tl.constexpr, i0=0, j0=0, bias=None,
+    KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """cap(scale · s) + bias for rows i and keys j of the call, and tanh where there is a cap."""
+    bent = s
+    if CAP:
+        bent = capped(s, z.scale / z.softcap, CAP)
+        s = z.softcap * bent
+    else:
+        s = s * z.scale
+    if t.bias is not None:
+        added = of_pairs(t.bias, t.bias_strides, bias, z, b, h, i, j, i0, j0, s.shape, KEYS_FIRST)
+        s += added.to(tl.float32)
+        s = tl.where((s < LOW) & (s != NOTHING), LOW, s)  # -inf, and nothing else, hides a key
+    if t.slopes is not None:
+        away = tl.abs(position - (j + z.first_key)).to(tl.float32)
+        s -= tl.load(t.slopes + h).to(tl.float32) * away
+    if t.relative is not None:
+        index = tl.minimum(tl.maximum(position - (j + z.first_key), -z.reach), z.reach) + z.reach
+        s += tl.load(t.relative + h * (2 * z.reach + 1) + index).to(tl.float32)
+    return s, bent
+
+
+@triton.jit
+def unit_of(z, PLAIN: tl.constexpr, CAP: tl.constexpr):
+    """What makes a power of two of a score that `scores` returned."""
+    unit = LOG2E
+    if PLAIN:
+        unit = (z.softcap if CAP else z.scale) * LOG2E
+    return unit
+
+
+@triton.jit
+def scores(
+    s, t, z, b, h, i, j, position, PLAIN: tl.constexpr, CAP: tl.constexpr, i0=0, j0=0, bias=None,
+    KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """From raw scores to logits, and tanh where there is a cap.
+
+    PLAIN scores, to which nothing is added, stay as they are, or tanh: `unit_of` says of what.
+    """
+    bent = s
+    if not PLAIN:
+        s, bent = bend(s, t, z, b, h, i, j, position, CAP, i0, j0, bias, KEYS_FIRST)
+    elif CAP:
+        bent = capped(s, z.scale / z.softcap, CAP)
+        s = bent
+    return s, bent
+
+
+@triton.jit
+def logits(
+    s, t, z, b, h, i, j, position, first, last,
+    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, i0=0, j0=0, bias=None,
+    dense=None, KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """As `scores`, and FAR where a row does not see a key.
+
+    MASKED: some rows do not see some keys of the tile. bias, dense: as `of_pairs` takes tiles.
+    """
+    s, bent = scores(s, t, z, b, h, i, j, position, PLAIN, CAP, i0, j0, bias, KEYS_FIRST)
+    if t.bias is not None:
+        s = tl.where(s == NOTHING, FAR, s)  # a bias may hide a key
+    if MASKED:
+        if t.dense is not None:
+            seen = dense_seen(t, z, b, h, i, j, i0, j0, dense, s.shape, KEYS_FIRST)
+            s = tl.where(seen, s, FAR)
+        else:
+            # one comparison instead of two: a key before the first is far after it, unsigned
+            length = tl.maximum(last - first, 0).to(tl.uint32)
+            s = tl.where((j - first).to(tl.uint32) < length, s, FAR)
+    return s, bent
+
+
+@triton.jit
+def row_max(s, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """The largest score of each row, quarter beside quarter first.
+
+    Along a row it would be one chain of comparisons, each of which waits for the one before.
+    """
+    return tl.max(tl.max(tl.reshape(s, [ROWS, 4, KEYS // 4]), 1), 1)
+
+
+@triton.jit
+def _entry(x, strides, b, h, i, j):
+    """Where x[b, h, i, j] is; broadcast axes have stride 0."""
+    start = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return start + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
+
+
+@triton.jit
+def dense_seen(
+    t, z, b, h, i, j, i0=0, j0=0, dense=None, SHAPE: tl.constexpr = None,
+    KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """The dense mask's part for rows i and keys j."""
+    tile = of_pairs(t.dense, t.dense_strides, dense, z, b, h, i, j, i0, j0, SHAPE, KEYS_FIRST)
+    return tile != 0
+
+
+@triton.jit
+def interval(t, z, piece: tl.constexpr, b, h, i):
+    """[first, last) of each row i in one piece; rows past the end repeat the last one."""
+    row = tl.minimum(i, z.queries - 1)
+    first, last = row + z.low, row + z.high
+    if t.intervals is not None:
+        start = t.intervals + b.to(tl.int64) * z.interval_batch + h.to(tl.int64) * z.interval_head
+        start += row + 2 * piece * z.interval_step
+        first = tl.maximum(first, tl.load(start))
+        last = tl.minimum(last, tl.load(start + z.interval_step))
+    first = tl.minimum(tl.maximum(first, 0), z.keys)
+    last = tl.minimum(tl.maximum(last, 0), z.keys)
+    return first, last
+
+
+@triton.jit
+def positions(t, z, b, i):
+    """The key position beside which each row i stands."""
+    row = tl.minimum(i, z.queries - 1)
+    if t.position is not None:
+        position = tl.load(t.position + b.to(tl.int64) * z.position_batch + row)
+    else:
+        position = row + z.shift
+    return position
+
+
+@triton.jit
+def mix(x):
+    """The mixer of headwise.dropout, on 32-bit words."""
+    x = x ^ (x >> 16)
+    x = x * tl.full([], 0x7FEB352D, tl.uint32)
+    x = x ^ (x >> 15)
+    x = x * tl.full([], 0x846CA68B, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_hash(seed, b, h, position):
+    """headwise.dropout.row_hash for the rows at these positions."""
+    golden = tl.full([], GOLDEN, tl.uint32)
+    word = mix(tl.load(seed).to(tl.uint32))
+    place = mix(word ^ (mix(b.to(tl.uint32) * golden) + h.to(tl.uint32)))
+    return mix(place + position.to(tl.uint32) * golden)
+
+
+@triton.jit
+def kept(rows, j, threshold):
+    """headwise.dropout.keep for hashed rows and key positions j."""
+    return mix(rows ^ (j.to(tl.uint32) * tl.full([], GOLDEN, tl.uint32))) >= threshold

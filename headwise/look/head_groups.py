@@ -1,0 +1,97 @@
+"""From what was watched to what is shown: the layers of a recording as groups of heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.look.scene import Group, Head
+from headwise.maps.attention_map import AttentionMap
+from headwise.watching import Layer, Recording, head_types
+
+NAMES = {
+    "self": "self-attention",
+    "encoder": "encoder",
+    "decoder": "decoder",
+    "cross": "cross-attention",
+}
+Axes = tuple[Sequence[str], Sequence[str]]
+"""The tokens of the rows and of the columns."""
+
+
+def groups(
+    seen: Recording, axes: Mapping[str, Axes], ids: Sequence[int] | None = None, batch: int = 0
+) -> tuple[Group, ...]:
+    """The heads of a recording; `axes` has the tokens of each group that the model may have.
+
+    Where a model has an encoder and a decoder, each is a group, and what looks from one to the
+    other is "cross"; else all is "self". `ids` are the numbers of a text's tokens: with them heads
+    that look at what followed the same token last time are found.
+    """
+    figures = {(row["layer"], row["head"]): row for row in seen.heads()}
+    tokens = seen.tokens if ids is None else torch.tensor([ids])
+    found: dict[str, list[Head]] = {id: [] for id in axes}
+    for layer in seen.layers:
+        group = found[side(layer, axes)]
+        number = group[-1].layer + 1 if group else 0
+        group.extend(_heads(layer, number, figures, tokens, batch))
+    made = []
+    for id, heads in found.items():
+        queries, keys = map(tuple, axes[id])
+        if heads:
+            made.append(Group(id, NAMES[id], causal(heads[0].map), queries, keys, tuple(heads)))
+    return tuple(made)
+
+
+def _heads(
+    layer: Layer,
+    number: int,
+    figures: Mapping[Any, Mapping[str, Any]],
+    tokens: Tensor | None,
+    batch: int,
+) -> Iterator[Head]:
+    """The heads of a layer that is the `number`-th of its group."""
+    maps, rows, scores = layer.map(), layer.observation, head_types.scores(layer, tokens)
+    for head, kind in enumerate(scores.types()):
+        row = figures[layer.number, head]
+        mine = {name: value for name, value in row.items() if isinstance(value, float)}
+        mine |= {"induction_mean": float(scores.induction[head])}
+        mine |= {"local_mean": float(scores.local[head])}
+        yield Head(
+            number,
+            head,
+            layer.name,
+            {name: value for name, value in mine.items() if not math.isnan(value)},
+            maps.head(batch, head),
+            rows.entropy[batch, head],
+            rows.top_prob[batch, head],
+            kind,
+        )
+
+
+def side(layer: Layer, axes: Mapping[str, Axes]) -> str:
+    """The group that a layer belongs to."""
+    if "self" in axes:
+        return "self"
+    if layer.kind == "cross":
+        return "cross"
+    return "decoder" if "decoder" in layer.name.split(".") else "encoder"
+
+
+def causal(amap: AttentionMap) -> bool:
+    """Whether no row of a map (1, 1, N, M) looks ahead, by a sample of its rows.
+
+    >>> import headwise as hw
+    >>> q = torch.zeros(1, 1, 5, 4)
+    >>> causal(hw.attention_map(q, q)), causal(hw.attention_map(q, q, mask=hw.mask.causal()))
+    (False, True)
+    """
+    _, _, rows, keys = amap.shape
+    if rows != keys:
+        return False
+    sample = {row * (rows - 1) // 8 for row in range(8)}
+    return not any(bool(amap[0, 0, row, row + 1 :].any()) for row in sample)

@@ -1,0 +1,1 @@
+"""Models that read an input and show their heads: the built-in ones and those of transformers."""

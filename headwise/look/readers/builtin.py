@@ -1,0 +1,132 @@
+"""headwise's own models as readers: a language model, a translator, a ViT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.look.head_groups import groups
+from headwise.look.readers import image_bytes as images
+from headwise.look.readers.reader import (
+    Report,
+    check_length,
+    checked_text,
+    described,
+    running,
+    silent,
+    title,
+    too_long,
+)
+from headwise.look.scene import Description, Image, Input
+from headwise.messages import say
+from headwise.training.loading import Classifier, LanguageModel, Translator
+from headwise.watching import watch
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """A language model that reads a text."""
+
+    name: str
+    loaded: LanguageModel
+    sample: str | None = None
+
+    @property
+    def description(self) -> Description:
+        model, config = self.loaded.model, self.loaded.model.config
+        context = getattr(config, "context", None)  # a rival may know no limit
+        return described(self.name, model, config.layers, config.heads, context)
+
+    def read(self, what: str | bytes, report: Report = silent) -> Input:
+        """Run the model on a text.
+
+        >>> import headwise as hw
+        >>> read = TextReader("gpt", hw.load("gpt")).read("to be or not to be")
+        >>> len(read.main.heads), read.main.rows[1:4]
+        (48, ('to', ' be', ' or'))
+        """
+        text, loaded = checked_text(what), self.loaded
+        tensor = loaded.encode(text)
+        ids = tensor[0].tolist()
+        check_length(len(ids), tensor.device)
+        with watch(loaded.model) as seen, running(loaded.model, report):
+            loaded.model.features(tensor)  # the logits of a long text would fill the memory
+        tokens = loaded.tokeniser.pieces(ids)
+        notes = too_long(len(ids), self.description.context)
+        return Input(title(text), "text", groups(seen, {"self": (tokens, tokens)}, ids), notes)
+
+
+@dataclass(frozen=True)
+class TranslationReader:
+    """A translator that reads a sentence, and then its own translation of it."""
+
+    name: str
+    loaded: Translator
+    sample: str | None = None
+
+    @property
+    def description(self) -> Description:
+        model, config = self.loaded.model, self.loaded.model.config
+        layers = config.encoder_layers + 2 * config.decoder_layers
+        return described(self.name, model, layers, config.heads)
+
+    def read(self, what: str | bytes, report: Report = silent) -> Input:
+        """Translate a text and run the model on both sides of it.
+
+        >>> import headwise as hw
+        >>> read = TranslationReader("translate", hw.load("translate")).read("Let's see.")
+        >>> [group.id for group in read.groups], read.notes
+        (['encoder', 'decoder', 'cross'], ('→ Voyons !',))
+        """
+        text, loaded = checked_text(what), self.loaded
+        source = loaded.encode(text)
+        check_length(source.shape[1], source.device)
+        report("running the model", None)
+        (said,) = loaded.translate(text)
+        target = loaded.encode_target(said)
+        with watch(loaded.model) as seen, running(loaded.model, report):
+            loaded.model(source, target)
+        theirs, ours = (loaded.tokeniser.pieces(x[0].tolist()) for x in (target, source))
+        axes = {"encoder": (ours, ours), "decoder": (theirs, theirs), "cross": (theirs, ours)}
+        return Input(title(text), "translation", groups(seen, axes), (f"→ {said}",))
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """A ViT that looks at an image."""
+
+    name: str
+    loaded: Classifier
+    sample: None = None
+
+    @property
+    def description(self) -> Description:
+        model, config = self.loaded.model, self.loaded.model.config
+        return described(self.name, model, config.layers, config.heads)
+
+    def read(self, what: str | bytes, report: Report = silent) -> Input:
+        """Run the model on an image, cut and scaled to the size that it knows."""
+        model, config = self.loaded.model, self.loaded.model.config
+        pixels = images.pixels(what, config.image, config.channels)  # (C, H, W), 0 to 1
+        device = model.summary.device
+        with watch(model) as seen, running(model, report):
+            model(self._scaled(pixels).to(device)[None])
+        side = config.image // config.patch
+        tokens = images.patch_names(1, side, side)
+        shown = Image(images.png(pixels), (side, side), 1)
+        own = say(
+            "pixels are scaled by this image's own mean and deviation: the run keeps no others"
+        )
+        notes = () if self.loaded.mean else (own,)
+        return Input("image", "image", groups(seen, {"self": (tokens, tokens)}), notes, shown)
+
+    def _scaled(self, pixels: Tensor) -> Tensor:
+        """As the model learnt to see them, (C, H, W); by their own measure where none was kept."""
+        if not self.loaded.mean:
+            return images.centred(pixels)
+        mean, deviation = (
+            torch.tensor(x)[:, None, None] for x in (self.loaded.mean, self.loaded.deviation)
+        )
+        return (pixels - mean) / deviation

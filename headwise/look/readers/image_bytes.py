@@ -1,0 +1,88 @@
+"""Images in and out: the bytes of a file as numbers a model reads, and back as a PNG."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.messages import say
+
+MOST_PIXELS = 1 << 25
+"""A larger picture is refused before it is unpacked."""
+
+
+def opened(what: str | bytes) -> Any:
+    """The image of a PNG or JPEG file's bytes, as Pillow has it; ValueError where it is none."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ModuleNotFoundError as missing:
+        said = say("reading an image needs Pillow: pip install 'headwise[look]'")
+        raise ValueError(said) from missing
+    if isinstance(what, str):
+        said = say("this model looks at images, and a text was given; --image would work")
+        raise ValueError(said)
+    try:
+        image = Image.open(io.BytesIO(what), formats=("PNG", "JPEG"))
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(
+                say(
+                    "the image has {wide} × {high} pixels; at most {most:,} would work",
+                    wide=image.width,
+                    high=image.height,
+                    most=MOST_PIXELS,
+                )
+            )
+        return image.convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        said = say("this is no PNG or JPEG image: {reason}", reason=error)
+        raise ValueError(said) from error
+
+
+def pixels(what: str | bytes, side: int, channels: int) -> Tensor:
+    """The middle square of an image at the size of a model, (channels, side, side), 0 to 1."""
+    from PIL import Image
+
+    image = opened(what)
+    edge = min(image.size)
+    left, top = (image.width - edge) // 2, (image.height - edge) // 2
+    image = image.crop((left, top, left + edge, top + edge))
+    image = image.resize((side, side), Image.Resampling.BICUBIC)
+    image = image.convert("L" if channels == 1 else "RGB")
+    content = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return content.reshape(side, side, channels).permute(2, 0, 1).float() / 255
+
+
+def centred(image: Tensor) -> Tensor:
+    """Numbers around zero: each channel (C, H, W) less its mean, by its deviation.
+
+    >>> centred(torch.tensor([[[0.0, 1.0]]]))
+    tensor([[[-0.7071,  0.7071]]])
+    """
+    mean = image.mean((1, 2), keepdim=True)
+    return (image - mean) / image.std((1, 2), keepdim=True).clamp_min(1e-3)
+
+
+def png(image: Tensor) -> bytes:
+    """Pixels (C, H, W) of 0 to 1 as a PNG file."""
+    from PIL import Image
+
+    content = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    channels, height, width = content.shape
+    mode = "L" if channels == 1 else "RGB"
+    picture = Image.frombytes(mode, (width, height), content.permute(1, 2, 0).numpy().tobytes())
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    return out.getvalue()
+
+
+def patch_names(first: int, rows: int, columns: int) -> list[str]:
+    """The tokens of an image: `first` that summarise it, then its patches row by row.
+
+    >>> patch_names(1, 1, 2)
+    ['⟨class⟩', '0,0', '0,1']
+    """
+    before = ["⟨class⟩"][:first] + [f"⟨{number}⟩" for number in range(1, first)]
+    return before + [f"{row},{column}" for row in range(rows) for column in range(columns)]

@@ -1,0 +1,260 @@
+"""transformers models as readers: text, translation and images, from a folder or the hub."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+from headwise.look.head_groups import groups
+from headwise.look.readers import image_bytes as images
+from headwise.look.readers import sample
+from headwise.look.readers.reader import (
+    Reader,
+    Report,
+    check_length,
+    checked_text,
+    described,
+    running,
+    silent,
+    title,
+    too_long,
+)
+from headwise.look.scene import Description, Image, Input
+from headwise.messages import say
+from headwise.training.data.characters import whole_characters
+from headwise.watching import watch
+
+SAID = 128
+"""How many tokens an encoder–decoder answers with at most."""
+
+
+def opened(what: str, device: torch.device) -> Reader:
+    """A transformers model by its folder or its name on the hub; ValueError says what is wrong.
+
+    Only safetensors are read and no code of the model's own is run.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"{what} is read by transformers, which is not installed: pip install transformers"
+        ) from missing
+    auto: Any = transformers  # whose classes are partly untyped
+    here = {"local_files_only": find(what)}
+    talk = auto.utils.logging.get_verbosity()
+    auto.utils.logging.set_verbosity_error()  # that the head of a model is not needed is no news
+    try:
+        config = auto.AutoConfig.from_pretrained(what, **here)
+        both = bool(config.is_encoder_decoder)
+        kind = auto.AutoModelForSeq2SeqLM if both else auto.AutoModel
+        model = kind.from_pretrained(what, use_safetensors=True, dtype=torch.float32, **here)
+        name, model = Path(what).name, model.to(device).eval()
+        if hasattr(config, "patch_size"):
+            return ImageReader(name, model, auto.AutoImageProcessor.from_pretrained(what, **here))
+        tokeniser = auto.AutoTokenizer.from_pretrained(what, **here)
+        return (TranslationReader if both else TextReader)(name, model, tokeniser)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        said = say("transformers can't load {what}: {reason}", what=what, reason=reason)
+        raise ValueError(said) from error
+    finally:
+        auto.utils.logging.set_verbosity(talk)
+
+
+def find(what: str) -> bool:
+    """Whether a model lies on this machine; ValueError where the hub can't be asked for it."""
+    here = Path(what).is_dir() or _cached(what)
+    if not here:
+        _reach_hub(what)
+    return here
+
+
+def _cached(name: str) -> bool:
+    """Whether a model of the hub is on this machine."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"there is no model {name!r}: it is no folder here. The built-in models are gpt and "
+            "translate; a name on the hub needs transformers: pip install transformers"
+        ) from missing
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError as error:
+        raise ValueError(
+            f"there is no model {name!r}: it is no folder here, and no name on the hub. The "
+            "built-in models are gpt and translate"
+        ) from error
+
+
+def _reach_hub(name: str) -> None:
+    """ValueError where the hub is out of reach: at once, not after five retries."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    host = urlsplit(ENDPOINT)
+    reason = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
+    if not reason:
+        try:
+            socket.create_connection((host.hostname or "", host.port or 443), timeout=5).close()
+        except OSError as error:
+            reason = f"{host.hostname} can't be reached: {error.strerror or error}"
+    if reason:
+        raise ValueError(
+            f"there is no model {name!r}: it is no folder here, and the hub can't be asked for it "
+            f"({reason}). The built-in models are gpt and translate"
+        )
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """A language model or an encoder that reads a text."""
+
+    name: str
+    model: Any
+    tokeniser: Any
+    sample: str = sample.TEXT
+
+    @property
+    def description(self) -> Description:
+        return from_config(self.name, self.model)
+
+    def read(self, what: str | bytes, report: Report = silent) -> Input:
+        """Run the model on a text; on its beginning, where it has no positions for the rest."""
+        text = checked_text(what)
+        ids = self.tokeniser(text, verbose=False)["input_ids"]
+        if not ids:
+            raise ValueError(say("there is no word to look at in {text!r}", text=text[:20]))
+        notes = too_long(len(ids), self.description.context)
+        places = positions(self.model)
+        if places is not None and len(ids) > places:
+            said = say(
+                "the first {places:,} of {tokens:,} tokens: the model has no more places",
+                places=places,
+                tokens=len(ids),
+            )
+            notes = (said,)
+            ids = ids[:places]
+        check_length(len(ids), self.model.device)
+        with watch(self.model) as seen, running(self.model, report):
+            self.model(torch.tensor([ids], device=self.model.device))
+        tokens = pieces(self.tokeniser, ids)
+        return Input(title(text), "text", groups(seen, {"self": (tokens, tokens)}, ids), notes)
+
+
+@dataclass(frozen=True)
+class TranslationReader:
+    """An encoder–decoder that reads a text, and then its own answer to it."""
+
+    name: str
+    model: Any
+    tokeniser: Any
+    sample: str = sample.ENGLISH
+
+    @property
+    def description(self) -> Description:
+        return from_config(self.name, self.model)
+
+    def read(self, what: str | bytes, report: Report = silent) -> Input:
+        """Let the model answer and run it on both sides."""
+        text = checked_text(what)
+        source = self.tokeniser(text, return_tensors="pt", verbose=False)["input_ids"]
+        check_length(source.shape[1], self.model.device)
+        source = source.to(self.model.device)
+        report("running the model", None)
+        with torch.no_grad():
+            target = self.model.generate(source, max_new_tokens=SAID, num_beams=1, do_sample=False)
+        with watch(self.model) as seen, running(self.model, report):
+            self.model(source, decoder_input_ids=target)
+        theirs, ours = (pieces(self.tokeniser, x[0].tolist()) for x in (target, source))
+        axes = {"encoder": (ours, ours), "decoder": (theirs, theirs), "cross": (theirs, ours)}
+        said = self.tokeniser.decode(target[0], skip_special_tokens=True)
+        return Input(title(text), "translation", groups(seen, axes), (f"→ {said}",))
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """A vision transformer that looks at an image."""
+
+    name: str
+    model: Any
+    processor: Any
+    sample: None = None
+
+    @property
+    def description(self) -> Description:
+        return from_config(self.name, self.model)
+
+    def read(self, what: str | bytes, report: Report = silent) -> Input:
+        """Run the model on an image, cut and scaled as its processor says."""
+        values = self.processor(images=images.opened(what), return_tensors="pt")["pixel_values"]
+        with watch(self.model) as seen, running(self.model, report):
+            self.model(values.to(self.model.device))
+        patch = self.model.config.patch_size
+        high, wide = (patch, patch) if isinstance(patch, int) else patch
+        grid = values.shape[2] // high, values.shape[3] // wide
+        first = seen.layers[0].map().shape[3] - grid[0] * grid[1]
+        if first < 0:
+            raise ValueError(
+                say(
+                    "{name} does not keep its {high} × {wide} patches as tokens; a ViT does",
+                    name=self.name,
+                    high=grid[0],
+                    wide=grid[1],
+                )
+            )
+        tokens = images.patch_names(first, *grid)
+        shown = Image(images.png(self._pixels(values[0])), grid, first)
+        return Input("image", "image", groups(seen, {"self": (tokens, tokens)}), (), shown)
+
+    def _pixels(self, values: torch.Tensor) -> torch.Tensor:
+        """What the model was shown, as it looked before it was normalised."""
+        if not getattr(self.processor, "do_normalize", False):
+            return values
+        mean, deviation = self.processor.image_mean, self.processor.image_std
+        return values * torch.tensor(deviation)[:, None, None] + torch.tensor(mean)[:, None, None]
+
+
+def from_config(name: str, model: Any) -> Description:
+    """A model in a few numbers, from its configuration."""
+    config = model.config.get_text_config()
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    if config.is_encoder_decoder:
+        layers = config.encoder_layers if hasattr(config, "encoder_layers") else layers
+        layers += 2 * getattr(
+            config, "decoder_layers", getattr(config, "num_decoder_layers", layers)
+        )
+    context = getattr(config, "max_position_embeddings", None)
+    return described(name, model, layers, heads, context)
+
+
+def positions(model: nn.Module) -> int | None:
+    """How many places a model has learnt positions for; None: it has no such table."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and ("position" in last or last in ("wpe", "pos_emb")):
+            return min(context or module.num_embeddings, module.num_embeddings)
+    return None
+
+
+def pieces(tokeniser: Any, ids: Sequence[int]) -> list[str]:
+    """Each token as a reader should see it: with the space before it, without the signs for one."""
+    decode: Callable[[list[int]], str] = tokeniser.decode
+    raw = tokeniser.convert_ids_to_tokens(ids)
+    if any(
+        x.startswith(("▁", "##")) for x in raw
+    ):  # SentencePiece's space, WordPiece's lack of one
+        return [
+            x.replace("▁", " ") if x.startswith(("▁", "##")) else decode([id]) or x
+            for id, x in zip(ids, raw, strict=True)
+        ]
+    return whole_characters(ids, decode)

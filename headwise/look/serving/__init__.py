@@ -1,0 +1,1 @@
+"""How the page gets its answers: over HTTP, in one file, in a notebook."""

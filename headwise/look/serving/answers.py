@@ -1,0 +1,262 @@
+"""The questions a page asks and their answers, whatever carries them: HTTP, a file, a notebook."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from headwise.look.atlas import Atlas, Picture
+from headwise.look.packing import plain
+from headwise.look.scene import Group, Head
+from headwise.look.serving import why_answers as why
+from headwise.look.serving.query import Query
+from headwise.look.serving.reply import Answer, Refusal, as_json, number
+from headwise.look.serving.watch_answers import WatchedFolder
+from headwise.look.session import Session
+from headwise.maps.attention_map import TILE
+from headwise.maps.tiles import Cells
+from headwise.messages import halves, said_by, say, with_chinese
+
+MOST_TOKENS = 20_000  # in one answer
+MOST_LINES = 512  # rows whose largest weights are given at once
+
+
+def answer(session: Session, address: str) -> Answer:
+    """What the session answers to a path and query such as /api/inputs/0/heads.
+
+    >>> answer(Session(), "/api/nowhere").status
+    404
+    """
+    parts = urlsplit(address)
+    try:
+        for pattern, reply in ROUTES:
+            match = re.fullmatch(pattern, parts.path)
+            if match:
+                return reply(session, Query(parts.query), *match.groups())
+        nothing = say("there is nothing at {path}", path=parts.path[:200])
+        raise Refusal(404, nothing, say("see docs/look.md"))
+    except Refusal as refusal:
+        return refusal.answer()
+    except ValueError as error:  # the library restates the call, and says what would work
+        return Refusal(404, said_by(error)).answer()
+
+
+def state(session: Session, query: Query) -> Answer:
+    """How far things are, the model and its inputs."""
+    return as_json(with_chinese(session.state()))
+
+
+def tokens(session: Session, query: Query, id: str) -> Answer:
+    """The tokens of an axis."""
+    group = _atlas(session, id).input.group(query.given.get("group", "self"))
+    axis = query.given.get("axis", "rows")
+    if axis not in ("rows", "columns"):
+        raise Refusal(400, say("axis={axis!r}; a map has rows and columns", axis=axis[:40]))
+    all_tokens = group.rows if axis == "rows" else group.columns
+    start = query.number("start", 0)
+    stop = min(query.number("stop", MOST_TOKENS), start + MOST_TOKENS)
+    return as_json({"tokens": all_tokens[start:stop], "total": len(all_tokens)})
+
+
+def heads(session: Session, query: Query, id: str) -> Answer:
+    """Every head with its figures."""
+    read = _atlas(session, id).input
+    rows = [
+        {
+            "group": group.id,
+            "layer": head.layer,
+            "head": head.number,
+            "type": head.type,
+            "figures": {name: number(value) for name, value in head.figures.items()},
+        }
+        for group in read.groups
+        for head in group.heads
+    ]
+    columns: dict[str, None] = {}
+    for group in read.groups:
+        columns |= dict.fromkeys(group.heads[0].figures)
+    return as_json({"columns": list(columns), "heads": rows})
+
+
+def thumbnails(session: Session, query: Query, id: str) -> Answer:
+    """The maps of a group's heads, small."""
+    atlas = _atlas(session, id)
+    group = atlas.input.group(query.given.get("group", atlas.input.main.id))
+    how, drop = query.how(), query.number("drop", 0)
+    size = query.number("size", 32, 1, TILE)
+    pictures = [atlas.thumbnail(group, head, size, how, drop) for head in group.heads]
+    first = pictures[0]
+    return _binary(Picture(b"".join(p.cells for p in pictures), first.rows, first.columns))
+
+
+def image(session: Session, query: Query, id: str) -> Answer:
+    """The image that was read."""
+    seen = _atlas(session, id).input.image
+    if seen is None:
+        raise Refusal(404, say("input {id} is no image", id=id))
+    return Answer(seen.png, "image/png")
+
+
+def pyramid(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The size of a head's map."""
+    _, group, head = _head(session, id, *where)
+    _, _, rows, columns = head.map.shape
+    levels = head.map.levels
+    size = {"rows": rows, "columns": columns, "levels": levels, "tile": TILE}
+    return as_json({**size, "causal": group.causal})
+
+
+def tile(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """One tile of a head's map."""
+    atlas, group, head = _head(session, id, *where[:3])
+    level, x, y = map(int, where[3:])
+    picture = atlas.tile(group, head, level, x, y, query.how(), query.number("drop", 0))
+    return _binary(picture)
+
+
+def strips(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """What each row did and what each key received, pooled to a few numbers."""
+    atlas, group, head = _head(session, id, *where)
+    size = query.number("size", 1024, 1, 8192)
+    rows = query.range("row", len(group.rows))
+    columns = query.range("column", len(group.columns))
+    return as_json(
+        {
+            "entropy": _pooled(head.entropy[rows], size),
+            "top_prob": _pooled(head.top_prob[rows], size),
+            "received": _pooled(atlas.received(group, head)[columns], size),
+            "rows": len(group.rows),
+            "columns": len(group.columns),
+        }
+    )
+
+
+def row(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The weights of a row, exactly."""
+    *_, head = _head(session, id, *where[:3])
+    return Answer(plain(head.map[0, 0, int(where[3])]), BINARY)
+
+
+def column(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The weights on a key, exactly."""
+    *_, head = _head(session, id, *where[:3])
+    return Answer(plain(head.map[0, 0, :, int(where[3])]), BINARY)
+
+
+def weight(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """One weight, and the logit and lse that it is made of."""
+    *_, head = _head(session, id, *where[:3])
+    i, j = map(int, where[3:])
+    value = float(head.map[0, 0, i, j])
+    lse = float(head.map.lse[0, 0, i])
+    logit = lse + math.log(value) if value > 0 else None
+    return as_json({"weight": value, "logit": logit, "lse": number(lse)})
+
+
+def top(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The largest weights of some rows."""
+    _, group, head = _head(session, id, *where)
+    rows = query.range("row", len(group.rows))
+    count = rows.stop - rows.start
+    if count > MOST_LINES:
+        said = say("{rows} rows; at most {most} are given at once", rows=count, most=MOST_LINES)
+        raise Refusal(400, said)
+    weights, keys = head.map[0, 0, rows].topk(min(query.number("k", 3, 1, 64), len(group.columns)))
+    pairs = [
+        [[key, value] for key, value in zip(*row, strict=True) if value > 0]
+        for row in zip(keys.tolist(), weights.tolist(), strict=True)
+    ]
+    return as_json({"rows": pairs})
+
+
+def experiment(session: Session, query: Query, name: str) -> Answer:
+    """What an experiment of "Why" measures at the asked settings."""
+    with _explained():
+        return Answer(why.answer(name, query.given).encode())
+
+
+def watched(session: Session, query: Query) -> Answer:
+    """How far the run is that is being watched, and what alarmed."""
+    with _explained():
+        return as_json(with_chinese(_run(session).state()))
+
+
+def series(session: Session, query: Query) -> Answer:
+    """A figure of every head over the steps of the run."""
+    with _explained():
+        after = float(query.given.get("from", "-inf"))
+        return as_json(_run(session).series(query.given.get("statistic", ""), after))
+
+
+BINARY = "application/octet-stream"
+HEAD = r"/api/inputs/(\d+)/map/(\w+)/(\d{1,4})/(\d{1,4})"
+PLACE = r"(\d{1,9})"
+ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
+    (r"/api/state", state),
+    (r"/api/inputs/(\d+)/tokens", tokens),
+    (r"/api/inputs/(\d+)/heads", heads),
+    (r"/api/inputs/(\d+)/thumbnails", thumbnails),
+    (r"/api/inputs/(\d+)/image", image),
+    (HEAD, pyramid),
+    (rf"{HEAD}/tile/{PLACE}/{PLACE}/{PLACE}", tile),
+    (rf"{HEAD}/strips", strips),
+    (rf"{HEAD}/row/{PLACE}", row),
+    (rf"{HEAD}/column/{PLACE}", column),
+    (rf"{HEAD}/weight/{PLACE}/{PLACE}", weight),
+    (rf"{HEAD}/top", top),
+    (r"/api/why/(\w+)", experiment),
+    (r"/api/watch", watched),
+    (r"/api/watch/series", series),
+)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turns an error that says "what is wrong; what works" into a refusal with a hint."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise Refusal(400, *halves(said_by(error))) from error
+
+
+def _run(session: Session) -> WatchedFolder:
+    if session.run is None:
+        hint = say("headwise look RUN_FOLDER shows one")
+        raise Refusal(404, say("no run is being watched"), hint)
+    return session.run
+
+
+def _atlas(session: Session, id: str) -> Atlas:
+    atlas = session.atlases.get(id)
+    if atlas is None:
+        there = ", ".join(session.atlases) or say("none yet")
+        hint = say("there are: {there}", there=there)
+        raise Refusal(404, say("there is no input {id}", id=id), hint)
+    return atlas
+
+
+def _head(
+    session: Session, id: str, group: str, layer: str, head: str
+) -> tuple[Atlas, Group, Head]:
+    atlas = _atlas(session, id)
+    found = atlas.input.group(group)
+    return atlas, found, found.head(f"{int(layer)}.{int(head)}")
+
+
+def _binary(picture: Picture) -> Answer:
+    sizes = {"X-Rows": str(picture.rows), "X-Columns": str(picture.columns)}
+    return Answer(picture.cells, BINARY, sizes)
+
+
+def _pooled(values: Tensor, size: int) -> list[float | None]:
+    """At most `size` means of neighbours."""
+    cells = Cells.evenly(len(values), size)
+    whole = slice(0, len(values))
+    sums = cells.pooled(values.double().cpu(), -1, whole, "mean")
+    return [number(value) for value in (sums / torch.tensor(cells.widths)).tolist()]

@@ -1,0 +1,127 @@
+"""The page's server: the answers over HTTP, on the loopback address, guarded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.middleware import Middleware
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse, Response
+    from starlette.routing import BaseRoute, Mount, Route
+    from starlette.staticfiles import StaticFiles
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"the page's server needs {missing.name}: pip install 'headwise[look]'", name=missing.name
+    ) from missing
+
+from headwise.look.serving.answers import answer
+from headwise.look.serving.bundle import STATIC, built
+from headwise.look.serving.guard import Guard, TooLargeError, too_large
+from headwise.look.serving.reply import Answer, Refusal, as_json
+from headwise.look.session import BusyError, Session
+from headwise.messages import say
+
+IMAGES = ("image/png", "image/jpeg")
+
+
+def application(session: Session, static: Path = STATIC) -> Starlette:
+    """The server of a session, and of the page built in a folder."""
+    turns = asyncio.Semaphore(2)
+
+    async def get(request: Request) -> Response:
+        address = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        if request.url.path == "/api/state":
+            return response(answer(session, address))
+        async with turns:
+            if await request.is_disconnected():  # scrolled past while it waited
+                return Response(status_code=499)
+            return response(await run_in_threadpool(answer, session, address))
+
+    async def post(request: Request) -> Response:
+        try:
+            what = _sent(request.headers.get("content-type", ""), await request.body())
+            return response(as_json({"id": session.add(what)}, 202))
+        except TooLargeError:
+            return too_large()
+        except BusyError as busy:
+            return response(Refusal(409, *busy.args).answer())
+        except Refusal as refusal:
+            return response(refusal.answer())
+
+    routes = [
+        Route("/api/inputs", post, methods=["POST"]),
+        Route("/api/{path:path}", get, methods=["GET"]),
+        page(static),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard)])
+
+
+def page(static: Path) -> BaseRoute:
+    """The built page, and nothing outside its folder; or how to build it."""
+    try:
+        built(static)
+    except ValueError as error:
+        said = f"{error}\nThe answers under /api/ work without it.\n"
+
+        async def missing(request: Request) -> Response:
+            return PlainTextResponse(said, 503)
+
+        return Route("/{path:path}", missing)
+    return Mount("/", StaticFiles(directory=static, html=True))
+
+
+def response(given: Answer) -> Response:
+    """An answer as HTTP carries it; never kept, for the next server may be of another model."""
+    headers = {"Cache-Control": "no-store", **given.headers}
+    return Response(given.body, given.status, headers, given.media)
+
+
+def _sent(media: str, body: bytes) -> str | bytes:
+    """The text or the image of a request's body."""
+    media = media.partition(";")[0].strip()
+    if media in IMAGES:
+        return body
+    if media != "application/json":
+        hint = say('send {{"text": "…"}} as application/json')
+        raise Refusal(415, say("a body of type {media!r} can't be read", media=media[:60]), hint)
+    try:
+        text = json.loads(body)["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        hint = say('send {{"text": "…"}} as application/json')
+        raise Refusal(400, say("the body has no text"), hint)
+    return text
+
+
+def listening(port: int = 0) -> socket.socket:
+    """A socket on the loopback address; port 0 is any that is free."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(("127.0.0.1", port))
+        bound.listen()  # a browser that is faster than the server waits for it
+    except OSError as error:
+        bound.close()
+        raise ValueError(
+            f"port {port} can't be had ({error.strerror}); leave --port out"
+        ) from error
+    return bound
+
+
+def address(bound: socket.socket) -> str:
+    """Where a browser finds the page."""
+    return f"http://127.0.0.1:{bound.getsockname()[1]}/"
+
+
+def serve(app: Starlette, bound: socket.socket) -> None:
+    """Answer until Ctrl-C."""
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run(sockets=[bound])

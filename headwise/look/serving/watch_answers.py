@@ -1,0 +1,111 @@
+"""The page's "Watch": a run's folder as it grows, layers × heads over steps, and its alarms."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from headwise.watching.runs.run_reader import WatchedRun, open_run
+
+MOST_NUMBERS = 200_000
+"""In one answer: of a run with more, every second of its steps is given, or every fourth, …"""
+
+PATIENCE = 0.3
+"""Seconds for which a folder is not read again; ten times as long as reading it took, if more."""
+
+
+@dataclass
+class WatchedFolder:
+    """The folder of a run, read again when someone asks and it may have grown."""
+
+    folder: Path
+    run: WatchedRun | None = None
+    histories: dict[str, Any] = field(default_factory=dict)  # of the run as it was last read
+    read_at: float = -math.inf
+    took: float = 0.0
+    lock: Lock = field(default_factory=Lock)
+
+    def refreshed(self) -> WatchedRun:
+        """The run as it stands, more or less; ValueError where the folder holds none."""
+        now = time.monotonic()
+        if self.run is not None and now - self.read_at < max(PATIENCE, 10 * self.took):
+            return self.run
+        if self.run is None:
+            self.run = open_run(self.folder)
+        elif self.run.refresh():
+            self.histories.clear()
+        self.read_at = time.monotonic()
+        self.took = self.read_at - now
+        return self.run
+
+    def state(self) -> dict[str, Any]:
+        """What is being watched and how far it is, as `/api/watch` gives it."""
+        with self.lock:
+            run = self.refreshed()
+            steps = run.steps
+            return {
+                "run": self.folder.resolve().name,
+                "model": run.manifest.get("model", {}).get("class", ""),
+                "step": steps[-1] if steps else None,
+                "age": max(0.0, time.time() - run.folder.stat().st_mtime),
+                "layers": [
+                    {
+                        "layer": layer.number,
+                        "name": layer.name,
+                        "kind": layer.kind,
+                        "heads": layer.heads,
+                    }
+                    for layer in run.layers
+                ],
+                "statistics": run.figures,
+                "alarms": [asdict(alarm) for alarm in run.alarms],
+                "rules": run.manifest.get("rules", []),
+            }
+
+    def series(self, figure: str, after: float = -math.inf) -> dict[str, Any]:
+        """A figure of every head at the steps after one, as `/api/watch/series` gives it.
+
+        Of a long run every second, fourth, … of all its steps is given, always the same ones until
+        the run is twice as long; `every` says how many.
+        """
+        with self.lock:
+            run = self.refreshed()
+            if figure not in self.histories:
+                self.histories[figure] = run.history(figure)
+            steps, lines = self.histories[figure]
+            layers = [(layer.number, layer.heads) for layer in run.layers]
+        every = stride(len(steps), sum(heads for _, heads in layers))
+        shown = [at for at in range(0, len(steps), every) if steps[at] > after]
+        blank = [math.nan] * len(steps)
+        return {
+            "every": every,
+            "steps": [steps[at] for at in shown],
+            "values": [
+                [
+                    [_short(lines.get((layer, head), blank)[at]) for head in range(heads)]
+                    for layer, heads in layers
+                ]
+                for at in shown
+            ],
+        }
+
+
+def stride(steps: int, heads: int) -> int:
+    """Which power of two of the steps to give, so that no answer is too large.
+
+    >>> stride(1000, 48), stride(100_000, 48)
+    (1, 32)
+    """
+    every = 1
+    while steps * heads > MOST_NUMBERS * every:
+        every *= 2
+    return every
+
+
+def _short(value: float) -> float | None:
+    """Six digits, more than any picture shows; null for what JSON can't say."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

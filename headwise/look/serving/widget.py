@@ -1,0 +1,60 @@
+"""The page inside a notebook: the kernel answers what the server would."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+try:
+    import anywidget
+    import traitlets
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        "the notebook's page needs anywidget: pip install 'headwise[notebook]'", name=missing.name
+    ) from missing
+
+from headwise.look.serving.answers import answer
+from headwise.look.serving.bundle import STATIC
+from headwise.look.serving.reply import Answer, Refusal, as_json
+from headwise.look.session import BusyError, Session
+from headwise.messages import say
+
+
+class LookWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
+    """The page of a session, `height` pixels high; `view` is the part of it that is shown."""
+
+    _esm = STATIC / "headwise.js"
+    _css = STATIC / "headwise.css"
+    height = traitlets.Int(680).tag(sync=True)
+    view = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, session: Session, **traits: Any) -> None:
+        super().__init__(**traits)
+        self.session = session
+        self.on_msg(self._asked)
+
+    def _asked(self, _: Any, message: dict[str, Any], buffers: list[Any]) -> None:
+        """Answer a question of the page: {id, path, method, body}."""
+        given = replied(self.session, message, [bytes(each) for each in buffers or []])
+        reply = {"id": message.get("id"), "status": given.status, "headers": given.headers}
+        if given.media == "application/json":
+            self.send({**reply, "json": json.loads(given.body)})
+        else:
+            self.send(reply, buffers=[given.body])
+
+
+def replied(session: Session, message: dict[str, Any], buffers: list[bytes]) -> Answer:
+    """The answer to a message: the server's, or that of a new input."""
+    path = str(message.get("path", ""))
+    if message.get("method") != "POST":
+        return answer(session, path)
+    if path != "/api/inputs":
+        return Refusal(404, say("there is nothing at {path}", path=path[:200])).answer()
+    body = message.get("body") or {}
+    what = buffers[0] if buffers else body.get("text")
+    if not isinstance(what, str | bytes):
+        return Refusal(400, say("the body has no text")).answer()
+    try:
+        return as_json({"id": session.add(what)}, 202)
+    except BusyError as busy:
+        return Refusal(409, *busy.args).answer()

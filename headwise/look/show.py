@@ -1,0 +1,119 @@
+"""A session from Python: a recording or an input becomes something a page can show."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.look.atlas import Atlas
+from headwise.look.head_groups import Axes, groups, side
+from headwise.look.readers.reader import Report
+from headwise.look.scene import Description, Input
+from headwise.look.session import Progress, Session
+from headwise.messages import say
+from headwise.watching import Recording
+
+
+def show(
+    seen: Recording, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None
+) -> Any:
+    """What `seen.show()` does: a widget in a notebook; elsewhere a page, served until Ctrl-C."""
+    session = session_of(seen, tokens, source)
+    if in_notebook():
+        from headwise.look.serving.widget import LookWidget
+
+        return LookWidget(session)
+    from headwise.look.serving import server
+
+    bound = server.listening()
+    address = server.address(bound)
+    print(f"{address}   (Ctrl-C stops it)", flush=True)
+    if displayed():
+        webbrowser.open(address)
+    with suppress(KeyboardInterrupt):
+        server.serve(server.application(session), bound)
+    return None
+
+
+def in_notebook() -> bool:
+    """Whether this runs in the kernel of a notebook, which can show a widget."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def displayed() -> bool:
+    """Whether a browser could show something here."""
+    if sys.platform != "linux":
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The model of a recording, which reads nothing more."""
+
+    description: Description
+    sample: None = None
+
+    def read(self, what: str | bytes, report: Report) -> Input:
+        said = say("this is a recording: run the model again to look at something else")
+        raise ValueError(said)
+
+
+def session_of(
+    seen: Recording, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None
+) -> Session:
+    """A session that shows what was watched; positions are numbered where tokens are not given.
+
+    `tokens` are those of the text, or of the decoder's side; `source` those of the encoder's.
+
+    >>> import headwise as hw
+    >>> gpt = hw.load("gpt")
+    >>> with hw.watch(gpt.model) as seen:
+    ...     _ = gpt.model(gpt.encode("to be or not to be"))
+    >>> session_of(seen, gpt.pieces("to be or not to be")).state()["model"]["heads"]
+    48
+    """
+    if not seen.layers:
+        raise ValueError("nothing was seen yet; run the model while it is watched")
+    axes = _axes(seen, tokens, source)
+    read = Input("watched", "text" if "self" in axes else "translation", groups(seen, axes))
+    heads = sum(layer.heads for layer in seen.layers)
+    session = Session(reader=Watched(Description("watched", 0, len(seen.layers), heads, None)))
+    session.atlases["0"] = Atlas(read).prepare()
+    session.progress = Progress("ready", None)
+    return session
+
+
+def _axes(
+    seen: Recording, tokens: Sequence[str] | None, source: Sequence[str] | None
+) -> dict[str, Axes]:
+    """The tokens of each group's rows and columns."""
+    both = any(layer.kind == "cross" for layer in seen.layers)
+    axes: dict[str, Axes] = {} if both else {"self": ((), ())}
+    for layer in seen.layers:
+        _, _, rows, columns = layer.map().shape
+        id = side(layer, axes)
+        given = (
+            source if id == "encoder" else tokens,
+            source if id in ("encoder", "cross") else tokens,
+        )
+        for words, count in zip(given, (rows, columns), strict=True):
+            if words is not None and len(words) != count:
+                raise ValueError(
+                    f"{len(words)} tokens were given for the {count} of {layer.name}; as many "
+                    "tokens as the model read would work"
+                )
+        numbered = (range(rows), range(columns))
+        named = [
+            tuple(map(str, numbers)) if words is None else tuple(words)
+            for words, numbers in zip(given, numbered, strict=True)
+        ]
+        axes[id] = (named[0], named[1])
+    order = ("self", "encoder", "decoder", "cross")
+    return {id: axes[id] for id in order if id in axes}

@@ -1,0 +1,208 @@
+"""Attention in a terminal: tokens, a table of heads and maps drawn in characters."""
+
+from collections.abc import Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.console import Group as Stack
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from headwise.look.notable import records
+from headwise.look.scene import Group, Head, Input
+
+SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is a"
+"""What to look at when nothing is given: words that come back."""
+
+SHADES = ((0.75, "██"), (0.45, "▓▓"), (0.2, "▒▒"), (0.05, "░░"), (0.0, "· "))
+"""From this weight on, these two characters: two of them are about as wide as one is high."""
+
+COLOURS = {"██": "#f9e721", "▓▓": "#5ec962", "▒▒": "#21918c", "░░": "#5a6aa8", "· ": "dim"}
+"""Brighter is more; without colour the shades alone say the same."""
+
+LABEL = 12
+"""Columns kept for a row's number and its token."""
+
+MOST_ROWS = 32
+"""A longer text's map is pooled down to this many rows: about a screen."""
+
+MOST_TOKENS = 40
+"""How many tokens are listed before the rest is only counted."""
+
+LARGEST_MAP = 256
+"""A program gets every weight up to this many tokens, and a pooled map beyond."""
+
+DEFINED = """
+keys is how many tokens a row spreads over, e^entropy; top its largest weight;
+first, self and previous its weight on that token; distance how far back it
+looks. All are means over the rows, but for max logit, the largest of them all.
+"""
+
+DEFINED_ACROSS = """
+keys is how many tokens a row spreads over, e^entropy; top its largest weight;
+first its weight on the first token. All are means over the rows, but for max
+logit, the largest of them all.
+"""
+
+COLUMNS = (
+    # title, figure, format
+    ("keys", "effective_keys_mean", "{:.2f}"),
+    ("entropy", "entropy_mean", "{:.2f}"),
+    ("top", "top_prob_mean", "{:.0%}"),
+    ("first", "sink_mass_mean", "{:.0%}"),
+    ("self", "self_mass_mean", "{:.0%}"),
+    ("previous", "previous_mass_mean", "{:.0%}"),
+    ("distance", "distance_mean", "{:.1f}"),
+    ("max logit", "max_logit_max", "{:.1f}"),
+)
+"""The columns of the table of heads."""
+
+WITHIN = ("self", "previous", "distance")
+"""Columns that mean nothing where a token of one text looks at another text."""
+
+DRAWN = 3
+"""How many of the heads that are first in something are drawn."""
+
+
+def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool = False) -> None:
+    """Print what the heads did: the tokens, the figures of some or all heads, and some maps."""
+    group = read.main
+    console.print(Text(f"{len(group.columns)} tokens", style="bold"))
+    console.print(token_lines(group.columns, console.width))
+    for note in read.notes:
+        console.print(Text(note, style="italic"))
+    firsts = records(group)
+    listed = group.heads if every else chosen or [head for head, _ in firsts]
+    counted = f"{len(listed)} of " if len(listed) < len(group.heads) else ""
+    console.print(Text(f"\n{counted}{len(group.heads)} heads", style="bold"))
+    console.print(head_table(listed, group.square))
+    console.print(Text(DEFINED if group.square else DEFINED_ACROSS, style="dim"))
+    said = {head.name: reason for head, reason in firsts}
+    drawn = chosen or [head for head, _ in firsts[:DRAWN]]
+    if any(head.name in said for head in drawn):
+        # "looks most at" is of one head among all: it may be little, where all look elsewhere
+        console.print(Text(f"of all {len(group.heads)} heads", style="dim italic"))
+    console.print(maps_side_by_side(group, drawn, said, console.width))
+    console.print(legend(group.square))
+
+
+def token_lines(tokens: Sequence[str], width: int) -> Text:
+    """The tokens with their numbers, as many on a line as fit."""
+    text, used = Text(), 0
+    for number, token in enumerate(tokens[:MOST_TOKENS]):
+        size = cell_len(f"{number} {token}  ")
+        if used and used + size > width:
+            text.append("\n")
+            used = 0
+        text.append(f"{number} ", style="dim").append(f"{token}  ")
+        used += size
+    if len(tokens) > MOST_TOKENS:
+        text.append(f"\n… and {len(tokens) - MOST_TOKENS} more", style="dim")
+    return text
+
+
+def head_table(heads: Sequence[Head], square: bool) -> Table:
+    """A row a head, a column a figure."""
+    columns = [column for column in COLUMNS if square or column[0] not in WITHIN]
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("head", no_wrap=True)
+    for title, *_ in columns:
+        table.add_column(title, justify="right")
+    for head in heads:
+        cells = [form.format(head.figures[figure]) for _, figure, form in columns]
+        table.add_row(head.name, *cells)
+    return table
+
+
+def as_dictionary(read: Input, chosen: Sequence[Head] = ()) -> dict[str, object]:
+    """The same for programs: tokens, and for each head its figures and, of chosen ones, its map."""
+    group = read.main
+    return {
+        "rows": list(group.rows),
+        "columns": list(group.columns),
+        "notes": list(read.notes),
+        "heads": [
+            {"layer": head.layer, "head": head.number, "statistics": head.figures}
+            | ({"map": _map(head)} if head in chosen else {})
+            for head in group.heads
+            if not chosen or head in chosen
+        ],
+    }
+
+
+def _map(head: Head) -> dict[str, object]:
+    weights = head_map(head, LARGEST_MAP)
+    pooled = tuple(weights.shape) != tuple(head.map.shape[2:])
+    return {"pooled": "max" if pooled else None, "weights": weights.tolist()}
+
+
+def head_map(head: Head, size: int) -> Tensor:
+    """A head's weights: all of them, or, where there are more, the largest of each cell."""
+    if max(head.map.shape[2:]) > size:
+        return head.map.pool(size, how="max")[0, 0]
+    return head.map[0, 0]
+
+
+def maps_side_by_side(
+    group: Group, heads: Sequence[Head], said: dict[str, str], width: int
+) -> Table:
+    """As many maps beside each other as the terminal is wide enough for."""
+    size = min(max(len(group.rows), len(group.columns)), MOST_ROWS, (width - LABEL) // 2)
+    abreast = max(1, (width + 2) // (LABEL + 2 * size + 2))
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for start in range(0, len(heads), abreast):
+        some = heads[start : start + abreast]
+        grid.add_row(*(draw_head(group, head, said.get(head.name, ""), size) for head in some))
+    return grid
+
+
+def draw_head(group: Group, head: Head, reason: str, size: int) -> Stack:
+    """One head's map under its name and what it is first in."""
+    weights, tokens = head_map(head, size), len(group.rows)
+    if weights.shape[0] < tokens:
+        labels = [f"{tokens * row // len(weights)}…" for row in range(len(weights))]
+        width = tokens // len(weights)
+        pooled = [Text(f"a cell is the largest of about {width}² weights", style="dim")]
+    else:
+        labels = [f"{number:>2} {token.strip()}" for number, token in enumerate(group.rows)]
+        pooled = []
+    name = Text(f"head {head.name} ", style="bold").append(reason, style="dim italic")
+    return Stack(name, *pooled, *draw(weights, labels, group.causal), Text())
+
+
+def draw(weights: Tensor, labels: Sequence[str], causal: bool = True) -> list[Text]:
+    """A map (N, M) in characters, a line a query; what a query may not see stays empty.
+
+    >>> weights = Tensor([[1.0, 0.0], [0.3, 0.7]])
+    >>> for line in draw(weights, ["to", "be"]): print(line.plain)
+    to          ██
+    be          ▒▒▓▓
+    """
+    lines = []
+    for row, label in enumerate(labels):
+        line = Text(set_cell_size(label, LABEL - 1) + " ", no_wrap=True)
+        for weight in weights[row, : row + 1 if causal else None].tolist():
+            characters = shade(weight)
+            line.append(characters, style=COLOURS[characters])
+        lines.append(line)
+    return lines
+
+
+def shade(weight: float) -> str:
+    """The two characters that stand for a weight.
+
+    >>> [shade(weight) for weight in (0.01, 0.3, 1.0)]
+    ['· ', '▒▒', '██']
+    """
+    return next(characters for least, characters in SHADES if weight >= least)
+
+
+def legend(square: bool = True) -> Text:
+    """What the shades mean."""
+    text = Text("" if square else "columns are the tokens above, in order\n", style="dim")
+    text.append("weight  ", style="dim")
+    for least, characters in reversed(SHADES):
+        text.append(characters, style=COLOURS[characters])
+        text.append(f" {least:.0%}+  " if least else " less  ", style="dim")
+    return text

@@ -1,0 +1,311 @@
+"""The attention matrix that is never stored: any part of it is exact on demand.
+
+A weight is exp(logit - lse), so q, k and one number a row are all there is to keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.core.arguments import is_integer
+from headwise.core.problem import Problem, restate, without_dropout
+from headwise.core.versions import Unchanged
+from headwise.maps.loops import loops_for
+from headwise.maps.region import Box, Index, Region, indexed, written
+from headwise.maps.row_lse import LogSums
+from headwise.maps.tiles import Cells, How
+
+LIMIT = 1 << 26  # weights that one slice holds at most
+TILE = 256  # cells along each side of a pyramid's tile
+
+
+class AttentionMap:
+    """The weights of every query row (B, Hq, N) on every key (M), as `hw.attention_map` gives them.
+
+    A weight is exp(logit - lse): 0 where the mask hides the key, and with sinks a row sums to less
+    than one. Weights are float32, or float64 for float64 inputs, and have no gradient. lse is
+    computed when it is first needed, for the rows and heads that are asked for. The map keeps q and
+    k themselves, and can't be looked at once they have been written over.
+
+    >>> import torch, headwise as hw
+    >>> q, k = torch.randn(2, 1, 8, 5000, 16).unbind(0)
+    >>> amap = hw.attention_map(q, k, mask=hw.mask.causal())
+    >>> amap
+    <AttentionMap 1 × 8 × 5000 × 5000>
+    >>> amap[0, 3, 2000:2010, :100].shape
+    torch.Size([10, 100])
+    """
+
+    __iter__ = None  # or a loop over a map would quietly compute all of it
+    _region: Region
+    _sums: LogSums
+    _kept: Unchanged
+
+    def __init__(self, problem: Problem, lse: Tensor | None = None) -> None:
+        problem = without_dropout(problem)
+        q, k, v = problem.q.detach(), problem.k.detach(), problem.v.detach()
+        with torch.no_grad():
+            region = Region(q, k, v, problem.terms())
+        if lse is not None and lse.shape != q.shape[:3]:
+            raise ValueError(
+                f"lse has shape {tuple(lse.shape)}; one number for each query row, "
+                f"{tuple(q.shape[:3])}, would fit\n  in {restate('attention_map', q, k, v)}"
+            )
+        self._hold(region, LogSums.of(region, lse))
+
+    @classmethod
+    def of(cls, region: Region, lse: Tensor | None = None) -> AttentionMap:
+        """The map of what `region` and `lse` of another one gave, such as one read from a file."""
+        return object.__new__(cls)._hold(region, LogSums.of(region, lse))
+
+    def _hold(self, region: Region, sums: LogSums) -> AttentionMap:
+        self._region, self._sums, self._kept = region, sums, Unchanged(region.tensors())
+        return self
+
+    @property
+    def region(self) -> Region:
+        """What the weights are a function of, besides lse; ValueError where it is so no longer."""
+        name = self._kept.written()
+        if name is not None:
+            raise self._error(
+                f"{name}, or memory that it shares, was written over since this map was made; "
+                f"a map of {name}.clone() stays",
+                "",
+            )
+        return self._region
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, Hq, N, M)."""
+        return self._region.box.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self._region.wide
+
+    @property
+    def lse(self) -> Tensor:
+        """The log of the sum of exponentials of each row, (B, Hq, N): -inf where it sees no key.
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 1, 3, 4)
+        >>> hw.attention_map(q, q, mask=hw.mask.causal()).lse.exp()
+        tensor([[[1., 2., 3.]]])
+        """
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            return self._sums.at(region.box)
+
+    def __repr__(self) -> str:
+        weighted = "" if self._region.norms is None else " weighted"
+        return f"<AttentionMap {_times(self.shape)}{weighted}>"
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Tensor:
+        """Exact weights: amap[b, h, i0:i1, j0:j1], where each is an integer or a slice.
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 2, 100, 16)
+        >>> hw.attention_map(q, q, mask=hw.mask.causal())[0, 1, 2, :4]
+        tensor([0.3333, 0.3333, 0.3333, 0.0000])
+        """
+        call = f"[{written(index)}]"
+        return self._slice(self._parse(index, call), call)
+
+    def to_tensor(self) -> Tensor:
+        """Every weight, (B, Hq, N, M); ValueError if they are more than 2²⁶.
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 1, 2, 4)
+        >>> hw.attention_map(q, q).to_tensor()
+        tensor([[[[0.5000, 0.5000],
+                  [0.5000, 0.5000]]]])
+        """
+        return self._slice(list(self._region.box), ".to_tensor()")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """What `to_tensor` gives, as NumPy asks for it."""
+        found = self.to_tensor().numpy(force=True)
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def head(self, batch: int, head: int) -> AttentionMap:
+        """The map of one head, (1, 1, N, M): views of this one, sharing what it knows of lse.
+
+        >>> import torch, headwise as hw
+        >>> amap = hw.attention_map(*torch.randn(2, 1, 8, 100, 16).unbind(0))
+        >>> amap.head(0, 3).pool(10).shape
+        torch.Size([1, 1, 10, 10])
+        """
+        b, h, *_ = self._parse((batch, head), call := f".head({batch!r}, {head!r})")
+        if not isinstance(b, int) or not isinstance(h, int):
+            raise self._error("a head is named by two integers", call)
+        region = self.region
+        box = Box(range(b, b + 1), range(h, h + 1), region.box.rows, region.box.keys)
+        return self._with(region.cut(box), self._sums.cut(box))
+
+    def weighted(self) -> AttentionMap:
+        """The map of p · ‖v‖: each weight times the length of the value that it carries.
+
+        >>> import torch, headwise as hw
+        >>> q, v = torch.zeros(1, 1, 2, 4), torch.tensor([[[[3.0, 4.0], [0.0, 0.0]]]])
+        >>> hw.attention_map(q, q, v).weighted()[0, 0]
+        tensor([[2.5000, 0.0000],
+                [2.5000, 0.0000]])
+        """
+        region = self.region
+        v = region.v
+        if v.shape[-1] == 0:
+            raise self._error("no values; hw.attention_map(q, k, v) has them", ".weighted()")
+        norms = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=self.dtype)
+        return self._with(replace(region, norms=norms), self._sums)
+
+    def pool(self, size: int = 256, how: How = "mean") -> Tensor:
+        """The whole map in at most size × size cells, (B, Hq, min(size, N), min(size, M)).
+
+        With s = min(size, N), row a of the cells holds the query rows floor(a·N/s) up to, without
+        it, floor((a+1)·N/s); the keys likewise. A cell's number is the mean of all its weights,
+        hidden ones counting as 0, or with how="max" the largest.
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 1, 4, 8)
+        >>> hw.attention_map(q, q, mask=hw.mask.causal()).pool(2)
+        tensor([[[[0.5000, 0.0000],
+                  [0.2917, 0.2083]]]])
+        """
+        self._check_how(how, call := f".pool({size!r}, how={how!r})")
+        if not is_integer(size) or size < 1:
+            raise self._error("size is an integer, at least 1", call)
+        _, _, rows, keys = self.shape
+        return self._pool(self._region.box, Cells.evenly(rows, size), Cells.evenly(keys, size), how)
+
+    def received(self) -> Tensor:
+        """What each key receives from all rows together: the sums of the columns, (B, Hq, M).
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 1, 2, 4)
+        >>> hw.attention_map(q, q, mask=hw.mask.causal()).received()
+        tensor([[[1.5000, 0.5000]]])
+        """
+        return self._over(self._region.box, loops_for(self._region).received)
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest weights of each row, in order, and their keys, (B, Hq, N, k) each.
+
+        Where a row sees fewer keys than k, the rest has weight 0 and key -1.
+
+        >>> import torch, headwise as hw
+        >>> q, k = torch.tensor([[[[0.0], [1.0]]]]), torch.tensor([[[[1.0], [2.0]]]])
+        >>> hw.attention_map(q, k, mask=hw.mask.causal()).top(2)
+        (tensor([[[[1.0000, 0.0000],
+                   [0.7311, 0.2689]]]]),
+         tensor([[[[ 0, -1],
+                   [ 1,  0]]]]))
+        """
+        if not is_integer(k) or k < 1:
+            raise self._error("k is an integer, at least 1", f".top({k!r})")
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            sums = self._sums.at(region.box)
+            largest: tuple[Tensor, Tensor] = loops_for(region).top(region, sums, k)
+            return largest
+
+    @property
+    def levels(self) -> int:
+        """How many levels `tile` has: the first is one tile, the last holds single weights."""
+        tiles_a_side = -(-max(self.shape[2:]) // TILE)
+        return 1 + max(0, tiles_a_side - 1).bit_length()
+
+    def grid(self, level: int) -> tuple[int, int]:
+        """How many tiles a level of the pyramid has: along the keys (x), along the rows (y).
+
+        >>> import torch, headwise as hw
+        >>> amap = hw.attention_map(*torch.randn(2, 1, 1, 1000, 16).unbind(0))
+        >>> [amap.grid(level) for level in range(amap.levels)]
+        [(1, 1), (2, 2), (4, 4)]
+        """
+        if not is_integer(level) or not 0 <= level < self.levels:
+            raise self._error(f"the levels are 0 to {self.levels - 1}", f".grid({level!r})")
+        side = TILE << (self.levels - 1 - level)
+        _, _, rows, keys = self.shape
+        return -(-keys // side), -(-rows // side)
+
+    def tile(self, level: int, x: int, y: int, how: How = "mean") -> Tensor:
+        """One tile of a zoomable picture of one head, at most (256, 256), rows by keys.
+
+        A cell of level l holds 2^(levels - 1 - l) rows and as many keys: the whole map fits the one
+        tile of level 0, each level doubles the resolution, and cells of the last are single
+        weights. Tile x holds 256 cells of keys from cell 256·x, tile y of rows; tiles at the far
+        edges are smaller, and so are their last cells, which hold the pairs that there are.
+
+        >>> import torch, headwise as hw
+        >>> amap = hw.attention_map(*torch.randn(2, 1, 1, 1000, 16).unbind(0)).head(0, 0)
+        >>> amap.tile(0, 0, 0).shape, amap.tile(2, 3, 0).shape
+        (torch.Size([250, 250]), torch.Size([256, 232]))
+        """
+        self._check_how(how, call := f".tile({level!r}, {x!r}, {y!r}, how={how!r})")
+        if self.shape[:2] != (1, 1):
+            raise self._error("a pyramid has one head; .head(b, h) is its map", call)
+        columns, lines = self.grid(level)
+        whole = is_integer(x) and is_integer(y)
+        if not whole or not (0 <= x < columns and 0 <= y < lines):
+            raise self._error(f"level {level} has tiles x < {columns}, y < {lines}", call)
+        cell = 1 << (self.levels - 1 - level)
+        _, _, rows, keys = self.shape
+        side = TILE * cell
+        box = self._region.box._replace(
+            rows=range(y * side, min(rows, (y + 1) * side)),
+            keys=range(x * side, min(keys, (x + 1) * side)),
+        )
+        row_cells, key_cells = Cells.every(len(box.rows), cell), Cells.every(len(box.keys), cell)
+        return self._pool(box, row_cells, key_cells, how)[0, 0]
+
+    def _slice(self, parts: list[int | range], call: str) -> Tensor:
+        box = Box(*(range(part, part + 1) if isinstance(part, int) else part for part in parts))
+        size = math.prod(box.shape)
+        if size > LIMIT:
+            raise self._error(
+                f"{_times(box.shape)} = {size:,} weights; at most {LIMIT:,} are given at once. "
+                "Smaller slices work, and .pool(256), .received() and .top(8) see all of a map",
+                call,
+            )
+        kept = [len(part) for part in parts if isinstance(part, range)]
+        return self._over(box, loops_for(self._region).fill).reshape(kept)
+
+    def _pool(self, box: Box, rows: Cells, keys: Cells, how: How) -> Tensor:
+        pool = loops_for(self._region).pool
+        return self._over(box, lambda region, lse: pool(region, lse, rows, keys, how))
+
+    def _over(self, box: Box, work: Callable[[Region, Tensor], Tensor]) -> Tensor:
+        """Do the work on a rectangle of the map, (B, Hq, ...)."""
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            boxes = list(box.aligned(region.group))
+            parts = [work(region.cut(part), self._sums.at(part)) for part in boxes]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _with(self, region: Region, sums: LogSums) -> AttentionMap:
+        return object.__new__(AttentionMap)._hold(region, sums)
+
+    def _parse(self, index: Index | tuple[Index, ...], call: str) -> list[int | range]:
+        try:
+            return indexed(index, self.shape)
+        except ValueError as error:
+            reason = f"{error}; a map takes amap[b, h, i0:i1, j0:j1], integers and slices"
+            raise self._error(reason, call) from None
+
+    def _check_how(self, how: str, call: str) -> None:
+        if how not in ("mean", "max"):
+            raise self._error("cells hold how='mean' or how='max' of their weights", call)
+
+    def _error(self, reason: str, call: str) -> ValueError:
+        return ValueError(f"{reason}\n  in {self!r}{call}")
+
+
+def _times(shape: Iterable[int]) -> str:
+    return " × ".join(map(str, shape))

@@ -1,0 +1,175 @@
+"""An attention map's loops on the GPU: the same functions as `headwise.maps.tiles`, fused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from headwise.engines.triton.host.cards import INTERPRETING, card
+from headwise.engines.triton.host.operands import (
+    Operands,
+    on,
+    operands,
+    outer_strides,
+    precision,
+)
+from headwise.engines.triton.host.tile_shapes import Shape, fit
+from headwise.engines.triton.kernels import map_lse as logsum
+from headwise.engines.triton.kernels.map_cells import cells
+from headwise.engines.triton.kernels.map_largest import largest
+from headwise.maps import tiles
+from headwise.maps.region import Region
+from headwise.maps.tiles import Cells, How
+
+MOST = 64  # of the largest weights that a row keeps on chip
+LOG2_E = math.log2(math.e)
+
+
+def log_sums(region: Region) -> Tensor:
+    """lse of every row over the region's keys, (B, Hq, N)."""
+    if not all(region.box.shape):
+        return tiles.log_sums(region)
+    call = _call(region)
+    batch, heads, rows, _ = region.box.shape
+    found = region.q.new_empty(batch, heads, rows, dtype=torch.float32)
+
+    def launch(shape: Shape) -> None:
+        logsum.log_sums[(-(-rows // shape.rows), heads, batch)](
+            call.q, call.k, found, outer_strides(call.q), outer_strides(call.k), call.given,
+            *call.sizes, **_constants(shape), **_flags(call),
+        )  # fmt: skip
+
+    _fit(call, launch)
+    return found
+
+
+def fill(region: Region, lse: Tensor) -> Tensor:
+    """Every weight, (B, Hq, N, M)."""
+    rows, keys = region.box.shape[2:]
+    return _reduce(region, lse, Cells.every(rows, 1), Cells.every(keys, 1), "mean")
+
+
+def pool(region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> Tensor:
+    """The mean or the largest weight of each cell, (B, Hq, row cells, key cells)."""
+    out = _reduce(region, lse, rows, keys, how)
+    if how == "mean":
+        out /= out.new_tensor(rows.widths)[:, None] * out.new_tensor(keys.widths)
+    return out
+
+
+def received(region: Region, lse: Tensor) -> Tensor:
+    """The sum of each key's weights over the rows, (B, Hq, M)."""
+    rows, keys = region.box.shape[2:]
+    one = Cells.every(rows, max(1, rows))  # a cell of all rows, where there are any
+    return _reduce(region, lse, one, Cells.every(keys, 1), "mean").sum(2)
+
+
+def top(region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for no key."""
+    batch, heads, rows, _ = region.box.shape
+    if count > MOST or not all(region.box.shape):
+        return tiles.top(region, lse, count)
+    call, sums = _call(region), _base_two(lse)
+    kept = max(2, 1 << (count - 1).bit_length())
+    best = sums.new_empty(batch, heads, rows, kept)
+    key = torch.empty_like(best, dtype=torch.int32)
+    norms = _norms(region)
+
+    def launch(shape: Shape) -> None:
+        largest[(-(-rows // shape.rows), heads, batch)](
+            call.q, call.k, norms, sums, best, key, outer_strides(call.q), outer_strides(call.k),
+            call.given, *call.sizes, count, *_norm_strides(region), KEPT=kept, **_constants(shape),
+            **_flags(call),
+        )  # fmt: skip
+
+    _fit(call, launch)
+    best, order = best[..., :count].sort(descending=True)
+    return best.exp2_(), key[..., :count].gather(-1, order).long()
+
+
+def _reduce(region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> Tensor:
+    """The sum or the largest weight of each cell, (B, Hq, row cells, key cells)."""
+    batch, heads, *_ = region.box.shape
+    out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)
+    if not all(region.box.shape):
+        return out
+    call, sums = _call(region), _base_two(lse)
+    norms = _norms(region)
+
+    def launch(shape: Shape) -> None:
+        row_part, row_groups, row_steps = _cut(rows, shape.rows)
+        key_part, key_groups, key_steps = _cut(keys, shape.keys)
+        cells[(row_groups * key_groups, heads, batch)](
+            call.q, call.k, norms, sums, out, outer_strides(call.q), outer_strides(call.k),
+            call.given, *call.sizes, len(rows), len(keys), rows.width, keys.width, row_steps,
+            key_steps, *_norm_strides(region), ROW_PART=row_part, KEY_PART=key_part,
+            LARGEST=how == "max", **_constants(shape), **_flags(call),
+        )  # fmt: skip
+
+    _fit(call, launch)
+    return out
+
+
+def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
+    """How a tile's side is shared among cells: the part of a cell, groups of cells, steps.
+
+    Of the parts that leave next to nothing of a tile unused, the largest.
+    """
+    widest, found = max(axis.widths), {}
+    part = 1
+    while part <= block:
+        groups, steps = -(-len(axis) * part // block), -(-widest // part)
+        found[part] = (groups, steps)
+        part *= 2
+    least = min(groups * steps for groups, steps in found.values())
+    part = max(p for p, (groups, steps) in found.items() if groups * steps <= 1.03 * least)
+    return part, *found[part]
+
+
+def _call(region: Region) -> Operands:
+    q, k = region.q, region.k
+    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
+        q, k = q.float(), k.float()
+    return operands(q, k, k, region.terms)
+
+
+def _flags(call: Operands) -> dict[str, object]:
+    flags = call.flags()
+    kept = {name: flags[name] for name in ("WIDTH", "PIECES", "PLAIN", "CAP")}
+    padded = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
+    return kept | {"PADDED": padded, "PRECISION": precision(call.q.dtype)}
+
+
+def _fit(call: Operands, launch: Callable[[Shape], None]) -> None:
+    """Launch on the call's GPU with a shape that fits it."""
+    q = call.q
+    with on(q.device):
+        fit("map", call.padded[0], q.itemsize, card(q.device), launch)
+
+
+def _constants(shape: Shape) -> dict[str, int]:
+    return {
+        "ROWS": shape.rows,
+        "KEYS": shape.keys,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
+
+
+def _base_two(lse: Tensor) -> Tensor:
+    """lse for 2^x, and +inf where a row sees nothing, so that its weights are 0."""
+    return (lse * LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).contiguous()
+
+
+def _norms(region: Region) -> Tensor | None:
+    return None if region.norms is None else region.norms[..., 0].contiguous()
+
+
+def _norm_strides(region: Region) -> tuple[int, int]:
+    if region.norms is None:
+        return 0, 0
+    _, heads, keys, _ = region.norms.shape
+    return heads * keys, keys

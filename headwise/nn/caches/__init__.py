@@ -1,0 +1,1 @@
+"""Keys and values of the tokens so far, in several layouts."""

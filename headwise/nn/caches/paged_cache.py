@@ -1,0 +1,133 @@
+"""A cache whose tokens lie in pages of a shared pool."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from headwise.engines.quick import Stored
+from headwise.nn.caches.packed_cache import Packed, emptied
+from headwise.nn.caches.page_pool import PagePool
+
+
+class PagedCache(Packed):
+    """Any length that the pool has pages for; they go back with `release`, or with the cache.
+
+    `reorder` copies nothing: entries that continue the same one share its pages, and one that
+    writes into a shared page gets its own copy first. So `reorder(still_going)` gives back what
+    sequences that have ended held.
+
+    >>> import torch, headwise as hw
+    >>> pool = hw.nn.PagePool(pages=8, page=16)
+    >>> attn = hw.nn.MultiHeadAttention(32, 4, mask=hw.mask.causal()).eval()
+    >>> x, cache = torch.randn(2, 20, 32), hw.nn.PagedCache(pool)
+    >>> with torch.no_grad():
+    ...     steps = [attn(x[:, i : i + 1], cache=cache) for i in range(20)]
+    ...     print(torch.allclose(torch.cat(steps, 1), attn(x), atol=1e-6), pool.free)
+    True 4
+    >>> cache.reorder(torch.tensor([1]))
+    >>> pool.free
+    6
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self._tables: list[list[int]] = []  # the pages of each batch entry
+        self._table: Tensor | None = None  # the same where the kernel reads it
+        weakref.finalize(self, _give_back, pool, self._tables)
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        self._check(keys, values)
+        self.pool.reserve(keys, values)
+        count = keys.shape[2]
+        self._make_room(keys.shape[0], self._length + count)
+        self._keys, self._values = emptied(keys), emptied(values)
+        assert self.pool.keys is not None and self.pool.values is not None
+        at = torch.arange(self._length, self._length + count, device=keys.device)
+        pages = self._pages()[:, at // self.pool.page].long()  # (B, N)
+        self.pool.keys[pages, :, at % self.pool.page] = keys.transpose(1, 2)
+        self.pool.values[pages, :, at % self.pool.page] = values.transpose(1, 2)
+        self._length += count
+
+    def _make_room(self, batch: int, length: int) -> None:
+        """Pages for `length` tokens of each entry, its own where they will be written."""
+        pool, size = self.pool, self.pool.page
+        tables: list[list[int]] = self._tables or [[] for _ in range(batch)]
+        partly = self._length % size != 0 and length > self._length
+        last = self._length // size
+        mine = [table for table in tables if partly and pool.shared(table[last])]
+        needed = [-(-length // size) - len(table) for table in tables]
+        if not mine and not any(needed):
+            return
+        if sum(needed) + len(mine) > pool.free:
+            pool.take(sum(needed) + len(mine))  # says what is missing, and takes nothing
+        if not self._tables:
+            self._tables.extend(tables)
+        for table in mine:
+            if pool.shared(table[last]):  # of two that share it, the second may keep it
+                (own,) = pool.copy([table[last]])
+                pool.give_back([table[last]])
+                table[last] = own
+        for table, more in zip(self._tables, needed, strict=True):
+            table += pool.take(more)
+        self._table = None
+
+    def _pages(self) -> Tensor:
+        """The pool's page of each page of each entry, (B, pages) int32."""
+        assert self._keys is not None or self.pool.keys is not None
+        if self._table is None:
+            assert self.pool.keys is not None
+            self._table = torch.tensor(
+                self._tables, dtype=torch.int32, device=self.pool.keys.device
+            )
+        return self._table
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        held = self.held()
+        assert held.pages is not None
+        found = []
+        for pool in (held.keys, held.values):
+            pages = pool[held.pages.long()].transpose(1, 2)  # (B, Hkv, pages, page, width)
+            found.append(pages.flatten(2, 3)[:, :, : self._length])
+        return found[0], found[1]
+
+    def held(self) -> Stored:
+        if self.pool.keys is None or self.pool.values is None or not self._tables:
+            raise ValueError(f"{self!r} holds nothing to attend to yet")
+        return Stored(self.pool.keys, self.pool.values, self._length, pages=self._pages())
+
+    def rollback(self, count: int) -> None:
+        self._check_rollback(count)
+        self._length -= count
+        kept = -(-self._length // self.pool.page)
+        for table in self._tables:
+            self.pool.give_back(table[kept:])
+            del table[kept:]
+        self._table = None
+
+    def reorder(self, index: Tensor) -> None:
+        super().reorder(index)
+        tables = [list(self._tables[b]) for b in index.tolist()]
+        for table in tables:
+            self.pool.share(table)
+        _give_back(self.pool, self._tables)
+        self._tables.extend(tables)
+        self._table = None
+
+    def release(self) -> None:
+        """Forget every token and give all pages back; the cache is as new."""
+        _give_back(self.pool, self._tables)
+        self._keys = self._values = self._table = None
+        self._length = 0
+
+    def fresh(self) -> Self:
+        return type(self)(self.pool)
+
+
+def _give_back(pool: PagePool, tables: list[list[int]]) -> None:
+    for table in tables:
+        pool.give_back(table)
+    tables.clear()

@@ -1,0 +1,89 @@
+"""A cache that keeps a window of the last tokens."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from torch import Tensor
+
+from headwise import mask as masks
+from headwise.core.intervals import Mask
+from headwise.nn.caches.cache import Cache, recorded, written
+from headwise.nn.caches.shifted_mask import shifted
+
+
+class SlidingCache(Cache):
+    """The last `window` tokens: a query sees itself and window - 1 before it, whatever the mask.
+
+    `spare` more are kept, so that as many can be rolled back.
+    """
+
+    def __init__(self, window: int, spare: int = 0) -> None:
+        if window < 1 or spare < 0:
+            raise ValueError(f"SlidingCache(window={window}, spare={spare}) would see no token")
+        self.window, self.spare = window, spare
+        self._length = 0  # of the whole sequence
+        self._held = 0  # tokens at the front of the storage
+        self._out = 0  # tokens handed out by the last append
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def first(self) -> int:
+        return self._length - self._out
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self._check(keys, values)
+        self._make_room(keys.shape[2])
+        start, end = self._held, self._held + keys.shape[2]
+        self._keys = written(self._keys, start, keys)
+        self._values = written(self._values, start, values)
+        self._held, self._length = end, self._length + keys.shape[2]
+        first = max(0, start - (self.window - 1))
+        self._out = end - first
+        return self._keys[:, :, first:end], self._values[:, :, first:end]
+
+    def _make_room(self, count: int) -> None:
+        """Drop what no token can see any more, once it is most of the storage: O(1) a token."""
+        kept = min(self._held, self.window - 1 + self.spare)
+        if self._keys is None or self._values is None or self._held < 2 * kept:
+            return
+        if self._held + count > self._keys.shape[2]:
+            self._keys = _last(self._keys, self._held, kept)
+            self._values = _last(self._values, self._held, kept)
+            self._held = kept
+
+    def place(self, mask: Mask | None, queries: int) -> Mask:
+        seen = masks.window(self.window - 1, queries)
+        return seen if mask is None else shifted(mask, self.first, self._out) & seen
+
+    def place_bias(self, bias: Tensor) -> Tensor:
+        return bias if bias.shape[-1] == 1 else bias[..., self.first :]
+
+    def rollback(self, count: int) -> None:
+        self._check_rollback(count)
+        if self._held - count < min(self._length - count, self.window - 1):
+            raise ValueError(
+                f"{self!r} no longer has what {count} tokens fewer would see; "
+                f"SlidingCache({self.window}, spare={count}) would"
+            )
+        self._held, self._length = self._held - count, self._length - count
+
+    def fresh(self) -> Self:
+        return type(self)(self.window, self.spare)
+
+    def __repr__(self) -> str:
+        return f"SlidingCache(window={self.window}, spare={self.spare}, length={self._length})"
+
+
+def _last(held: Tensor, end: int, count: int) -> Tensor:
+    """The last `count` of the first `end` tokens, moved to the front."""
+    kept = held[:, :, end - count : end]
+    if recorded(held):
+        return kept
+    if held.shape[2] > 8 * max(count, 16):  # a long prompt's storage is given back
+        return kept.clone()
+    held[:, :, :count] = kept.clone()
+    return held

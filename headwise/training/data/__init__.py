@@ -1,0 +1,1 @@
+"""Corpora, tokenisers and batches."""

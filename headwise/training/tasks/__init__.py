@@ -1,0 +1,1 @@
+"""What a model is trained for: language, translation, vision, and how good it is at it."""

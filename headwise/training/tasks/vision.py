@@ -1,0 +1,146 @@
+"""The task of naming what an image shows."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.models import ViT, ViTConfig
+from headwise.training.data.batches import Shuffled, generator
+from headwise.training.data.labelled_images import Images
+
+
+class ImageBatch(NamedTuple):
+    """images (B, C, H, W), and what they show as shares (B, classes) that sum to one."""
+
+    images: Tensor
+    shares: Tensor
+
+
+@dataclass
+class Vision:
+    """Learn to name these images; photographs are also mirrored and mixed, digits only moved."""
+
+    images: Images
+    config: ViTConfig
+    classes: int
+    size: int
+    seed: int
+    photographs: bool
+    order: Shuffled = field(init=False, repr=False)
+    mean: Tensor = field(init=False, repr=False)
+    deviation: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        pixels, labels = self.images.train
+        if not len(labels):
+            raise ValueError("there are no images to learn from: the corpus is empty")
+        self.order = Shuffled(len(labels), self.size, self.seed)
+        some = pixels[:5000].float() / 255
+        self.mean, self.deviation = (
+            measure((0, 2, 3))[:, None, None] for measure in (some.mean, some.std)
+        )
+
+    @property
+    def pixels(self) -> dict[str, list[float]]:
+        """What scales pixels of 0 to 1, a number a channel: without it the model is of no use."""
+        return {
+            "mean": self.mean.flatten().tolist(),
+            "deviation": self.deviation.flatten().tolist(),
+        }
+
+    def build(self) -> nn.Module:
+        """A ViT that knows nothing."""
+        return ViT(self.config)
+
+    def _to(self, device: torch.device) -> None:
+        if self.mean.device != device:
+            self.mean, self.deviation = self.mean.to(device), self.deviation.to(device)
+            parts = (self.images.train, self.images.valid, self.images.test)
+            self.images = Images(*((x.to(device), y.to(device)) for x, y in parts))
+
+    def scaled(self, pixels: Tensor) -> Tensor:
+        """From bytes to numbers around zero."""
+        return (pixels.float() / 255 - self.mean) / self.deviation
+
+    def batch(self, number: int, device: torch.device) -> ImageBatch:
+        """Images moved a little; photographs also mirrored and mixed."""
+        self._to(device)
+        random = generator(self.seed, number, 2)
+        chosen = self.order.batch(number).to(device)
+        pixels, labels = self.images.train
+        images = self.scaled(pixels[chosen])
+        margin = images.shape[-1] // 8
+        images = moved(images, torch.randint(2 * margin + 1, (len(chosen), 2), generator=random))
+        shares = F.one_hot(labels[chosen], self.classes).float()
+        if not self.photographs:
+            return ImageBatch(images, shares)
+        mirror = torch.rand(len(chosen), generator=random).lt(0.5).to(device)
+        images = torch.where(mirror[:, None, None, None], images.flip(-1), images)
+        return ImageBatch(*patched(images, shares, torch.rand(4, generator=random).tolist()))
+
+    def count(self, batch: ImageBatch) -> int:
+        """One prediction an image."""
+        return len(batch.images)
+
+    def loss(self, model: nn.Module, batch: ImageBatch, smoothing: float) -> Tensor:
+        """Cross-entropy in nats, summed."""
+        return F.cross_entropy(
+            model(batch.images).float(), batch.shares, label_smoothing=smoothing, reduction="sum"
+        )
+
+    def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        """The share of images never learnt from that are named rightly."""
+        self._to(device)
+        return {"valid_accuracy": self.accuracy(model, *self.images.valid)}
+
+    def judge(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
+        """The same of the test images."""
+        self._to(device)
+        images, labels = self.images.test
+        return {"accuracy": self.accuracy(model, images, labels), "images": len(labels)}
+
+    def accuracy(self, model: nn.Module, images: Tensor, labels: Tensor) -> float:
+        """The share of images whose likeliest name is theirs."""
+        right = sum(
+            int((model(self.scaled(some)).argmax(-1) == names).sum())
+            for some, names in zip(images.split(1000), labels.split(1000), strict=True)
+        )
+        return right / len(labels)
+
+
+def moved(images: Tensor, by: Tensor) -> Tensor:
+    """Each image (B, C, H, W) cut from a wider one with an empty margin, at its own place (B, 2).
+
+    >>> moved(torch.ones(1, 1, 8, 8), torch.tensor([[0, 1]]))[0, 0].sum()
+    tensor(56.)
+    """
+    height, width = images.shape[-2:]
+    margin = width // 8
+    padded = F.pad(images, (margin,) * 4)
+    by = by.to(images.device)
+    rows = by[:, :1] + torch.arange(height, device=images.device)  # (B, H)
+    columns = by[:, 1:] + torch.arange(width, device=images.device)  # (B, W)
+    each = torch.arange(len(images), device=images.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[each, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
+
+
+def patched(images: Tensor, shares: Tensor, random: list[float]) -> tuple[Tensor, Tensor]:
+    """Every second batch: a rectangle of each image comes from another image (CutMix), and so much
+    of its name.
+    """
+    coin, area, top, left = random
+    if coin < 0.5:
+        return images, shares
+    height, width = images.shape[-2:]
+    side = area**0.5
+    rows, columns = int(height * side), int(width * side)
+    y, x = int(top * (height - rows)), int(left * (width - columns))
+    images = images.clone()
+    images[:, :, y : y + rows, x : x + columns] = images.flip(0)[
+        :, :, y : y + rows, x : x + columns
+    ]
+    share = rows * columns / (height * width)
+    return images, shares * (1 - share) + shares.flip(0) * share

@@ -1,0 +1,83 @@
+"""Maps that a run keeps: q, k and lse of a head in a safetensors file, and back again.
+
+A map is a function of these three and of the mask, so the file has the mask's intervals, and what
+else there is to a logit, beside them. Every weight read from it is the one that was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from headwise.core.problem import Terms
+from headwise.files import write_whole
+from headwise.maps.attention_map import AttentionMap
+from headwise.maps.region import Region
+from headwise.watching.runs.parts import numbers_in
+
+FOLDER = "maps"
+NAME = re.compile(
+    r"step-(?P<step>\d+)-layer-(?P<layer>\d+)-head-(?P<head>\d+)-rank(?P<rank>\d+)\.safetensors"
+)
+
+
+@dataclass(frozen=True, order=True)
+class Kept:
+    """Which map a file holds."""
+
+    step: int
+    layer: int
+    head: int
+    rank: int = 0
+
+    @classmethod
+    def of(cls, name: str) -> Kept | None:
+        """From a file's name; None for another file.
+
+        >>> Kept.of("step-00000100-layer-003-head-005-rank0.safetensors")
+        Kept(step=100, layer=3, head=5, rank=0)
+        """
+        found = numbers_in(name, NAME)
+        return None if found is None else cls(**found)
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        place = f"layer-{self.layer:03d}-head-{self.head:03d}-rank{self.rank}"
+        return f"step-{self.step:08d}-{place}.safetensors"
+
+
+def kept_in(folder: Path) -> list[Kept]:
+    """The maps that a run's folder has."""
+    files = (folder / FOLDER).glob("*.safetensors")
+    return sorted(kept for file in files if (kept := Kept.of(file.name)) is not None)
+
+
+def write_map(path: Path, amap: AttentionMap) -> None:
+    """Write the map of one head, (1, 1, N, M)."""
+    from safetensors.torch import save
+
+    region = amap.region
+    terms = region.terms._asdict()
+    tensors = {"q": region.q, "k": region.k, "lse": amap.lse}
+    tensors |= {name: x for name, x in terms.items() if isinstance(x, Tensor)}
+    said = {name: x for name, x in terms.items() if not isinstance(x, Tensor)}
+    flat = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    write_whole(path, save(flat, metadata={"headwise": json.dumps(said)}))
+
+
+def read_map(path: Path) -> AttentionMap:
+    """The map that `write_map` wrote."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        terms: dict[str, Any] = json.loads(file.metadata()["headwise"])
+    q, k, lse = (tensors.pop(name) for name in ("q", "k", "lse"))
+    region = Region(q, k, k[..., :0], Terms(**{**terms, **tensors}))
+    return AttentionMap.of(region, lse)

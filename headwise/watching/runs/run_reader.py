@@ -1,0 +1,215 @@
+"""Reading a run's folder, while it is written or afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwise.maps.attention_map import AttentionMap
+from headwise.messages import say
+from headwise.watching.alarms import Alarm
+from headwise.watching.figure_names import PLACES
+from headwise.watching.layer import Kind, Layer
+from headwise.watching.recording import NAN, Entry, Recording
+from headwise.watching.runs import manifest, parts
+from headwise.watching.runs.kept_maps import FOLDER, Kept, kept_in, read_map
+from headwise.watching.runs.parts import Part, Rows
+from headwise.watching.runs.run_writer import RunWriter, read_alarms
+from headwise.watching.table import Table
+
+if TYPE_CHECKING:
+    from headwise.watching.watch import Watch
+
+
+def open_run(folder: Path | str) -> WatchedRun:
+    """Open the folder of a watched run; ValueError where it holds none, or a newer headwise's.
+
+    A run of `headwise train --watch` keeps what was seen in a folder of its own, and is taken too.
+
+    >>> import tempfile, torch, headwise as hw
+    >>> model = hw.nn.MultiHeadAttention(64, 8)
+    >>> with hw.watch(model) as seen: _ = model(torch.randn(1, 10, 64))
+    >>> run = tempfile.mkdtemp() + "/run"
+    >>> seen.save(run, maps=[(0, 3)])
+    >>> hw.watching.open_run(run)
+    <WatchedRun of 1 layers, 8 heads, 1 steps>
+    >>> hw.watching.open_run(run).map(layer=0, head=3)
+    <AttentionMap 1 × 1 × 10 × 10>
+    """
+    folder = Path(folder)
+    inside = folder / INSIDE
+    return WatchedRun(
+        inside if not (folder / manifest.NAME).exists() and inside.exists() else folder
+    )
+
+
+INSIDE = "watch"
+"""Where a training run keeps what was seen of its heads."""
+
+
+class WatchedRun(Recording):
+    """A run's folder as it stands; `refresh()` reads what was written since.
+
+    Figures of several processes are one: the mean of means, the max of maxima, the min of minima.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.damaged: list[str] = []
+        self._read: dict[Part, Rows | None] = {}
+        self._rows: Rows | None = None
+        self._series: list[Entry] | None = None
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read what is new; whether anything is."""
+        self.manifest: dict[str, Any] = manifest.read(self.folder)
+        there = parts.parts_in(self.folder)
+        if list(self._read) == there and self._rows is not None:
+            return False
+        known = self._read
+        self._read = {x: known[x] if x in known else parts.read(self.folder, x) for x in there}
+        self.damaged = [part.name for part, rows in self._read.items() if rows is None]
+        found = [rows for rows in self._read.values() if rows is not None]
+        self._rows = _merged(parts.concatenated(found)) if found else None
+        self._series = None
+        return True
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run was closed; one that was killed is not."""
+        return "ended" in self.manifest
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the steps that were looked at."""
+        found = set() if self._rows is None else set(self._rows["step"].to_pylist())
+        return sorted(found)
+
+    @property
+    def series(self) -> list[Entry]:  # type: ignore[override]
+        """The tables of all steps."""
+        if self._series is None:
+            by_step: dict[int, list[dict[str, Any]]] = {}
+            for row in [] if self._rows is None else self._rows.to_pylist():
+                by_step.setdefault(row.pop("step"), []).append(_numbers(row))
+            self._series = [Entry(step, Table(rows)) for step, rows in by_step.items()]
+        return self._series
+
+    def history(self, figure: str) -> tuple[list[int], dict[tuple[int, int], list[float]]]:
+        """The steps, and a figure of each (layer, head) at these steps; NaN where it is missing."""
+        if self._rows is None:
+            return [], {}
+        if figure not in self._rows.column_names:
+            raise ValueError(
+                say(
+                    "there is no figure {name!r}; there are {there}",
+                    name=figure,
+                    there=", ".join(self.figures),
+                )
+            )
+        steps = self.steps
+        place = {step: number for number, step in enumerate(steps)}
+        found: dict[tuple[int, int], list[float]] = {}
+        columns = (self._rows[name].to_pylist() for name in ("step", "layer", "head", figure))
+        for step, layer, head, value in zip(*columns, strict=True):
+            line = found.setdefault((layer, head), [NAN] * len(steps))
+            line[place[step]] = NAN if value is None else value
+        return steps, dict(sorted(found.items()))
+
+    @property
+    def figures(self) -> list[str]:
+        """The names of the figures that were written."""
+        names = [] if self._rows is None else self._rows.column_names
+        return [name for name in names if name not in (*PLACES, "step")]
+
+    def heads(self, step: int | None = None) -> Table:
+        """The table of a step, the last one unless another is named."""
+        if self._rows is None:
+            return Table([])
+        steps = self.steps
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            raise ValueError(
+                f"step {step} was not looked at; {len(steps)} of {steps[0]} to {steps[-1]} were"
+            )
+        chosen = self._rows.filter([x == step for x in self._rows["step"].to_pylist()])
+        return Table([_numbers(row) for row in chosen.drop(["step"]).to_pylist()])
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers, without what a pass would have shown of them."""
+        found: dict[int, Layer] = {}
+        for row in self.heads():
+            number = int(row["layer"])
+            kind: Kind = "cross" if row["kind"] == "cross" else "self"
+            layer = found.setdefault(number, Layer(number, str(row["name"]), kind, 0))
+            layer.heads = max(layer.heads, int(row["head"]) + 1)
+        return list(found.values())
+
+    @property
+    def alarms(self) -> list[Alarm]:  # type: ignore[override]
+        """The alarms in order, each head and rule once."""
+        first: dict[tuple[str, int | None, int | None], Alarm] = {}
+        files = sorted(self.folder.glob("alarms-rank*.jsonl"))
+        for alarm in sorted((x for file in files for x in read_alarms(file)), key=lambda x: x.step):
+            first.setdefault((alarm.rule, alarm.layer, alarm.head), alarm)
+        return list(first.values())
+
+    @property
+    def kept(self) -> list[Kept]:
+        """The maps that there are."""
+        return kept_in(self.folder)
+
+    def map(
+        self, layer: int | str, head: int, batch: int = 0, step: int | None = None
+    ) -> AttentionMap:
+        """A map that was kept, the last of this head unless a step is named."""
+        if batch != 0:
+            raise ValueError(f"batch={batch}: a run keeps the maps of the first sequence, 0")
+        number = self.layer(layer).number
+        mine = [x for x in self.kept if (x.layer, x.head) == (number, head)]
+        found = [x for x in mine if step is None or x.step == step]
+        if not found:
+            there = ", ".join(f"{x.layer}.{x.head} at step {x.step}" for x in self.kept[:8])
+            raise ValueError(f"no such map was kept; there are {there or 'none'}")
+        return read_map(self.folder / FOLDER / found[-1].name)
+
+
+def save(
+    seen: Watch, about: dict[str, Any], folder: Path | str, maps: Iterable[tuple[int, int]]
+) -> None:
+    """Write what was seen: the series, what came after its last step, the alarms, some maps."""
+    entries = list(seen.series)
+    if any(layer.figures() for layer in seen.layers):
+        entries.append(Entry(seen.steps, seen.heads()))
+    if not entries:
+        raise ValueError(f"nothing was seen yet that could be saved in {folder}")
+    wanted = list(maps)
+    for layer, head in wanted:
+        seen.map(layer, head)  # says what is wrong before anything is written
+    if manifest.rank() == 0 and (Path(folder) / manifest.NAME).exists():
+        raise ValueError(f"{folder} holds a watched run already; choose another folder")
+    with RunWriter(folder, about, keep=wanted, keep_every=1, on_error="stop") as writer:
+        for entry in entries[:-1]:
+            writer.add(entry)
+        writer.add(entries[-1], seen.alarms, seen)
+
+
+def _merged(rows: Rows) -> Rows:
+    """One row a step and head, in order, whichever process it is from."""
+    if len(set(rows["rank"].to_pylist())) > 1:
+        keys = ["step", *PLACES]
+        figures = [name for name in rows.column_names if name not in (*keys, "rank")]
+        how = {"max": "max", "min": "min", "mean": "mean"}
+        wanted = [(name, how[next(x for x in how if f"_{x}" in name)]) for name in figures]
+        rows = rows.group_by(keys).aggregate(wanted)
+        rows = rows.rename_columns([*keys, *figures])
+    else:
+        rows = rows.drop(["rank"])
+    return rows.sort_by([("step", "ascending"), ("layer", "ascending"), ("head", "ascending")])
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: NAN if value is None else value for name, value in row.items()}

@@ -1,0 +1,207 @@
+"""Writing a run's folder while the model trains: flushed often, whole whenever it is killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from headwise.files import write_whole
+from headwise.messages import from_json
+from headwise.watching.alarms import Alarm
+from headwise.watching.recording import Entry, Recording
+from headwise.watching.runs import manifest, parts
+from headwise.watching.runs.kept_maps import FOLDER, Kept, kept_in, write_map
+from headwise.watching.runs.parts import Part
+
+log = logging.getLogger("headwise")
+
+JOINED = 64
+"""So many small parts are joined into a larger one as soon as they are there."""
+
+MOST_WAITING = 200_000
+"""Rows kept in memory where they can't be written; the oldest are given up beyond."""
+
+OnError = Literal["go on", "stop"]
+
+
+class RunWriter:
+    """A run's folder, open for writing; `watch.record(folder)` makes one.
+
+    What a step adds is written after `steps` of them or `seconds`, whichever comes first, at the
+    end of a step: a part file that is whole or not there. Each process of a distributed run writes
+    files of its own and waits for no other. `keep` lists the (layer, head) whose maps of the first
+    sequence are kept, at each `keep_every`-th step. Where writing fails, a full disk above all, the
+    log says so once and the run goes on, or stops with an OSError where `on_error="stop"`.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        about: dict[str, Any],
+        *,
+        keep: Iterable[tuple[int, int]] = (),
+        keep_every: int = 1000,
+        steps: int = 100,
+        seconds: float = 10.0,
+        on_error: OnError = "go on",
+        resume: bool = False,
+    ) -> None:
+        parts.arrow()
+        if on_error not in ("go on", "stop"):
+            raise ValueError(f"on_error={on_error!r}; 'go on' and 'stop' are known")
+        if keep_every < 1:
+            raise ValueError(f"keep_every={keep_every}: at least 1 would work")
+        self.folder, self.rank = Path(folder), manifest.rank()
+        self.keep, self.keep_every = tuple(keep), keep_every
+        if self.keep and not about["looking"].get("maps", True):
+            raise ValueError(
+                f"keep={list(self.keep)}: the watch has maps=False and so no map to keep; "
+                "hw.watch(model, maps=True) would work"
+            )
+        self.steps, self.seconds, self.on_error = steps, seconds, on_error
+        self.closed = False
+        self._waiting: list[dict[str, Any]] = []
+        self._entries = 0  # that wait
+        self._alarms: list[Alarm] = []  # that wait
+        self._flushed_at = time.monotonic()
+        self._failing = False
+        self._resuming = self._begin(about, resume)
+
+    def _begin(self, about: dict[str, Any], resume: bool) -> bool:
+        """Make the folder a run's; whether it was one before."""
+        there = (self.folder / manifest.NAME).exists()
+        if there:
+            manifest.read(self.folder)
+            if not resume and self.rank == 0:
+                raise ValueError(
+                    f"{self.folder} holds a watched run already; resume=True goes on with it"
+                )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for place in (self.folder, self.folder / FOLDER):
+            parts.remove_leftovers(place, self.rank)
+        self._about = manifest.read(self.folder) if there else about
+        self._about.pop("ended", None)
+        self._say(self._about)
+        self._next = 1 + max((part.last for part in self._parts()), default=0)
+        return there and resume
+
+    def _say(self, about: dict[str, Any]) -> None:
+        """Write the manifest; the first process does it for all."""
+        if self.rank == 0:
+            said = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
+            write_whole(self.folder / manifest.NAME, said)
+
+    def add(
+        self, entry: Entry, alarms: Sequence[Alarm] = (), seen: Recording | None = None
+    ) -> None:
+        """Take a closed step in; `seen` has the maps of its last pass."""
+        if self._resuming:
+            self._resuming = False
+            self._try(lambda: self._forget(entry.step))
+        self._waiting += [{"step": entry.step, "rank": self.rank, **row} for row in entry.table]
+        self._entries += 1
+        self._alarms += alarms
+        if alarms:
+            self._try(self._write_alarms)
+        if seen is not None and entry.step % self.keep_every == 0:
+            for layer, head in self.keep:
+                self._try(lambda: self.keep_map(entry.step, layer, head, seen))  # noqa: B023
+        waited = time.monotonic() - self._flushed_at
+        if self._entries >= self.steps or waited >= self.seconds:
+            self.flush()
+
+    def keep_map(self, step: int, layer: int, head: int, seen: Recording) -> None:
+        """Keep the map of one head in the last pass."""
+        (self.folder / FOLDER).mkdir(exist_ok=True)
+        found = seen.layer(layer)
+        kept = Kept(step, found.number, head % found.heads, self.rank)
+        write_map(self.folder / FOLDER / kept.name, seen.map(layer, head))
+
+    def flush(self) -> None:
+        """Write what waits."""
+        self._flushed_at, self._entries = time.monotonic(), 0
+        if self._waiting:
+            self._try(self._write)
+        if self._alarms:
+            self._try(self._write_alarms)
+
+    def _write(self) -> None:
+        part = Part(self.rank, self._next, self._next)
+        parts.write(self.folder, part, parts.columns(self._waiting))
+        self._next += 1
+        self._waiting = []
+        small = [part for part in self._parts() if part.first == part.last]
+        if len(small) >= JOINED:
+            parts.join(self.folder, small)
+
+    def _write_alarms(self, before: int | None = None) -> None:
+        """Write the alarms that wait after those there are; `before` leaves out later ones."""
+        path = self.folder / f"alarms-rank{self.rank}.jsonl"
+        if not self._alarms and not path.exists():
+            return
+        known = read_alarms(path) if path.exists() else []
+        known = [alarm for alarm in known if before is None or alarm.step < before]
+        said = [json.dumps(x.to_dict(), ensure_ascii=False) for x in (*known, *self._alarms)]
+        write_whole(path, "".join(f"{line}\n" for line in said))
+        self._alarms = []
+
+    def _forget(self, step: int) -> None:
+        """Drop what a run that resumes will see again: this step and later ones."""
+        if before := self._parts():
+            parts.join(self.folder, before, before=step)
+        self._write_alarms(before=step)
+        for kept in kept_in(self.folder):
+            if kept.rank == self.rank and kept.step >= step:
+                (self.folder / FOLDER / kept.name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Write what waits, and join the parts into one file."""
+        self.closed = True
+        self.flush()
+        if len(mine := self._parts()) > 1:
+            self._try(lambda: parts.join(self.folder, mine))
+        self._try(lambda: self._say({**self._about, "ended": manifest.now()}))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _parts(self) -> list[Part]:
+        return [part for part in parts.parts_in(self.folder) if part.rank == self.rank]
+
+    def _try(self, write: Any) -> None:
+        """Write, or say why not: once, and stop or go on as was chosen."""
+        try:
+            write()
+        except OSError as error:
+            reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+            said = f"could not write {self.folder}: {reason}; what was written before is untouched"
+            if self.on_error == "stop":
+                raise OSError(error.errno, said) from error
+            if not self._failing:
+                log.error("%s. The run goes on, and writing is tried again", said)
+            self._failing = True
+            self._waiting = self._waiting[-MOST_WAITING:]
+        else:
+            self._failing = False
+
+
+def read_alarms(path: Path) -> list[Alarm]:
+    """The alarms of a file; a line that a kill cut short is passed over."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(Alarm(**from_json(json.loads(line))))
+        except (ValueError, TypeError):
+            continue
+    return found
