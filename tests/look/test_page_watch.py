@@ -12,8 +12,8 @@ import uvicorn
 from playwright.sync_api import Page, expect
 
 from headwise.look.serving.server import application, listening
-from headwise.look.serving.watch_answers import WatchedFolder
 from headwise.look.session import Progress, Session
+from headwise.look.watched_folder import WatchedFolder
 from tests.look.conftest import Served, Visits
 from tests.look.test_page_narrow import LANGUAGES, try_widths
 from tests.look.test_watch_api import Training

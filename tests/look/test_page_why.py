@@ -151,7 +151,7 @@ def test_a_chart_says_the_number_under_the_pointer(visit: Visits) -> None:
 def test_a_bad_address_says_what_works_and_leads_back(visit: Visits) -> None:
     page = visit("#/why/scale?d=48", allowed="400")
     expect(page.get_by_role("alert")).to_contain_text("d=48 is out of bounds")
-    expect(page.get_by_role("alert")).to_contain_text("powers of two from 1 to 1024 work")
+    expect(page.get_by_role("alert")).to_contain_text("use a power of two from 1 to 1024")
     page.get_by_role("button", name="Back to the defaults").click()
     expect(figure(page, "variance")).to_have_text(written(found("scale")["logit_variance"]))
 
