@@ -146,7 +146,7 @@ def test_keys_zoom_move_choose_and_lead_back_to_the_whole(visit: Visits) -> None
         page.keyboard.press(key)
     expect(page).to_have_url(re.compile("zoom=8&"))
     assert picture(page) != whole
-    expect(page.get_by_role("img", name="Where in the whole map this is")).to_be_visible()
+    expect(page.get_by_role("img", name="Position in the whole map")).to_be_visible()
     page.keyboard.press("Shift+ArrowDown")
     expect(page).to_have_url(re.compile(r"row=\d+&column=\d+"))
     page.keyboard.press("Escape")
@@ -306,7 +306,7 @@ def test_brackets_lead_from_head_to_head_and_links_to_the_other_views(visit: Vis
     expect(page).to_have_url(re.compile(r"#/heads\?.*layer=4&head=7"))
     page.go_back()
     plot(page)
-    page.get_by_label("One head").or_(page.get_by_title("Put this head beside another")).click()
+    page.get_by_label("One head").or_(page.get_by_title("Compare this head with another")).click()
     expect(page).to_have_url(re.compile(r"#/compare\?.*layer=4&head=7"))
 
 
@@ -341,10 +341,10 @@ def test_a_tile_that_does_not_come_is_said_and_can_be_asked_for_again(visit: Vis
     page = visit("", allowed="Failed to load resource")
     page.route("**/tile/**", lambda route: route.fulfill(status=500, json={"error": "no memory"}))
     page.goto(page.url.partition("#")[0] + HEAD)
-    expect(page.get_by_text("Part of the map could not be had: no memory")).to_be_visible()
+    expect(page.get_by_text("Part of the map could not be loaded: no memory")).to_be_visible()
     page.unroute("**/tile/**")
     page.get_by_role("button", name="Try again").click()
-    expect(page.get_by_text("could not be had")).to_be_hidden()
+    expect(page.get_by_text("could not be loaded")).to_be_hidden()
     expect(point(page, 0.1, 0.5).locator("strong")).to_be_visible()
 
 

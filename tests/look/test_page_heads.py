@@ -95,7 +95,7 @@ def test_a_figure_that_all_heads_share_has_no_bar(visit: Visits, served: Served)
         expect(shared).to_have_attribute("title", re.compile("the same in all heads$"))
         expect(shared.locator(".bar")).to_have_count(0)
     other = page.get_by_role("button", name="effective keys")
-    expect(other).to_have_attribute("title", re.compile(r"\d+ of 48, the highest first$"))
+    expect(other).to_have_attribute("title", re.compile(r"rank \d+ of 48, highest first$"))
     expect(other.locator(".bar")).to_have_count(1)
 
 
@@ -138,7 +138,7 @@ def test_light_and_dark_follow_the_system_until_told_otherwise(visit: Visits) ->
     page = visit("#/heads", color_scheme="dark")
     frame = page.locator(".headwise")
     expect(frame).to_have_attribute("data-theme", "dark")
-    page.get_by_role("button", name="Theme: as the system").click()
+    page.get_by_role("button", name="Theme: system").click()
     expect(frame).to_have_attribute("data-theme", "light")
     page.reload()
     expect(frame).to_have_attribute("data-theme", "light")

@@ -32,7 +32,7 @@ def address(training: Training, serve: Callable[..., Served]) -> str:
 
 def choose(page: Page, layer: int, head: int) -> None:
     """Choose a head in the grid by its keys, as someone without a mouse would."""
-    grid = page.get_by_role("application", name="Heads: a row a layer, a column a head")
+    grid = page.get_by_role("application", name="Heads: one row per layer, one column per head")
     grid.focus()
     for key in ("ArrowDown",) * (layer + 1) + ("ArrowRight",) * head + ("Enter",):
         grid.press(key)
