@@ -20,6 +20,7 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
+from headwise.look.readers.reader import MOST_TOKENS
 from headwise.look.serving import server
 from headwise.look.serving.guard import MOST_BYTES
 from headwise.look.serving.server import application, listening
@@ -277,3 +278,17 @@ def test_headwise_look_serves_until_ctrl_c_and_leaves_cleanly() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_text_is_counted_and_one_of_too_many_tokens_is_refused_at_once(
+    client: TestClient, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = client.post("/api/tokens", json={"text": "to be or not to be"})
+    assert counted.json() == {"tokens": 7, "most": MOST_TOKENS["cpu"]}
+    monkeypatch.setitem(MOST_TOKENS, "cpu", 6)
+    sent = client.post("/api/inputs", json={"text": "to be or not to be"})
+    assert sent.status_code == 413
+    assert sent.json()["error"] == "7 tokens are too many to look at on cpu: at most 6"
+    assert session.progress.problem is None
+    image = client.post("/api/tokens", content=b"x", headers={"content-type": "image/png"})
+    assert image.status_code == 400
