@@ -121,6 +121,17 @@ def test_this_machine_s_own_names_are_let_in(client: TestClient, host: str) -> N
     assert client.get("/api/state", headers={"host": host}).status_code == 200
 
 
+def test_on_port_80_the_names_come_without_a_port(session: Session, static: Path) -> None:
+    with TestClient(application(session, static), base_url="http://127.0.0.1:80") as client:
+        for host in ("127.0.0.1", "localhost", "[::1]", "127.0.0.1:80"):
+            own = {"host": host, "origin": f"http://{host}"}
+            assert client.get("/api/state", headers=own).status_code == 200
+        for host in ("evil.example", "127.0.0.1.evil.example", "127.0.0.1:8470"):
+            assert client.get("/api/state", headers={"host": host}).status_code == 421
+            other = {"host": "127.0.0.1", "origin": f"http://{host}"}
+            assert client.get("/api/state", headers=other).status_code == 403
+
+
 @pytest.mark.parametrize(
     "origin",
     ["http://evil.example", "https://127.0.0.1:8470", "http://127.0.0.1:3000", "null", "file://"],
