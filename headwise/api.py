@@ -23,7 +23,7 @@ from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
 from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS
 from headwise.dropout import Dropout
-from headwise.engines import quick, reference, sdpa, settled
+from headwise.engines import quick, sdpa, settled
 from headwise.engines.again import again
 from headwise.engines.plan import Plan, choose
 from headwise.engines.plan import plan as _plan
@@ -210,9 +210,6 @@ def _observe(
     """The output and the asked-for statistics."""
     tensors = problem.q, problem.k, problem.v
     module = _restating("observe", tensors, choose, problem, engine, True)
-    if module is reference:
-        out, values = reference.observe(problem, sink_keys)
-        return out, {name: value for name, value in values.items() if name in names}
     found: tuple[Tensor, dict[str, Tensor]] = module.observe(problem, names, sink_keys)
     return found
 

@@ -16,16 +16,20 @@ def refuses(problem: Problem, observed: bool) -> str | None:
 
 def attend(problem: Problem) -> Tensor:
     """out (B, Hq, N, Dv)."""
-    return observe(problem, sink_keys=1)[0]
+    return observe(problem, names=(), sink_keys=1)[0]
 
 
-def observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """out (B, Hq, N, Dv) and every statistic, (B, Hq, N) each, by its definition."""
+def observe(
+    problem: Problem, names: tuple[str, ...], sink_keys: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each, by their definitions."""
     with without_autocast(problem.q.device):
-        return _observe(problem, sink_keys)
+        out, stats = _observe(problem, sink_keys)
+    return out, {name: x for name, x in stats.items() if name in names}
 
 
 def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """out and every statistic."""
     terms = problem.terms()
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     group = problem.q.shape[1] // problem.k.shape[1]
