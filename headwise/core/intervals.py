@@ -27,12 +27,12 @@ class Mask:
         """The intervals as `Terms` hold them, where the mask has them ready; else None."""
         return None
 
-    def told(self) -> tuple[object, ...] | None:
-        """What tells this mask from others but for its `tensors`; None: not a few numbers."""
+    def description(self) -> tuple[object, ...] | None:
+        """All that the mask depends on besides its `tensors`, hashable; None if that is more."""
         return None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What of the mask `told` leaves out."""
+        """The tensors that the mask depends on, where it has a `description`."""
         return ()
 
     def check(self, place: Place) -> None:
@@ -98,8 +98,8 @@ class Both(Mask):
     def __repr__(self) -> str:
         return f"({self.a!r} & {self.b!r})"
 
-    def told(self) -> tuple[object, ...] | None:
-        a, b = self.a.told(), self.b.told()
+    def description(self) -> tuple[object, ...] | None:
+        a, b = self.a.description(), self.b.description()
         return None if a is None or b is None or type(self) is not Both else ("&", a, b)
 
     def tensors(self) -> tuple[Tensor, ...]:

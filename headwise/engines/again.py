@@ -50,7 +50,7 @@ def again(
     if mask is not None:
         if not isinstance(mask, Mask):
             return run()  # which says what would work
-        told = mask.told()
+        told = mask.description()
         given += mask.tensors()
     if told is None or not (is_told(scale) and is_told(softcap)) or watched(*given):
         return run()

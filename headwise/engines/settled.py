@@ -29,7 +29,7 @@ def described(
         return None
     if not (score is None or type(score) is Dot) or not (mask is None or type(mask) is Causal):
         return None
-    told = None if mask is None else mask.told()
+    told = None if mask is None else mask.description()
     scale = None if score is None else score.scale
     if (told is None) != (mask is None) or not is_told(scale) or transformed(q, k, v):
         return None
