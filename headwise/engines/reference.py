@@ -7,25 +7,30 @@ from torch import Tensor
 
 from headwise import dropout
 from headwise.core.problem import Problem, Terms, without_autocast
+from headwise.engines.contract import Engine
 
 
-def refuses(problem: Problem, observed: bool) -> str | None:
-    """Why this engine can't serve the problem; None: it can."""
-    return None
+class Reference(Engine):
+    """The specification as an engine: it serves every problem, in memory for every pair."""
+
+    name = "reference"
+    forward_mode = functional = True
+
+    def priority(self, problem: Problem) -> int:
+        return 6
+
+    def attend(self, problem: Problem) -> Tensor:
+        return self.observe(problem, (), 1)[0]
+
+    def observe(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        with without_autocast(problem.q.device):
+            out, stats = _observe(problem, sink_keys)
+        return out, {name: x for name, x in stats.items() if name in names}
 
 
-def attend(problem: Problem) -> Tensor:
-    """out (B, Hq, N, Dv)."""
-    return observe(problem, names=(), sink_keys=1)[0]
-
-
-def observe(
-    problem: Problem, names: tuple[str, ...], sink_keys: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each, by their definitions."""
-    with without_autocast(problem.q.device):
-        out, stats = _observe(problem, sink_keys)
-    return out, {name: x for name, x in stats.items() if name in names}
+REFERENCE = Reference()
 
 
 def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headwise.engines.triton.host.cards import INTERPRETING, card
+from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.operands import (
     Operands,
     on,
     operands,
     outer_strides,
     precision,
+    widened,
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit
 from headwise.engines.triton.kernels import map_lse as logsum
@@ -130,9 +131,7 @@ def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
 
 
 def _call(region: Region) -> Operands:
-    q, k = region.q, region.k
-    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
-        q, k = q.float(), k.float()
+    q, k = widened(region.q, region.k)
     return operands(q, k, k, region.terms)
 
 

@@ -6,21 +6,18 @@ from types import ModuleType
 
 import torch
 
-from headwise.engines.plan import triton_missing
+from headwise.engines.triton.engine import TRITON
+from headwise.engines.triton.limits import WIDEST, fits_grid
 from headwise.maps import tiles
 from headwise.maps.region import Region
-
-WIDEST = 256  # of a head
 
 
 def loops_for(region: Region) -> ModuleType:
     """A module with `log_sums`, `fill`, `pool`, `received` and `top` for this region."""
     q, terms = region.q, region.terms
     fits = q.dtype != torch.float64 and 0 < q.shape[-1] <= WIDEST and terms.additive is None
-    if not fits or triton_missing(q.device.type) is not None:
+    if not fits or not fits_grid(q.shape) or TRITON.absent(q.device) is not None:
         return tiles
-    from headwise.engines import triton
-    from headwise.maps import fused as maps
+    from headwise.maps import fused  # it imports Triton, which is optional
 
-    able = triton.refuses_device(q.device) is None and triton.has_room(q.shape)
-    return maps if able else tiles
+    return fused
