@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headwise.core.intervals import inside
+from headwise.core.logits import added
 from headwise.core.observation import STATISTICS
 from headwise.core.problem import Problem, Terms
 from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS, Sums
@@ -90,7 +92,7 @@ def _part(
     keys, group = k.shape[2], q.shape[1] // k.shape[1]
     if keys == 0 or group == 0:
         return torch.zeros_like(lse)
-    inside = (column >= 0) & (column < keys)
+    within = (column >= 0) & (column < keys)
     column = column.clamp(0, keys - 1)
     if diagonal is None:
         k = _keys_at(k, column, q.shape[1])  # (B, Hkv, G|1, N|1, D)
@@ -99,22 +101,16 @@ def _part(
     s = _raw(terms, q.unflatten(1, (-1, group)), k.to(lse.dtype)).flatten(1, 2)
     if terms.softcap:
         s = terms.softcap * torch.tanh(s / terms.softcap)
-    distance = terms.position[:, None, rows] - (column + terms.first_key)
-    if terms.bias is not None:
-        s = s + _entry(terms.bias, column, rows, q.shape[:3]).to(s.dtype)
-    if terms.slopes is not None:
-        s = s - terms.slopes.to(s.dtype)[:, None] * distance.abs()
-    if terms.relative is not None:
-        reach = terms.relative.shape[1] // 2
-        index = distance.clamp(-reach, reach) + reach
-        heads = torch.arange(q.shape[1], device=q.device)[:, None]
-        s = s + terms.relative.to(s.dtype)[heads, index]
-    seen = inside
+    heads = torch.arange(q.shape[1], device=q.device)[:, None]
+    bias = None if terms.bias is None else _entry(terms.bias, column, rows, q.shape[:3])
+    place = terms.position[:, None, rows], column + terms.first_key
+    for term in added(terms, bias, heads, *place, s.dtype):
+        s = s + term
+    seen = within
     if terms.dense is not None:
         seen = seen & _entry(terms.dense, column, rows, q.shape[:3])
     elif terms.intervals is not None:
-        first, last = terms.intervals[:, 0, ..., rows], terms.intervals[:, 1, ..., rows]
-        seen = seen & ((column >= first) & (column < last)).any(0)
+        seen = seen & inside(terms.intervals[..., rows], column)
     return _power(s, lse).masked_fill(~seen, 0)
 
 

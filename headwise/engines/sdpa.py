@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise.core.patterns import Causal
 from headwise.core.problem import Problem
+from headwise.core.seen_keys import seen_keys, used_stretch
 from headwise.engines import flops
-from headwise.engines.streaming.loop import seen_keys, used_stretch
 
 flops.register_cpu_sdpa()
 

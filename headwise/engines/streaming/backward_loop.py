@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.blocks import Unit
+from headwise.core.logits import relative_index
 from headwise.core.problem import Terms
 from headwise.core.schedule import Segment
 from headwise.engines.streaming.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
@@ -143,7 +144,8 @@ class Backward(Loop):
             away = self.blocks.distance(unit, rows, columns).abs()
             self.heads_of(unit, self.grad_slopes).sub_((five * away).sum((0, 3, 4)))
         if self.grad_relative is not None:
-            index = self.blocks.distance_index(unit, rows, columns)  # (b|1, R, C)
+            distance = self.blocks.distance(unit, rows, columns)[:, 0, 0]  # (b|1, R, C)
+            index = relative_index(self.grad_relative, distance)
             pairs = five.permute(1, 2, 0, 3, 4)  # (h, G, b, R, C)
             index = index.expand(pairs.shape[2:]).flatten().expand(*pairs.shape[:2], -1)
             target = self.heads_of(unit, self.grad_relative)

@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise.core.blocks import Blocks, Unit
 from headwise.core.problem import Terms
 from headwise.core.schedule import BLOCK, Schedule, Segment, Shape
+from headwise.core.seen_keys import hide_unseen
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and it is safe to multiply, unlike -inf
@@ -86,42 +87,3 @@ class Loop:
         """Write (heads, G·R, ...) into a (B, Hkv, G, N, ...) tensor."""
         place = target[unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
         place.copy_(part.view(place.shape))
-
-
-def hide_unseen(terms: Terms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with zeros for keys that no row sees, where such a key shares a block with seen ones.
-
-    A weight of zero does not silence a NaN, and the unwritten part of a cache may hold one.
-    """
-    seen = seen_keys(terms, k)
-    if seen is None or bool(seen.all()):
-        return k, v
-    used = used_stretch(seen)
-    if terms.dense is None and bool(seen[..., used].all()):
-        return k, v  # the schedule of an interval mask never reaches outside that stretch
-    return k.masked_fill(~seen[..., None], 0), v.masked_fill(~seen[..., None], 0)
-
-
-def used_stretch(seen: Tensor) -> slice:
-    """The keys from the first to the last that any row of any head sees; seen (B|1, Hkv|1, M)."""
-    used = seen.flatten(0, 1).any(0).nonzero()
-    return slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
-
-
-def seen_keys(terms: Terms, k: Tensor) -> Tensor | None:
-    """Which keys some row sees, bool (B|1, Hkv|1, M); None: all of them."""
-    heads, keys = k.shape[1], k.shape[2]
-    if terms.dense is not None:
-        seen = terms.dense.any(-2).expand(-1, -1, keys)
-    elif terms.intervals is not None:
-        # +1 where an interval starts, -1 where it ends: the running sum counts a key's rows
-        first, last = (bound.long() for bound in terms.intervals.unbind(1))  # (P, B|1, Hq|1, N)
-        step = torch.ones_like(first, dtype=torch.int32).masked_fill_(first >= last, 0)
-        edges = step.new_zeros(*first.shape[:-1], keys + 1)
-        edges.scatter_add_(-1, first, step).scatter_add_(-1, last, -step)
-        seen = edges.sum(0, dtype=torch.int32).cumsum(-1)[..., :keys] > 0
-    else:
-        return None
-    if seen.shape[1] > 1:  # a key head serves a group of query heads
-        seen = seen.unflatten(1, (heads, -1)).any(2)
-    return seen
