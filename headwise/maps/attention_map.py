@@ -15,11 +15,11 @@ from torch import Tensor
 
 from headwise.core.arguments import is_integer
 from headwise.core.problem import Problem, restate, without_dropout
-from headwise.core.versions import Unchanged
-from headwise.maps.loops import loops_for
+from headwise.core.versions import Versions
+from headwise.maps.backends import backend_for
+from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Box, Index, Region, indexed, written
-from headwise.maps.row_lse import LogSums
-from headwise.maps.tiles import Cells, How
+from headwise.maps.row_totals import LogSums
 
 LIMIT = 1 << 26  # weights that one slice holds at most
 TILE = 256  # cells along each side of a pyramid's tile
@@ -45,7 +45,7 @@ class AttentionMap:
     __iter__ = None  # or a loop over a map would quietly compute all of it
     _region: Region
     _sums: LogSums
-    _kept: Unchanged
+    _kept: Versions
 
     def __init__(self, problem: Problem, lse: Tensor | None = None) -> None:
         problem = without_dropout(problem)
@@ -65,13 +65,13 @@ class AttentionMap:
         return object.__new__(cls)._hold(region, LogSums.of(region, lse))
 
     def _hold(self, region: Region, sums: LogSums) -> AttentionMap:
-        self._region, self._sums, self._kept = region, sums, Unchanged(region.tensors())
+        self._region, self._sums, self._kept = region, sums, Versions(region.tensors())
         return self
 
     @property
     def region(self) -> Region:
         """What the weights are a function of, besides lse; ValueError where it is so no longer."""
-        name = self._kept.written()
+        name = self._kept.modified()
         if name is not None:
             raise self._error(
                 f"{name}, or memory that it shares, was written over since this map was made; "
@@ -192,7 +192,7 @@ class AttentionMap:
         >>> hw.attention_map(q, q, mask=hw.mask.causal()).received()
         tensor([[[1.5000, 0.5000]]])
         """
-        return self._over(self._region.box, loops_for(self._region).received)
+        return self._over(self._region.box, backend_for(self._region).received)
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row, in order, and their keys, (B, Hq, N, k) each.
@@ -212,7 +212,7 @@ class AttentionMap:
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
             sums = self._sums.at(region.box)
-            largest: tuple[Tensor, Tensor] = loops_for(region).top(region, sums, k)
+            largest: tuple[Tensor, Tensor] = backend_for(region).top(region, sums, k)
             return largest
 
     @property
@@ -275,10 +275,10 @@ class AttentionMap:
                 call,
             )
         kept = [len(part) for part in parts if isinstance(part, range)]
-        return self._over(box, loops_for(self._region).fill).reshape(kept)
+        return self._over(box, backend_for(self._region).fill).reshape(kept)
 
     def _pool(self, box: Box, rows: Cells, keys: Cells, how: How) -> Tensor:
-        pool = loops_for(self._region).pool
+        pool = backend_for(self._region).pool
         return self._over(box, lambda region, lse: pool(region, lse, rows, keys, how))
 
     def _over(self, box: Box, work: Callable[[Region, Tensor], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""An attention map's loops on the GPU: the same functions as `headwise.maps.tiles`, fused."""
+"""An attention map's loops on the GPU: the same functions as `headwise.maps.blockwise`, fused."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from headwise.engines.triton.host.tile_shapes import Shape, fit
 from headwise.engines.triton.kernels import map_lse as logsum
 from headwise.engines.triton.kernels.map_cells import cells
 from headwise.engines.triton.kernels.map_largest import largest
-from headwise.maps import tiles
+from headwise.maps import blockwise
+from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Region
-from headwise.maps.tiles import Cells, How
 
 MOST = 64  # of the largest weights that a row keeps on chip
 LOG2_E = math.log2(math.e)
@@ -31,7 +31,7 @@ LOG2_E = math.log2(math.e)
 def log_sums(region: Region) -> Tensor:
     """lse of every row over the region's keys, (B, Hq, N)."""
     if not all(region.box.shape):
-        return tiles.log_sums(region)
+        return blockwise.log_sums(region)
     call = _call(region)
     batch, heads, rows, _ = region.box.shape
     found = region.q.new_empty(batch, heads, rows, dtype=torch.float32)
@@ -71,7 +71,7 @@ def top(region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for no key."""
     batch, heads, rows, _ = region.box.shape
     if count > MOST or not all(region.box.shape):
-        return tiles.top(region, lse, count)
+        return blockwise.top(region, lse, count)
     call, sums = _call(region), _base_two(lse)
     kept = max(2, 1 << (count - 1).bit_length())
     best = sums.new_empty(batch, heads, rows, kept)

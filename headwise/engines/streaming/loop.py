@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.core.blocks import Blocks, Unit
 from headwise.core.problem import Terms
-from headwise.core.schedule import BLOCK, Schedule, Segment, Shape
+from headwise.core.schedule import BLOCK, GroupedShape, Schedule, Segment
 from headwise.core.seen_keys import hide_unseen
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
@@ -27,7 +27,7 @@ class Loop:
         k, v = hide_unseen(terms, k, v)
         self.blocks, self._values, self.terms = Blocks(q, k, terms), v, terms
         blocks = self.blocks
-        shape = Shape(q.shape[0], blocks.heads, blocks.group, q.shape[2], k.shape[2])
+        shape = GroupedShape(q.shape[0], blocks.heads, blocks.group, q.shape[2], k.shape[2])
         self.schedule = Schedule(shape, terms.intervals, terms.dense is not None)
         self.clean = terms.bias is None  # nothing but a mask can hide a key
         self.k = self.v = self.nothing = q.new_zeros((), dtype=blocks.wide)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.maps.loops import loops_for
+from headwise.maps.backends import backend_for
 from headwise.maps.region import Box, Region
 
 
@@ -50,7 +50,7 @@ class LogSums:
         needed = Box(batch, heads, rows, self.region.box.keys)
         for part in needed.aligned(self.region.group):
             region = self.region.cut(part)
-            _part(self.values, part).copy_(loops_for(region).log_sums(region))
+            _part(self.values, part).copy_(backend_for(region).log_sums(region))
             _part(self.known, part).fill_(True)
 
 

@@ -1,0 +1,47 @@
+"""The two ways to compute an attention map: fused on a GPU, and block by block anywhere."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from headwise.engines.plan import triton_missing
+from headwise.maps import blockwise
+from headwise.maps.pooling import Cells, How
+from headwise.maps.region import Region
+
+WIDEST = 256  # heads that the fused kernels take
+
+
+class Backend(Protocol):
+    """The functions that a map is computed by: the modules `fused` and `blockwise`."""
+
+    def log_sums(self, region: Region) -> Tensor:
+        """lse of every row over the region's keys, (B, Hq, N)."""
+
+    def fill(self, region: Region, lse: Tensor) -> Tensor:
+        """Every weight, (B, Hq, N, M)."""
+
+    def pool(self, region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> Tensor:
+        """The mean or the largest weight of each cell, (B, Hq, row cells, key cells)."""
+
+    def received(self, region: Region, lse: Tensor) -> Tensor:
+        """The sum of each key's weights over the rows, (B, Hq, M)."""
+
+    def top(self, region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for none."""
+
+
+def backend_for(region: Region) -> Backend:
+    """The fused kernels if they can compute this region, else the blockwise functions."""
+    q, terms = region.q, region.terms
+    fits = q.dtype != torch.float64 and 0 < q.shape[-1] <= WIDEST and terms.additive is None
+    if not fits or triton_missing(q.device.type) is not None:
+        return cast(Backend, blockwise)
+    from headwise.engines import triton  # optional
+    from headwise.maps import fused
+
+    able = triton.refuses_device(q.device) is None and triton.has_room(q.shape)
+    return cast(Backend, fused if able else blockwise)
