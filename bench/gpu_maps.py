@@ -8,6 +8,7 @@ import torch
 
 import headwise as hw
 from bench.gpu_timing import Row, Run, interleaved, normal, say
+from headwise.core.sums import RowTotals
 from headwise.maps import blockwise
 from headwise.maps.pooling import Cells
 
@@ -46,7 +47,7 @@ def mapping() -> list[Row]:
             region = made()._region
             cells = Cells.evenly(n, 256)
             start = time.perf_counter()
-            blockwise.pool(region, lse, cells, cells, "mean")
+            blockwise.pool(region, RowTotals.of_lse(lse), cells, cells, "mean")
             torch.cuda.synchronize()
             own = (time.perf_counter() - start) * 1e3
         rows.append(

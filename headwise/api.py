@@ -21,7 +21,7 @@ from headwise.core.observation import (
 )
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
-from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS
+from headwise.core.sums import EVERYTHING
 from headwise.dropout import Dropout
 from headwise.engines import quick, sdpa, settled
 from headwise.engines.again import again
@@ -315,7 +315,7 @@ def partial(
     )  # fmt: skip
     problem = replace(problem, sinks=None)
     engine = _restating("partial", four, choose, problem, "streaming", True)
-    sums = engine.run(problem, ENTROPY | DISTANCE | MOMENTS)
+    sums = engine.run(problem, EVERYTHING)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 

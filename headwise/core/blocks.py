@@ -17,7 +17,6 @@ from headwise.core.intervals import inside
 from headwise.core.logits import added
 from headwise.core.problem import Terms
 
-LOWEST = -2e38  # of a bias that does not hide its key: masks write the lowest number there is
 ADDITIVE_BUDGET = 1 << 21  # elements of the (rows, keys, width) tanh that additive scores hold
 
 
@@ -108,7 +107,7 @@ class Blocks:
             s.div_(cap).tanh_().mul_(cap)
         bias = None
         if self.bias is not None:
-            bias = _bounded(_cut(_cut(unit.of(self.bias), -2, rows), -1, columns), s.dtype)
+            bias = _cut(_cut(unit.of(self.bias), -2, rows), -1, columns)
         five, place = self.five(unit, s), self._place(unit, rows, columns)
         for term in added(self.terms, bias, unit.of(self.numbers), *place, s.dtype):
             five.add_(term)
@@ -176,15 +175,6 @@ class Blocks:
             grad_q[:, part] = slope.sum(2) * weight[:, part]
             grad_k += torch.einsum("hrcd,hrd->hcd", slope, weight[:, part])
         return grad_q, grad_k, grad_w
-
-
-def _bounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """No finite number below LOWEST: in units of log 2 it would become -inf, and hide its key."""
-    if dtype == torch.float64 or bias.dtype == torch.float16:  # which hold all of theirs
-        return bias
-    if not bool(bias.amin() < LOWEST):  # to look costs less than to change
-        return bias
-    return torch.where(bias == -torch.inf, bias, bias.clamp_min(LOWEST))
 
 
 def _cut(tensor: Tensor, axis: int, part: slice) -> Tensor:

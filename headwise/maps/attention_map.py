@@ -15,11 +15,12 @@ from torch import Tensor
 
 from headwise.core.arguments import is_integer
 from headwise.core.problem import Problem, restate, without_dropout
+from headwise.core.sums import RowTotals
 from headwise.core.versions import Versions
 from headwise.maps.backends import backend_for
 from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Box, Index, Region, indexed, written
-from headwise.maps.row_totals import LogSums
+from headwise.maps.row_totals import LazyTotals
 
 LIMIT = 1 << 26  # weights that one slice holds at most
 TILE = 256  # cells along each side of a pyramid's tile
@@ -44,7 +45,7 @@ class AttentionMap:
 
     __iter__ = None  # or a loop over a map would quietly compute all of it
     _region: Region
-    _sums: LogSums
+    _totals: LazyTotals
     _kept: Versions
 
     def __init__(self, problem: Problem, lse: Tensor | None = None) -> None:
@@ -57,15 +58,15 @@ class AttentionMap:
                 f"lse has shape {tuple(lse.shape)}; one number for each query row, "
                 f"{tuple(q.shape[:3])}, would fit\n  in {restate('attention_map', q, k, v)}"
             )
-        self._hold(region, LogSums.of(region, lse))
+        self._hold(region, LazyTotals.of(region, lse))
 
     @classmethod
     def of(cls, region: Region, lse: Tensor | None = None) -> AttentionMap:
         """The map of what `region` and `lse` of another one gave, such as one read from a file."""
-        return object.__new__(cls)._hold(region, LogSums.of(region, lse))
+        return object.__new__(cls)._hold(region, LazyTotals.of(region, lse))
 
-    def _hold(self, region: Region, sums: LogSums) -> AttentionMap:
-        self._region, self._sums, self._kept = region, sums, Versions(region.tensors())
+    def _hold(self, region: Region, totals: LazyTotals) -> AttentionMap:
+        self._region, self._totals, self._kept = region, totals, Versions(region.tensors())
         return self
 
     @property
@@ -101,7 +102,7 @@ class AttentionMap:
         """
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
-            return self._sums.at(region.box)
+            return self._totals.at(region.box).lse
 
     def __repr__(self) -> str:
         weighted = "" if self._region.norms is None else " weighted"
@@ -147,7 +148,7 @@ class AttentionMap:
             raise self._error("a head is named by two integers", call)
         region = self.region
         box = Box(range(b, b + 1), range(h, h + 1), region.box.rows, region.box.keys)
-        return self._with(region.cut(box), self._sums.cut(box))
+        return self._with(region.cut(box), self._totals.cut(box))
 
     def weighted(self) -> AttentionMap:
         """The map of p · ‖v‖: each weight times the length of the value that it carries.
@@ -163,7 +164,7 @@ class AttentionMap:
         if v.shape[-1] == 0:
             raise self._error("no values; hw.attention_map(q, k, v) has them", ".weighted()")
         norms = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=self.dtype)
-        return self._with(replace(region, norms=norms), self._sums)
+        return self._with(replace(region, norms=norms), self._totals)
 
     def pool(self, size: int = 256, how: How = "mean") -> Tensor:
         """The whole map in at most size × size cells, (B, Hq, min(size, N), min(size, M)).
@@ -211,9 +212,7 @@ class AttentionMap:
             raise self._error("k is an integer, at least 1", f".top({k!r})")
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
-            sums = self._sums.at(region.box)
-            largest: tuple[Tensor, Tensor] = backend_for(region).top(region, sums, k)
-            return largest
+            return backend_for(region).top(region, self._totals.at(region.box), k)
 
     @property
     def levels(self) -> int:
@@ -279,18 +278,18 @@ class AttentionMap:
 
     def _pool(self, box: Box, rows: Cells, keys: Cells, how: How) -> Tensor:
         pool = backend_for(self._region).pool
-        return self._over(box, lambda region, lse: pool(region, lse, rows, keys, how))
+        return self._over(box, lambda region, totals: pool(region, totals, rows, keys, how))
 
-    def _over(self, box: Box, work: Callable[[Region, Tensor], Tensor]) -> Tensor:
+    def _over(self, box: Box, work: Callable[[Region, RowTotals], Tensor]) -> Tensor:
         """Do the work on a rectangle of the map, (B, Hq, ...)."""
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
             boxes = list(box.aligned(region.group))
-            parts = [work(region.cut(part), self._sums.at(part)) for part in boxes]
+            parts = [work(region.cut(part), self._totals.at(part)) for part in boxes]
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def _with(self, region: Region, sums: LogSums) -> AttentionMap:
-        return object.__new__(AttentionMap)._hold(region, sums)
+    def _with(self, region: Region, totals: LazyTotals) -> AttentionMap:
+        return object.__new__(AttentionMap)._hold(region, totals)
 
     def _parse(self, index: Index | tuple[Index, ...], call: str) -> list[int | range]:
         try:

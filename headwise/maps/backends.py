@@ -7,6 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from headwise.core.sums import RowTotals
 from headwise.engines.plan import triton_missing
 from headwise.maps import blockwise
 from headwise.maps.pooling import Cells, How
@@ -18,19 +19,19 @@ WIDEST = 256  # heads that the fused kernels take
 class Backend(Protocol):
     """The functions that a map is computed by: the modules `fused` and `blockwise`."""
 
-    def log_sums(self, region: Region) -> Tensor:
-        """lse of every row over the region's keys, (B, Hq, N)."""
+    def row_totals(self, region: Region) -> RowTotals:
+        """What turns every row's logits into weights, over all of the region's keys."""
 
-    def fill(self, region: Region, lse: Tensor) -> Tensor:
+    def fill(self, region: Region, totals: RowTotals) -> Tensor:
         """Every weight, (B, Hq, N, M)."""
 
-    def pool(self, region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> Tensor:
+    def pool(self, region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: How) -> Tensor:
         """The mean or the largest weight of each cell, (B, Hq, row cells, key cells)."""
 
-    def received(self, region: Region, lse: Tensor) -> Tensor:
+    def received(self, region: Region, totals: RowTotals) -> Tensor:
         """The sum of each key's weights over the rows, (B, Hq, M)."""
 
-    def top(self, region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def top(self, region: Region, totals: RowTotals, count: int) -> tuple[Tensor, Tensor]:
         """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for none."""
 
 

@@ -1,4 +1,4 @@
-"""lse of a map's rows, computed where it is first needed and never twice."""
+"""The totals of a map's rows: computed when they are first needed, and never twice."""
 
 from __future__ import annotations
 
@@ -7,40 +7,43 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.core.sums import RowTotals
 from headwise.maps.backends import backend_for
 from headwise.maps.region import Box, Region
 
 
 @dataclass(frozen=True, eq=False)
-class LogSums:
-    """lse (B, Hq, N) of a region's rows over all of its keys, and where it is known so far."""
+class LazyTotals:
+    """`RowTotals` of a region's rows over all of its keys, filled in row by row."""
 
     region: Region
-    values: Tensor  # (B, Hq, N)
-    known: Tensor  # (B, Hq, N) bool
+    totals: RowTotals  # (B, Hq, N) each
+    known: Tensor  # (B, Hq, N) bool: the rows that are filled in
 
     @staticmethod
-    def of(region: Region, given: Tensor | None) -> LogSums:
-        """Known where it is given, or not yet."""
+    def of(region: Region, lse: Tensor | None) -> LazyTotals:
+        """Totals from lse if it is given, else unknown in every row."""
         q, wide = region.q, region.wide
-        known = torch.full(q.shape[:3], given is not None, device=q.device)
-        if given is None:
-            return LogSums(region, q.new_empty(q.shape[:3], dtype=wide), known)
-        return LogSums(region, given.detach().to(q.device, wide), known)
+        with torch.inference_mode(False):  # they will be written to, perhaps outside of that mode
+            known = torch.full(q.shape[:3], lse is not None, device=q.device)
+            if lse is None:
+                empty = (q.new_empty(q.shape[:3], dtype=wide) for _ in RowTotals._fields)
+                return LazyTotals(region, RowTotals(*empty), known)
+        return LazyTotals(region, RowTotals.of_lse(lse.detach().to(q.device, wide)), known)
 
-    def cut(self, box: Box) -> LogSums:
-        """Those of all keys for some heads: views, so that what one learns the other knows."""
-        return LogSums(self.region.cut(box), _part(self.values, box), _part(self.known, box))
+    def cut(self, box: Box) -> LazyTotals:
+        """The same for some heads: views, so that both know what one of them computes."""
+        return LazyTotals(self.region.cut(box), self._part(box), _part(self.known, box))
 
-    def at(self, box: Box) -> Tensor:
-        """lse of a box's rows, (B, Hq, N)."""
+    def at(self, box: Box) -> RowTotals:
+        """The totals of a box's rows, (B, Hq, N) each."""
         unknown = _part(self.known, box).logical_not()
         if all(box.shape) and bool(unknown.any()):
-            self._learn(box, unknown)
-        return _part(self.values, box)
+            self._compute(box, unknown)
+        return self._part(box)
 
-    def _learn(self, box: Box, unknown: Tensor) -> None:
-        """Compute the smallest box that holds every unknown row."""
+    def _compute(self, box: Box, unknown: Tensor) -> None:
+        """Fill in the smallest box that holds every unknown row."""
         places = unknown.nonzero()
         first, last = places.amin(0).tolist(), places.amax(0).tolist()
         batch, heads, rows = (
@@ -50,8 +53,13 @@ class LogSums:
         needed = Box(batch, heads, rows, self.region.box.keys)
         for part in needed.aligned(self.region.group):
             region = self.region.cut(part)
-            _part(self.values, part).copy_(backend_for(region).log_sums(region))
+            found = backend_for(region).row_totals(region)
+            for target, value in zip(self._part(part), found, strict=True):
+                target.copy_(value)
             _part(self.known, part).fill_(True)
+
+    def _part(self, box: Box) -> RowTotals:
+        return RowTotals(*(_part(x, box) for x in self.totals))
 
 
 def _part(tensor: Tensor, box: Box) -> Tensor:

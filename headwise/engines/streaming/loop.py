@@ -11,6 +11,7 @@ from headwise.core.blocks import Blocks, Unit
 from headwise.core.problem import Terms
 from headwise.core.schedule import BLOCK, GroupedShape, Schedule, Segment
 from headwise.core.seen_keys import hide_unseen
+from headwise.core.sums import RowTotals
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and it is safe to multiply, unlike -inf
@@ -19,8 +20,8 @@ NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and it is safe to multi
 class Loop:
     """The blocks of a problem, their order, and buffers that they use in turn.
 
-    Logits are in units of log 2 here, because PyTorch's exp2 takes the same time for any argument
-    where its exp takes up to a hundred times as long for those that underflow.
+    Differences of logits are turned into base 2 before they are exponentiated: PyTorch's exp2 takes
+    the same time for any argument, its exp up to a hundred times as long for those that underflow.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
@@ -51,22 +52,25 @@ class Loop:
             view = self._views[number, shape] = self._buffers[number][:size].view(shape)
         return view
 
-    def queries(self, unit: Unit, rows: slice) -> Tensor:
-        """These rows' queries; for plain dot scores the unit of the logits is in them already."""
-        q = self.blocks.queries(unit, rows)
-        return q.mul_(LOG2_E) if self.terms.plain else q
-
     def logits(self, unit: Unit, rows: slice, segment: Segment, q: Tensor) -> Tensor:
         """The block's logits before the mask, (heads, G·R, C)."""
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
-        return self.bend(unit, rows, segment, s)
+        return self.blocks.bend(unit, rows, segment.columns, s)
 
-    def bend(self, unit: Unit, rows: slice, segment: Segment, s: Tensor) -> Tensor:
-        """Cap and bias, in place; plain logits are in their unit already."""
-        if self.terms.plain:
-            return s
-        return self.blocks.bend(unit, rows, segment.columns, s).mul_(LOG2_E)
+    @staticmethod
+    def base_and_log_total(totals: RowTotals) -> tuple[Tensor, Tensor]:
+        """What `log_weights` takes, (B, Hq, N) each."""
+        return totals.safe_base(), totals.log_total * LOG2_E
+
+    def log_weights(
+        self, unit: Unit, rows: slice, s: Tensor, base: Tensor, log_total: Tensor
+    ) -> Tensor:
+        """log₂ p of a block's logits, in place."""
+        s.sub_(self.per_row(unit, rows, base)[..., None])
+        s.clamp_max_(0)  # no weight is above 1, whatever rounding does
+        log_total = self.per_row(unit, rows, log_total)[..., None]
+        return torch.add(-log_total, s, alpha=LOG2_E, out=s)
 
     def seen(self, unit: Unit, rows: slice, segment: Segment) -> Tensor | None:
         """The mask of the block, broadcastable to (b, h, G, R, C); None: all rows see all of it."""

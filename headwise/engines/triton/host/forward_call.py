@@ -39,7 +39,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     kernel = "narrow" if narrow(terms) else "capped" if terms.softcap else "forward"
     if loads_pairs(terms):
         kernel = "biased"
-    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:]]
+    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:8]]
     cut = cut_of(call) if wants & MOMENTS else None
     rest, block = None, 0  # what the loop still does for moments that are taken apart
     if cut is not None and flags["PIECES"] == 0:

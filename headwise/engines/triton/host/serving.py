@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
-from headwise.core.single_weights import complete as complete_additive
-from headwise.core.single_weights import wanted
-from headwise.core.sums import Sums
+from headwise.core.statistics import complete as complete_additive
+from headwise.core.statistics import wanted
+from headwise.core.sums import LOG_TOTAL, Sums
 from headwise.engines.triton.host.statistics_call import complete
 
 
@@ -32,7 +32,7 @@ class Serving(NamedTuple):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
         terms = problem.terms(banded=True)
-        sums = self._sums(problem, terms, wanted(names))
+        sums = self._sums(problem, terms, wanted(names) & ~LOG_TOTAL)
         if problem.additive is not None:
             return sums.out, complete_additive(problem, sums, names, sink_keys)
         return sums.out, complete(problem, terms, sums, names, sink_keys)
