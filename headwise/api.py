@@ -21,7 +21,7 @@ from headwise.core.observation import (
 )
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
-from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS
+from headwise.core.sums import EVERYTHING
 from headwise.dropout import Dropout
 from headwise.engines import calls
 from headwise.engines.contract import Results, compute
@@ -323,7 +323,7 @@ def partial(
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
-    sums = STREAMING.run(problem, ENTROPY | DISTANCE | MOMENTS)
+    sums = STREAMING.run(problem, EVERYTHING)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 

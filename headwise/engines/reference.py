@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from headwise import dropout
+from headwise.core.intervals import inside
+from headwise.core.logits import added
 from headwise.core.problem import Problem, Terms, without_autocast
 from headwise.engines.contract import Engine
 
@@ -48,7 +50,7 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     if seen is not None:  # a key that no row sees does not exist, whatever it holds
         unseen = ~seen.any(-2)[..., None]
         k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    s = logits(terms, q, k, i - j)  # (B, Hq, N, M)
+    s = logits(terms, q, k, i, j)  # (B, Hq, N, M)
     s = s if seen is None else s.masked_fill(~seen, -torch.inf)
     seen = s != -torch.inf
 
@@ -98,17 +100,14 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
 
 
 def visible(terms: Terms, columns: Tensor) -> Tensor | None:
-    """The mask as booleans over these keys of the call, (B|1, Hq|1, N, M); None: everything."""
+    """The mask as booleans over these keys, (B|1, Hq|1, N, M); None if it shows everything."""
     if terms.dense is not None:
         return terms.dense.expand(*terms.dense.shape[:2], terms.position.shape[-1], len(columns))
-    if terms.intervals is None:
-        return None
-    first, last = terms.intervals[:, 0, ..., None], terms.intervals[:, 1, ..., None]
-    return ((columns >= first) & (columns < last)).any(0)
+    return None if terms.intervals is None else inside(terms.intervals[..., None], columns)
 
 
-def logits(terms: Terms, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
-    """cap(scale · score) + bias for q (B, Hq, N, D) and k (B, Hq, M, D), without the mask."""
+def logits(terms: Terms, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """cap(scale · score) + bias of q (B, Hq, N, D) at i and k (B, Hq, M, D) at j, without mask."""
     if terms.additive is None:
         s = terms.scale * (q @ k.transpose(-1, -2))
     else:
@@ -116,15 +115,9 @@ def logits(terms: Terms, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
         s = (pairs * terms.additive.to(q.dtype)[:, None, None]).sum(-1)
     if terms.softcap:
         s = terms.softcap * torch.tanh(s / terms.softcap)
-    if terms.bias is not None:
-        s = s + terms.bias.to(s.dtype)
-    if terms.slopes is not None:
-        s = s - terms.slopes.to(s.dtype)[:, None, None] * distance.abs()
-    if terms.relative is not None:
-        reach = terms.relative.shape[1] // 2
-        row = distance.clamp(-reach, reach).long() + reach  # (B|1, 1, N, M)
-        heads = torch.arange(q.shape[1], device=q.device)[:, None, None]
-        s = s + terms.relative.to(s.dtype)[heads, row]
+    heads = torch.arange(q.shape[1], device=q.device)[:, None, None]
+    for term in added(terms, terms.bias, heads, i, j, s.dtype):
+        s = s + term
     return s
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
-from headwise.core.single_weights import complete, wanted
+from headwise.core.statistics import complete, wanted
 from headwise.core.sums import Sums
 from headwise.engines.contract import Engine
 from headwise.engines.operators import Gradients, operators

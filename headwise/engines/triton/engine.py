@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem
-from headwise.core.single_weights import wanted
+from headwise.core.statistics import wanted
 from headwise.engines.contract import Engine, Prepared
 from headwise.engines.operators import noticed
 from headwise.engines.triton.limits import (

@@ -46,7 +46,7 @@ def run_additive(
     call = operands(q, k, v, terms)
     rows, keys, warps = (16, 32, 4) if INTERPRETING else TILE
     weight = _weight(terms)
-    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
+    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:8]))
     tensors = (call.q, call.k, call.v)
     strides = tuple(map(outer_strides, tensors))
     kind = _kind(call, (weight,), strides, wants)

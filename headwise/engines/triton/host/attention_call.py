@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.core import single_weights
+from headwise.core import statistics
 from headwise.core.problem import Problem, Terms
-from headwise.core.single_weights import wanted
+from headwise.core.statistics import wanted
 from headwise.core.sums import Sums
 from headwise.engines.contract import Results
 from headwise.engines.operators import Gradients, operators
@@ -72,7 +72,7 @@ def complete(
     """Return the output and the named statistics, (B, Hq, N) each, from the forward's sums."""
     found = Sums(*sums)
     if problem.additive is not None:
-        return found.out, single_weights.complete(problem, found, names, sink_keys)
+        return found.out, statistics.complete(problem, found, names, sink_keys)
     return found.out, complete_dot(problem, terms, found, names, sink_keys, launches)
 
 

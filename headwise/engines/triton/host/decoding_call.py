@@ -158,7 +158,7 @@ def run_decode(
     if sums.lse.numel() == 0:
         return sums
     call = operands(q, k, v, terms)
-    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
+    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:8]))
     flags = call.flags()
     with on(q.device):
         _split(

@@ -35,7 +35,7 @@ def run_forward(
     kernel = "narrow" if narrow(terms) else "capped" if terms.softcap else "forward"
     if loads_pairs(terms):
         kernel = "biased"
-    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:]]
+    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:8]]
     cut = cut_of(call) if wants & MOMENTS else None
     rest, block = None, 0  # what the loop still does for moments that are taken apart
     if cut is not None and flags["PIECES"] == 0:

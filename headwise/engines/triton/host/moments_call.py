@@ -129,7 +129,7 @@ def run_moments(
         launches.start(
             moments_of_rows, (stretches, now * sizes.group, 1), kind,
             (q_, k_, sizes.queries, keys, sizes.group, reach, first, heads, line, slots,
-            sizes.scale, vectors, scatters, *((None, None) if rest is None else rest), *sums[5:]),
+            sizes.scale, vectors, scatters, *((None, None) if rest is None else rest), *sums[5:8]),
             cut.warps, cut.stages, AT_ONCE=at_once, ROWS=cut.rows, KEYS=cut.tile,
             WIDTH=flags["WIDTH"], **shared,
         )  # fmt: skip
