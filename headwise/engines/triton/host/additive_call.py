@@ -10,7 +10,6 @@ from torch import Tensor
 from headwise.core.problem import Terms
 from headwise.core.sums import Sums
 from headwise.engines.operators import Gradients
-from headwise.engines.triton.host.cards import INTERPRETING
 from headwise.engines.triton.host.decoding_call import join, parts_for, processors, shares
 from headwise.engines.triton.host.launches import Kind, Launches, kind_of
 from headwise.engines.triton.host.operands import (
@@ -28,6 +27,7 @@ from headwise.engines.triton.kernels.additive.additive_grads import (
 )
 from headwise.engines.triton.kernels.additive.powers import Powers, prepare
 from headwise.engines.triton.kernels.gradients import Rows, sink_share
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.split_keys import Merged
 
 TILE = (64, 64, 4)  # rows, keys, warps: the fastest of a few on an NVIDIA H200
