@@ -10,6 +10,7 @@ from headwise.core.logits import relative_index
 from headwise.core.problem import Terms
 from headwise.core.schedule import Segment
 from headwise.core.sums import RowTotals
+from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.streaming.forward_loop import row_totals
 from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop
 
@@ -38,16 +39,13 @@ class Backward(Loop):
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
         totals = self.totals(q, k, lse)
         self.base, self.log_total = self.base_and_log_total(totals)
-        # ds = p (dP - row): all of a row's constants, gathered once
-        row = (grad_out.to(wide) * out.to(wide)).sum(-1)
-        row = row if grad_lse is None else row - grad_lse
-        sink_share = self.sink_share(totals)
-        if grad_entropy is not None:
-            seen = 1.0 if sink_share is None else 1 - sink_share
-            row = row + grad_entropy * (entropy + 1 - seen)
-        self.row = row
+        share = None if terms.sinks is None else sink_share(terms.sinks, totals)
+        products = (grad_out.to(wide) * out.to(wide)).sum(-1)
+        self.row = row_constant(products, share, entropy, grad_lse, grad_entropy)
         self.scale = terms.scale if terms.additive is None else 1.0
-        self.grad_sinks = self._grad_sinks(sink_share, entropy)
+        self.grad_sinks = None
+        if share is not None:
+            self.grad_sinks = sinks_gradient(share, self.row, grad_entropy)
         self.grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.grad_k = torch.zeros_like(k, dtype=wide)
         self.grad_v = torch.zeros_like(v, dtype=wide)
@@ -62,24 +60,6 @@ class Backward(Loop):
         if bool(large * torch.finfo(lse.dtype).eps > COARSE):
             return row_totals(q, k, self.terms)
         return RowTotals.of_lse(lse)
-
-    def sink_share(self, totals: RowTotals) -> Tensor | None:
-        """The weight on the sink, (B, Hq, N)."""
-        if self.terms.sinks is None:
-            return None
-        sinks = self.terms.sinks.to(totals.lse.dtype)[:, None]
-        share = torch.exp(sinks - totals.safe_base() - totals.log_total)
-        alone = (totals.base == -torch.inf) | (sinks == torch.inf)  # nothing else has a weight
-        return torch.where(alone, (sinks > -torch.inf).to(share.dtype), share)
-
-    def _grad_sinks(self, share: Tensor | None, entropy: Tensor) -> Tensor | None:
-        if share is None:
-            return None
-        # For the sink dP = 0 and there is no value; its entropy term is the sum over visible keys.
-        row = -self.row
-        if self.grad_entropy is not None:
-            row = row + self.grad_entropy
-        return (share * row).sum((0, 2))
 
     def run(self) -> None:
         for unit in self.schedule.units():
