@@ -13,14 +13,14 @@ from headwise.maps import blockwise
 from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Region
 
-WIDEST = 256  # heads that the fused kernels take
+WIDEST = 256  # the widest head that the fused kernels take
 
 
 class Backend(Protocol):
     """The functions that a map is computed by: the modules `fused` and `blockwise`."""
 
     def row_totals(self, region: Region) -> RowTotals:
-        """What turns every row's logits into weights, over all of the region's keys."""
+        """The totals that turn every row's logits into weights, over all keys of the region."""
 
     def fill(self, region: Region, totals: RowTotals) -> Tensor:
         """Every weight, (B, Hq, N, M)."""

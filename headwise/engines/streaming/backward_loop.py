@@ -38,7 +38,7 @@ class Backward(Loop):
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
         totals = self.totals(q, k, lse)
         self.base, self.log_total = self.base_and_log_total(totals)
-        # ds = p (dP - row): all of a row's constants, gathered once
+        # ds = p (dP - row): the constants of each row in one number
         row = (grad_out.to(wide) * out.to(wide)).sum(-1)
         row = row if grad_lse is None else row - grad_lse
         sink_share = self.sink_share(totals)
@@ -57,7 +57,7 @@ class Backward(Loop):
         self.grad_relative = _zeros(terms.relative, wide)
 
     def totals(self, q: Tensor, k: Tensor, lse: Tensor) -> RowTotals:
-        """What turns logits into weights: lse, or its parts where its rounding would matter."""
+        """The totals that turn logits into weights: lse, or its parts if rounding would show."""
         large = lse.abs().masked_fill(lse == -torch.inf, 0).amax() if lse.numel() else lse.sum()
         if bool(large * torch.finfo(lse.dtype).eps > COARSE):
             return row_totals(q, k, self.terms)
@@ -75,7 +75,7 @@ class Backward(Loop):
     def _grad_sinks(self, share: Tensor | None, entropy: Tensor) -> Tensor | None:
         if share is None:
             return None
-        # For the sink dP = 0 and there is no value; its entropy term is the sum over visible keys.
+        # For the sink dP = 0, as it has no value; its entropy term is the sum over visible keys.
         row = -self.row
         if self.grad_entropy is not None:
             row = row + self.grad_entropy
@@ -95,7 +95,7 @@ class Backward(Loop):
     def block(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor, grad_out: Tensor
     ) -> Tensor:
-        """Add the block's share to every gradient; return that of its queries."""
+        """Add the block's share to every gradient; return the gradient of its queries."""
         columns = segment.columns
         k, v = self.k[:, columns], self.v[:, columns]
         s, slope = self.logits_and_slope(unit, rows, segment, q)
@@ -127,7 +127,7 @@ class Backward(Loop):
     def logits_and_slope(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits, and the derivative of the cap where there is one."""
+        """The logits, and the derivative of the cap if there is one."""
         cap = self.terms.softcap
         if not cap:
             return self.logits(unit, rows, segment, q), None
@@ -142,7 +142,7 @@ class Backward(Loop):
         place += torch.bmm(weight.transpose(1, 2), rows).view(place.shape)
 
     def added_terms(self, unit: Unit, rows: slice, columns: slice, grad_s: Tensor) -> None:
-        """Gradients of what was added to the logits after the cap."""
+        """Add to the gradients of the terms that were added to the logits."""
         five = self.blocks.five(unit, grad_s)  # (b, h, G, R, C)
         if self.grad_bias is not None:
             target = unit.of(self.blocks.grouped(self.grad_bias))
@@ -161,7 +161,7 @@ class Backward(Loop):
             target.scatter_add_(-1, index, pairs.flatten(2))
 
     def heads_of(self, unit: Unit, tensor: Tensor) -> Tensor:
-        """A (Hq, ...) tensor's part as (h, G, ...)."""
+        """The unit's part of a (Hq, ...) tensor as (h, G, ...)."""
         heads: Tensor = tensor.unflatten(0, (self.blocks.heads, self.blocks.group))
         return heads[unit.h0 : unit.h1]
 
