@@ -55,7 +55,7 @@ class Backward(Loop):
         self.grad_relative = _zeros(terms.relative, wide)
 
     def totals(self, q: Tensor, k: Tensor, lse: Tensor) -> RowTotals:
-        """What turns logits into weights: lse, or its parts where its rounding would matter."""
+        """The totals that turn logits into weights: lse, or its parts if rounding would show."""
         large = lse.abs().masked_fill(lse == -torch.inf, 0).amax() if lse.numel() else lse.sum()
         if bool(large * torch.finfo(lse.dtype).eps > COARSE):
             return row_totals(q, k, self.terms)
@@ -75,7 +75,7 @@ class Backward(Loop):
     def block(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor, grad_out: Tensor
     ) -> Tensor:
-        """Add the block's share to every gradient; return that of its queries."""
+        """Add the block's share to every gradient; return the gradient of its queries."""
         columns = segment.columns
         k, v = self.k[:, columns], self.v[:, columns]
         s, slope = self.logits_and_slope(unit, rows, segment, q)
@@ -107,7 +107,7 @@ class Backward(Loop):
     def logits_and_slope(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits, and the derivative of the cap where there is one."""
+        """The logits, and the derivative of the cap if there is one."""
         cap = self.terms.softcap
         if not cap:
             return self.logits(unit, rows, segment, q), None
@@ -122,7 +122,7 @@ class Backward(Loop):
         place += torch.bmm(weight.transpose(1, 2), rows).view(place.shape)
 
     def added_terms(self, unit: Unit, rows: slice, columns: slice, grad_s: Tensor) -> None:
-        """Gradients of what was added to the logits after the cap."""
+        """Add to the gradients of the terms that were added to the logits."""
         five = self.blocks.five(unit, grad_s)  # (b, h, G, R, C)
         if self.grad_bias is not None:
             target = unit.of(self.blocks.grouped(self.grad_bias))
@@ -141,7 +141,7 @@ class Backward(Loop):
             target.scatter_add_(-1, index, pairs.flatten(2))
 
     def heads_of(self, unit: Unit, tensor: Tensor) -> Tensor:
-        """A (Hq, ...) tensor's part as (h, G, ...)."""
+        """The unit's part of a (Hq, ...) tensor as (h, G, ...)."""
         heads: Tensor = tensor.unflatten(0, (self.blocks.heads, self.blocks.group))
         return heads[unit.h0 : unit.h1]
 
