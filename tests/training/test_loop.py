@@ -27,7 +27,7 @@ RECIPE = Recipe(
     steps=12, warmup=3, learning_rate=0.05, accumulate=2, seed=7, log_every=2, evaluate_every=5,
     checkpoint_every=4,
 )  # fmt: skip
-ASKED = {"task": "toy", "recipe": RECIPE.to_dict()}
+SETTINGS = {"task": "toy", "recipe": RECIPE.to_dict()}
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Toy:
     """Learn to add up eight numbers, with dropout, so that random numbers matter."""
 
     broken_at: int | None = None
+    unit = "examples"
 
     def build(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
@@ -61,8 +62,8 @@ def loop(
     folder: Path, recipe: Recipe = RECIPE, task: Toy | None = None, **more: Any
 ) -> Loop[Tensor]:
     folder.mkdir(exist_ok=True)
-    asked = {**ASKED, "recipe": recipe.to_dict()}
-    return Loop(task or Toy(), recipe, Run(folder), asked, CPU, **more)
+    settings = {**SETTINGS, "recipe": recipe.to_dict()}
+    return Loop(task or Toy(), recipe, Run(folder), settings, CPU, **more)
 
 
 def state(folder: Path) -> dict[str, Tensor]:
@@ -235,15 +236,15 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
     with run.locked():
         with pytest.raises(ValueError, match="another process is training"), run.locked():
             pass
-        run.begin(ASKED)
-        with pytest.raises(ValueError, match="holds a run already"):
-            run.begin(ASKED)
-    assert run.asked() == ASKED
+        run.begin(SETTINGS)
+        with pytest.raises(ValueError, match="already holds a run"):
+            run.begin(SETTINGS)
+    assert run.settings() == SETTINGS
     run.config.write_text("{")
     with pytest.raises(ValueError, match="is damaged"):
-        run.asked()
-    with pytest.raises(ValueError, match="holds no run"):
-        Run(tmp_path / "other").asked()
+        run.settings()
+    with pytest.raises(ValueError, match="does not hold a run"):
+        Run(tmp_path / "other").settings()
 
 
 def test_a_line_of_the_metrics_cut_short_is_passed_over(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ RECIPE = Recipe(steps=8, warmup=2, accumulate=2, log_every=2, evaluate_every=3, 
 class Attending:
     """Learn to give the input back, through attention with dropout."""
 
+    unit = "examples"
+
     def build(self) -> nn.Module:
         return hw.nn.MultiHeadAttention(16, 4, mask=hw.mask.causal(), dropout=0.1)
 
