@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from headwise.models import GPT, GPTConfig
 from headwise.nn import MultiHeadAttention, SwiGLU
-from headwise.training.loop import autocast
 from headwise.training.presets import preset
+from headwise.training.trainer import autocast
 
 PEAK = 989e12
 SMALL = GPTConfig(

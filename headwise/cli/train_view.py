@@ -62,10 +62,10 @@ def progress(as_json: bool, task: str, out: Path) -> Iterator[Report]:
     console = Console()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        yield View(task, out, console, bar)
+        yield TrainView(task, out, console, bar)
 
 
-class View:
+class TrainView:
     """Measurements for a reader; called with one measurement at a time."""
 
     def __init__(self, task: str, out: Path, console: Console, bar: Progress) -> None:
@@ -104,7 +104,7 @@ class View:
     def left(self, step: int, steps: int) -> str:
         """The time left, at the speed so far.
 
-        >>> view = View("language", Path("run"), Console(), Progress(disable=True))
+        >>> view = TrainView("language", Path("run"), Console(), Progress(disable=True))
         >>> view.began = (time.monotonic() - 60, 0)
         >>> view.left(10, 30)
         ' · 0:02:00 left'

@@ -9,8 +9,8 @@ from headwise import devices
 from headwise.files import write_whole
 from headwise.training import checkpoints, setups
 from headwise.training.loading import ASSETS, built_in, load
-from headwise.training.loop import undisturbed
 from headwise.training.run_folder import Run
+from headwise.training.trainer import undisturbed
 
 
 def judge(what: str | Path, device: str | None = None) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from torch import nn
 
 from headwise import devices
 from headwise.training import setups
-from headwise.training.loop import Loop, steps_within
 from headwise.training.run_folder import Run
 from headwise.training.setups import Setup
 from headwise.training.tasks.vision import Vision
+from headwise.training.trainer import Trainer, steps_within
 
 
 def train(
@@ -41,16 +41,16 @@ def train(
         if beginning and run.config.exists():
             run.begin({})  # raises: the folder already holds a run
         task: Any = setup.prepare(run)
-        loop: Loop[Any] = Loop(task, setup.recipe, run, {}, where, report, should_stop, watch_every)
+        trainer: Trainer[Any] = Trainer(
+            task, setup.recipe, run, {}, where, report, should_stop, watch_every
+        )
         task.batch(0, where)  # useless data is refused before anything is written
         if beginning:
             if minutes is not None:
-                steps = steps_within(loop, minutes)
+                steps = steps_within(trainer, minutes)
                 setup = replace(setup, recipe=replace(setup.recipe, steps=steps))
-            loop.recipe = setup.recipe
             run.begin(settings(setup, task) | measured(task))
-        loop.settings = settings(setup, task)
-        return loop.train()
+        return replace(trainer, recipe=setup.recipe, settings=settings(setup, task)).train()
 
 
 def settings(setup: Setup, task: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.training import checkpoints
 from headwise.training.data.batches import generator
-from headwise.training.loop import Loop
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import Run
+from headwise.training.trainer import Trainer
 from headwise.watching import open_run
 
 RECIPE = Recipe(steps=8, warmup=2, accumulate=2, log_every=2, evaluate_every=3, checkpoint_every=4)
@@ -44,8 +44,8 @@ class Attending:
 
 def trained(folder: Path, **options: Any) -> dict[str, Tensor]:
     folder.mkdir(exist_ok=True)
-    loop = Loop(Attending(), RECIPE, Run(folder), {}, torch.device("cpu"), **options)
-    loop.train()
+    trainer = Trainer(Attending(), RECIPE, Run(folder), {}, torch.device("cpu"), **options)
+    trainer.train()
     return checkpoints.load(folder / "last.safetensors")[0]
 
 

@@ -58,8 +58,8 @@ def _silent(measured: dict[str, Any]) -> None:
     return None
 
 
-@dataclass
-class Loop(Generic[Batch]):
+@dataclass(frozen=True)
+class Trainer(Generic[Batch]):
     """One run of a task by a recipe, in a folder; `settings` are those a resumed run must share."""
 
     task: Task[Batch]
@@ -233,23 +233,23 @@ def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def steps_within(loop: Loop[Batch], minutes: float, warm: int = 20, timed: int = 30) -> int:
+def steps_within(trainer: Trainer[Batch], minutes: float, warm: int = 20, timed: int = 30) -> int:
     """Estimate how many steps fit into this time from a trial whose results are discarded.
 
     A tenth of the time is reserved for evaluation and checkpoints.
     """
     started = time.perf_counter()
-    torch.manual_seed(loop.recipe.seed)
-    model = loop.task.build().to(loop.device)
-    optimizer = loop.recipe.optimizer(model)
-    call = torch.compile(model) if loop.recipe.compile else model
+    torch.manual_seed(trainer.recipe.seed)
+    model = trainer.task.build().to(trainer.device)
+    optimizer = trainer.recipe.optimizer(model)
+    call = torch.compile(model) if trainer.recipe.compile else model
     assert isinstance(call, nn.Module)
-    trial = replace(loop, recipe=replace(loop.recipe, steps=warm + timed))
+    trial = replace(trainer, recipe=replace(trainer.recipe, steps=warm + timed))
     for step in range(warm + timed):
         if step == warm:
-            begun = _now(loop.device)
+            begun = _now(trainer.device)
         trial.step(call, optimizer, step)
-    seconds = (_now(loop.device) - begun) / timed
+    seconds = (_now(trainer.device) - begun) / timed
     left = minutes * 60 - (time.perf_counter() - started)
     return max(1, int(0.9 * left / seconds))
 
