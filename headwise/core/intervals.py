@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,12 +27,12 @@ class Mask:
         """The intervals as `Terms` hold them, where the mask has them ready; else None."""
         return None
 
-    def told(self) -> tuple[object, ...] | None:
-        """What tells this mask from others but for its `tensors`; None: not a few numbers."""
+    def description(self) -> tuple[object, ...] | None:
+        """All that the mask depends on besides its `tensors`, hashable; None if that is more."""
         return None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What of the mask `told` leaves out."""
+        """The tensors that the mask depends on, where it has a `description`."""
         return ()
 
     def check(self, place: Place) -> None:
@@ -66,13 +66,8 @@ class Mask:
 
     def to_dense(self, place: Place) -> Tensor:
         """The mask as booleans, (B|1, Hq|1, N, M)."""
-        columns = place.columns()
-        seen = None
-        for first, last in self.intervals(place):
-            inside = (columns >= first[..., None]) & (columns < last[..., None])
-            seen = inside if seen is None else seen | inside
-        assert seen is not None  # every interval mask has a piece
-        return four(seen)
+        bounds = ((first[..., None], last[..., None]) for first, last in self.intervals(place))
+        return four(inside(bounds, place.columns()))
 
     def __and__(self, other: Mask) -> Mask:
         return Both(self, other)
@@ -98,8 +93,8 @@ class Both(Mask):
     def __repr__(self) -> str:
         return f"({self.a!r} & {self.b!r})"
 
-    def told(self) -> tuple[object, ...] | None:
-        a, b = self.a.told(), self.b.told()
+    def description(self) -> tuple[object, ...] | None:
+        a, b = self.a.description(), self.b.description()
         return None if a is None or b is None or type(self) is not Both else ("&", a, b)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -208,6 +203,26 @@ class Either(Mask):
 
     def to_dense(self, place: Place) -> Tensor:
         return self.a.to_dense(place) | self.b.to_dense(place)
+
+
+def inside(intervals: Iterable[Iterable[Tensor]], column: Tensor) -> Tensor:
+    """Whether each key lies in one of the intervals; first, last and column broadcast."""
+    seen: Tensor | None = None
+    for first, last in intervals:
+        within = (column >= first) & (column < last)
+        seen = within if seen is None else seen | within
+    assert seen is not None  # every interval mask has one or two
+    return seen
+
+
+def rows_per_key(intervals: Tensor, keys: int) -> Tensor:
+    """How many rows see each key, int32 (..., M), for bounds (P, 2, ..., N) within [0, M]."""
+    # +1 where an interval starts, -1 where it ends: the running sum counts the open ones
+    first, last = (bound.long() for bound in intervals.unbind(1))
+    step = torch.ones_like(first, dtype=torch.int32).masked_fill_(first >= last, 0)
+    edges = step.new_zeros(*first.shape[:-1], keys + 1)
+    edges.scatter_add_(-1, first, step).scatter_add_(-1, last, -step)
+    return edges.sum(0, dtype=torch.int32).cumsum(-1, dtype=torch.int32)[..., :keys]
 
 
 def _within(

@@ -43,7 +43,9 @@ class Partial:
         unseen = sums.lse == -torch.inf
         maximum = sums.max_logit.detach()
         base = maximum.masked_fill(unseen, 0)
-        above = sums.lse - base  # log of the total
+        # log of the total: the value of log_total, which is exact, with the gradient of lse
+        gradient = (sums.lse - sums.lse.detach()).masked_fill(unseen, 0)
+        above = (sums.log_total + gradient).masked_fill(unseen, -torch.inf)
         total = above.exp()
         return Partial(
             base,
@@ -64,6 +66,12 @@ class Partial:
         base, total = self._with_sinks()
         empty = total == 0
         return (base + total.masked_fill(empty, 1).log()).masked_fill(empty, -torch.inf)
+
+    def log_total(self) -> Tensor:
+        """lse - maximum, without the rounding of lse, (...): 0 where no key was seen."""
+        base, total = self._with_sinks()
+        unseen = self.maximum == -torch.inf
+        return (base - self.maximum + total.log()).masked_fill(unseen, 0)
 
     def finish(self) -> Tensor:
         """The output, (..., Dv): 0 where no key was seen."""

@@ -25,7 +25,7 @@ class Causal(Mask):
     def __repr__(self) -> str:
         return f"causal({_said(offset=self.offset)})"
 
-    def told(self) -> tuple[object, ...] | None:
+    def description(self) -> tuple[object, ...] | None:
         alone = type(self) is Causal  # one made of it may mean something else
         return ("causal", self.offset) if alone and _numbers(self.offset) else None
 
@@ -75,7 +75,7 @@ class Window(Mask):
             f"window({self.left}{_said(right=self.right or None, offset=self.offset, more=True)})"
         )
 
-    def told(self) -> tuple[object, ...] | None:
+    def description(self) -> tuple[object, ...] | None:
         given = self.left, self.right, self.offset
         return ("window", *given) if type(self) is Window and _numbers(*given) else None
 
@@ -189,7 +189,7 @@ class Documents(Mask):
     def __repr__(self) -> str:
         return f"documents({_short(self.ids)})"
 
-    def told(self) -> tuple[object, ...] | None:
+    def description(self) -> tuple[object, ...] | None:
         return ("documents", self.ids.shape) if type(self) is Documents else None
 
     def tensors(self) -> tuple[Tensor, ...]:

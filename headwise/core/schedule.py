@@ -28,7 +28,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Shape:
+class GroupedShape:
     """The sizes that blocks are cut from."""
 
     batch: int
@@ -41,7 +41,7 @@ class Shape:
 class Schedule:
     """The blocks of a problem. intervals (P, 2, B|1, Hq|1, N); `dense`: every block is masked."""
 
-    def __init__(self, shape: Shape, intervals: Tensor | None, dense: bool) -> None:
+    def __init__(self, shape: GroupedShape, intervals: Tensor | None, dense: bool) -> None:
         self.shape, self.dense = shape, dense
         reach = _reach(intervals, shape.keys)  # the most keys that a row sees at a stretch
         rows, group = WINDOW_ROWS if reach <= KEYS // 2 else ROWS, max(1, shape.group)

@@ -6,26 +6,37 @@ import torch
 from torch import Tensor
 
 from headwise import dropout
+from headwise.core.intervals import inside
+from headwise.core.logits import added
 from headwise.core.problem import Problem, Terms, without_autocast
+from headwise.engines.contract import Engine
 
 
-def refuses(problem: Problem, observed: bool) -> str | None:
-    """Why this engine can't serve the problem; None: it can."""
-    return None
+class Reference(Engine):
+    """The specification as an engine: it serves every problem, in memory for every pair."""
+
+    name = "reference"
+    forward_mode = functional = True
+
+    def priority(self, problem: Problem) -> int:
+        return 6
+
+    def attend(self, problem: Problem) -> Tensor:
+        return self.observe(problem, (), 1)[0]
+
+    def observe(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        with without_autocast(problem.q.device):
+            out, stats = _observe(problem, sink_keys)
+        return out, {name: x for name, x in stats.items() if name in names}
 
 
-def attend(problem: Problem) -> Tensor:
-    """out (B, Hq, N, Dv)."""
-    return observe(problem, sink_keys=1)[0]
-
-
-def observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """out (B, Hq, N, Dv) and every statistic, (B, Hq, N) each, by its definition."""
-    with without_autocast(problem.q.device):
-        return _observe(problem, sink_keys)
+REFERENCE = Reference()
 
 
 def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """out and every statistic."""
     terms = problem.terms()
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     group = problem.q.shape[1] // problem.k.shape[1]
@@ -39,7 +50,7 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     if seen is not None:  # a key that no row sees does not exist, whatever it holds
         unseen = ~seen.any(-2)[..., None]
         k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    s = logits(terms, q, k, i - j)  # (B, Hq, N, M)
+    s = logits(terms, q, k, i, j)  # (B, Hq, N, M)
     s = s if seen is None else s.masked_fill(~seen, -torch.inf)
     seen = s != -torch.inf
 
@@ -89,17 +100,14 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
 
 
 def visible(terms: Terms, columns: Tensor) -> Tensor | None:
-    """The mask as booleans over these keys of the call, (B|1, Hq|1, N, M); None: everything."""
+    """The mask as booleans over these keys, (B|1, Hq|1, N, M); None if it shows everything."""
     if terms.dense is not None:
         return terms.dense.expand(*terms.dense.shape[:2], terms.position.shape[-1], len(columns))
-    if terms.intervals is None:
-        return None
-    first, last = terms.intervals[:, 0, ..., None], terms.intervals[:, 1, ..., None]
-    return ((columns >= first) & (columns < last)).any(0)
+    return None if terms.intervals is None else inside(terms.intervals[..., None], columns)
 
 
-def logits(terms: Terms, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
-    """cap(scale · score) + bias for q (B, Hq, N, D) and k (B, Hq, M, D), without the mask."""
+def logits(terms: Terms, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """cap(scale · score) + bias of q (B, Hq, N, D) at i and k (B, Hq, M, D) at j, without mask."""
     if terms.additive is None:
         s = terms.scale * (q @ k.transpose(-1, -2))
     else:
@@ -107,15 +115,9 @@ def logits(terms: Terms, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
         s = (pairs * terms.additive.to(q.dtype)[:, None, None]).sum(-1)
     if terms.softcap:
         s = terms.softcap * torch.tanh(s / terms.softcap)
-    if terms.bias is not None:
-        s = s + terms.bias.to(s.dtype)
-    if terms.slopes is not None:
-        s = s - terms.slopes.to(s.dtype)[:, None, None] * distance.abs()
-    if terms.relative is not None:
-        reach = terms.relative.shape[1] // 2
-        row = distance.clamp(-reach, reach).long() + reach  # (B|1, 1, N, M)
-        heads = torch.arange(q.shape[1], device=q.device)[:, None, None]
-        s = s + terms.relative.to(s.dtype)[heads, row]
+    heads = torch.arange(q.shape[1], device=q.device)[:, None, None]
+    for term in added(terms, terms.bias, heads, i, j, s.dtype):
+        s = s + term
     return s
 
 

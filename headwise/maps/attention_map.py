@@ -15,11 +15,12 @@ from torch import Tensor
 
 from headwise.core.arguments import is_integer
 from headwise.core.problem import Problem, restate, without_dropout
-from headwise.core.versions import Unchanged
-from headwise.maps.loops import loops_for
+from headwise.core.sums import RowTotals
+from headwise.core.versions import Versions
+from headwise.maps.backends import backend_for
+from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Box, Index, Region, indexed, written
-from headwise.maps.row_lse import LogSums
-from headwise.maps.tiles import Cells, How
+from headwise.maps.row_totals import LazyTotals
 
 LIMIT = 1 << 26  # weights that one slice holds at most
 TILE = 256  # cells along each side of a pyramid's tile
@@ -44,8 +45,8 @@ class AttentionMap:
 
     __iter__ = None  # or a loop over a map would quietly compute all of it
     _region: Region
-    _sums: LogSums
-    _kept: Unchanged
+    _totals: LazyTotals
+    _kept: Versions
 
     def __init__(self, problem: Problem, lse: Tensor | None = None) -> None:
         problem = without_dropout(problem)
@@ -57,21 +58,21 @@ class AttentionMap:
                 f"lse has shape {tuple(lse.shape)}; one number for each query row, "
                 f"{tuple(q.shape[:3])}, would fit\n  in {restate('attention_map', q, k, v)}"
             )
-        self._hold(region, LogSums.of(region, lse))
+        self._hold(region, LazyTotals.of(region, lse))
 
     @classmethod
     def of(cls, region: Region, lse: Tensor | None = None) -> AttentionMap:
         """The map of what `region` and `lse` of another one gave, such as one read from a file."""
-        return object.__new__(cls)._hold(region, LogSums.of(region, lse))
+        return object.__new__(cls)._hold(region, LazyTotals.of(region, lse))
 
-    def _hold(self, region: Region, sums: LogSums) -> AttentionMap:
-        self._region, self._sums, self._kept = region, sums, Unchanged(region.tensors())
+    def _hold(self, region: Region, totals: LazyTotals) -> AttentionMap:
+        self._region, self._totals, self._kept = region, totals, Versions(region.tensors())
         return self
 
     @property
     def region(self) -> Region:
         """What the weights are a function of, besides lse; ValueError where it is so no longer."""
-        name = self._kept.written()
+        name = self._kept.modified()
         if name is not None:
             raise self._error(
                 f"{name}, or memory that it shares, was written over since this map was made; "
@@ -101,7 +102,7 @@ class AttentionMap:
         """
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
-            return self._sums.at(region.box)
+            return self._totals.at(region.box).lse
 
     def __repr__(self) -> str:
         weighted = "" if self._region.norms is None else " weighted"
@@ -147,7 +148,7 @@ class AttentionMap:
             raise self._error("a head is named by two integers", call)
         region = self.region
         box = Box(range(b, b + 1), range(h, h + 1), region.box.rows, region.box.keys)
-        return self._with(region.cut(box), self._sums.cut(box))
+        return self._with(region.cut(box), self._totals.cut(box))
 
     def weighted(self) -> AttentionMap:
         """The map of p · ‖v‖: each weight times the length of the value that it carries.
@@ -163,7 +164,7 @@ class AttentionMap:
         if v.shape[-1] == 0:
             raise self._error("no values; hw.attention_map(q, k, v) has them", ".weighted()")
         norms = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=self.dtype)
-        return self._with(replace(region, norms=norms), self._sums)
+        return self._with(replace(region, norms=norms), self._totals)
 
     def pool(self, size: int = 256, how: How = "mean") -> Tensor:
         """The whole map in at most size × size cells, (B, Hq, min(size, N), min(size, M)).
@@ -192,7 +193,7 @@ class AttentionMap:
         >>> hw.attention_map(q, q, mask=hw.mask.causal()).received()
         tensor([[[1.5000, 0.5000]]])
         """
-        return self._over(self._region.box, loops_for(self._region).received)
+        return self._over(self._region.box, backend_for(self._region).received)
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row, in order, and their keys, (B, Hq, N, k) each.
@@ -211,9 +212,7 @@ class AttentionMap:
             raise self._error("k is an integer, at least 1", f".top({k!r})")
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
-            sums = self._sums.at(region.box)
-            largest: tuple[Tensor, Tensor] = loops_for(region).top(region, sums, k)
-            return largest
+            return backend_for(region).top(region, self._totals.at(region.box), k)
 
     @property
     def levels(self) -> int:
@@ -275,22 +274,22 @@ class AttentionMap:
                 call,
             )
         kept = [len(part) for part in parts if isinstance(part, range)]
-        return self._over(box, loops_for(self._region).fill).reshape(kept)
+        return self._over(box, backend_for(self._region).fill).reshape(kept)
 
     def _pool(self, box: Box, rows: Cells, keys: Cells, how: How) -> Tensor:
-        pool = loops_for(self._region).pool
-        return self._over(box, lambda region, lse: pool(region, lse, rows, keys, how))
+        pool = backend_for(self._region).pool
+        return self._over(box, lambda region, totals: pool(region, totals, rows, keys, how))
 
-    def _over(self, box: Box, work: Callable[[Region, Tensor], Tensor]) -> Tensor:
+    def _over(self, box: Box, work: Callable[[Region, RowTotals], Tensor]) -> Tensor:
         """Do the work on a rectangle of the map, (B, Hq, ...)."""
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
             boxes = list(box.aligned(region.group))
-            parts = [work(region.cut(part), self._sums.at(part)) for part in boxes]
+            parts = [work(region.cut(part), self._totals.at(part)) for part in boxes]
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def _with(self, region: Region, sums: LogSums) -> AttentionMap:
-        return object.__new__(AttentionMap)._hold(region, sums)
+    def _with(self, region: Region, totals: LazyTotals) -> AttentionMap:
+        return object.__new__(AttentionMap)._hold(region, totals)
 
     def _parse(self, index: Index | tuple[Index, ...], call: str) -> list[int | range]:
         try:

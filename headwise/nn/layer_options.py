@@ -6,7 +6,7 @@ from typing import Any
 
 from headwise.core.problem import check_mask, check_softcap, describe
 from headwise.dropout import Dropout, check_rate
-from headwise.engines.plan import ENGINES
+from headwise.engines.plan import check_engine
 from headwise.nn.learned_scores import LearnedScore
 from headwise.nn.norms import Norm
 from headwise.nn.positions import Position
@@ -32,10 +32,7 @@ def check_options(
     check_softcap(softcap)
     if not isinstance(dropout, Dropout):
         check_rate(dropout)
-    if engine not in ("auto", *ENGINES):
-        raise ValueError(
-            f"engine={engine!r} is unknown; there are 'auto', {', '.join(map(repr, ENGINES))}"
-        )
+    check_engine(engine)
 
 
 def check_kind(name: str, given: object, kind: Any, examples: str) -> None:

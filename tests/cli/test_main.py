@@ -159,7 +159,7 @@ def test_tuning_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPat
 
 
 def test_tuning_gives_programs_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning = pytest.importorskip("headwise.engines.triton.host.tuning")
+    tuning = pytest.importorskip("headwise.engines.triton.tuning")
     tuned = tuning.Tuned("forward", 64, tuning.Shape(128, 64, 8, 3), usual=2.0, best=1.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

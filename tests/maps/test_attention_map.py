@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
+from headwise.core.sums import RowTotals
 from headwise.maps import attention_map as map_module
-from headwise.maps import tiles
+from headwise.maps import blockwise
+from headwise.maps.region import Region
 from tests.oracle import answer
 from tests.problems import Call, Recipe, recipes, small_blocks
 from tests.rounding import Units, close, tiny, weight_error
@@ -230,13 +232,13 @@ def test_a_head_is_that_head_of_the_map(recipe: Recipe, data: st.DataObject) -> 
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The sizes (batch entries, heads, rows, keys) of every pass that computes lse."""
     passes: list[tuple[int, ...]] = []
-    compute = tiles.log_sums
+    compute = blockwise.row_totals
 
-    def counted(region: tiles.Region) -> Tensor:
+    def counted(region: Region) -> RowTotals:
         passes.append(region.box.shape)
         return compute(region)
 
-    monkeypatch.setattr(tiles, "log_sums", counted)
+    monkeypatch.setattr(blockwise, "row_totals", counted)
     return passes
 
 

@@ -1,4 +1,4 @@
-"""The streaming engine's backward: each block's weights are recomputed from lse, then let go."""
+"""The streaming engine's backward: the weights of one block at a time are computed again."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 
 from headwise.core.blocks import Unit
+from headwise.core.logits import relative_index
 from headwise.core.problem import Terms
 from headwise.core.schedule import Segment
-from headwise.engines.streaming.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
+from headwise.core.sums import RowTotals
+from headwise.engines.streaming.forward_loop import row_totals
+from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop
+
+COARSE = 1e-4  # relative error of weights from which lse is not used as it is
 
 
 class Backward(Loop):
@@ -31,14 +36,12 @@ class Backward(Loop):
         super().__init__(q, k, v, terms)
         wide = self.blocks.wide
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
-        # In units of log 2; a row that sees nothing has weights of 0 all the same.
-        self.lse = (lse * LOG2_E).masked_fill_(lse == -torch.inf, 0)
-        # Of so large logits float32 knows no fraction: a weight could come out far above 1.
-        self.coarse = bool((self.lse.abs() > 1e4).any())
+        totals = self.totals(q, k, lse)
+        self.base, self.log_total = self.base_and_log_total(totals)
         # ds = p (dP - row): all of a row's constants, gathered once
         row = (grad_out.to(wide) * out.to(wide)).sum(-1)
         row = row if grad_lse is None else row - grad_lse
-        sink_share = self.sink_share(lse)
+        sink_share = self.sink_share(totals)
         if grad_entropy is not None:
             seen = 1.0 if sink_share is None else 1 - sink_share
             row = row + grad_entropy * (entropy + 1 - seen)
@@ -53,12 +56,21 @@ class Backward(Loop):
         self.grad_slopes = _zeros(terms.slopes, wide)
         self.grad_relative = _zeros(terms.relative, wide)
 
-    def sink_share(self, lse: Tensor) -> Tensor | None:
+    def totals(self, q: Tensor, k: Tensor, lse: Tensor) -> RowTotals:
+        """What turns logits into weights: lse, or its parts where its rounding would matter."""
+        large = lse.abs().masked_fill(lse == -torch.inf, 0).amax() if lse.numel() else lse.sum()
+        if bool(large * torch.finfo(lse.dtype).eps > COARSE):
+            return row_totals(q, k, self.terms)
+        return RowTotals.of_lse(lse)
+
+    def sink_share(self, totals: RowTotals) -> Tensor | None:
         """The weight on the sink, (B, Hq, N)."""
         if self.terms.sinks is None:
             return None
-        share = torch.exp(self.terms.sinks.to(lse.dtype)[:, None] - lse)
-        return share.masked_fill_(lse == -torch.inf, 0)  # a sink of -inf, and nothing else to see
+        sinks = self.terms.sinks.to(totals.lse.dtype)[:, None]
+        share = torch.exp(sinks - totals.safe_base() - totals.log_total)
+        alone = (totals.base == -torch.inf) | (sinks == torch.inf)  # nothing else has a weight
+        return torch.where(alone, (sinks > -torch.inf).to(share.dtype), share)
 
     def _grad_sinks(self, share: Tensor | None, entropy: Tensor) -> Tensor | None:
         if share is None:
@@ -73,7 +85,7 @@ class Backward(Loop):
         for unit in self.schedule.units():
             self.enter(unit)
             for rows in self.schedule.row_blocks():
-                q = self.queries(unit, rows)
+                q = self.blocks.queries(unit, rows)
                 grad_q = torch.zeros_like(q)
                 grad_out = self.per_row(unit, rows, self.grad_out).to(self.blocks.wide)
                 for segment in self.schedule.segments(unit, rows):
@@ -88,8 +100,7 @@ class Backward(Loop):
         k, v = self.k[:, columns], self.v[:, columns]
         s, slope = self.logits_and_slope(unit, rows, segment, q)
         s = self.hide(unit, s, self.seen(unit, rows, segment))
-        s.sub_(self.per_row(unit, rows, self.lse)[..., None])  # log₂ p
-        s = s.clamp_max_(0) if self.coarse else s
+        s = self.log_weights(unit, rows, s, self.base, self.log_total)
         p = torch.exp2(s, out=self.buffer(1, s.shape))
         grad_p = torch.bmm(grad_out, v.transpose(1, 2), out=self.buffer(2, s.shape))
         kept = None
@@ -106,8 +117,7 @@ class Backward(Loop):
         grad_s = grad_s if slope is None else grad_s.mul_(slope)
         grad_q, grad_k, grad_weight = self.blocks.raw_backward(unit, q, k, grad_s)
         target = self.grad_k[unit.b0 : unit.b1, unit.h0 : unit.h1, columns]
-        # plain queries carry the unit of the logits, which is no part of the key's gradient
-        target.add_(grad_k.view(target.shape), alpha=LN_2 if self.terms.plain else 1.0)
+        target.add_(grad_k.view(target.shape))
         if grad_weight is not None:
             assert self.grad_additive is not None
             five = self.blocks.five(unit, grad_weight).sum((0, 3))  # (h, G, D)
@@ -124,7 +134,7 @@ class Backward(Loop):
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         slope = 1 - torch.tanh(s / cap).square_()
-        return self.bend(unit, rows, segment, s), slope
+        return self.blocks.bend(unit, rows, segment.columns, s), slope
 
     def add(self, unit: Unit, columns: slice, target: Tensor, rows: Tensor, weight: Tensor) -> None:
         """target[columns] += weightᵀ rows."""
@@ -143,7 +153,8 @@ class Backward(Loop):
             away = self.blocks.distance(unit, rows, columns).abs()
             self.heads_of(unit, self.grad_slopes).sub_((five * away).sum((0, 3, 4)))
         if self.grad_relative is not None:
-            index = self.blocks.distance_index(unit, rows, columns)  # (b|1, R, C)
+            distance = self.blocks.distance(unit, rows, columns)[:, 0, 0]  # (b|1, R, C)
+            index = relative_index(self.grad_relative, distance)
             pairs = five.permute(1, 2, 0, 3, 4)  # (h, G, b, R, C)
             index = index.expand(pairs.shape[2:]).flatten().expand(*pairs.shape[:2], -1)
             target = self.heads_of(unit, self.grad_relative)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-OLDEST = 8  # Ampere: the first with bfloat16 products and asynchronous copies
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, looks once
 
 
