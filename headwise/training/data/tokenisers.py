@@ -25,7 +25,7 @@ class Tokeniser:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner  # a tokenizers.Tokenizer
-        texts = inner.get_vocab_size()
+        texts: int = inner.get_vocab_size()
         self.pad, self.start, self.end = texts, texts + 1, texts + 2
 
     @property
