@@ -323,6 +323,7 @@ def partial(
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
+    _restating("partial", four, choose, problem, STREAMING.name, True)  # which may refuse
     sums = STREAMING.run(problem, EVERYTHING)
     return Partial.from_sums(sums, sinks, q.dtype)
 

@@ -53,7 +53,7 @@ class Engine(Protocol):
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
-        raise NotImplementedError(f"{self.name} refuses to observe")
+        ...
 
     def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
         """Return the call ready to run, or None if preparing it saves nothing.

@@ -68,9 +68,18 @@ class Sdpa(Engine):
             added = bias if added is None else bias.masked_fill(~added, -torch.inf)
         if added is None:
             return serve(q, k, v)
+        if added.dtype == torch.bool and added.shape[-2] == 1:
+            # PyTorch turns booleans into numbers after it has expanded them to all pairs.
+            hidden = ~added
+            added = torch.zeros_like(added, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
         added = added.expand(*added.shape[:2], place.queries, place.keys)
         k, v, added = _existing(problem, added)
         return serve(q, k, v, added)
+
+    def observe(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        raise ValueError("PyTorch's fused kernels return no statistics")
 
     def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> FusedCall | None:
         return FusedCall(_kernel(problem)) if maskless(problem) else None
@@ -117,7 +126,7 @@ def _refuses_shape(problem: Problem) -> str | None:
 
 def _refuses_mask(problem: Problem) -> str | None:
     mask = problem.mask
-    if mask is None or mask.pieces == 0 or mask.rows_alike:
+    if mask is None or mask.pieces == 0 or (mask.rows_alike and problem.q.device.type == "cpu"):
         return None
     return None if maskless(problem) else _too_many(problem)
 

@@ -1,6 +1,6 @@
-"""Any problem, block by block, in memory that grows with n: output and statistics in one pass.
+"""Any problem block by block, in memory linear in the length, with statistics in the same pass.
 
-The loop is `Partial` and `merge`. Forward and backward are operators of their own.
+The loop is `Partial` and `merge`. Forward and backward are registered operators.
 """
 
 from __future__ import annotations

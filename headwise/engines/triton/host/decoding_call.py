@@ -13,7 +13,7 @@ from headwise.core.problem import Problem, Terms
 from headwise.core.stored import Stored
 from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS, Sums
 from headwise.engines.decoding import MANY_KEYS, MOST_ROWS, is_decoding
-from headwise.engines.triton.host.cards import INTERPRETING, Card, card
+from headwise.engines.triton.host.cards import Card, card
 from headwise.engines.triton.host.launches import Launches
 from headwise.engines.triton.host.operands import (
     WORD,
@@ -24,6 +24,7 @@ from headwise.engines.triton.host.operands import (
     stride_unit,
 )
 from headwise.engines.triton.host.tile_shapes import TENSOR_MEMORY, Shape, fit, loads_pairs
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.split_keys import (
     Held,
     Merged,

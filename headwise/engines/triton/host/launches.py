@@ -15,9 +15,9 @@ from torch import Tensor
 from triton import knobs
 
 from headwise.core.sums import Sums, room
-from headwise.engines.triton.host.cards import INTERPRETING
 from headwise.engines.triton.host.operands import WORD, Operands
 from headwise.engines.triton.host.prepared_call import Filling, Launch, PreparedCall
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 
 Kind = tuple[object, ...] | None
 _COMPILED: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}

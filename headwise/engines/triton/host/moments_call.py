@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from headwise.core.sums import Sums
-from headwise.engines.triton.host.cards import INTERPRETING, card
+from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import Operands, described
 from headwise.engines.triton.host.tile_shapes import TENSOR_MEMORY
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.key_scatter import VECTORS, join_blocks, scatter_of_blocks
 from headwise.engines.triton.kernels.row_moments import moments_of_rows
 from headwise.engines.triton.limits import GRID

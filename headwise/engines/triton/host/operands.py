@@ -15,7 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headwise import dropout
 from headwise.core.intervals import FURTHEST
 from headwise.core.problem import Terms
-from headwise.engines.triton.host.cards import INTERPRETING, card
+from headwise.engines.triton.host.cards import card
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.tile import Given, Sizes
 
 Steps = list[int] | None

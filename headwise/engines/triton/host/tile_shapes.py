@@ -19,8 +19,9 @@ from triton.runtime.errors import OutOfResources
 
 from headwise.core.problem import Terms
 from headwise.engines import calls
-from headwise.engines.triton.host.cards import INTERPRETING, Card
+from headwise.engines.triton.host.cards import Card
 from headwise.engines.triton.host.launches import Launches
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.tile import Given
 from headwise.files import write_whole
 
