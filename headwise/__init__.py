@@ -10,9 +10,9 @@ from headwise.engines.plan import Plan
 from headwise.maps.attention_map import AttentionMap
 from headwise.score import Additive, Cosine, Dot, General
 from headwise.training.loading import load
+from headwise.version import __version__
 from headwise.watching import Watch, qk_clip, watch
 
-__version__ = "0.1.0"
 __all__ = [
     "STATISTICS",
     "ALiBi",
@@ -27,6 +27,7 @@ __all__ = [
     "Plan",
     "RelativeBuckets",
     "Watch",
+    "__version__",
     "attention",
     "attention_map",
     "explain",

@@ -1,11 +1,11 @@
-"""The one table of translations: what the page may have to say, by its English, in 中文.
+"""The table of translations: every message that the page may show, in 中文, by its English text.
 
-A sentence is said by `headwise.messages.say`; the tests find every such call, and ask for its
-sentence here, with the same values in it.
+Messages are made by `headwise.messages.say`; the tests find every such call and check that its
+sentence is here, with the same values.
 """
 
 CHINESE: dict[str, str] = {
-    # questions without an answer
+    # requests that can't be answered
     "there is nothing at {path}": "{path} 处什么也没有",
     "see docs/look.md": "参见 docs/look.md",
     "there is no input {id}": "没有输入 {id}",

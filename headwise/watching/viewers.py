@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import headwise
+from headwise.version import __version__
 from headwise.watching import head_types
 from headwise.watching.layer import Layer
 from headwise.watching.recording import Recording
@@ -110,7 +110,7 @@ def _config(
         "attn_implementation": "headwise",
         "sparse_topk_per_row": KEYS_A_ROW,
         "sparse_threshold": LEAST,
-        "headwise": headwise.__version__,
+        "headwise": __version__,
     }
     return {
         "model_name": model,
