@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
-from headwise.nn.block import Block
+from headwise.nn.block import Block, PostNorm
 from headwise.nn.feed_forward import GELU, FeedForward
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm
-from headwise.nn.residual import PostNorm
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
+from headwise.nn.block import PreNorm, Residual
 from headwise.nn.norms import LayerNorm, Norm
-from headwise.nn.residual import PreNorm, Residual
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from headwise.models.generate import Greedy, Strategy, evaluating, generate
 from headwise.nn.block import Block
 from headwise.nn.caches.cache import Cache, GrowingCache
 from headwise.nn.feed_forward import FeedForward, SwiGLU
+from headwise.nn.layer_options import Projections, Separate
 from headwise.nn.learned_scores import LearnedScore
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import Norm, RMSNorm
 from headwise.nn.positions import Position
-from headwise.nn.projections import Projections, Separate
 from headwise.nn.rotary import Rotary
 from headwise.score import Dot, Score
 

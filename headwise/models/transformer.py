@@ -13,15 +13,14 @@ from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
-from headwise.nn.block import Block
+from headwise.nn.block import Arrangement, Block, PostNorm, PreNorm, Residual
 from headwise.nn.caches.cache import Cache, GrowingCache, Memory
 from headwise.nn.feed_forward import FeedForward, ReLU
+from headwise.nn.layer_options import Projections, Separate
 from headwise.nn.learned_scores import LearnedScore
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm
 from headwise.nn.positions import Position, Sinusoidal
-from headwise.nn.projections import Projections, Separate
-from headwise.nn.residual import Arrangement, PostNorm, PreNorm, Residual
 from headwise.score import Dot, Score
 
 

@@ -1,4 +1,4 @@
-"""The layer between two attentions, the same for every position: descriptions that build it."""
+"""Descriptions of feed-forward layers, which act on every position alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ReLU:
-    """max(0, x W₁ + b₁) W₂ + b₂, as in the 2017 paper; `width` is the inner one.
+    """max(0, x W₁ + b₁) W₂ + b₂, as in the 2017 paper; `width` is that of the hidden layer.
 
     >>> ReLU(2048).build(512)[0]
     Linear(in_features=512, out_features=2048, bias=True)
@@ -26,7 +26,7 @@ class ReLU:
 
 @dataclass(frozen=True)
 class GELU:
-    """gelu(x W₁ + b₁) W₂ + b₂; GPT-2 has `approximate="tanh"`.
+    """gelu(x W₁ + b₁) W₂ + b₂; GPT-2 uses `approximate="tanh"`.
 
     >>> GELU(3072).build(768)[1]
     GELU(approximate='none')
@@ -42,7 +42,7 @@ class GELU:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """(silu(x W_g) * x W_u) W_d: three matrices, the first of which opens and closes the second.
+    """(silu(x W_g) * x W_u) W_d: three matrices, of which the first gates the second.
 
     >>> sum(p.numel() for p in SwiGLU(1024).build(384, bias=False).parameters()) == 3 * 384 * 1024
     True
@@ -50,15 +50,15 @@ class SwiGLU:
 
     width: int
 
-    def build(self, d_model: int, bias: bool = True) -> Gated:
+    def build(self, d_model: int, bias: bool = True) -> GatedFeedForward:
         """The layer from and to vectors of width d_model."""
-        return Gated(d_model, self.width, bias)
+        return GatedFeedForward(d_model, self.width, bias)
 
 
 FeedForward = ReLU | GELU | SwiGLU
 
 
-class Gated(nn.Module):
+class GatedFeedForward(nn.Module):
     """The layer that `SwiGLU` describes: (..., d_model) -> (..., d_model)."""
 
     def __init__(self, d_model: int, width: int, bias: bool) -> None:

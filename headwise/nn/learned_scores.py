@@ -1,6 +1,6 @@
-"""Scores with something to learn: descriptions, from which a module makes the parameters.
+"""Scores with learned parameters: descriptions, from which a module makes the parameters.
 
-`hw.Additive(weight)` is what a function takes; `hw.nn.Additive()` is a module's wish for one.
+`hw.attention` takes `hw.Additive(weight)`; a module takes `hw.nn.Additive()` and makes the weight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headwise import score
 
 @dataclass(frozen=True)
 class Additive:
-    """Σ_d w_d tanh(q_d + k_d) with a learned w for each head: heads · head_dim parameters."""
+    """Σ_d w_d tanh(q_d + k_d) with a learned w per head: heads · head_dim parameters."""
 
     def build(self, heads: int, head_dim: int) -> LearnedAdditive:
         """The parameters for this many heads of this width."""
@@ -24,7 +24,7 @@ class Additive:
 
 @dataclass(frozen=True)
 class General:
-    """(q W)·k with a learned W for each head, heads · head_dim² parameters; starts scaled dot."""
+    """(q W)·k with a learned W per head: heads · head_dim² parameters; starts as scaled dot."""
 
     def build(self, heads: int, head_dim: int) -> LearnedGeneral:
         """The parameters for this many heads of this width."""
@@ -33,7 +33,7 @@ class General:
 
 @dataclass(frozen=True)
 class Cosine:
-    """t · cos(q, k) with a learned temperature t for each head, which starts at `temperature`."""
+    """t · cos(q, k) with a learned temperature t per head, which starts at `temperature`."""
 
     temperature: float = 10.0
 

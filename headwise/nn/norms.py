@@ -1,4 +1,4 @@
-"""How a vector is brought to a standard size: descriptions that a module builds layers from."""
+"""Descriptions of the two usual norms, from which a module builds its layers."""
 
 from __future__ import annotations
 

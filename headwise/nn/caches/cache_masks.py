@@ -1,4 +1,4 @@
-"""A mask of the whole sequence, said again for the keys that a cache hands out."""
+"""Masks of the whole sequence, rewritten for the keys that a cache returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwise.core.patterns import Between, Causal, Dense, Documents, Lengths, W
 
 
 def shifted(mask: Mask, first: int, keys: int) -> Mask:
-    """The mask for keys [first, first + keys) of the whole sequence, the queries being its last.
+    """The mask for keys [first, first + keys) of the whole sequence, whose last are the queries.
 
     >>> from headwise import mask
     >>> shifted(mask.lengths(10), 4, 8)
@@ -34,11 +34,11 @@ def shifted(mask: Mask, first: int, keys: int) -> Mask:
         return Dense(seen)
     if isinstance(mask, Both | Either):
         return type(mask)(shifted(mask.a, first, keys), shifted(mask.b, first, keys))
-    raise ValueError(f"a sliding cache can't place {mask!r}")
+    raise ValueError(f"a SlidingCache does not support {mask!r}; use a GrowingCache")
 
 
 def aligned(mask: Mask, offset: Tensor, keys: int) -> Mask:
-    """The mask with query 0 beside key `offset`, where there is room for `keys` keys.
+    """The mask with query 0 at position `offset`, for storage of `keys` keys.
 
     >>> from headwise import mask
     >>> aligned(mask.causal(), torch.tensor(3), 8).offset
@@ -52,11 +52,11 @@ def aligned(mask: Mask, offset: Tensor, keys: int) -> Mask:
         return Dense(padded(mask.seen, keys))
     if isinstance(mask, Both | Either):
         return type(mask)(aligned(mask.a, offset, keys), aligned(mask.b, offset, keys))
-    raise ValueError(f"a fixed-size cache can't place {mask!r}; a growing cache can")
+    raise ValueError(f"a FixedCache does not support {mask!r}; use a GrowingCache")
 
 
 def padded(pairs: Tensor, keys: int) -> Tensor:
-    """A tensor (..., N, M) over pairs for `keys` keys; what is added is zero or False."""
+    """A tensor (..., N, M) over pairs, padded to `keys` keys with zeros or False."""
     missing = keys - pairs.shape[-1]
     return pairs if pairs.shape[-1] == 1 or missing == 0 else F.pad(pairs, (0, missing))
 

@@ -1,7 +1,7 @@
-"""Rotary frequencies for sequences longer than those a model was trained on.
+"""Scalings of rotary frequencies, for sequences longer than those a model was trained on.
 
-A scaling takes the frequencies 1 / base^(2i/width) and returns others. Each `trained_length` is
-the length the model saw in training before anything was stretched.
+A scaling changes the frequencies 1 / base^(2i/width). `trained_length` is the length of sequences
+in training, before any scaling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 def plain_frequencies(
     base: float | Tensor, width: int, device: torch.device | None = None
 ) -> Tensor:
-    """1 / base^(2i/width) for each of the width / 2 turning pairs, float32.
+    """1 / base^(2i/width) for each of the width / 2 rotating pairs, float32.
 
     >>> plain_frequencies(10000.0, 4)
     tensor([1.0000, 0.0100])
@@ -27,7 +27,7 @@ def plain_frequencies(
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Every position divided by `factor`: all wavelengths are stretched alike."""
+    """Divide every position by `factor`: all wavelengths are stretched alike."""
 
     factor: float
 
@@ -37,15 +37,15 @@ class LinearScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """The factor of cosine and sine."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class DynamicNTK:
-    """A larger base as the sequence outgrows `trained_length`: long waves are stretched most.
+    """Raise the base once a sequence exceeds `trained_length`: long waves are stretched most.
 
-    The frequencies change with the length, so cached keys are turned when they are read.
+    The frequencies change with the length, so cached keys are rotated when they are read.
     """
 
     factor: float
@@ -55,7 +55,7 @@ class DynamicNTK:
         """(width / 2,) float32 for a sequence of this length."""
         if width <= 2:
             raise ValueError(
-                f"DynamicNTK needs more than one turning pair, and the width is {width}"
+                f"DynamicNTK needs more than one rotating pair, a width of 4 or more, not {width}"
             )
         if isinstance(length, Tensor):
             known: float | Tensor = length.clamp_min(self.trained_length)
@@ -67,16 +67,16 @@ class DynamicNTK:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """The factor of cosine and sine."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class YaRN:
-    """Short waves stay, long ones are stretched by `factor`, those between are mixed.
+    """Keep short waves, stretch long ones by `factor`, and mix those in between.
 
-    A wave is short when it turns more than `fast` times within `trained_length`, long when it
-    turns fewer than `slow` times. `attention` multiplies cosine and sine; None: 0.1 ln(factor) + 1.
+    A wave is short if it turns more than `fast` times within `trained_length`, and long if it turns
+    fewer than `slow` times. `attention` multiplies cosine and sine, by default 0.1 ln(factor) + 1.
     `whole` rounds the bounds to whole pairs, as the paper's code does.
     """
 
@@ -104,7 +104,7 @@ class YaRN:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """The factor of cosine and sine."""
         if self.attention is not None:
             return self.attention
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
@@ -112,7 +112,7 @@ class YaRN:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's: waves above trained_length / low are stretched, those below / high stay."""
+    """Llama 3.1's: stretch waves longer than trained_length / low, keep those below / high."""
 
     factor: float
     trained_length: int
@@ -128,7 +128,7 @@ class Llama3Scaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """The factor of cosine and sine."""
         return 1.0
 
 
