@@ -45,7 +45,7 @@ class BertConfig(Config):
 
 
 class Bert(nn.Module):
-    """tokens (B, N) -> logits (B, N, vocabulary) of the words that stood there.
+    """tokens (B, N) -> logits (B, N, vocabulary) of the original words.
 
     >>> import torch
     >>> from headwise.models import Bert, BertConfig
@@ -63,14 +63,14 @@ class Bert(nn.Module):
         self.norm = config.norm.build(config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(config.block() for _ in range(config.layers))
-        # The words are read out by the embedding, after one more layer.
+        # The output layer is the embedding, after one more linear layer.
         self.readout = nn.Linear(config.d_model, config.d_model)
         self.readout_norm = config.norm.build(config.d_model)
         self.readout_bias = nn.Parameter(torch.zeros(config.vocabulary))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """BERT's start: normal weights, biases zero."""
+        """Initialise as BERT does: normal weights, biases zero."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -85,7 +85,7 @@ class Bert(nn.Module):
         segments: Tensor | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
-        """Logits (B, N, vocabulary); `lengths` (B,) leaves padding out; `segments` (B, N)."""
+        """Logits (B, N, vocabulary); `lengths` (B,) hides padding, `segments` (B, N) are parts."""
         x = self.features(tokens, lengths=lengths, segments=segments, mask=mask)
         x = self.readout_norm(F.gelu(self.readout(x)))
         return F.linear(x, self.embedding.weight, self.readout_bias)
@@ -98,13 +98,15 @@ class Bert(nn.Module):
         segments: Tensor | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
-        """What the blocks make of tokens (B, N): (B, N, d_model)."""
+        """The output of the last block for tokens (B, N): (B, N, d_model)."""
         count, context = tokens.shape[1], self.config.context
         if count > context:
-            raise ValueError(f"{count} tokens are more than the {context} this model was built for")
+            raise ValueError(
+                f"{count} tokens are more than this model takes; its config has context={context}"
+            )
         if lengths is not None:
-            known = masks.lengths(lengths)
-            mask = known if mask is None else known & mask
+            unpadded = masks.lengths(lengths)
+            mask = unpadded if mask is None else unpadded & mask
         part = torch.zeros_like(tokens) if segments is None else segments
         x = self.embedding(tokens) + self.positions.weight[:count] + self.segments(part)
         x = self.dropout(self.norm(x))

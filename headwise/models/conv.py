@@ -1,4 +1,4 @@
-"""A rival: gated convolutions over the tokens so far."""
+"""An alternative to attention: gated convolutions over the tokens so far."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from headwise.nn.norms import LayerNorm, Norm
 
 @dataclass(frozen=True)
 class ConvConfig(Config):
-    """A language model in which layer l looks `kernel` tokens back, `growth`^l apart.
+    """A language model in which layer l sees `kernel` tokens that are `growth`^l apart.
 
-    growth=1 is a plain convolution, whose reach grows by kernel - 1 a layer; growth=kernel is a
-    dilated one, whose reach grows kernel-fold.
+    growth=1 is a plain convolution, whose reach grows by kernel - 1 per layer; growth=kernel is a
+    dilated one, whose reach is multiplied by kernel.
     """
 
     vocabulary: int
@@ -34,7 +34,7 @@ class ConvConfig(Config):
 
     @property
     def reach(self) -> int:
-        """How many tokens, itself included, an output depends on.
+        """The number of tokens, itself included, that an output depends on.
 
         >>> ConvConfig(256, layers=3, kernel=3, growth=3).reach
         27
@@ -44,11 +44,11 @@ class ConvConfig(Config):
 
 
 class GatedConvolution(nn.Module):
-    """a * sigmoid(b) of a causal convolution's two halves: (B, N, d_model) -> the same."""
+    """a * sigmoid(b), where a and b are the halves of a causal convolution: (B, N, d_model)."""
 
     def __init__(self, d_model: int, kernel: int, dilation: int) -> None:
         super().__init__()
-        self.before = (kernel - 1) * dilation  # zeros in front, so that nothing later is seen
+        self.before = (kernel - 1) * dilation  # zeros in front, so no later token is seen
         self.convolution = nn.Conv1d(d_model, 2 * d_model, kernel, dilation=dilation)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class GatedConvolution(nn.Module):
 
 
 class Conv(nn.Module):
-    """tokens (B, N) -> logits (B, N, vocabulary) of the next ones.
+    """tokens (B, N) -> logits (B, N, vocabulary) of the next tokens.
 
     >>> import torch
     >>> from headwise.models import Conv, ConvConfig
@@ -95,14 +95,14 @@ class Conv(nn.Module):
 
 
 class ConvDecoder:
-    """A convolutional model in the middle of sequences, of which it keeps what it can still see."""
+    """A `Conv` that generates, with the last tokens of each sequence, as many as it can see."""
 
     def __init__(self, model: Conv) -> None:
         self.model = model
         self.tokens: Tensor | None = None  # (B, <= reach)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in tokens (B, n); the logits (B, vocabulary) of what follows them."""
+        """Append tokens (B, n) and return the logits (B, vocabulary) of the next ones."""
         seen = tokens if self.tokens is None else torch.cat((self.tokens, tokens), 1)
         self.tokens = seen[:, -self.model.config.reach :]
         logits: Tensor = self.model(self.tokens)[:, -1]

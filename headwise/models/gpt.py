@@ -1,4 +1,4 @@
-"""GPT: a decoder-only language model, from GPT-2's shape to today's."""
+"""GPT: a decoder-only language model, from GPT-2's architecture to today's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from headwise.score import Dot, Score
 class GPTConfig(Config):
     """A language model over `vocabulary` tokens, trained on sequences of `context` tokens.
 
-    `window` limits every layer to the last tokens; `tied` makes the output layer the embedding.
+    `window` limits every layer to the last tokens; `tied` reuses the embedding as output layer.
     """
 
     vocabulary: int
@@ -79,7 +79,7 @@ class GPTConfig(Config):
 
 
 class LanguageConfig(Protocol):
-    """What a GPT asks of its configuration: a few numbers, and how to make one layer."""
+    """The part of a configuration that a GPT reads: a few numbers, and how to make one layer."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -103,7 +103,7 @@ class LanguageConfig(Protocol):
 
 
 class GPT(nn.Module):
-    """tokens (B, N) -> logits (B, N, vocabulary) of the next ones.
+    """tokens (B, N) -> logits (B, N, vocabulary) of the next tokens.
 
     >>> import torch
     >>> from headwise.models import GPT, GPTConfig
@@ -131,7 +131,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's start: normal weights, those that end in the path around smaller with depth."""
+        """Initialise as GPT-2 does: normal weights, smaller with depth where a sublayer ends."""
         deep = 0.02 / (2 * max(1, self.config.layers)) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
@@ -161,7 +161,7 @@ class GPT(nn.Module):
         caches: Sequence[Cache] | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """What the blocks make of tokens (B, N): (B, N, d_model)."""
+        """The normed output of the last block for tokens (B, N): (B, N, d_model)."""
         x = self.embedding(tokens)
         if self.position is not None:
             if positions is None:
@@ -176,7 +176,7 @@ class GPT(nn.Module):
         return normed
 
     def logits(self, features: Tensor) -> Tensor:
-        """(..., d_model) -> (..., vocabulary)."""
+        """The output layer: (..., d_model) -> (..., vocabulary)."""
         weight = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(features, weight)
 
@@ -189,9 +189,9 @@ class GPT(nn.Module):
         lengths: Tensor | None = None,
         cache: Cache | None = GrowingCache(),
     ) -> Tensor:
-        """The tokens (B, <= count) that follow prompt (B, N), which `lengths` (B,) may cut short.
+        """The tokens (B, <= count) that follow prompt (B, N), of which `lengths` (B,) count.
 
-        `cache` is a pattern for each layer's; None computes everything anew for every token.
+        Each layer gets a fresh cache like `cache`; None recomputes everything for every token.
         """
         with evaluating(self):
             padding = None if lengths is None else prompt.shape[1] - lengths
@@ -201,16 +201,16 @@ class GPT(nn.Module):
 
 
 class GPTDecoder:
-    """A GPT in the middle of sequences that start after `padding` (B,) tokens."""
+    """A GPT that generates, for sequences that start after `padding` (B,) tokens."""
 
     def __init__(self, model: GPT, cache: Cache | None, padding: Tensor | None = None) -> None:
         self.model, self.padding = model, padding
         self.caches = None if cache is None else [cache.fresh() for _ in model.blocks]
         self.tokens: Tensor | None = None  # (B, n), all of them
-        self._turns = isinstance(model.config.position, Rotary)
+        self._rotates = isinstance(model.config.position, Rotary)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in tokens (B, n); the logits (B, vocabulary) of what follows them."""
+        """Append tokens (B, n) and return the logits (B, vocabulary) of the next ones."""
         before = 0 if self.tokens is None else self.tokens.shape[1]
         self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), 1)
         if self.caches is None:
@@ -219,9 +219,9 @@ class GPTDecoder:
         if self.padding is not None:
             start = self.padding[:, None, None]
             mask = masks.between(start, torch.full_like(start, torch.iinfo(torch.int32).max))
-            numbers = torch.arange(before, before + tokens.shape[1], device=tokens.device)
-            if self._turns or self.model.position is not None:
-                positions = (numbers - self.padding[:, None]).clamp_min(0)
+            indices = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+            if self._rotates or self.model.position is not None:
+                positions = (indices - self.padding[:, None]).clamp_min(0)
         features = self.model.features(tokens, mask=mask, caches=self.caches, positions=positions)
         return self.model.logits(features[:, -1])
 
@@ -234,13 +234,13 @@ class GPTDecoder:
 
 
 def _left_padded(prompt: Tensor, lengths: Tensor) -> Tensor:
-    """Tokens (B, N) whose first lengths[b] count, moved to the right end."""
+    """Move the first lengths[b] tokens of each row of prompt (B, N) to its right end."""
     longest = prompt.shape[1]
     fits = tuple(lengths.shape) == prompt.shape[:1]
     if not fits or not bool(((lengths > 0) & (lengths <= longest)).all()):
         raise ValueError(
-            f"lengths {lengths.tolist()} do not fit a prompt of shape {tuple(prompt.shape)}; a "
-            f"number from 1 to {longest} for each entry would"
+            f"lengths {lengths.tolist()} do not fit a prompt of shape {tuple(prompt.shape)}; give "
+            f"one length from 1 to {longest} per row"
         )
     column = torch.arange(longest, device=prompt.device) - (longest - lengths)[:, None]
     return prompt.gather(1, column % longest)

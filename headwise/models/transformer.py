@@ -26,9 +26,9 @@ from headwise.score import Dot, Score
 
 @dataclass(frozen=True)
 class TransformerConfig(Config):
-    """Two languages over one `vocabulary`; the defaults are the paper's base model.
+    """A translator with one `vocabulary`; the defaults are the paper's base model.
 
-    With 37,000 tokens it has 63.1 million parameters, where the paper prints 65. `tied` shares one
+    With 37,000 tokens it has 63.1 million parameters (the paper prints 65). `tied` shares one
     matrix between both embeddings and the output.
     """
 
@@ -55,9 +55,9 @@ class TransformerConfig(Config):
     start: int = 1
     end: int = 2
 
-    def attention(self, mask: Mask | None = None, placed: bool = True) -> MultiHeadAttention:
-        """One attention of this model; `placed` where it may know positions."""
-        position = self.position if placed and self.position else None
+    def attention(self, mask: Mask | None = None, positions: bool = True) -> MultiHeadAttention:
+        """One attention layer of this model, with or without `positions`."""
+        position = self.position if positions and self.position else None
         return MultiHeadAttention(
             self.d_model,
             self.heads,
@@ -74,11 +74,11 @@ class TransformerConfig(Config):
         )
 
     def residual(self) -> Residual:
-        """The path around one sublayer of this model."""
+        """The residual connection around one sublayer of this model."""
         return Residual(self.d_model, self.arrangement, self.norm, self.dropout)
 
     def encoder_block(self) -> Block:
-        """One layer of the encoder: every source token looks at every other."""
+        """One layer of the encoder: every source token attends to every other."""
         return Block(
             self.d_model,
             self.attention(),
@@ -90,12 +90,12 @@ class TransformerConfig(Config):
 
 
 class DecoderLayer(nn.Module):
-    """Target tokens look back at themselves, then at the source: (B, T, d_model) -> the same."""
+    """Target tokens attend to the target so far, then to the source: (B, T, d_model)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention = config.attention(masks.causal())
-        self.cross_attention = config.attention(placed=False)
+        self.cross_attention = config.attention(positions=False)
         self.feed_forward = config.feed_forward.build(config.d_model, config.bias)
         self.around_attention, self.around_cross = config.residual(), config.residual()
         self.around_feed_forward = config.residual()
@@ -140,13 +140,15 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = nn.ModuleList(config.encoder_block() for _ in range(config.encoder_layers))
         self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
-        last = isinstance(config.arrangement, PreNorm)  # nothing else norms the last layer's sum
+        last = isinstance(
+            config.arrangement, PreNorm
+        )  # the last layer's sum is not normed otherwise
         self.encoder_norm = config.norm.build(config.d_model) if last else nn.Identity()
         self.decoder_norm = config.norm.build(config.d_model) if last else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot's uniform weights; embeddings so that √d_model of them has entries of size one."""
+        """Glorot's uniform weights; embeddings with a variance of one after × √d_model."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -178,7 +180,7 @@ class Transformer(nn.Module):
         source_lengths: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
-        """target (B, T) and, for each layer, the encoded source -> logits (B, T, vocabulary)."""
+        """target (B, T) and, per layer, the encoded source -> logits (B, T, vocabulary)."""
         mask = None if source_lengths is None else masks.lengths(source_lengths)
         embedding = self.embedding if self.target_embedding is None else self.target_embedding
         x = self._embedded(target, embedding, 0 if not caches else caches[0].length)
@@ -190,8 +192,8 @@ class Transformer(nn.Module):
     def _embedded(self, tokens: Tensor, embedding: nn.Embedding, start: int | Tensor) -> Tensor:
         x = embedding(tokens) * self.config.d_model**0.5
         if self.position is not None:
-            numbers = torch.arange(tokens.shape[1], device=tokens.device) + start
-            x = self.position.add(x, numbers)
+            positions = torch.arange(tokens.shape[1], device=tokens.device) + start
+            x = self.position.add(x, positions)
         out: Tensor = self.dropout(x)
         return out
 
@@ -206,7 +208,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Translate source (B, S) into at most `count` tokens (B, T); `end` follows the last one.
 
-        `cache` is a pattern for each layer's; None computes everything anew for every token.
+        Each layer gets a fresh cache like `cache`; None recomputes everything for every token.
         """
         with evaluating(self), torch.no_grad():
             decoder = TransformerDecoder(self, source, source_lengths, cache)
@@ -215,7 +217,7 @@ class Transformer(nn.Module):
 
 
 class TransformerDecoder:
-    """A Transformer that has read its sources and is in the middle of its targets."""
+    """A Transformer that has read its sources and generates its targets."""
 
     def __init__(
         self, model: Transformer, source: Tensor, lengths: Tensor | None, cache: Cache | None
@@ -228,7 +230,7 @@ class TransformerDecoder:
         self.tokens: Tensor | None = None  # (B, n), all of them
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in tokens (B, n); the logits (B, vocabulary) of what follows them."""
+        """Append tokens (B, n) and return the logits (B, vocabulary) of the next ones."""
         self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), 1)
         tokens = tokens if self.caches is not None else self.tokens
         return self.model.decode(tokens, self.memories, self.lengths, self.caches)[:, -1]

@@ -226,7 +226,7 @@ def test_generating_leaves_the_model_in_its_mode() -> None:
     prompt = torch.randint(V, (B, N))
     assert torch.equal(model.generate(prompt, COUNT), model.generate(prompt, COUNT))
     assert model.training
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="count must be at least 1"):
         model.generate(prompt, 0)
     assert model.training
 
