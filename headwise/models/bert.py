@@ -12,6 +12,7 @@ from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.nn.block import Block, PostNorm
+from headwise.nn.checks import Count, Rate, Size
 from headwise.nn.feed_forward import GELU, FeedForward
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm
@@ -21,16 +22,16 @@ from headwise.nn.norms import LayerNorm, Norm
 class BertConfig(Config):
     """Sequences of up to `context` tokens in up to `segments` parts; the defaults are BERT base."""
 
-    vocabulary: int = 30522
-    context: int = 512
-    segments: int = 2
-    d_model: int = 768
-    layers: int = 12
-    heads: int = 12
+    vocabulary: Size = 30522
+    context: Size = 512
+    segments: Size = 2
+    d_model: Size = 768
+    layers: Count = 12
+    heads: Size = 12
     feed_forward: FeedForward = GELU(3072)
     norm: Norm = LayerNorm(1e-12)
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
+    dropout: Rate = 0.1
+    attention_dropout: Rate = 0.0
 
     def block(self) -> Block:
         """One layer of this model."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Self
 
 from headwise import nn
+from headwise.nn.checks import Description, check_kind
 from headwise.score import Dot
 
 # Descriptions that may be part of a configuration, by the name under which JSON knows them.
@@ -22,7 +23,7 @@ _DESCRIPTIONS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Description):
     """A model's configuration: frozen, comparable, and convertible to and from JSON."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,6 +39,7 @@ class Config:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """The configuration that `to_dict` wrote; ValueError if a field is unknown."""
+        check_kind("data", data, dict, "a dictionary from to_dict()")
         built: Self = _built(cls, data)
         return built
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
 from headwise.nn.block import PreNorm, Residual
+from headwise.nn.checks import Count, Rate, Size
 from headwise.nn.norms import LayerNorm, Norm
 
 
@@ -22,14 +23,14 @@ class ConvConfig(Config):
     dilated one, whose reach is multiplied by kernel.
     """
 
-    vocabulary: int
-    d_model: int = 384
-    layers: int = 6
-    kernel: int = 3
-    growth: int = 1
+    vocabulary: Size
+    d_model: Size = 384
+    layers: Count = 6
+    kernel: Size = 3
+    growth: Size = 1
     norm: Norm = LayerNorm()
     tied: bool = True
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     end: int | None = None
 
     @property

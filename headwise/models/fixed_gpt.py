@@ -13,6 +13,7 @@ from headwise.models.generate import Greedy, Strategy
 from headwise.models.gpt import GPT
 from headwise.nn.block import Block
 from headwise.nn.caches.cache import Cache, GrowingCache
+from headwise.nn.checks import Count, Rate, Size
 from headwise.nn.feed_forward import FeedForward, SwiGLU
 from headwise.nn.fixed_weights import FixedAttention
 from headwise.nn.norms import Norm, RMSNorm
@@ -22,16 +23,16 @@ from headwise.nn.norms import Norm, RMSNorm
 class FixedGPTConfig(Config):
     """A language model of up to `context` tokens with one learned weight per pair of positions."""
 
-    vocabulary: int
-    context: int = 256
-    d_model: int = 384
-    layers: int = 6
-    heads: int = 6
+    vocabulary: Size
+    context: Size = 256
+    d_model: Size = 384
+    layers: Count = 6
+    heads: Size = 6
     feed_forward: FeedForward = SwiGLU(1024)
     norm: Norm = RMSNorm()
     bias: bool = False
     tied: bool = True
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     end: int | None = None
     position: ClassVar[None] = None  # each position has its own weights
 

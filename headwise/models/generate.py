@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from headwise.nn.checks import Description
+
 
 class Decoder(Protocol):
     """A model that generates, with the state of the sequences so far."""
@@ -22,12 +24,12 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Greedy:
+class Greedy(Description):
     """Always pick the most likely token."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Description):
     """Draw a token from softmax(logits / temperature), among the `top_k` or `top_p` best."""
 
     temperature: float = 1.0
@@ -36,6 +38,7 @@ class Sample:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.temperature <= 0 or (self.top_k is not None and self.top_k < 1):
             raise ValueError(
                 f"{self} leaves no token to draw; Greedy() always picks the most likely one"
@@ -63,13 +66,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Beam:
+class Beam(Description):
     """Keep the `width` best sequences, whose scores are divided by length^`penalty`."""
 
     width: int = 4
     penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.width < 1:
             raise ValueError(f"{self} keeps no sequence; use a width of 1 (greedy) or more")
 

@@ -16,6 +16,7 @@ from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
 from headwise.nn.block import Block
 from headwise.nn.caches.cache import Cache, GrowingCache
+from headwise.nn.checks import Count, Positive, Rate, Size
 from headwise.nn.feed_forward import FeedForward, SwiGLU
 from headwise.nn.layer_options import Projections, Separate
 from headwise.nn.learned_scores import LearnedScore
@@ -33,26 +34,26 @@ class GPTConfig(Config):
     `window` limits every layer to the last tokens; `tied` reuses the embedding as output layer.
     """
 
-    vocabulary: int
-    context: int = 1024
-    d_model: int = 384
-    layers: int = 6
-    heads: int = 6
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    vocabulary: Size
+    context: Size = 1024
+    d_model: Size = 384
+    layers: Count = 6
+    heads: Size = 6
+    kv_heads: Size | None = None
+    head_dim: Size | None = None
     position: Position | None = Rotary()
     feed_forward: FeedForward = SwiGLU(1024)
     norm: Norm = RMSNorm()
     qk_norm: Norm | None = None
     projections: Projections = Separate()
     score: Score | LearnedScore = Dot()
-    softcap: float | None = None
+    softcap: Positive | None = None
     sinks: bool = False
-    window: int | None = None
+    window: Size | None = None
     bias: bool = False
     tied: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
+    dropout: Rate = 0.0
+    attention_dropout: Rate = 0.0
     end: int | None = None
 
     def block(self) -> Block:

@@ -14,22 +14,24 @@ from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
 from headwise.nn.additive import Bahdanau
 from headwise.nn.caches.cache import Memory
+from headwise.nn.checks import Count, Rate, Size
 
 
 @dataclass(frozen=True)
 class LSTMConfig(Config):
     """A translator with one `vocabulary`; attention=None squeezes the source into one state."""
 
-    vocabulary: int
-    d_model: int = 512
-    layers: int = 1
+    vocabulary: Size
+    d_model: Size = 512
+    layers: Size = 1
     attention: Bahdanau | None = Bahdanau(512)
-    dropout: float = 0.1
-    padding: int = 0
-    start: int = 1
+    dropout: Rate = 0.1
+    padding: Count = 0
+    start: Count = 1
     end: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.d_model % 2:
             raise ValueError(
                 f"d_model={self.d_model} must be even: half of it is for each reading direction"

@@ -15,6 +15,7 @@ from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
 from headwise.nn.block import Arrangement, Block, PostNorm, PreNorm, Residual
 from headwise.nn.caches.cache import Cache, GrowingCache, Memory
+from headwise.nn.checks import Count, Positive, Rate, Size
 from headwise.nn.feed_forward import FeedForward, ReLU
 from headwise.nn.layer_options import Projections, Separate
 from headwise.nn.learned_scores import LearnedScore
@@ -32,13 +33,13 @@ class TransformerConfig(Config):
     matrix between both embeddings and the output.
     """
 
-    vocabulary: int
-    d_model: int = 512
-    encoder_layers: int = 6
-    decoder_layers: int = 6
-    heads: int = 8
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    vocabulary: Size
+    d_model: Size = 512
+    encoder_layers: Count = 6
+    decoder_layers: Count = 6
+    heads: Size = 8
+    kv_heads: Size | None = None
+    head_dim: Size | None = None
     position: Position | None = Sinusoidal()
     feed_forward: FeedForward = ReLU(2048)
     arrangement: Arrangement = PostNorm()
@@ -46,13 +47,13 @@ class TransformerConfig(Config):
     qk_norm: Norm | None = None
     projections: Projections = Separate()
     score: Score | LearnedScore = Dot()
-    softcap: float | None = None
+    softcap: Positive | None = None
     bias: bool = True
     tied: bool = True
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
-    padding: int = 0
-    start: int = 1
+    dropout: Rate = 0.1
+    attention_dropout: Rate = 0.0
+    padding: Count = 0
+    start: Count = 1
     end: int = 2
 
     def attention(self, mask: Mask | None = None, positions: bool = True) -> MultiHeadAttention:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.nn.block import Block
+from headwise.nn.checks import Count, Rate, Size
 from headwise.nn.feed_forward import GELU, FeedForward
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm
@@ -23,22 +24,23 @@ class ViTConfig(Config):
     feed_forward=GELU(3072).
     """
 
-    image: int = 32
-    patch: int = 4
-    channels: int = 3
-    classes: int = 10
-    d_model: int = 192
-    layers: int = 6
-    heads: int = 6
-    kv_heads: int | None = None
+    image: Size = 32
+    patch: Size = 4
+    channels: Size = 3
+    classes: Size = 10
+    d_model: Size = 192
+    layers: Count = 6
+    heads: Size = 6
+    kv_heads: Size | None = None
     feed_forward: FeedForward = GELU(768)
     norm: Norm = LayerNorm(1e-6)
     qk_norm: Norm | None = None
     bias: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
+    dropout: Rate = 0.0
+    attention_dropout: Rate = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.image % self.patch:
             raise ValueError(
                 f"image={self.image} does not divide into patches of patch={self.patch} pixels"

@@ -13,14 +13,15 @@ from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.nn.caches.cache import Memory
 from headwise.nn.call import Call
+from headwise.nn.checks import Description, Size
 from headwise.score import Additive
 
 
 @dataclass(frozen=True)
-class Bahdanau:
+class Bahdanau(Description):
     """A description of additive attention that compares queries and keys in `width` dimensions."""
 
-    width: int
+    width: Size
 
     def build(self, query_dim: int, key_dim: int) -> AdditiveAttention:
         """The module for queries and keys of these widths."""

@@ -8,16 +8,18 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.nn.checks import Description, Size
+
 
 @dataclass(frozen=True)
-class ReLU:
+class ReLU(Description):
     """max(0, x W₁ + b₁) W₂ + b₂, as in the 2017 paper; `width` is that of the hidden layer.
 
     >>> ReLU(2048).build(512)[0]
     Linear(in_features=512, out_features=2048, bias=True)
     """
 
-    width: int
+    width: Size
 
     def build(self, d_model: int, bias: bool = True) -> nn.Sequential:
         """The layer from and to vectors of width d_model."""
@@ -25,14 +27,14 @@ class ReLU:
 
 
 @dataclass(frozen=True)
-class GELU:
+class GELU(Description):
     """gelu(x W₁ + b₁) W₂ + b₂; GPT-2 uses `approximate="tanh"`.
 
     >>> GELU(3072).build(768)[1]
     GELU(approximate='none')
     """
 
-    width: int
+    width: Size
     approximate: Literal["none", "tanh"] = "none"
 
     def build(self, d_model: int, bias: bool = True) -> nn.Sequential:
@@ -41,14 +43,14 @@ class GELU:
 
 
 @dataclass(frozen=True)
-class SwiGLU:
+class SwiGLU(Description):
     """(silu(x W_g) * x W_u) W_d: three matrices, of which the first gates the second.
 
     >>> sum(p.numel() for p in SwiGLU(1024).build(384, bias=False).parameters()) == 3 * 384 * 1024
     True
     """
 
-    width: int
+    width: Size
 
     def build(self, d_model: int, bias: bool = True) -> GatedFeedForward:
         """The layer from and to vectors of width d_model."""

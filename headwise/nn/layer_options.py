@@ -6,12 +6,11 @@ A wrong option is refused when the layer is built, not at its first call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from headwise.core.arguments import is_integer
-from headwise.core.problem import check_mask, check_softcap, describe
-from headwise.dropout import Dropout, check_rate
+from headwise.core.problem import check_mask, check_softcap
+from headwise.dropout import Dropout
 from headwise.engines.plan import ENGINES
+from headwise.nn.checks import check_kind, check_rate, check_size
 from headwise.nn.learned_scores import LearnedScore
 from headwise.nn.norms import Norm
 from headwise.nn.positions import Position
@@ -64,8 +63,8 @@ class Widths:
         """Widths from the layer's arguments; ValueError if they do not divide."""
         sizes = {"d_model": d_model, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for name, size in {**sizes, "value_dim": value_dim}.items():
-            if size is not None and (not is_integer(size) or size < 1):
-                raise ValueError(f"{name}={size!r} must be a positive integer")
+            if size is not None or name in ("d_model", "heads"):
+                check_size(name, size)
         if head_dim is None:
             if d_model % heads:
                 raise ValueError(
@@ -81,9 +80,15 @@ class Widths:
             )
         if context_dim is None:
             context_dim = d_model
-        pair = (context_dim, context_dim) if isinstance(context_dim, int) else context_dim
+        pair = context_dim if isinstance(context_dim, tuple | list) else (context_dim,) * 2
+        if len(pair) != 2:
+            raise ValueError(
+                f"context_dim={context_dim!r} must be one width, or a pair for keys and values"
+            )
+        for width in pair:
+            check_size("context_dim", width)
         wide = head_dim if value_dim is None else value_dim
-        return cls(d_model, heads, kv_heads, head_dim, wide, pair)
+        return cls(d_model, heads, kv_heads, head_dim, wide, (pair[0], pair[1]))
 
     def check(self, projections: Projections) -> None:
         """Raise ValueError if queries and keys of these widths can't be made in this way."""
@@ -122,14 +127,8 @@ def check_options(
     check_mask(mask)
     check_softcap(softcap)
     if not isinstance(dropout, Dropout):
-        check_rate(dropout)
+        check_rate("dropout", dropout)
     if engine not in ("auto", *ENGINES):
         raise ValueError(
             f"engine={engine!r} is unknown; the engines are 'auto', {', '.join(map(repr, ENGINES))}"
         )
-
-
-def check_kind(name: str, given: object, kind: Any, examples: str) -> None:
-    """Raise ValueError if an option is not of its kind, for instance a class and not an object."""
-    if not isinstance(given, kind):
-        raise ValueError(f"{name}= takes something like {examples}, not {describe(given)}")

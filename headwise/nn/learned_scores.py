@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise import score
+from headwise.nn.checks import Description, Positive
 
 
 @dataclass(frozen=True)
-class Additive:
+class Additive(Description):
     """Σ_d w_d tanh(q_d + k_d) with a learned w per head: heads · head_dim parameters."""
 
     def build(self, heads: int, head_dim: int) -> LearnedAdditive:
@@ -23,7 +24,7 @@ class Additive:
 
 
 @dataclass(frozen=True)
-class General:
+class General(Description):
     """(q W)·k with a learned W per head: heads · head_dim² parameters; starts as scaled dot."""
 
     def build(self, heads: int, head_dim: int) -> LearnedGeneral:
@@ -32,10 +33,10 @@ class General:
 
 
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(Description):
     """t · cos(q, k) with a learned temperature t per head, which starts at `temperature`."""
 
-    temperature: float = 10.0
+    temperature: Positive = 10.0
 
     def build(self, heads: int, head_dim: int) -> LearnedCosine:
         """The parameters for this many heads of this width."""

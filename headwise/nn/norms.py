@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from headwise.nn.checks import Description, Positive
+
 
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(Description):
     """Subtract the mean, divide by the standard deviation; then a learned scale and shift.
 
     >>> LayerNorm().build(64)
     LayerNorm((64,), eps=1e-05, elementwise_affine=True, bias=True)
     """
 
-    eps: float = 1e-5
+    eps: Positive = 1e-5
     bias: bool = True
 
     def build(self, width: int) -> nn.Module:
@@ -24,14 +26,14 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(Description):
     """Divide by the root of the mean square; then a learned scale.
 
     >>> RMSNorm().build(64)
     RMSNorm((64,), eps=1e-06, elementwise_affine=True)
     """
 
-    eps: float = 1e-6
+    eps: Positive = 1e-6
 
     def build(self, width: int) -> nn.Module:
         """The layer for vectors of this width."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import bias
+from headwise.nn.checks import Description, Positive, Size
 from headwise.nn.rotary_scaling import plain_frequencies
 
 Waves = tuple[Tensor, Tensor]  # cosine and sine, (N, W/2) or (B, 1, N, W/2)
@@ -45,7 +46,7 @@ class PositionModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class Position(ABC):
+class Position(Description, ABC):
     """A description of positions, from which a layer builds its module."""
 
     at_input: ClassVar[bool] = False
@@ -69,11 +70,12 @@ class ALiBi(Position):
 class RelativeBuckets(Position):
     """T5's positions: a learned number per head and bucket of distances, on the logits."""
 
-    buckets: int = 32
-    max_distance: int = 128
+    buckets: Size = 32
+    max_distance: Size = 128
     bidirectional: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         bias.check_buckets(self.buckets, self.bidirectional, self.max_distance)
 
     def build(self, d_model: int, heads: int, head_dim: int) -> BucketPosition:
@@ -84,7 +86,7 @@ class RelativeBuckets(Position):
 class Learned(Position):
     """A learned vector for each of `length` positions, added to the input."""
 
-    length: int
+    length: Size
     at_input: ClassVar[bool] = True
 
     def build(self, d_model: int, heads: int, head_dim: int) -> LearnedPosition:
@@ -95,7 +97,7 @@ class Learned(Position):
 class Sinusoidal(Position):
     """Sines and cosines of many wavelengths, as in the 2017 paper, added to the input."""
 
-    base: float = 10000.0
+    base: Positive = 10000.0
     at_input: ClassVar[bool] = True
 
     def build(self, d_model: int, heads: int, head_dim: int) -> SinusoidalPosition:

@@ -9,6 +9,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from headwise.nn.checks import Positive, Size
 from headwise.nn.positions import Position, PositionModule, Waves
 from headwise.nn.rotary_scaling import DynamicNTK, Scaling, plain_frequencies
 
@@ -23,8 +24,8 @@ class Rotary(Position):
     trained length.
     """
 
-    base: float = 10000.0
-    width: int | None = None
+    base: Positive = 10000.0
+    width: Size | None = None
     layout: Literal["halves", "adjacent"] = "halves"
     scaling: Scaling | None = None
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.nn.checks import Description, Positive, Size
+
 
 def plain_frequencies(
     base: float | Tensor, width: int, device: torch.device | None = None
@@ -26,10 +28,10 @@ def plain_frequencies(
 
 
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(Description):
     """Divide every position by `factor`: all wavelengths are stretched alike."""
 
-    factor: float
+    factor: Positive
 
     def frequencies(self, base: float, width: int) -> Tensor:
         """(width / 2,) float32."""
@@ -42,14 +44,14 @@ class LinearScaling:
 
 
 @dataclass(frozen=True)
-class DynamicNTK:
+class DynamicNTK(Description):
     """Raise the base once a sequence exceeds `trained_length`: long waves are stretched most.
 
     The frequencies change with the length, so cached keys are rotated when they are read.
     """
 
-    factor: float
-    trained_length: int
+    factor: Positive
+    trained_length: Size
 
     def frequencies(self, base: float, width: int, length: int | Tensor | None = None) -> Tensor:
         """(width / 2,) float32 for a sequence of this length."""
@@ -72,7 +74,7 @@ class DynamicNTK:
 
 
 @dataclass(frozen=True)
-class YaRN:
+class YaRN(Description):
     """Keep short waves, stretch long ones by `factor`, and mix those in between.
 
     A wave is short if it turns more than `fast` times within `trained_length`, and long if it turns
@@ -80,11 +82,11 @@ class YaRN:
     `whole` rounds the bounds to whole pairs, as the paper's code does.
     """
 
-    factor: float
-    trained_length: int
-    fast: float = 32.0
-    slow: float = 1.0
-    attention: float | None = None
+    factor: Positive
+    trained_length: Size
+    fast: Positive = 32.0
+    slow: Positive = 1.0
+    attention: Positive | None = None
     whole: bool = True
 
     def frequencies(self, base: float, width: int) -> Tensor:
@@ -111,13 +113,13 @@ class YaRN:
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3Scaling(Description):
     """Llama 3.1's: stretch waves longer than trained_length / low, keep those below / high."""
 
-    factor: float
-    trained_length: int
-    low: float = 1.0
-    high: float = 4.0
+    factor: Positive
+    trained_length: Size
+    low: Positive = 1.0
+    high: Positive = 4.0
 
     def frequencies(self, base: float, width: int) -> Tensor:
         """(width / 2,) float32."""
