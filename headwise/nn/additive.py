@@ -12,8 +12,8 @@ from headwise.api import attention, observe
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.nn.caches.cache import Memory
-from headwise.nn.call import Call
-from headwise.nn.checks import Description, Size
+from headwise.nn.call import Call, check_dtype
+from headwise.nn.checks import Description, Size, check_sizes, check_tensor
 from headwise.score import Additive
 
 
@@ -44,6 +44,7 @@ class AdditiveAttention(nn.Module):
 
     def __init__(self, query_dim: int, key_dim: int, width: int) -> None:
         super().__init__()
+        check_sizes(query_dim=query_dim, key_dim=key_dim, width=width)
         self.query = nn.Linear(query_dim, width, bias=False)
         self.key = nn.Linear(key_dim, width, bias=False)
         self.weight = nn.Parameter(torch.empty(width))
@@ -85,7 +86,9 @@ class AdditiveAttention(nn.Module):
         mask: Mask | None = None,
     ) -> Call:
         """The call of `hw.attention` that a forward makes, with one head."""
+        check_tensor("queries", queries, "batch", "length", self.query.in_features)
         memory = keys if isinstance(keys, Memory) else self.remember(keys, values)
+        check_dtype(self.query, queries=queries)
         q, score = self.query(queries)[:, None], Additive(self.weight)
         return Call(q, memory.keys, memory.values, score, mask, None, None, None, 0.0, "auto")
 
@@ -95,4 +98,8 @@ class AdditiveAttention(nn.Module):
 
     def remember(self, keys: Tensor, values: Tensor | None = None) -> Memory:
         """Project keys (B, M, key_dim) once, for a decoder that attends to them at every step."""
+        check_tensor("keys", keys, "batch", "length", self.key.in_features)
+        if values is not None:
+            check_tensor("values", values, *keys.shape[:2], "width")
+        check_dtype(self.key, keys=keys, values=values)
         return Memory(self.key(keys)[:, None], (keys if values is None else values)[:, None])

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headwise.nn.checks import check_kind, check_rate, check_size
 from headwise.nn.norms import LayerNorm, Norm
 
 
@@ -40,6 +41,10 @@ class Residual(nn.Module):
         self, d_model: int, arrangement: Arrangement, norm: Norm, dropout: float = 0.0
     ) -> None:
         super().__init__()
+        check_size("d_model", d_model)
+        check_kind("arrangement", arrangement, Arrangement, "hw.nn.PreNorm() or hw.nn.PostNorm()")
+        check_kind("norm", norm, Norm, "hw.nn.LayerNorm() or hw.nn.RMSNorm()")
+        check_rate("dropout", dropout)
         self.arrangement = arrangement
         self.norm = norm.build(d_model)
         self.dropout = nn.Dropout(dropout)
@@ -73,6 +78,8 @@ class Block(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        check_kind("attention", attention, nn.Module, "hw.nn.MultiHeadAttention(d_model, heads)")
+        check_kind("feed_forward", feed_forward, nn.Module, "hw.nn.GELU(width).build(d_model)")
         self.attention, self.feed_forward = attention, feed_forward
         self.around_attention = Residual(d_model, arrangement, norm, dropout)
         self.around_feed_forward = Residual(d_model, arrangement, norm, dropout)

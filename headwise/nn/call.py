@@ -81,25 +81,19 @@ def check_inputs(
     cache: Cache | None,
 ) -> None:
     """Raise ValueError if a layer of these widths can't take these inputs."""
-    for name, given in (("x", x), ("context", context), ("values", values)):
-        optional = name != "x" and (given is None or isinstance(given, Memory))
-        if not isinstance(given, Tensor) and not optional:
-            raise ValueError(f"{name} must be a tensor, not {describe(given)}")
-    if not (cache is None or isinstance(cache, Cache)):
-        raise ValueError(f"cache={describe(cache)} is not a cache; try hw.nn.GrowingCache()")
-    if x.ndim not in (2, 3) or x.shape[-1] != widths.d_model:
+    check_sequence("x", x)
+    check_cache(cache)
+    if x.shape[-1] != widths.d_model:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; this attention takes (batch, length, {widths.d_model}) "
             f"or (length, {widths.d_model})"
         )
     if not isinstance(context, Memory):
-        keys_from = x if context is None else context
-        values_from = keys_from if values is None else values
-        if (keys_from.shape[-1], values_from.shape[-1]) != widths.context:
+        check_source(widths, "context", x if context is None else context, values)
+    for name, given in (("context", context), ("values", values)):
+        if isinstance(given, Tensor) and given.ndim != x.ndim:
             raise ValueError(
-                f"keys would be made from {tuple(keys_from.shape)} and values from "
-                f"{tuple(values_from.shape)}, but this attention was built with "
-                f"context_dim={widths.context}"
+                f"{name} {tuple(given.shape)} must have as many axes as x {tuple(x.shape)}"
             )
     if cache is not None and (context is not None or x.ndim == 2):
         raise ValueError(
@@ -108,17 +102,53 @@ def check_inputs(
         )
 
 
-def check_positions(position: PositionModule | None, x: Tensor, positions: Tensor) -> None:
+def check_source(widths: Widths, name: str, keys: Tensor, values: Tensor | None) -> None:
+    """Raise ValueError unless keys and values can be made from (..., M, context_dim)."""
+    check_sequence(name, keys)
+    if values is not None:
+        check_sequence("values", values)
+    made = (keys.shape[-1], (keys if values is None else values).shape[-1])
+    if made != widths.context:
+        shapes = [tuple(x.shape) for x in (keys, keys if values is None else values)]
+        raise ValueError(
+            f"keys would be made from {shapes[0]} and values from {shapes[1]}, but this attention "
+            f"was built with context_dim={widths.context}"
+        )
+
+
+def check_sequence(name: str, given: object) -> None:
+    """Raise ValueError unless `given` is a tensor (length, width) or (batch, length, width)."""
+    if not isinstance(given, Tensor) or given.ndim not in (2, 3):
+        raise ValueError(
+            f"{name} must be a tensor (batch, length, width) or (length, width), not "
+            f"{describe(given)}"
+        )
+
+
+def check_cache(cache: object) -> None:
+    """Raise ValueError unless `cache` is a cache or None."""
+    if not (cache is None or isinstance(cache, Cache)):
+        raise ValueError(f"cache={describe(cache)} is not a cache; try hw.nn.GrowingCache()")
+
+
+def check_positions(position: PositionModule | None, x: Tensor, positions: object) -> None:
     """Raise ValueError if `positions` are of no use, or do not fit x (..., N, d_model)."""
     if position is None or not (position.rotates or position.at_input):
         raise ValueError(
             f"positions= would be ignored: the position of this attention is {position}"
         )
-    if positions.shape not in (x.shape[:-1], x.shape[-2:-1]):
+    shapes = (x.shape[:-1], x.shape[-2:-1])
+    if not isinstance(positions, Tensor) or positions.shape not in shapes:
         raise ValueError(
-            f"positions have shape {tuple(positions.shape)}; for x {tuple(x.shape)} they must be "
-            f"{tuple(x.shape[-2:-1])} or {tuple(x.shape[:-1])}"
+            f"positions={describe(positions)} must be a tensor {tuple(x.shape[-2:-1])} or "
+            f"{tuple(x.shape[:-1])} for x {tuple(x.shape)}"
         )
+    if (
+        positions.dtype.is_complex
+        or positions.dtype == torch.bool
+        or (position.at_input and positions.is_floating_point())
+    ):
+        raise ValueError(f"positions={describe(positions)} must be integers")
 
 
 def check_dtype(layer: nn.Module, **inputs: Tensor | Memory | None) -> None:

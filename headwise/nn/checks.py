@@ -11,36 +11,50 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
 
 from headwise.core.arguments import is_integer, is_number
 from headwise.core.problem import describe
 
 Check = Callable[[str, object], None]
+_INDICES = (torch.int64, torch.int32)
 
 
 def check_size(name: str, given: object) -> None:
     """Raise ValueError unless `given` is an integer of at least 1."""
     if not is_integer(given) or given < 1:
-        raise ValueError(f"{name}={given!r} must be a positive integer")
+        raise ValueError(f"{name}={_short(given)} must be a positive integer")
+
+
+def check_sizes(**given: object) -> None:
+    """Raise ValueError unless every argument is an integer of at least 1."""
+    for name, size in given.items():
+        check_size(name, size)
 
 
 def check_count(name: str, given: object) -> None:
     """Raise ValueError unless `given` is an integer of at least 0."""
     if not is_integer(given) or given < 0:
-        raise ValueError(f"{name}={given!r} must be an integer, 0 or more")
+        raise ValueError(f"{name}={_short(given)} must be an integer, 0 or more")
 
 
 def check_positive(name: str, given: object) -> None:
     """Raise ValueError unless `given` is a finite number above 0."""
     if not is_number(given) or not 0 < given < math.inf:
-        raise ValueError(f"{name}={given!r} must be a positive number")
+        raise ValueError(f"{name}={_short(given)} must be a positive number")
 
 
 def check_rate(name: str, given: object) -> None:
     """Raise ValueError unless `given` is a number in [0, 1), as a rate of dropout must be."""
     if not is_number(given) or not 0 <= given < 1:
-        raise ValueError(f"{name}={given!r} must lie in [0, 1)")
+        raise ValueError(f"{name}={_short(given)} must lie in [0, 1)")
+
+
+def check_flag(name: str, given: object) -> None:
+    """Raise ValueError unless `given` is True or False."""
+    if not isinstance(given, bool):
+        raise ValueError(f"{name}={_short(given)} must be True or False")
 
 
 def check_kind(name: str, given: object, kind: Any, examples: str) -> None:
@@ -64,6 +78,21 @@ def check_tensor(name: str, given: object, *shape: int | str) -> None:
     ):
         wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
         raise ValueError(f"{name} must be a tensor {wanted}, not {describe(given)}")
+
+
+def check_index(name: str, given: object, count: int) -> None:
+    """Raise ValueError unless `given` is a tensor (any,) of integers from 0 to count - 1.
+
+    Reading the numbers from a GPU would wait for it, so there only their dtype is checked.
+    """
+    if not isinstance(given, Tensor) or given.ndim != 1 or given.dtype not in _INDICES:
+        raise ValueError(
+            f"{name} must be a tensor of integers with one axis, not {describe(given)}"
+        )
+    if given.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = given[(given < 0) | (given >= count)].tolist()
+        if wrong:
+            raise ValueError(f"{name} must hold numbers from 0 to {count - 1}, not {wrong[0]}")
 
 
 Size = Annotated[int, check_size]
@@ -101,14 +130,21 @@ def _check_hint(name: str, given: object, hint: Any) -> None:
         for check in checks:
             check(name, given)
     elif get_origin(hint) is Literal:
-        if given not in get_args(hint):
-            raise ValueError(f"{name}={given!r} must be one of {get_args(hint)}")
+        if not isinstance(given, str) or given not in get_args(hint):
+            raise ValueError(f"{name}={_short(given)} must be one of {get_args(hint)}")
     elif kinds == (int,):
         if not is_integer(given):
-            raise ValueError(f"{name}={given!r} must be an integer")
+            raise ValueError(f"{name}={_short(given)} must be an integer")
     elif kinds == (float,):
         if not is_number(given):
-            raise ValueError(f"{name}={given!r} must be a number")
+            raise ValueError(f"{name}={_short(given)} must be a number")
+    elif kinds == (bool,):
+        check_flag(name, given)
     elif not isinstance(given, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"{name}= takes {names}, not {describe(given)}")
+
+
+def _short(given: object) -> str:
+    """A number as it is; anything else by its type, and a tensor by its shape."""
+    return repr(given) if given is None or isinstance(given, int | float) else describe(given)

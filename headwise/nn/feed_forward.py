@@ -8,7 +8,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.nn.checks import Description, Size
+from headwise.nn.checks import Description, Size, check_flag, check_size
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class GatedFeedForward(nn.Module):
 
     def __init__(self, d_model: int, width: int, bias: bool) -> None:
         super().__init__()
+        check_size("d_model", d_model)
+        check_flag("bias", bias)
         self.gate = nn.Linear(d_model, width, bias=bias)
         self.up = nn.Linear(d_model, width, bias=bias)
         self.down = nn.Linear(width, d_model, bias=bias)
@@ -75,6 +77,8 @@ class GatedFeedForward(nn.Module):
 
 
 def _two_layers(d_model: int, width: int, activation: nn.Module, bias: bool) -> nn.Sequential:
+    check_size("d_model", d_model)
+    check_flag("bias", bias)
     return nn.Sequential(
         nn.Linear(d_model, width, bias=bias), activation, nn.Linear(width, d_model, bias=bias)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.api import attention, observe
@@ -12,7 +13,9 @@ from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
 from headwise.nn.caches.cache import Cache, RollbackOnError
-from headwise.nn.call import Call
+from headwise.nn.call import Call, check_cache, check_dtype
+from headwise.nn.checks import check_flag, check_index, check_sizes, check_tensor
+from headwise.nn.layer_options import Widths, check_engine
 from headwise.score import Dot
 
 
@@ -41,8 +44,11 @@ class FixedAttention(nn.Module):
         engine: str = "auto",
     ) -> None:
         super().__init__()
-        if d_model % heads:
-            raise ValueError(f"d_model={d_model} does not divide into {heads} heads")
+        check_sizes(length=length)
+        Widths.of(d_model, heads)  # which checks that they divide
+        check_flag("bias", bias)
+        check_mask(mask)
+        check_engine(engine)
         self.d_model, self.heads, self.length = d_model, heads, length
         self.mask, self.engine = mask, engine
         self.value = nn.Linear(d_model, d_model, bias=bias)
@@ -88,6 +94,9 @@ class FixedAttention(nn.Module):
         positions: Tensor | None = None,
     ) -> Call:
         """The call of `hw.attention` that a forward makes: scores of 0, the logits as a bias."""
+        check_tensor("x", x, "batch", "length", self.d_model)
+        check_dtype(self.value, x=x)
+        check_cache(cache)
         v = self.value(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, D)
         zeros = v.new_zeros(()).expand(*v.shape[:3], 1)
         start, queries = 0 if cache is None else cache.length, x.shape[1]
@@ -97,14 +106,19 @@ class FixedAttention(nn.Module):
                 f"{columns} positions are more than the {self.length} that have learned weights; "
                 f"use FixedAttention(..., length={columns})"
             )
-        rows = torch.arange(queries, device=x.device) + start if positions is None else positions
-        bias = self.logits.index_select(1, rows)[None, ..., :columns]  # (1, H, N, M)
+        if positions is None:
+            positions = torch.arange(queries, device=x.device) + start
+        check_tensor("positions", positions, queries)
+        check_index("positions", positions, self.length)
+        bias = self.logits.index_select(1, positions)[None, ..., :columns]  # (1, H, N, M)
         mask = self.mask if mask is None else mask if self.mask is None else self.mask & mask
         check_mask(mask)
         k = zeros
         if cache is not None:
             k, v = cache.append(k, v)
             with RollbackOnError(cache, queries):
+                if not isinstance(start, int):  # a FixedCache returns all its room
+                    bias = F.pad(bias, (0, k.shape[2] - columns))
                 bias, mask = cache.place_bias(bias), cache.place(mask, queries)
         return Call(zeros, k, v, Dot(), mask, bias, None, None, 0.0, self.engine)
 

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.core.problem import check_mask, check_softcap
+from headwise.core.problem import check_mask, describe
 from headwise.dropout import Dropout
 from headwise.engines.plan import ENGINES
-from headwise.nn.checks import check_kind, check_rate, check_size
+from headwise.nn.checks import (
+    check_flag,
+    check_kind,
+    check_positive,
+    check_rate,
+    check_sizes,
+)
 from headwise.nn.learned_scores import LearnedScore
 from headwise.nn.norms import Norm
 from headwise.nn.positions import Position
@@ -61,10 +67,9 @@ class Widths:
         context_dim: int | tuple[int, int] | None = None,
     ) -> Widths:
         """Widths from the layer's arguments; ValueError if they do not divide."""
-        sizes = {"d_model": d_model, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        for name, size in {**sizes, "value_dim": value_dim}.items():
-            if size is not None or name in ("d_model", "heads"):
-                check_size(name, size)
+        optional = {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        given = {name: size for name, size in optional.items() if size is not None}
+        check_sizes(d_model=d_model, heads=heads, **given)
         if head_dim is None:
             if d_model % heads:
                 raise ValueError(
@@ -86,7 +91,7 @@ class Widths:
                 f"context_dim={context_dim!r} must be one width, or a pair for keys and values"
             )
         for width in pair:
-            check_size("context_dim", width)
+            check_sizes(context_dim=width)
         wide = head_dim if value_dim is None else value_dim
         return cls(d_model, heads, kv_heads, head_dim, wide, (pair[0], pair[1]))
 
@@ -114,21 +119,27 @@ def check_options(
     position: object,
     qk_norm: object,
     mask: object,
-    softcap: float | None,
+    softcap: object,
     sinks: object,
-    dropout: float | Dropout,
-    engine: str,
+    dropout: object,
+    engine: object,
 ) -> None:
     """Raise ValueError for an option that no layer can be built with."""
     check_kind("score", score, Score | LearnedScore, "hw.Dot() or hw.nn.Additive()")
     check_kind("position", position, Position | None, "hw.nn.Rotary(), hw.nn.ALiBi() or None")
     check_kind("qk_norm", qk_norm, Norm | None, "hw.nn.RMSNorm(), hw.nn.LayerNorm() or None")
-    check_kind("sinks", sinks, bool, "True (they are learned) or False")
+    check_flag("sinks", sinks)
     check_mask(mask)
-    check_softcap(softcap)
+    if softcap is not None:
+        check_positive("softcap", softcap)
     if not isinstance(dropout, Dropout):
         check_rate("dropout", dropout)
-    if engine not in ("auto", *ENGINES):
-        raise ValueError(
-            f"engine={engine!r} is unknown; the engines are 'auto', {', '.join(map(repr, ENGINES))}"
-        )
+    check_engine(engine)
+
+
+def check_engine(engine: object) -> None:
+    """Raise ValueError unless there is an engine of this name, or it is 'auto'."""
+    known = ("auto", *ENGINES)
+    if not isinstance(engine, str) or engine not in known:
+        shown = repr(engine) if isinstance(engine, str) else describe(engine)
+        raise ValueError(f"engine={shown} is unknown; use one of {', '.join(map(repr, known))}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import score
-from headwise.nn.checks import Description, Positive
+from headwise.nn.checks import Description, Positive, check_sizes
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class LearnedAdditive(nn.Module):
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()
+        check_sizes(heads=heads, head_dim=head_dim)
         self.weight = nn.Parameter(torch.empty(heads, head_dim))
         nn.init.uniform_(self.weight, -(head_dim**-0.5), head_dim**-0.5)
 
@@ -64,6 +65,7 @@ class LearnedGeneral(nn.Module):
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()
+        check_sizes(heads=heads, head_dim=head_dim)
         start: Tensor = torch.eye(head_dim) * head_dim**-0.5
         self.weight = nn.Parameter(start.repeat(heads, 1, 1))
 
@@ -76,6 +78,7 @@ class LearnedCosine(nn.Module):
 
     def __init__(self, heads: int, temperature: float) -> None:
         super().__init__()
+        check_sizes(heads=heads)
         self.temperature = nn.Parameter(torch.full((heads,), temperature))
 
     def forward(self) -> score.Score:

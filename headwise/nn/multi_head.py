@@ -21,9 +21,11 @@ from headwise.nn.call import (
     check_dtype,
     check_inputs,
     check_positions,
+    check_source,
     indices,
     position_and_cache,
 )
+from headwise.nn.checks import check_flag
 from headwise.nn.dropped_heads import DroppedHeads, gate_without
 from headwise.nn.layer_options import (
     Projections,
@@ -82,6 +84,9 @@ class MultiHeadAttention(nn.Module):
         widths = Widths.of(d_model, heads, kv_heads, head_dim, value_dim, context_dim)
         widths.check(projections)
         check_options(score, position, qk_norm, mask, softcap, sinks, dropout, engine)
+        out_bias = bias if out_bias is None else out_bias
+        check_flag("bias", bias)
+        check_flag("out_bias", out_bias)
         self.widths, self.projections = widths, projections
         self.d_model, self.heads, self.kv_heads = d_model, heads, widths.kv_heads
         self.head_dim, self.value_dim = widths.head_dim, widths.value_dim
@@ -93,7 +98,6 @@ class MultiHeadAttention(nn.Module):
         if isinstance(projections, Separate):
             self.key = nn.Linear(widths.context[0], self.kv_heads * self.head_dim, bias=bias)
         self.value = nn.Linear(widths.context[1], self.kv_heads * self.value_dim, bias=bias)
-        out_bias = bias if out_bias is None else out_bias
         self.out = nn.Linear(heads * self.value_dim, d_model, bias=out_bias)
         self.score: nn.Module | Score
         self.score = score.build(heads, self.head_dim) if isinstance(score, LEARNED) else score
@@ -219,6 +223,8 @@ class MultiHeadAttention(nn.Module):
         >>> torch.equal(attn(x, attn.remember(context)), attn(x, context))
         True
         """
+        check_source(self.widths, "context", context, values)
+        check_dtype(self.value, context=context, values=values)
         projection = self.query if self.key is None else self.key
         k = self._compared(projection(context), self.key_norm)
         v = _split(self.value(context if values is None else values), self.value_dim)
@@ -226,7 +232,7 @@ class MultiHeadAttention(nn.Module):
             k = self.position.rotate(k, self.position.waves(indices(k), k.shape[-2]))
         return Memory(k, v)
 
-    def drop_heads(self, heads: Iterable[int]) -> DroppedHeads:
+    def drop_heads(self, heads: int | Iterable[int] | Tensor) -> DroppedHeads:
         """Switch heads off: they add nothing to the output until `restore()`, or in a `with` block.
 
         To measure importance by gradient, set `head_gate` to ones (heads,) that require a gradient.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from headwise.nn.checks import Description, Positive
+from headwise.nn.checks import Description, Positive, check_size
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class LayerNorm(Description):
 
     def build(self, width: int) -> nn.Module:
         """The layer for vectors of this width."""
+        check_size("width", width)
         return nn.LayerNorm(width, eps=self.eps, bias=self.bias)
 
 
@@ -37,6 +38,7 @@ class RMSNorm(Description):
 
     def build(self, width: int) -> nn.Module:
         """The layer for vectors of this width."""
+        check_size("width", width)
         return nn.RMSNorm(width, eps=self.eps)
 
 

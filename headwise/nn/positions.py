@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import bias
-from headwise.nn.checks import Description, Positive, Size
+from headwise.nn.checks import Description, Positive, Size, check_sizes
 from headwise.nn.rotary_scaling import plain_frequencies
 
 Waves = tuple[Tensor, Tensor]  # cosine and sine, (N, W/2) or (B, 1, N, W/2)
@@ -109,6 +109,7 @@ class ALiBiPosition(PositionModule):
 
     def __init__(self, heads: int, learned: bool) -> None:
         super().__init__()
+        check_sizes(heads=heads)
         slopes = bias.ALiBi(heads).slopes
         self.slopes: Tensor
         if learned:
@@ -125,6 +126,7 @@ class BucketPosition(PositionModule):
 
     def __init__(self, described: RelativeBuckets, heads: int) -> None:
         super().__init__()
+        check_sizes(heads=heads)
         self.described = described
         self.table = nn.Parameter(torch.zeros(described.buckets, heads))
 
@@ -143,18 +145,20 @@ class LearnedPosition(PositionModule):
 
     def __init__(self, length: int, d_model: int) -> None:
         super().__init__()
+        check_sizes(length=length, d_model=d_model)
         self.table = nn.Embedding(length, d_model)
         nn.init.normal_(self.table.weight, std=0.02)
 
     def add(self, x: Tensor, positions: Tensor) -> Tensor:
         length = self.table.num_embeddings
         # Reading a position from a GPU would wait for it; there the lookup itself fails.
-        known = positions.device.type == "cpu" and not torch.compiler.is_compiling()
-        if known and int(positions.max()) >= length:
-            raise ValueError(
-                f"position {int(positions.max())} has no learned vector: Learned({length}) takes "
-                f"sequences of up to {length} tokens"
-            )
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            unknown = positions[(positions < 0) | (positions >= length)]
+            if unknown.numel():
+                raise ValueError(
+                    f"position {unknown[0].item()} has no learned vector: Learned({length}) takes "
+                    f"sequences of up to {length} tokens"
+                )
         out: Tensor = x + self.table(positions)
         return out
 
@@ -172,6 +176,7 @@ class SinusoidalPosition(PositionModule):
 
     def __init__(self, base: float, d_model: int) -> None:
         super().__init__()
+        check_sizes(d_model=d_model)
         if d_model % 2:
             raise ValueError(
                 f"Sinusoidal() fills pairs of entries, so d_model must be even; it is {d_model}"

@@ -9,7 +9,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from headwise.nn.checks import Positive, Size
+from headwise.nn.checks import Positive, Size, check_size
 from headwise.nn.positions import Position, PositionModule, Waves
 from headwise.nn.rotary_scaling import DynamicNTK, Scaling, plain_frequencies
 
@@ -48,6 +48,7 @@ class RotaryPosition(PositionModule):
 
     def __init__(self, rotary: Rotary, head_dim: int) -> None:
         super().__init__()
+        check_size("head_dim", head_dim)
         self.width = head_dim if rotary.width is None else rotary.width
         if self.width % 2 or not 0 < self.width <= head_dim:
             raise ValueError(

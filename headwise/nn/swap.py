@@ -11,6 +11,7 @@ from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.core.place import Place
 from headwise.nn.call import Call
+from headwise.nn.checks import check_flag, check_kind
 from headwise.nn.layer_options import Separate, Widths
 from headwise.nn.multi_head import MultiHeadAttention
 
@@ -30,6 +31,7 @@ def swap_attention(model: nn.Module) -> nn.Module:
     >>> type(hw.nn.restore_attention(model).self_attn).__name__
     'MultiheadAttention'
     """
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and not hasattr(module, "nested_before"):
             # Its fast path would pass nested tensors, which only PyTorch's own layers take.
@@ -40,6 +42,7 @@ def swap_attention(model: nn.Module) -> nn.Module:
 
 def restore_attention(model: nn.Module) -> nn.Module:
     """Undo `swap_attention`: nn.MultiheadAttention with the weights as they are now, in place."""
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and hasattr(module, "nested_before"):
             module.use_nested_tensor = module.__dict__.pop("nested_before")
@@ -56,6 +59,8 @@ class TorchCall(nn.Module):
 
     def __init__(self, attention: MultiHeadAttention, batch_first: bool) -> None:
         super().__init__()
+        check_kind("attention", attention, MultiHeadAttention, "hw.nn.MultiHeadAttention(64, 8)")
+        check_flag("batch_first", batch_first)
         self.attention, self.batch_first = attention, batch_first
         self.embed_dim, self.num_heads = attention.d_model, attention.heads
 

@@ -332,7 +332,41 @@ def test_bad_rollbacks_and_sizes_say_so() -> None:
     with pytest.raises(ValueError, match=r"use SlidingCache\(4, spare=9\)"):
         sliding.rollback(9)
     for make in (lambda: FixedCache(0), lambda: SlidingCache(0), lambda: SlidingCache(3, -1)):
-        with pytest.raises(ValueError, match="at least 1"):
+        with pytest.raises(ValueError, match="must be"):
             make()
     with pytest.raises(ValueError, match=r"\(batch, heads, length, width\)"):
         GrowingCache().append(torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_full_cache_says_so_in_compiled_code(backend: str) -> None:
+    torch._dynamo.reset()
+    attn, x, cache = layer(CAUSAL), torch.randn(B, N, D), FixedCache(2)
+    cache.reserve(torch.zeros(B, 2, 0, D // HEADS), torch.zeros(B, 2, 0, D // HEADS))
+    step = torch.compile(lambda y: attn(y, cache=cache), backend=backend, fullgraph=True)
+    steps = [step(x[:, i : i + 1]) for i in range(2)]
+    with pytest.raises(ValueError, match=r"length=2\) is full: 1 more tokens .* capacity of 2"):
+        step(x[:, 2:3])
+    assert int(cache.length) == 2
+    same(torch.cat(steps, 1), attn(x)[:, :2])
+
+
+@caches
+@torch.no_grad()
+def test_masks_and_biases_for_other_numbers_of_keys_are_refused(kind: str) -> None:
+    cache, mask = CACHES[kind]
+    cache, attn, x = cache.fresh(), layer(mask), torch.randn(B, N, D)
+    attn(x[:, :10], cache=cache)
+    for keys in (2, 9, 11, 19, 33):  # there are 12
+        given: list[dict[str, object]] = [
+            {"bias": torch.zeros(2, keys)},
+            {"mask": hw.mask.dense(torch.ones(2, keys, dtype=torch.bool))},
+        ]
+        if not isinstance(cache, FixedCache):
+            given.append({"mask": hw.mask.documents(torch.zeros(1, keys, dtype=torch.int64))})
+        for options in given:
+            with pytest.raises(ValueError, match=rf"{keys}\)"):
+                attn(x[:, 10:12], cache=cache, **options)
+    one = torch.randn(())
+    same(attn(x[:, 10:12], cache=cache, bias=one), attn(x)[:, 10:12])

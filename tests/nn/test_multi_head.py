@@ -405,10 +405,10 @@ def test_widths_that_do_not_fit_are_refused(options: dict[str, object], message:
         ({"qk_norm": True}, r"qk_norm= takes .*hw\.nn\.RMSNorm\(\).* not bool True"),
         ({"score": "dot"}, r"score= takes .*hw\.Dot\(\).* not str 'dot'"),
         ({"mask": torch.ones(9, 9, dtype=torch.bool)}, r"mask= takes .*bool \(9, 9\)"),
-        ({"sinks": torch.zeros(4)}, r"sinks= takes .*True.* not float32 \(4,\)"),
-        ({"softcap": -2.0}, r"softcap=-2\.0 must be positive"),
+        ({"sinks": torch.zeros(4)}, r"sinks=float32 \(4,\) must be True or False"),
+        ({"softcap": -2.0}, r"softcap=-2\.0 must be a positive number"),
         ({"dropout": -1.0}, r"dropout=-1\.0 must lie in \[0, 1\)"),
-        ({"engine": "flash"}, "engine='flash' is unknown; the engines are 'auto', 'hopper'"),
+        ({"engine": "flash"}, "engine='flash' is unknown; use one of 'auto', 'hopper'"),
     ],
 )
 def test_what_no_layer_is_made_with_is_refused_before_the_first_call(
@@ -434,7 +434,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     plain = MultiHeadAttention(D, HEADS)
     with pytest.raises(ValueError, match="positions= would be ignored"):
         plain(x, positions=torch.arange(N))
-    with pytest.raises(ValueError, match=r"positions have shape \(4,\); .*\(9,\) or \(2, 9\)"):
+    with pytest.raises(ValueError, match=r"positions=int64 \(4,\) must .*\(9,\) or \(2, 9\)"):
         MultiHeadAttention(D, HEADS, position=hw.nn.Rotary())(x, positions=torch.arange(4))
     with pytest.raises(ValueError, match=r"attn.remember\(context\)"):
         plain(x, x, cache=hw.nn.GrowingCache())
@@ -452,7 +452,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         plain(x.double())
     with pytest.raises(ValueError, match=r"context is torch\.float16"):
         plain(x, x.half())
-    with pytest.raises(ValueError, match="x must be a tensor, not ndarray"):
+    with pytest.raises(ValueError, match=r"x must be a tensor .* not ndarray"):
         plain(x.numpy())
     with pytest.raises(
         ValueError, match=r"cache=bool True is not a cache; try hw\.nn\.GrowingCache"

@@ -16,6 +16,7 @@ True
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor
 
 from headwise.core.intervals import Mask
+from headwise.core.problem import describe
+from headwise.nn.checks import check_count, check_index, check_tensor
 
 
 class Cache(ABC):
@@ -65,15 +68,13 @@ class Cache(ABC):
     def reorder(self, index: Tensor) -> None:
         """Let batch entry b continue entry index[b], as beam search needs; index (B',)."""
         if self._keys is not None and self._values is not None:
+            check_index("index", index, self._keys.shape[0])
             self._keys = self._keys.index_select(0, index)
             self._values = self._values.index_select(0, index)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
-        if keys.ndim != 4 or values.ndim != 4:
-            raise ValueError(
-                f"a cache takes keys and values (batch, heads, length, width), not shapes "
-                f"{tuple(keys.shape)} and {tuple(values.shape)}"
-            )
+        check_tensor("keys", keys, "batch", "heads", "length", "width")
+        check_tensor("values", values, *keys.shape[:3], "width")
         for name, held, new in (("keys", self._keys, keys), ("values", self._values, values)):
             if held is None:
                 continue
@@ -86,7 +87,8 @@ class Cache(ABC):
                 )
 
     def _check_rollback(self, count: int) -> None:
-        if not 0 <= count <= int(self.length):
+        check_count("count", count)
+        if count > int(self.length):
             raise ValueError(f"{self!r} can't roll back {count} tokens; it has {int(self.length)}")
 
     def __repr__(self) -> str:
@@ -132,13 +134,21 @@ class Memory:
     keys: Tensor
     values: Tensor
 
+    def __post_init__(self) -> None:
+        for name, given in (("keys", self.keys), ("values", self.values)):
+            if not isinstance(given, Tensor) or given.ndim not in (3, 4):
+                raise ValueError(
+                    f"{name} of a Memory must be a tensor (batch, heads, length, width), not "
+                    f"{describe(given)}"
+                )
+
     def reorder(self, index: Tensor) -> Memory:
         """The memory whose batch entry b is entry index[b] of this one; index (B',)."""
         return Memory(self.keys.index_select(0, index), self.values.index_select(0, index))
 
 
 class RollbackOnError:
-    """A context that rolls a cache back by `count` tokens if a ValueError leaves it."""
+    """A context that rolls a cache back by `count` tokens if an exception leaves it."""
 
     def __init__(self, cache: Cache | None, count: int) -> None:
         self._cache, self._count = cache, count
@@ -152,8 +162,15 @@ class RollbackOnError:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._cache is not None and isinstance(error, ValueError):
+        if self._cache is not None and error is not None:
             self._cache.rollback(self._count)
+
+
+def rollback_to_shortest(caches: Sequence[Cache]) -> None:
+    """Give the caches of a model's layers one length again, after one of them refused tokens."""
+    lengths = [int(cache.length) for cache in caches]
+    for cache, length in zip(caches, lengths, strict=True):
+        cache.rollback(length - min(lengths))
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

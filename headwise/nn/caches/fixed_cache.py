@@ -9,8 +9,10 @@ from torch import Tensor
 
 from headwise import mask as masks
 from headwise.core.intervals import Mask
+from headwise.engines.operators import define
 from headwise.nn.caches.cache import Cache, needs_grad
 from headwise.nn.caches.cache_masks import aligned, padded
+from headwise.nn.checks import check_size
 
 
 class FixedCache(Cache):
@@ -20,8 +22,7 @@ class FixedCache(Cache):
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"FixedCache(capacity={capacity}) needs a capacity of at least 1")
+        check_size("capacity", capacity)
         self.capacity = capacity
         self._length: Tensor | None = None
 
@@ -42,12 +43,12 @@ class FixedCache(Cache):
             self.reserve(keys, values)
         assert self._keys is not None and self._values is not None and self._length is not None
         count = keys.shape[2]
-        if not _captured(self._length) and int(self._length) + count > self.capacity:
-            raise ValueError(
-                f"{self!r} is full: {count} more tokens do not fit its capacity of "
-                f"{self.capacity}; make it larger, or use a GrowingCache or SlidingCache"
-            )
-        at = self._length + torch.arange(count, device=keys.device)
+        if not _captured(self._length):
+            at = _free_slots(self._length, count, self.capacity)
+        elif self._length.is_cuda:  # reading the length would wait for the GPU
+            at = self._length + torch.arange(count, device=keys.device)
+        else:
+            at = _checked_slots(self._length, count, self.capacity)
         if needs_grad(self._keys, keys, self._values, values):
             self._keys = self._keys.index_copy(2, at, keys)
             self._values = self._values.index_copy(2, at, values)
@@ -62,10 +63,17 @@ class FixedCache(Cache):
         start = self._length - queries
         # The window hides nothing: it aligns queries and keys, which distances depend on.
         written = masks.lengths(self.length) & masks.window(self.capacity, self.capacity, start)
-        return written if mask is None else aligned(mask, start, self.capacity) & written
+        if mask is None:
+            return written
+        return aligned(mask, start, self.capacity, self._known_length()) & written
 
     def place_bias(self, bias: Tensor) -> Tensor:
-        return padded(bias, self.capacity)
+        return padded("bias", bias, self.capacity, self._known_length())
+
+    def _known_length(self) -> int | None:
+        """The number of tokens, or None while a compiler or CUDA graph records the call."""
+        assert self._length is not None
+        return None if _captured(self._length) else int(self._length)
 
     def rollback(self, count: int) -> None:
         self._check_rollback(count)
@@ -92,3 +100,23 @@ def _captured(length: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
     return length.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _free_slots(length: Tensor, count: int, capacity: int) -> Tensor:
+    """The places (count,) of the next tokens; ValueError if there are not as many."""
+    if int(length) + count > capacity:
+        raise ValueError(
+            f"FixedCache(capacity={capacity}, length={int(length)}) is full: {count} more tokens "
+            f"do not fit its capacity of {capacity}; make it larger, or use a GrowingCache or "
+            "SlidingCache"
+        )
+    return length + torch.arange(count, device=length.device)
+
+
+# As an operator, so that compiled code can raise the error too.
+_checked_slots = define(
+    "cache_slots",
+    "(Tensor length, SymInt count, SymInt capacity) -> Tensor",
+    _free_slots,
+    lambda length, count, capacity: length.new_empty(count),
+)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headwise.nn.checks import check_sizes
+
 
 class PagePool:
     """`pages` pages of `page` tokens each, shared by every `PagedCache` made with this pool.
@@ -21,11 +23,9 @@ class PagePool:
     """
 
     def __init__(self, pages: int, page: int = 64) -> None:
-        if pages < 1 or page < 1 or page & (page - 1):
-            raise ValueError(
-                f"PagePool(pages={pages}, page={page}) needs at least one page, and a power of two "
-                "as its tokens per page"
-            )
+        check_sizes(pages=pages, page=page)
+        if page & (page - 1):
+            raise ValueError(f"page={page} must be a power of two: the tokens of one page")
         self.pages, self.page = pages, page
         self.keys: Tensor | None = None  # (pages, Hkv, page, D)
         self.values: Tensor | None = None  # (pages, Hkv, page, Dv)

@@ -11,6 +11,7 @@ from torch import Tensor
 from headwise.engines.quick import Stored
 from headwise.nn.caches.packed_cache import Packed, emptied
 from headwise.nn.caches.page_pool import PagePool
+from headwise.nn.checks import check_kind
 
 
 class PagedCache(Packed):
@@ -34,6 +35,7 @@ class PagedCache(Packed):
     """
 
     def __init__(self, pool: PagePool) -> None:
+        check_kind("pool", pool, PagePool, "hw.nn.PagePool(pages=64)")
         self.pool = pool
         self._tables: list[list[int]] = []  # the pages of each batch entry
         self._table: Tensor | None = None  # the same as a tensor, for the kernel

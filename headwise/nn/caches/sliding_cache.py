@@ -9,7 +9,8 @@ from torch import Tensor
 from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.nn.caches.cache import Cache, needs_grad, write_tokens
-from headwise.nn.caches.cache_masks import shifted
+from headwise.nn.caches.cache_masks import from_key, shifted
+from headwise.nn.checks import check_count, check_size
 
 
 class SlidingCache(Cache):
@@ -19,11 +20,8 @@ class SlidingCache(Cache):
     """
 
     def __init__(self, window: int, spare: int = 0) -> None:
-        if window < 1 or spare < 0:
-            raise ValueError(
-                f"SlidingCache(window={window}, spare={spare}) needs a window of at least 1 and a "
-                "spare of at least 0"
-            )
+        check_size("window", window)
+        check_count("spare", spare)
         self.window, self.spare = window, spare
         self._length = 0  # of the whole sequence
         self._held = 0  # tokens at the front of the storage
@@ -63,7 +61,7 @@ class SlidingCache(Cache):
         return seen if mask is None else shifted(mask, self.first, self._out) & seen
 
     def place_bias(self, bias: Tensor) -> Tensor:
-        return bias if bias.shape[-1] == 1 else bias[..., self.first :]
+        return from_key("bias", bias, self.first, self._out)
 
     def rollback(self, count: int) -> None:
         self._check_rollback(count)
@@ -73,6 +71,7 @@ class SlidingCache(Cache):
                 f"use SlidingCache({self.window}, spare={count})"
             )
         self._held, self._length = self._held - count, self._length - count
+        self._out = max(0, self._out - count)
 
     def fresh(self) -> Self:
         return type(self)(self.window, self.spare)
