@@ -12,7 +12,7 @@ from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.nn.block import Block, PostNorm
-from headwise.nn.checks import Count, Rate, Size
+from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind
 from headwise.nn.feed_forward import GELU, FeedForward
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm
@@ -57,6 +57,7 @@ class Bert(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
+        check_kind("config", config, BertConfig, "BertConfig()")
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.positions = nn.Embedding(config.context, config.d_model)
@@ -100,6 +101,7 @@ class Bert(nn.Module):
         mask: Mask | None = None,
     ) -> Tensor:
         """The output of the last block for tokens (B, N): (B, N, d_model)."""
+        check_integers("tokens", tokens, 0, self.config.vocabulary - 1, "batch", "length")
         count, context = tokens.shape[1], self.config.context
         if count > context:
             raise ValueError(
@@ -109,6 +111,7 @@ class Bert(nn.Module):
             unpadded = masks.lengths(lengths)
             mask = unpadded if mask is None else unpadded & mask
         part = torch.zeros_like(tokens) if segments is None else segments
+        check_integers("segments", part, 0, self.config.segments - 1, *tokens.shape)
         x = self.embedding(tokens) + self.positions.weight[:count] + self.segments(part)
         x = self.dropout(self.norm(x))
         for block in self.blocks:

@@ -66,7 +66,7 @@ def _described(value: Any) -> Any:
 
 def _built(kind: type[Any], data: dict[str, Any]) -> Any:
     known = {field.name for field in fields(kind)}
-    unknown = sorted(set(data) - known)
+    unknown = sorted(map(str, set(data) - known))
     if unknown:
         raise ValueError(
             f"{kind.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}"

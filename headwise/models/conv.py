@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
 from headwise.nn.block import PreNorm, Residual
-from headwise.nn.checks import Count, Rate, Size
+from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind
 from headwise.nn.norms import LayerNorm, Norm
 
 
@@ -68,6 +68,7 @@ class Conv(nn.Module):
 
     def __init__(self, config: ConvConfig) -> None:
         super().__init__()
+        check_kind("config", config, ConvConfig, "ConvConfig(vocabulary=256)")
         self.config = config
         width = config.d_model
         self.embedding = nn.Embedding(config.vocabulary, width)
@@ -83,6 +84,7 @@ class Conv(nn.Module):
         self.head = None if config.tied else nn.Linear(width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        check_integers("tokens", tokens, 0, self.config.vocabulary - 1, "batch", "length")
         x = self.embedding(tokens)
         for layer, around in zip(self.layers, self.around, strict=True):
             x = around(x, layer)
@@ -91,6 +93,7 @@ class Conv(nn.Module):
 
     def generate(self, prompt: Tensor, count: int, *, strategy: Strategy = Greedy()) -> Tensor:
         """The tokens (B, <= count) that follow prompt (B, N)."""
+        check_integers("prompt", prompt, 0, self.config.vocabulary - 1, "batch", "length")
         with evaluating(self):
             return generate(ConvDecoder(self), prompt, count, strategy, self.config.end)
 

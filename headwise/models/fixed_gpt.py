@@ -13,7 +13,7 @@ from headwise.models.generate import Greedy, Strategy
 from headwise.models.gpt import GPT
 from headwise.nn.block import Block
 from headwise.nn.caches.cache import Cache, GrowingCache
-from headwise.nn.checks import Count, Rate, Size
+from headwise.nn.checks import Count, Rate, Size, check_integers
 from headwise.nn.feed_forward import FeedForward, SwiGLU
 from headwise.nn.fixed_weights import FixedAttention
 from headwise.nn.norms import Norm, RMSNorm
@@ -65,6 +65,8 @@ class FixedGPT(GPT):
         cache: Cache | None = GrowingCache(),
     ) -> Tensor:
         """The tokens (B, <= count) that follow prompt (B, N), whose prompts have one length."""
+        if lengths is not None:
+            check_integers("lengths", lengths, 1, prompt.shape[1], prompt.shape[0])
         if lengths is not None and not bool((lengths == prompt.shape[1]).all()):
             raise ValueError(
                 f"prompts of lengths {lengths.tolist()} would be at different positions, which "

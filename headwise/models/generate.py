@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from headwise.nn.checks import Description
+from headwise.nn.checks import Description, check_kind, check_size
 
 
 class Decoder(Protocol):
@@ -86,11 +86,10 @@ def generate(
     decoder: Decoder, prompt: Tensor, count: int, strategy: Strategy, end: int | None = None
 ) -> Tensor:
     """The tokens (B, <= count) that follow prompt (B, N); after `end` a row repeats `end`."""
-    if count < 1 or prompt.ndim != 2 or prompt.shape[1] < 1:
-        raise ValueError(
-            f"can't generate {count} tokens after a prompt of shape {tuple(prompt.shape)}; count "
-            "must be at least 1, and the prompt (batch, length) with a length of at least 1"
-        )
+    check_size("count", count)
+    check_kind("strategy", strategy, Strategy, "Greedy(), Sample() or Beam()")
+    if prompt.shape[1] < 1:
+        raise ValueError(f"a prompt of shape {tuple(prompt.shape)} has no token to continue")
     if isinstance(strategy, Beam):
         return _beam(decoder, prompt, count, strategy, end)
     generator = None

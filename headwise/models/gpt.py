@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,15 @@ from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
 from headwise.nn.block import Block
-from headwise.nn.caches.cache import Cache, GrowingCache
-from headwise.nn.checks import Count, Positive, Rate, Size
+from headwise.nn.caches.cache import (
+    Cache,
+    GrowingCache,
+    check_cache,
+    check_caches,
+    rollback_to_shortest,
+)
+from headwise.nn.call import check_positions
+from headwise.nn.checks import Count, Positive, Rate, Size, check_integers, check_kind
 from headwise.nn.feed_forward import FeedForward, SwiGLU
 from headwise.nn.layer_options import Projections, Separate
 from headwise.nn.learned_scores import LearnedScore
@@ -79,6 +86,7 @@ class GPTConfig(Config):
         return Block(self.d_model, attention, feed_forward, norm=self.norm, dropout=self.dropout)
 
 
+@runtime_checkable
 class LanguageConfig(Protocol):
     """The part of a configuration that a GPT reads: a few numbers, and how to make one layer."""
 
@@ -117,6 +125,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
+        check_kind("config", config, LanguageConfig, "GPTConfig(vocabulary=256)")
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         position = config.position
@@ -163,16 +172,23 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         """The normed output of the last block for tokens (B, N): (B, N, d_model)."""
+        check_integers("tokens", tokens, 0, self.config.vocabulary - 1, "batch", "length")
+        check_caches(caches, len(self.blocks))
         x = self.embedding(tokens)
         if self.position is not None:
             if positions is None:
                 start = 0 if not caches else caches[0].length
                 positions = torch.arange(tokens.shape[1], device=tokens.device) + start
+            check_positions(self.position, x, positions)
             x, positions = self.position.add(x, positions), None
         x = self.dropout(x)
-        for layer, block in enumerate(self.blocks):
-            cache = None if caches is None else caches[layer]
-            x = block(x, mask=mask, cache=cache, positions=positions)
+        try:
+            for layer, block in enumerate(self.blocks):
+                cache = None if caches is None else caches[layer]
+                x = block(x, mask=mask, cache=cache, positions=positions)
+        except Exception:  # a pool without pages, say, after some layers have taken theirs
+            rollback_to_shortest(caches or ())
+            raise
         normed: Tensor = self.norm(x)
         return normed
 
@@ -194,6 +210,10 @@ class GPT(nn.Module):
 
         Each layer gets a fresh cache like `cache`; None recomputes everything for every token.
         """
+        check_integers("prompt", prompt, 0, self.config.vocabulary - 1, "batch", "length")
+        check_cache(cache)
+        if lengths is not None:
+            check_integers("lengths", lengths, 1, prompt.shape[1], prompt.shape[0])
         with evaluating(self):
             padding = None if lengths is None else prompt.shape[1] - lengths
             prompt = prompt if lengths is None else _left_padded(prompt, lengths)
@@ -237,11 +257,5 @@ class GPTDecoder:
 def _left_padded(prompt: Tensor, lengths: Tensor) -> Tensor:
     """Move the first lengths[b] tokens of each row of prompt (B, N) to its right end."""
     longest = prompt.shape[1]
-    fits = tuple(lengths.shape) == prompt.shape[:1]
-    if not fits or not bool(((lengths > 0) & (lengths <= longest)).all()):
-        raise ValueError(
-            f"lengths {lengths.tolist()} do not fit a prompt of shape {tuple(prompt.shape)}; give "
-            f"one length from 1 to {longest} per row"
-        )
     column = torch.arange(longest, device=prompt.device) - (longest - lengths)[:, None]
     return prompt.gather(1, column % longest)

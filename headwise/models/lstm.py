@@ -14,7 +14,7 @@ from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
 from headwise.nn.additive import Bahdanau
 from headwise.nn.caches.cache import Memory
-from headwise.nn.checks import Count, Rate, Size
+from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class LSTM(nn.Module):
 
     def __init__(self, config: LSTMConfig) -> None:
         super().__init__()
+        check_kind("config", config, LSTMConfig, "LSTMConfig(vocabulary=256)")
         self.config = config
         width = config.d_model
         self.embedding = nn.Embedding(config.vocabulary, width)
@@ -79,9 +80,8 @@ class LSTM(nn.Module):
         self.attention = None if config.attention is None else config.attention.build(width, width)
         seen = 0 if config.attention is None else width
         self.writer = nn.LSTMCell(width + seen, width)
-        self.readout = nn.Linear(
-            2 * width + seen, width
-        )  # of the state, the attended source and the last token
+        # The output is made from the state, the attended source and the last token.
+        self.readout = nn.Linear(2 * width + seen, width)
 
     def forward(
         self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None
@@ -90,6 +90,9 @@ class LSTM(nn.Module):
 
     def read(self, source: Tensor, lengths: Tensor | None = None) -> State:
         """source (B, S) -> the state before the first target token."""
+        check_integers("source", source, 0, self.config.vocabulary - 1, "batch", "length")
+        if lengths is not None:
+            check_integers("source_lengths", lengths, 1, source.shape[1], source.shape[0])
         x, total = self.dropout(self.embedding(source)), source.shape[1]
         if lengths is None:
             states, (hidden, cell) = self.reader(x)
@@ -104,6 +107,7 @@ class LSTM(nn.Module):
 
     def write(self, target: Tensor, state: State) -> tuple[Tensor, State]:
         """target (B, T) -> logits (B, T, vocabulary) and the state after the last token."""
+        check_integers("target", target, 0, self.config.vocabulary - 1, "batch", "length")
         mask = None if state.lengths is None else masks.lengths(state.lengths)
         outputs = []
         for token in self.dropout(self.embedding(target)).unbind(1):  # (B, d_model)

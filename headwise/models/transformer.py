@@ -14,8 +14,15 @@ from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
 from headwise.nn.block import Arrangement, Block, PostNorm, PreNorm, Residual
-from headwise.nn.caches.cache import Cache, GrowingCache, Memory
-from headwise.nn.checks import Count, Positive, Rate, Size
+from headwise.nn.caches.cache import (
+    Cache,
+    GrowingCache,
+    Memory,
+    check_cache,
+    check_caches,
+    rollback_to_shortest,
+)
+from headwise.nn.checks import Count, Positive, Rate, Size, check_integers, check_kind
 from headwise.nn.feed_forward import FeedForward, ReLU
 from headwise.nn.layer_options import Projections, Separate
 from headwise.nn.learned_scores import LearnedScore
@@ -128,6 +135,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        check_kind("config", config, TransformerConfig, "TransformerConfig(vocabulary=256)")
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.target_embedding = self.head = None
@@ -167,6 +175,7 @@ class Transformer(nn.Module):
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
         """source (B, S) -> (B, S, d_model)."""
+        check_integers("source", source, 0, self.config.vocabulary - 1, "batch", "length")
         mask = None if source_lengths is None else masks.lengths(source_lengths)
         x = self._embedded(source, self.embedding, 0)
         for layer in self.encoder:
@@ -182,11 +191,17 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
         """target (B, T) and, per layer, the encoded source -> logits (B, T, vocabulary)."""
+        check_integers("target", target, 0, self.config.vocabulary - 1, "batch", "length")
+        check_caches(caches, len(self.decoder))
         mask = None if source_lengths is None else masks.lengths(source_lengths)
         embedding = self.embedding if self.target_embedding is None else self.target_embedding
         x = self._embedded(target, embedding, 0 if not caches else caches[0].length)
-        for number, layer in enumerate(self.decoder):
-            x = layer(x, memories[number], mask, None if caches is None else caches[number])
+        try:
+            for number, layer in enumerate(self.decoder):
+                x = layer(x, memories[number], mask, None if caches is None else caches[number])
+        except Exception:  # a pool without pages, say, after some layers have taken theirs
+            rollback_to_shortest(caches or ())
+            raise
         weight = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(self.decoder_norm(x), weight)
 
@@ -211,6 +226,10 @@ class Transformer(nn.Module):
 
         Each layer gets a fresh cache like `cache`; None recomputes everything for every token.
         """
+        check_cache(cache)
+        check_integers("source", source, 0, self.config.vocabulary - 1, "batch", "length")
+        if source_lengths is not None:
+            check_integers("source_lengths", source_lengths, 0, source.shape[1], source.shape[0])
         with evaluating(self), torch.no_grad():
             decoder = TransformerDecoder(self, source, source_lengths, cache)
             start = torch.full_like(source[:, :1], self.config.start)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.nn.block import Block
-from headwise.nn.checks import Count, Rate, Size
+from headwise.nn.call import check_dtype
+from headwise.nn.checks import Count, Rate, Size, check_kind, check_tensor
 from headwise.nn.feed_forward import GELU, FeedForward
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm
@@ -77,6 +78,7 @@ class ViT(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        check_kind("config", config, ViTConfig, "ViTConfig()")
         self.config = config
         # With a stride as wide as its kernel, a convolution is one matrix applied to each patch.
         self.patches = nn.Conv2d(config.channels, config.d_model, config.patch, config.patch)
@@ -104,12 +106,8 @@ class ViT(nn.Module):
     def features(self, images: Tensor, mask: Mask | None = None) -> Tensor:
         """(B, 1 + patches, d_model): the class token, then the patches row by row."""
         config = self.config
-        wanted = (config.channels, config.image, config.image)
-        if images.ndim != 4 or tuple(images.shape[1:]) != wanted:
-            raise ValueError(
-                f"images have shape {tuple(images.shape)}; this configuration takes (batch, "
-                f"{', '.join(map(str, wanted))})"
-            )
+        check_tensor("images", images, "batch", config.channels, config.image, config.image)
+        check_dtype(self.patches, images=images)
         x = self.patches(images).flatten(2).transpose(1, 2)  # (B, patches, d_model)
         x = torch.cat((self.summary.expand(x.shape[0], -1, -1), x), 1) + self.positions
         x = self.dropout(x)

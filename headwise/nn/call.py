@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.problem import autocasting, describe
-from headwise.nn.caches.cache import Cache, Memory
+from headwise.nn.caches.cache import Cache, Memory, check_cache
 from headwise.nn.layer_options import Widths
 from headwise.nn.positions import PositionModule
 from headwise.score import Score
@@ -125,12 +125,6 @@ def check_sequence(name: str, given: object) -> None:
         )
 
 
-def check_cache(cache: object) -> None:
-    """Raise ValueError unless `cache` is a cache or None."""
-    if not (cache is None or isinstance(cache, Cache)):
-        raise ValueError(f"cache={describe(cache)} is not a cache; try hw.nn.GrowingCache()")
-
-
 def check_positions(position: PositionModule | None, x: Tensor, positions: object) -> None:
     """Raise ValueError if `positions` are of no use, or do not fit x (..., N, d_model)."""
     if position is None or not (position.rotates or position.at_input):
@@ -152,12 +146,12 @@ def check_positions(position: PositionModule | None, x: Tensor, positions: objec
 
 
 def check_dtype(layer: nn.Module, **inputs: Tensor | Memory | None) -> None:
-    """Raise ValueError if a plain linear layer could not take an input's dtype.
+    """Raise ValueError if a plain layer could not take an input's dtype.
 
     Layers that were quantised or wrapped by others choose their own dtypes.
     """
     weight = getattr(layer, "weight", None)
-    if type(layer) is not nn.Linear or type(weight) is not nn.Parameter:
+    if type(layer) not in (nn.Linear, nn.Conv2d) or type(weight) is not nn.Parameter:
         return
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.dtype != weight.dtype and not autocasting(x.device.type):

@@ -18,7 +18,6 @@ from headwise.core.arguments import is_integer, is_number
 from headwise.core.problem import describe
 
 Check = Callable[[str, object], None]
-_INDICES = (torch.int64, torch.int32)
 
 
 def check_size(name: str, given: object) -> None:
@@ -80,19 +79,19 @@ def check_tensor(name: str, given: object, *shape: int | str) -> None:
         raise ValueError(f"{name} must be a tensor {wanted}, not {describe(given)}")
 
 
-def check_index(name: str, given: object, count: int) -> None:
-    """Raise ValueError unless `given` is a tensor (any,) of integers from 0 to count - 1.
+def check_integers(name: str, given: object, least: int, most: int, *shape: int | str) -> None:
+    """Raise ValueError unless `given` is a tensor of this shape of integers from least to most.
 
     Reading the numbers from a GPU would wait for it, so there only their dtype is checked.
     """
-    if not isinstance(given, Tensor) or given.ndim != 1 or given.dtype not in _INDICES:
-        raise ValueError(
-            f"{name} must be a tensor of integers with one axis, not {describe(given)}"
-        )
+    check_tensor(name, given, *shape)
+    assert isinstance(given, Tensor)
+    if given.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} must be int64 or int32, not {describe(given)}")
     if given.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = given[(given < 0) | (given >= count)].tolist()
-        if wrong:
-            raise ValueError(f"{name} must hold numbers from 0 to {count - 1}, not {wrong[0]}")
+        wrong = given[(given < least) | (given > most)]
+        if wrong.numel():
+            raise ValueError(f"{name} must lie between {least} and {most}, not {wrong[0].item()}")
 
 
 Size = Annotated[int, check_size]

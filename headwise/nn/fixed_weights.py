@@ -12,9 +12,9 @@ from headwise.api import attention, observe
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
-from headwise.nn.caches.cache import Cache, RollbackOnError
-from headwise.nn.call import Call, check_cache, check_dtype
-from headwise.nn.checks import check_flag, check_index, check_sizes, check_tensor
+from headwise.nn.caches.cache import Cache, RollbackOnError, check_cache
+from headwise.nn.call import Call, check_dtype
+from headwise.nn.checks import check_flag, check_integers, check_sizes, check_tensor
 from headwise.nn.layer_options import Widths, check_engine
 from headwise.score import Dot
 
@@ -108,8 +108,7 @@ class FixedAttention(nn.Module):
             )
         if positions is None:
             positions = torch.arange(queries, device=x.device) + start
-        check_tensor("positions", positions, queries)
-        check_index("positions", positions, self.length)
+        check_integers("positions", positions, 0, self.length - 1, queries)
         bias = self.logits.index_select(1, positions)[None, ..., :columns]  # (1, H, N, M)
         mask = self.mask if mask is None else mask if self.mask is None else self.mask & mask
         check_mask(mask)

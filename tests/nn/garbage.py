@@ -24,10 +24,10 @@ GARBAGE: dict[str, object] = {
     "text": "text",
     "bytes": b"bytes",
     "an empty list": [],
-    "a list": [1, 2, 3],
-    "a ragged list": [[1], [2, 3]],
-    "a tuple": (1, "two"),
-    "a dictionary": {"a": 1},
+    "a list": [101, 102, 103],
+    "a ragged list": [[101], [102, 103]],
+    "a tuple": (101, "two"),
+    "a dictionary": {"nonsense": 1},
     "a class": dict,
     "a function": len,
     "an object": object(),
@@ -54,9 +54,10 @@ GARBAGE: dict[str, object] = {
 def words(garbage: object) -> list[str]:
     """Ways to restate an argument."""
     if isinstance(garbage, Tensor | np.ndarray):
-        shown = [str(tuple(garbage.shape)), str(garbage.dtype).removeprefix("torch.")]
+        shown = ["array", str(tuple(garbage.shape)), str(garbage.dtype).removeprefix("torch.")]
         return [*shown, *(str(x) for x in garbage.reshape(-1)[:1].tolist() if x)]
-    return [repr(garbage), type(garbage).__name__]
+    parts = [str(part) for part in garbage] if isinstance(garbage, tuple | list | dict) else []
+    return [repr(garbage), type(garbage).__name__, *parts]
 
 
 def complaints(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headwise.core.intervals import Mask
 from headwise.core.problem import describe
-from headwise.nn.checks import check_count, check_index, check_tensor
+from headwise.nn.checks import check_count, check_integers, check_tensor
 
 
 class Cache(ABC):
@@ -68,7 +68,7 @@ class Cache(ABC):
     def reorder(self, index: Tensor) -> None:
         """Let batch entry b continue entry index[b], as beam search needs; index (B',)."""
         if self._keys is not None and self._values is not None:
-            check_index("index", index, self._keys.shape[0])
+            check_integers("index", index, 0, self._keys.shape[0] - 1, "batch")
             self._keys = self._keys.index_select(0, index)
             self._values = self._values.index_select(0, index)
 
@@ -135,16 +135,20 @@ class Memory:
     values: Tensor
 
     def __post_init__(self) -> None:
-        for name, given in (("keys", self.keys), ("values", self.values)):
-            if not isinstance(given, Tensor) or given.ndim not in (3, 4):
-                raise ValueError(
-                    f"{name} of a Memory must be a tensor (batch, heads, length, width), not "
-                    f"{describe(given)}"
-                )
+        _check_memory("keys", self.keys)
+        _check_memory("values", self.values)
 
     def reorder(self, index: Tensor) -> Memory:
         """The memory whose batch entry b is entry index[b] of this one; index (B',)."""
         return Memory(self.keys.index_select(0, index), self.values.index_select(0, index))
+
+
+def _check_memory(name: str, given: object) -> None:
+    if not isinstance(given, Tensor) or given.ndim not in (3, 4):
+        raise ValueError(
+            f"{name} of a Memory must be a tensor (batch, heads, length, width), not "
+            f"{describe(given)}"
+        )
 
 
 class RollbackOnError:
@@ -164,6 +168,22 @@ class RollbackOnError:
     ) -> None:
         if self._cache is not None and error is not None:
             self._cache.rollback(self._count)
+
+
+def check_cache(cache: object) -> None:
+    """Raise ValueError unless `cache` is a cache or None."""
+    if not (cache is None or isinstance(cache, Cache)):
+        raise ValueError(f"cache={describe(cache)} is not a cache; try hw.nn.GrowingCache()")
+
+
+def check_caches(caches: object, layers: int) -> None:
+    """Raise ValueError unless there is one cache per layer, or None."""
+    if caches is None:
+        return
+    if not isinstance(caches, Sequence) or len(caches) != layers:
+        raise ValueError(f"caches must be one cache per layer, {layers}, not {describe(caches)}")
+    for cache in caches:
+        check_cache(cache)
 
 
 def rollback_to_shortest(caches: Sequence[Cache]) -> None:
