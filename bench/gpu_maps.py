@@ -8,7 +8,9 @@ import torch
 
 import headwise as hw
 from bench.gpu_timing import Row, Run, interleaved, normal, say
-from headwise.maps import tiles
+from headwise.core.sums import RowTotals
+from headwise.maps import blockwise
+from headwise.maps.pooling import Cells
 
 
 def mapping() -> list[Row]:
@@ -43,9 +45,9 @@ def mapping() -> list[Row]:
             made().pool(256)
             beyond = (torch.cuda.max_memory_allocated() - before) / 2**20
             region = made()._region
-            cells = tiles.Cells.evenly(n, 256)
+            cells = Cells.evenly(n, 256)
             start = time.perf_counter()
-            tiles.pool(region, lse, cells, cells, "mean")
+            blockwise.pool(region, RowTotals.of_lse(lse), cells, cells, "mean")
             torch.cuda.synchronize()
             own = (time.perf_counter() - start) * 1e3
         rows.append(

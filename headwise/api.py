@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ from headwise.core.observation import (
 )
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
-from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS
+from headwise.core.sums import EVERYTHING
 from headwise.dropout import Dropout
-from headwise.engines import quick, reference, sdpa, settled
-from headwise.engines.again import again
+from headwise.engines import calls
+from headwise.engines.contract import Results, compute
 from headwise.engines.plan import Plan, choose
 from headwise.engines.plan import plan as _plan
+from headwise.engines.streaming.engine import STREAMING
 from headwise.maps.attention_map import AttentionMap
 from headwise.score import Score
 
@@ -65,37 +66,15 @@ def attention(
     >>> hw.attention(q, k, v, mask=hw.mask.causal()).shape
     torch.Size([2, 8, 5, 16])
     """
-    if has_torch_function_variadic(q, k, v):  # someone wants to know of it, such as a watch
-        heard: Tensor = handle_torch_function(
+    if has_torch_function_variadic(q, k, v):  # a mode such as a watch wants to see the call
+        result: Tensor = handle_torch_function(
             attention, (q, k, v), q, k, v, score=score, mask=mask, bias=bias, softcap=softcap,
             sinks=sinks, dropout=dropout, engine=engine,
         )  # fmt: skip
-        return heard
-    description = None
-    if bias is None and softcap is None and sinks is None and dropout == 0.0:
-        found = quick.step(q, k, v, score, mask, engine)
-        if found is not None:
-            return found
-        description = settled.described(q, k, v, score, mask, engine)
-        serve = settled.known(description)
-        if serve is not None:
-            return serve(q, k, v)
-
-    def run() -> tuple[Tensor]:
-        four = _batched("attention", q, k, v)
-        problem = pose(
-            "attention", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-            dropout=dropout,
-        )  # fmt: skip
-        module = _restating("attention", four, choose, problem, engine)
-        if module is sdpa and description is not None and q.ndim == 4 and sdpa.maskless(problem):
-            settled.keep(description, sdpa.settle(problem))
-        out = module.attend(problem)
-        return (out if q.ndim == 4 else out[0],)
-
-    if bias is not None or dropout != 0.0:
-        return run()[0]
-    return again(run, q, k, v, score, mask, softcap, sinks, engine)[0]
+        return result
+    options = _Options(score, mask, bias, softcap, sinks, dropout)
+    (out,) = _serve("attention", _batched("attention", q, k, v), options, engine)
+    return out if q.ndim == 4 else out[0]
 
 
 def observe(
@@ -134,23 +113,13 @@ def observe(
     _restating("observe", four, check_sink_keys, sink_keys)
     sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
     found = with_max_logit(names)
-
-    def run() -> tuple[Tensor, ...]:
-        problem = pose(
-            "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-            dropout=dropout,
-        )  # fmt: skip
-        if sampled is None:
-            out, values = _observe(problem, engine, found, sink_keys)
-        else:
-            out = _restating("observe", four, choose, problem, engine).attend(problem)
-            _, values = _observe(problem.at(sampled), engine, found, sink_keys)
-        return (out, *(values[name] for name in found))
-
-    if sampled is not None or bias is not None or dropout != 0.0:
-        out, *values = run()
+    options = _Options(score, mask, bias, softcap, sinks, dropout)
+    if sampled is None:
+        out, *values = _serve("observe", four, options, engine, found, sink_keys)
     else:
-        out, *values = again(run, q, k, v, score, mask, softcap, sinks, engine, found, sink_keys)
+        problem = pose("observe", *four, **options._asdict())
+        out = _restating("observe", four, choose, problem, engine).attend(problem)
+        values = _observe(problem.at(sampled), engine, found, sink_keys)
     seen = _observation(dict(zip(found, values, strict=True)), names, sampled, q.ndim == 4)
     return out if q.ndim == 4 else out[0], seen
 
@@ -187,8 +156,9 @@ def statistics(
             "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
         )
         sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
-        looked = problem if sampled is None else problem.at(sampled)
-        _, values = _observe(looked, "auto", with_max_logit(names), sink_keys)
+        problem = problem if sampled is None else problem.at(sampled)
+        found = with_max_logit(names)
+        values = dict(zip(found, _observe(problem, "auto", found, sink_keys), strict=True))
     return _observation(values, names, sampled, batched=q.ndim == 4)
 
 
@@ -204,17 +174,53 @@ def _observation(
     return Observation(values, highest, rows)
 
 
-def _observe(
-    problem: Problem, engine: str, names: tuple[str, ...], sink_keys: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and the asked-for statistics."""
+def _observe(problem: Problem, engine: str, names: tuple[str, ...], sink_keys: int) -> list[Tensor]:
+    """Return the named statistics of a problem."""
     tensors = problem.q, problem.k, problem.v
-    module = _restating("observe", tensors, choose, problem, engine, True)
-    if module is reference:
-        out, values = reference.observe(problem, sink_keys)
-        return out, {name: value for name, value in values.items() if name in names}
-    found: tuple[Tensor, dict[str, Tensor]] = module.observe(problem, names, sink_keys)
-    return found
+    chosen = _restating("observe", tensors, choose, problem, engine, True)
+    return list(compute(chosen, problem, names, sink_keys)[1:])
+
+
+class _Options(NamedTuple):
+    """The options of `attention` that decide what is computed."""
+
+    score: Score | None
+    mask: Mask | None
+    bias: Bias | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float | Dropout
+
+
+def _serve(
+    call: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: _Options,
+    engine: str,
+    names: tuple[str, ...] = (),
+    sink_keys: int = 1,
+) -> Results:
+    """Return out and the named statistics: by the prepared call of this description, or a new one.
+
+    The path of every call: describe it, look it up; if it is new, check it, choose an engine, let
+    the engine prepare it, and run.
+    """
+    q, k, v = tensors
+    described = None
+    if q.dtype is k.dtype is v.dtype:  # autocast may make different ones one
+        described = calls.describe(tensors, **options._asdict(), options=(engine, names, sink_keys))
+    prepared = None if described is None else calls.known(described.key)
+    if described is not None and prepared is not None:
+        return prepared(*described.tensors)
+    problem = pose(call, q, k, v, **options._asdict())
+    chosen = _restating(call, tensors, choose, problem, engine, bool(names))
+    if described is not None:
+        prepared = chosen.prepare(problem, names, sink_keys)
+    if described is None or prepared is None:
+        return compute(chosen, problem, names, sink_keys)
+    results = prepared(*described.tensors)
+    calls.keep(described.key, prepared)
+    return results
 
 
 def attention_map(
@@ -317,8 +323,8 @@ def partial(
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
-    engine = _restating("partial", four, choose, problem, "streaming", True)
-    sums = engine.run(problem, ENTROPY | DISTANCE | MOMENTS)
+    _restating("partial", four, choose, problem, STREAMING.name, True)  # which may refuse
+    sums = STREAMING.run(problem, EVERYTHING)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 

@@ -1,8 +1,8 @@
 """Dropout as a function of (seed, batch, head, i, j), so that every engine drops the same weights.
 
-A weight is kept where a 32-bit hash of its place exceeds the rate. The hash is a chain of one
-mixer: seed, batch and head, query position, key position. 32-bit unsigned arithmetic throughout,
-so a kernel in any language can repeat it.
+A weight is kept if a 32-bit hash of its place is above the rate. The hash applies one mixer to the
+seed, batch and head, query position and key position in turn, in unsigned 32-bit arithmetic, so
+that a kernel in any language can repeat it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GOLDEN = 0x9E3779B9
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """A rate and, where two calls must drop the same weights, a seed (an int or a tensor)."""
+    """A rate and, if two calls must drop the same weights, a seed (an int or a tensor)."""
 
     rate: float
     seed: int | Tensor | None = None
@@ -28,17 +28,17 @@ class Dropout:
 
 
 def check_rate(rate: float) -> None:
-    """ValueError unless weights can be dropped at this rate."""
+    """Raise ValueError unless 0 <= rate < 1."""
     try:
         fits = 0 <= rate < 1
-    except TypeError:  # no number at all
+    except TypeError:  # not a number
         fits = False
     if not fits:
-        raise ValueError(f"dropout={rate!r} must lie in [0, 1)")
+        raise ValueError(f"dropout={rate!r} must be in [0, 1)")
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A fresh seed from PyTorch's generator, on the device, without waiting for it."""
+    """A new seed from PyTorch's generator, on the device, without synchronising."""
     return torch.randint(0, 2**31, (), device=device, dtype=torch.int64)
 
 
@@ -49,7 +49,7 @@ def row_hash(seed: Tensor, batch: Tensor, head: Tensor, row: Tensor) -> Tensor:
 
 
 def keep(rows: Tensor, column: Tensor, rate: float) -> Tensor:
-    """Which weights stay: rows (..., N) from `row_hash`, column (M,) -> bool (..., N, M)."""
+    """The weights to keep: rows (..., N) from `row_hash`, column (M,) -> bool (..., N, M)."""
     return mix(rows[..., None] ^ (column * _GOLDEN & _WORD)) >= threshold(rate)
 
 

@@ -99,7 +99,7 @@ def tune_kernels(as_json: bool) -> None:
     reason = engines()["triton"] if torch.cuda.is_available() else "there is none here"
     if reason is not None:
         raise SystemExit(f"headwise doctor --tune measures an NVIDIA GPU: {reason}")
-    from headwise.engines.triton.host import tuning
+    from headwise.engines.triton import tuning
 
     console, device = Console(), torch.device("cuda", torch.cuda.current_device())
     if as_json:

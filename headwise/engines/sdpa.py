@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 
@@ -13,8 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise.core.patterns import Causal
 from headwise.core.problem import Problem
+from headwise.core.seen_keys import seen_keys, used_stretch
 from headwise.engines import flops
-from headwise.engines.streaming.loop import seen_keys, used_stretch
+from headwise.engines.contract import Engine
+from headwise.engines.decoding import is_decoding
 
 flops.register_cpu_sdpa()
 
@@ -27,21 +30,73 @@ _NUMBERS += [x for x in torch._C._get_sdp_priority_order() if x not in _NUMBERS]
 _CHOOSING = RLock()  # the order and the switches are the process'
 
 
-def refuses(problem: Problem, observed: bool) -> str | None:
-    """Why this engine can't serve the problem; None: it can."""
-    if observed:
-        return "PyTorch's fused kernels return no statistics"
-    if problem.additive is not None:
-        return "they compute dot scores only"
-    if not problem.scale > 0:
-        return "a scale that is not positive turns the keys they hide into NaN"
-    if problem.softcap:
-        return "they have no softcap"
-    if problem.sinks is not None:
-        return "they have no sinks"
-    if problem.dropout:
-        return "their dropout is not the one every engine shares"
-    return _refuses_bias(problem) or _refuses_shape(problem) or _refuses_mask(problem)
+class Sdpa(Engine):
+    """PyTorch's `scaled_dot_product_attention`."""
+
+    name = "sdpa"
+    functional = True
+
+    def refuses(self, problem: Problem, observed: bool) -> str | None:
+        if observed:
+            return "PyTorch's fused kernels return no statistics"
+        if problem.additive is not None:
+            return "they compute dot scores only"
+        if not problem.scale > 0:
+            return "a scale that is not positive turns the keys they hide into NaN"
+        if problem.softcap:
+            return "they have no softcap"
+        if problem.sinks is not None:
+            return "they have no sinks"
+        if problem.dropout:
+            return "their dropout is not the one every engine shares"
+        return _refuses_bias(problem) or _refuses_shape(problem) or _refuses_mask(problem)
+
+    def priority(self, problem: Problem) -> int:
+        """First where they need no mask tensor, except in decoding, which they serve badly."""
+        q, k = problem.q, problem.k
+        decoding = q.is_cuda and is_decoding(q.shape, k.shape)
+        return 1 if maskless(problem) and not decoding else 4
+
+    def attend(self, problem: Problem) -> Tensor:
+        q, k, v, place = problem.q, problem.k, problem.v, problem.place
+        serve, added = _kernel(problem), None
+        if problem.mask is not None and not maskless(problem):
+            added = problem.mask.to_dense(place)
+        bias = problem.terms().bias if problem.bias is not None else None
+        if bias is not None:
+            bias = bias.to(q.dtype)
+            added = bias if added is None else bias.masked_fill(~added, -torch.inf)
+        if added is None:
+            return serve(q, k, v)
+        if added.dtype == torch.bool and added.shape[-2] == 1:
+            # PyTorch turns booleans into numbers after it has expanded them to all pairs.
+            hidden = ~added
+            added = torch.zeros_like(added, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+        added = added.expand(*added.shape[:2], place.queries, place.keys)
+        k, v, added = _existing(problem, added)
+        return serve(q, k, v, added)
+
+    def observe(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        raise ValueError("PyTorch's fused kernels return no statistics")
+
+    def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> FusedCall | None:
+        return FusedCall(_kernel(problem)) if maskless(problem) else None
+
+
+@dataclass(frozen=True)
+class FusedCall:
+    """A call without a mask tensor: one kernel."""
+
+    kernel: Callable[..., Tensor]
+    reusable = True
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor]:
+        return (self.kernel(*tensors),)
+
+
+SDPA = Sdpa()
 
 
 def _refuses_bias(problem: Problem) -> str | None:
@@ -71,7 +126,7 @@ def _refuses_shape(problem: Problem) -> str | None:
 
 def _refuses_mask(problem: Problem) -> str | None:
     mask = problem.mask
-    if mask is None or mask.pieces == 0 or mask.rows_alike:
+    if mask is None or mask.pieces == 0 or (mask.rows_alike and problem.q.device.type == "cpu"):
         return None
     return None if maskless(problem) else _too_many(problem)
 
@@ -90,25 +145,8 @@ def _too_many(problem: Problem) -> str | None:
     return "their mask would take memory for every pair"
 
 
-def attend(problem: Problem) -> Tensor:
-    """out (B, Hq, N, Dv)."""
-    q, k, v, place = problem.q, problem.k, problem.v, problem.place
-    serve, added = settle(problem), None
-    if problem.mask is not None and not maskless(problem):
-        added = problem.mask.to_dense(place)
-    bias = problem.terms().bias if problem.bias is not None else None
-    if bias is not None:
-        bias = bias.to(q.dtype)
-        added = bias if added is None else bias.masked_fill(~added, -torch.inf)
-    if added is None:
-        return serve(q, k, v)
-    added = added.expand(*added.shape[:2], place.queries, place.keys)
-    k, v, added = _existing(problem, added)
-    return serve(q, k, v, added)
-
-
-def settle(problem: Problem) -> Callable[..., Tensor]:
-    """The kernel for q, k, v and perhaps a mask tensor, with all else that the problem says."""
+def _kernel(problem: Problem) -> Callable[..., Tensor]:
+    """Return the kernel for q, k, v and possibly a mask tensor, its other arguments filled in."""
     q, causal = problem.q, problem.mask is not None and maskless(problem)
     causal = True if causal else False  # noqa: SIM210 (never symbolic)
     halves = q.device.type == "cuda" and q.dtype.itemsize == 2

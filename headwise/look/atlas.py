@@ -15,7 +15,7 @@ from headwise.look.packing import decoded, encoded
 from headwise.look.readers.reader import Report, silent
 from headwise.look.scene import Group, Head, Input
 from headwise.maps.attention_map import TILE
-from headwise.maps.tiles import Cells, How
+from headwise.maps.pooling import Cells, How
 
 KEPT = 256 << 20
 """How many bytes of tiles are kept, the longest unused forgotten first."""

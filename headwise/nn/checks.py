@@ -47,7 +47,7 @@ def check_positive(name: str, given: object) -> None:
 def check_rate(name: str, given: object) -> None:
     """Raise ValueError unless `given` is a number in [0, 1), as a rate of dropout must be."""
     if not is_number(given) or not 0 <= given < 1:
-        raise ValueError(f"{name}={_short(given)} must lie in [0, 1)")
+        raise ValueError(f"{name}={_short(given)} must be in [0, 1)")
 
 
 def check_flag(name: str, given: object) -> None:

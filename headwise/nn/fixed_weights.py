@@ -12,10 +12,11 @@ from headwise.api import attention, observe
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
+from headwise.engines.plan import check_engine
 from headwise.nn.caches.cache import Cache, RollbackOnError, check_cache
 from headwise.nn.call import Call, check_dtype
 from headwise.nn.checks import check_flag, check_integers, check_sizes, check_tensor
-from headwise.nn.layer_options import Widths, check_engine
+from headwise.nn.layer_options import Widths
 from headwise.score import Dot
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.core.problem import check_mask, describe
+from headwise.core.problem import check_mask
 from headwise.dropout import Dropout
-from headwise.engines.plan import ENGINES
+from headwise.engines.plan import check_engine
 from headwise.nn.checks import (
     check_flag,
     check_kind,
@@ -135,11 +135,3 @@ def check_options(
     if not isinstance(dropout, Dropout):
         check_rate("dropout", dropout)
     check_engine(engine)
-
-
-def check_engine(engine: object) -> None:
-    """Raise ValueError unless there is an engine of this name, or it is 'auto'."""
-    known = ("auto", *ENGINES)
-    if not isinstance(engine, str) or engine not in known:
-        shown = repr(engine) if isinstance(engine, str) else describe(engine)
-        raise ValueError(f"engine={shown} is unknown; use one of {', '.join(map(repr, known))}")

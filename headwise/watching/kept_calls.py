@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from torch import Tensor
 
 from headwise.bias import ALiBi, Bias, RelativeBuckets
-from headwise.core.versions import Unchanged, overwritten
+from headwise.core.versions import Versions, may_be_overwritten
 from headwise.nn.call import Call
 from headwise.score import Additive, Cosine, General, Score
 
@@ -18,14 +18,14 @@ def owned(call: Call) -> Call:
 
     A projection is fresh memory, which nobody writes to again: it is kept as it is.
     """
-    q, k = (x.clone() if overwritten(x) else x for x in (call.q, call.k))
+    q, k = (x.clone() if may_be_overwritten(x) else x for x in (call.q, call.k))
     sinks = None if call.sinks is None else _copy(call.sinks)
     return call._replace(q=q, k=k, score=_score(call.score), bias=_bias(call.bias), sinks=sinks)
 
 
-def noted(call: Call) -> Unchanged:
+def noted(call: Call) -> Versions:
     """A note of what all tensors of a call hold."""
-    return Unchanged({str(number): x for number, x in enumerate(_tensors(tuple(call)))})
+    return Versions({str(number): x for number, x in enumerate(_tensors(tuple(call)))})
 
 
 def _tensors(x: object) -> Iterator[Tensor]:

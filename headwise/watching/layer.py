@@ -14,7 +14,7 @@ from headwise.api import attention_map
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation, Reduction
 from headwise.core.place import Place, four
-from headwise.core.versions import Unchanged
+from headwise.core.versions import Versions
 from headwise.maps.attention_map import AttentionMap
 from headwise.nn.call import Call
 from headwise.watching.kept_calls import noted, owned
@@ -41,12 +41,12 @@ class Part:
     lse: Tensor | None  # (B, Hq, N), where every row was looked at
     bent: str | None = None  # why its logits are more than queries times keys
     keys: int = 0  # where its keys lie: the same ones again are the same memory
-    kept: Unchanged | None = None  # what its map is made of
+    kept: Versions | None = None  # what its map is made of
 
     @property
     def lost(self) -> bool:
         """Whether something that a map needs was written over."""
-        return self.kept is not None and self.kept.written() is not None
+        return self.kept is not None and self.kept.modified() is not None
 
 
 @dataclass

@@ -407,8 +407,8 @@ def test_widths_that_do_not_fit_are_refused(options: dict[str, object], message:
         ({"mask": torch.ones(9, 9, dtype=torch.bool)}, r"mask= takes .*bool \(9, 9\)"),
         ({"sinks": torch.zeros(4)}, r"sinks=float32 \(4,\) must be True or False"),
         ({"softcap": -2.0}, r"softcap=-2\.0 must be a positive number"),
-        ({"dropout": -1.0}, r"dropout=-1\.0 must lie in \[0, 1\)"),
-        ({"engine": "flash"}, "engine='flash' is unknown; use one of 'auto', 'hopper'"),
+        ({"dropout": -1.0}, r"dropout=-1\.0 must be in \[0, 1\)"),
+        ({"engine": "flash"}, "engine='flash' is unknown; choose 'auto' or one of 'hopper'"),
     ],
 )
 def test_what_no_layer_is_made_with_is_refused_before_the_first_call(
@@ -419,7 +419,7 @@ def test_what_no_layer_is_made_with_is_refused_before_the_first_call(
 
 
 def test_too_few_buckets_are_refused_where_they_are_described() -> None:
-    with pytest.raises(ValueError, match="at least 4 buckets, and has 2"):
+    with pytest.raises(ValueError, match="at least 4 buckets; it has 2"):
         hw.nn.RelativeBuckets(2)
 
 

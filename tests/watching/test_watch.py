@@ -201,7 +201,7 @@ def test_gradients_are_those_of_the_unwatched_model(model: GPT, ids: Tensor) -> 
 
 
 def test_what_went_wrong_is_said(model: GPT, ids: Tensor) -> None:
-    with pytest.raises(ValueError, match="unknown statistic 'entropie'; there are lse"):
+    with pytest.raises(ValueError, match="unknown statistic 'entropie'; choose from lse"):
         hw.watch(model, stats=["entropie"])
     said = "there is no layer 7 in this model; there are 0 blocks.0.attention, 1 blocks.1.att"
     with pytest.raises(ValueError, match=said), hw.watch(model, layers=7):

@@ -7,7 +7,7 @@ from typing import Literal
 from urllib.parse import parse_qs
 
 from headwise.look.serving.reply import Refusal
-from headwise.maps.tiles import How
+from headwise.maps.pooling import How
 from headwise.messages import say
 
 

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headwise.engines.quick import Stored
+from headwise.core.stored import Stored
 from headwise.nn.caches.cache import write_tokens
 from headwise.nn.caches.packed_cache import Packed, emptied
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from headwise.api import attention
 from headwise.core.intervals import Mask
-from headwise.engines import quick
+from headwise.core.stored import Stored
+from headwise.engines.triton.stored_call import attend_stored
 from headwise.nn.caches.cache import Cache, needs_grad
 from headwise.score import Score
 
@@ -39,7 +40,7 @@ class Packed(Cache):
         """Everything stored, as keys (B, Hkv, M, D) and values (B, Hkv, M, Dv)."""
 
     @abstractmethod
-    def held(self) -> quick.Stored:
+    def held(self) -> Stored:
         """The storage that a kernel reads."""
 
     def attend(
@@ -56,12 +57,11 @@ class Packed(Cache):
 
         The options are those of `hw.attention`.
         """
-        held = self.held()
-        if quick.serves_stored(q, held, score, mask, softcap, sinks, options):
-            return quick.attend_stored(q, held, score, mask, softcap, sinks)
-        keys, values = self.read()
         given = {"score": score, "mask": mask, "softcap": softcap, "sinks": sinks} | options
-        return attention(q, keys, values, **given)
+        out = None
+        if not options.keys() - {"bias", "dropout", "engine"}:  # else `attention` refuses it
+            out = attend_stored(q, self.held(), **given)
+        return attention(q, *self.read(), **given) if out is None else out
 
     def place(self, mask: Mask | None, queries: int) -> Mask | None:
         return mask

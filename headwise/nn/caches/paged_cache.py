@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headwise.engines.quick import Stored
+from headwise.core.stored import Stored
 from headwise.nn.caches.packed_cache import Packed, emptied
 from headwise.nn.caches.page_pool import PagePool
 from headwise.nn.checks import check_kind

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.core.observation import sample_rows
 from headwise.core.problem import pose
-from headwise.engines import reference
+from headwise.engines.reference import REFERENCE
 from headwise.nn.call import Call
 
 ROWS = 8
@@ -29,7 +29,7 @@ def prove(call: Call, out: Tensor) -> bool:
     rows = sample_rows(ROWS, call.q.shape[2], call.q.device)
     if rows is not None:
         problem, out = problem.at(rows), out.index_select(1, rows)
-    ours, seen = reference.observe(problem, sink_keys=1)
+    ours, seen = REFERENCE.observe(problem, ("max_logit",), sink_keys=1)
     shown = seen["max_logit"] > -torch.inf  # (B, Hq, N)
     theirs = out.transpose(1, 2)
     if theirs.shape != ours.shape:

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
+from headwise.core.sums import RowTotals
 from headwise.engines.operators import Gradients
+from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.triton.host.cards import card
-from headwise.engines.triton.host.launches import Kind, kind_of, start
+from headwise.engines.triton.host.launches import Kind, Launches, kind_of
 from headwise.engines.triton.host.operands import (
     WORD,
     Operands,
     described,
     exposed,
-    interpreting,
     on,
     operands,
     outer_strides,
@@ -29,10 +30,10 @@ from headwise.engines.triton.host.tile_shapes import Shape, fit, loads_pairs
 from headwise.engines.triton.kernels.grad_keys import grad_keys, row_blocks
 from headwise.engines.triton.kernels.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.kernels.grad_small import grad_bias, grad_distance
-from headwise.engines.triton.kernels.gradients import WHOLE, Rows, fill_rows, sink_share
+from headwise.engines.triton.kernels.gradients import WHOLE, Rows, fill_rows
 
 
-def differentiate(
+def differentiate_dot(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -46,18 +47,14 @@ def differentiate(
     bias_learns: bool,
 ) -> Gradients:
     """Gradients of every input from those of out, lse and entropy."""
-    if interpreting() and q.dtype == torch.bfloat16:  # as in the forward
-        q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
     with on(q.device):
-        call = Call(q, k, v, terms, out, grad_out)
-        share = None if terms.sinks is None else sink_share(terms.sinks, lse)
+        call = BackwardCall(q, k, v, terms, out, grad_out)
+        totals = RowTotals.of_lse(lse)
+        share = None if terms.sinks is None else sink_share(terms.sinks, totals)
         rows = call.numbers(out, lse)
         shared = rows.shared[..., : call.rows]
-        if grad_lse is not None:
-            shared -= grad_lse
+        row_constant(shared, share, entropy, grad_lse, grad_entropy)
         if grad_entropy is not None:
-            seen = 1.0 if share is None else 1 - share
-            shared += grad_entropy * (entropy + 1 - seen)
             past = rows.shared.shape[-1] - call.rows
             padded = torch.nn.functional.pad(grad_entropy.contiguous(), (0, past))
             rows = rows._replace(entropy=padded)
@@ -71,22 +68,17 @@ def differentiate(
             call.bias(rows) if bias_learns else None,
             None if sums.slopes is None else -sums.slopes.sum((0, 2)),
             None if terms.relative is None else call.relative(rows, sums),
-            None if share is None else _sinks(share, rows),
+            None if share is None else sinks_gradient(share, shared, grad_entropy),
         )
 
 
-def _sinks(share: Tensor, rows: Rows) -> Tensor:
-    """For the sink dP = 0 and there is no value; its entropy term is the sum over visible keys."""
-    row = -rows.shared if rows.entropy is None else rows.entropy - rows.shared
-    return (share * row[..., : share.shape[-1]]).sum((0, 2))
-
-
-class Call:
+class BackwardCall:
     """The launches of one backward call."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, grad_out: Tensor
     ) -> None:
+        self.start = Launches().start
         self.operands: Operands = operands(q, k, v, terms)
         self.grad_out, step = ready(grad_out)
         q_steps, k_steps, v_steps = self.operands.steps
@@ -104,7 +96,7 @@ class Call:
             strides = (*outer_strides(a), *outer_strides(c))
             unit = stride_unit(strides, 8)
             aligned = all(x.data_ptr() % 16 == 0 for x in (a, c, lse)) and max(strides) < WORD
-            start(
+            self.start(
                 fill_rows, (blocks * 2, self.heads, self.batch),
                 (a.dtype, c.dtype) if aligned else None,
                 (a, c, *(stride // unit for stride in strides), lse, found, self.rows), 4, 1,
@@ -150,7 +142,7 @@ class Call:
 
         def launch(shape: Shape) -> None:
             tma, tensors = self.tensors(shape.rows, shape.keys)
-            start(
+            self.start(
                 grad_queries, self.grid(shape.rows), self.kind(rows), (*tensors, rows, grad, sums),
                 shape.warps, shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
                 CLEAN=exposed(q, self.operands.k, terms), **self.flags,
@@ -171,7 +163,7 @@ class Call:
         def launch(shape: Shape) -> None:
             tma, tensors = self.tensors(shape.rows, shape.keys)
             grid = (-(-k.shape[2] // shape.keys), k.shape[1], self.batch)
-            start(
+            self.start(
                 grad_keys, grid, self.kind(rows),
                 (*tensors, rows, grad_k, grad_v, *self.table(shape.rows)), shape.warps,
                 shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma, **self.flags,

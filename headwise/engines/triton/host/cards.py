@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
-OLDEST = 8  # Ampere: the first with bfloat16 products and asynchronous copies
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, looks once
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 
 
 @dataclass(frozen=True, eq=False)  # looked up by identity: every call does

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from headwise.core.sums import Sums
-from headwise.engines.triton.host.cards import INTERPRETING, card
-from headwise.engines.triton.host.launches import kind_of, start
-from headwise.engines.triton.host.operands import GRID, Operands, described
+from headwise.engines.triton.host.cards import card
+from headwise.engines.triton.host.launches import Launches, kind_of
+from headwise.engines.triton.host.operands import Operands, described
 from headwise.engines.triton.host.tile_shapes import TENSOR_MEMORY
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.key_scatter import VECTORS, join_blocks, scatter_of_blocks
 from headwise.engines.triton.kernels.row_moments import moments_of_rows
+from headwise.engines.triton.limits import GRID
 
 SCRATCH = 36 << 20  # bytes: heads that do not fit wait for their turn
 ROOM = 220_000  # bytes of shared memory that the tiles take for granted
@@ -78,7 +80,13 @@ def cut_of(call: Operands, least_keys: int | None = None) -> Cut | None:
 
 
 def run_moments(
-    call: Operands, flags: dict[str, Any], cut: Cut, rest: Tensor | None, at_once: int, sums: Sums
+    launches: Launches,
+    call: Operands,
+    flags: dict[str, Any],
+    cut: Cut,
+    rest: Tensor | None,
+    at_once: int,
+    sums: Sums,
 ) -> None:
     """Write logit_mean, logit_var and visible.
 
@@ -104,24 +112,25 @@ def run_moments(
     together = -(-lines // -(-lines // fit))  # in turns of the same length
     vectors = q.new_empty(VECTORS, together, slots, padded, dtype=torch.float32)
     scatters = q.new_empty(2, together, slots, padded, padded, dtype=half)
+    launches.allocated(vectors, scatters)
     _, (k_, q_) = described((k, q), (call.steps[1], call.steps[0]), (cut.tile, cut.rows))
     kind = kind_of(call, (), rest is None)
     shared = {"BLOCK": block, "PADDED": padded}
     for line in range(0, lines, together):
         now = min(together, lines - line)
-        start(
+        launches.start(
             scatter_of_blocks, (slots - 1, now, 1), kind,
             (k_, keys, heads, line, slots, vectors, scatters), cut.block_warps, 3,
             TILE=cut.tile, WIDTH=flags["WIDTH"], maxnreg=REGISTERS, **shared,
         )  # fmt: skip
-        start(
+        launches.start(
             join_blocks, (padded // cut.part, now, 1), kind, (keys, slots, vectors, scatters), 4,
             1, ROWS=cut.part, WHOLE=rest is None, AHEAD=cut.ahead, **shared,
         )  # fmt: skip
-        start(
+        launches.start(
             moments_of_rows, (stretches, now * sizes.group, 1), kind,
             (q_, k_, sizes.queries, keys, sizes.group, reach, first, heads, line, slots,
-            sizes.scale, vectors, scatters, *((None, None) if rest is None else rest), *sums[5:]),
+            sizes.scale, vectors, scatters, *((None, None) if rest is None else rest), *sums[5:8]),
             cut.warps, cut.stages, AT_ONCE=at_once, ROWS=cut.rows, KEYS=cut.tile,
             WIDTH=flags["WIDTH"], **shared,
         )  # fmt: skip

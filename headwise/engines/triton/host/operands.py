@@ -15,12 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headwise import dropout
 from headwise.core.intervals import FURTHEST
 from headwise.core.problem import Terms
-from headwise.engines.triton.host.cards import INTERPRETING, card
+from headwise.engines.triton.host.cards import card
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.tile import Given, Sizes
 
 Steps = list[int] | None
 WORD = 1 << 31  # a larger number is another type to a kernel
-GRID = 65535  # programs along the second and third axis
 MOST_ROWS = 256  # of a tile: no offset inside of one leaves a word
 
 
@@ -274,9 +274,12 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
-def interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels, on the CPU."""
-    return INTERPRETING
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors as the kernels take them: the interpreter multiplies bfloat16's bits as
+    integers, and float32 holds the same numbers."""
+    if INTERPRETING and tensors[0].dtype == torch.bfloat16:
+        return tuple(x.float() for x in tensors)
+    return tensors
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

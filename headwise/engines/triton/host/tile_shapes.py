@@ -18,8 +18,10 @@ from pathlib import Path
 from triton.runtime.errors import OutOfResources
 
 from headwise.core.problem import Terms
-from headwise.engines import again
-from headwise.engines.triton.host.cards import INTERPRETING, Card
+from headwise.engines import calls
+from headwise.engines.triton.host.cards import Card
+from headwise.engines.triton.host.launches import Launches
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.tile import Given
 from headwise.files import write_whole
 
@@ -63,33 +65,105 @@ _INTERPRETED = {  # small, so that small problems have edges and a middle
 
 _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 128 and 256
     "hopper": {
-        ("forward", 2): (Shape(64, 128, 4, 3), Shape(128, 128, 8, 3), Shape(128, 64, 8, 2)),
-        ("narrow", 2): (Shape(64, 128, 4, 3), Shape(64, 64, 4, 3), Shape(128, 64, 8, 2)),
-        ("capped", 2): (Shape(64, 64, 4, 2), Shape(128, 128, 8, 3), Shape(128, 64, 8, 2)),
-        ("biased", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
-        ("queries", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
-        ("capped queries", 2): (Shape(64, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 32, 8, 2)),
-        ("biased queries", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 2), Shape(128, 32, 8, 2)),
+        ("forward", 2): (
+            Shape(64, 128, 4, 3),
+            Shape(128, 128, 8, 3),
+            Shape(128, 64, 8, 2),
+        ),
+        ("narrow", 2): (
+            Shape(64, 128, 4, 3),
+            Shape(64, 64, 4, 3),
+            Shape(128, 64, 8, 2),
+        ),
+        ("capped", 2): (
+            Shape(64, 64, 4, 2),
+            Shape(128, 128, 8, 3),
+            Shape(128, 64, 8, 2),
+        ),
+        ("biased", 2): (
+            Shape(128, 64, 4, 3),
+            Shape(128, 64, 8, 3),
+            Shape(128, 32, 8, 2),
+        ),
+        ("queries", 2): (
+            Shape(128, 64, 4, 3),
+            Shape(128, 64, 8, 3),
+            Shape(128, 32, 8, 2),
+        ),
+        ("capped queries", 2): (
+            Shape(64, 64, 4, 3),
+            Shape(128, 64, 8, 3),
+            Shape(128, 32, 8, 2),
+        ),
+        ("biased queries", 2): (
+            Shape(128, 64, 4, 3),
+            Shape(128, 64, 8, 2),
+            Shape(128, 32, 8, 2),
+        ),
         ("keys", 2): (Shape(32, 128, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 8, 2)),
-        ("capped keys", 2): (Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 8, 2)),
-        ("decode", 2): (Shape(16, 128, 4, 3), Shape(16, 128, 4, 3), Shape(16, 64, 4, 2)),
-        ("biased decode", 2): (Shape(16, 128, 4, 3), Shape(16, 128, 4, 2), Shape(16, 64, 4, 2)),
+        ("capped keys", 2): (
+            Shape(64, 64, 4, 3),
+            Shape(64, 64, 4, 2),
+            Shape(64, 64, 8, 2),
+        ),
+        ("decode", 2): (
+            Shape(16, 128, 4, 3),
+            Shape(16, 128, 4, 3),
+            Shape(16, 64, 4, 2),
+        ),
+        ("biased decode", 2): (
+            Shape(16, 128, 4, 3),
+            Shape(16, 128, 4, 2),
+            Shape(16, 64, 4, 2),
+        ),
         ("map", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 2)),
-        ("forward", 4): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 1)),
+        ("forward", 4): (
+            Shape(128, 64, 8, 2),
+            Shape(128, 64, 8, 2),
+            Shape(64, 32, 8, 1),
+        ),
         ("queries", 4): (Shape(64, 32, 4, 1), Shape(64, 32, 4, 1), Shape(64, 16, 4, 1)),
         ("keys", 4): (Shape(32, 64, 4, 1), Shape(32, 64, 4, 1), Shape(16, 64, 4, 1)),
         ("decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 2)),
-        ("full decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
-        ("biased decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
+        ("full decode", 4): (
+            Shape(16, 32, 4, 2),
+            Shape(16, 32, 4, 2),
+            Shape(16, 32, 4, 1),
+        ),
+        ("biased decode", 4): (
+            Shape(16, 32, 4, 2),
+            Shape(16, 32, 4, 2),
+            Shape(16, 32, 4, 1),
+        ),
         ("map", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 2)),
     },
     "blackwell": {  # as much as Hopper, but operands and products lie elsewhere
-        ("forward", 2): (Shape(64, 128, 4, 3), Shape(128, 64, 8, 3), Shape(128, 64, 8, 2)),
-        ("biased", 2): (Shape(64, 128, 4, 3), Shape(128, 64, 8, 2), Shape(128, 32, 8, 2)),
-        ("queries", 2): (Shape(64, 64, 4, 3), Shape(128, 64, 8, 2), Shape(128, 32, 8, 1)),
+        ("forward", 2): (
+            Shape(64, 128, 4, 3),
+            Shape(128, 64, 8, 3),
+            Shape(128, 64, 8, 2),
+        ),
+        ("biased", 2): (
+            Shape(64, 128, 4, 3),
+            Shape(128, 64, 8, 2),
+            Shape(128, 32, 8, 2),
+        ),
+        ("queries", 2): (
+            Shape(64, 64, 4, 3),
+            Shape(128, 64, 8, 2),
+            Shape(128, 32, 8, 1),
+        ),
         ("keys", 2): (Shape(32, 128, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 8, 1)),
-        ("decode", 2): (Shape(16, 128, 4, 3), Shape(16, 128, 4, 3), Shape(16, 64, 4, 2)),
-        ("biased decode", 2): (Shape(16, 128, 4, 3), Shape(16, 128, 4, 2), Shape(16, 64, 4, 2)),
+        ("decode", 2): (
+            Shape(16, 128, 4, 3),
+            Shape(16, 128, 4, 3),
+            Shape(16, 64, 4, 2),
+        ),
+        ("biased decode", 2): (
+            Shape(16, 128, 4, 3),
+            Shape(16, 128, 4, 2),
+            Shape(16, 64, 4, 2),
+        ),
         ("map", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 2)),
         ("forward", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 1), Shape(32, 16, 4, 1)),
         ("queries", 4): (Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(16, 16, 4, 1)),
@@ -98,8 +172,16 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
         ("map", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 1)),
     },
     "ampere": {  # 164 KB a program
-        ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 4, 2)),
-        ("biased", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 8, 2), Shape(64, 32, 4, 2)),
+        ("forward", 2): (
+            Shape(128, 64, 4, 3),
+            Shape(128, 64, 8, 3),
+            Shape(64, 32, 4, 2),
+        ),
+        ("biased", 2): (
+            Shape(128, 64, 4, 2),
+            Shape(128, 64, 8, 2),
+            Shape(64, 32, 4, 2),
+        ),
         ("queries", 2): (Shape(64, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 1)),
         ("keys", 2): (Shape(32, 64, 4, 2), Shape(32, 64, 4, 2), Shape(32, 32, 4, 1)),
         ("decode", 2): (Shape(16, 128, 4, 3), Shape(16, 64, 4, 3), Shape(16, 64, 4, 2)),
@@ -111,19 +193,39 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
         ("map", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(32, 32, 4, 1)),
     },
     "small": {  # 99 KB: the GPUs of desks and of inference
-        ("forward", 2): (Shape(128, 64, 4, 2), Shape(64, 32, 4, 2), Shape(64, 16, 4, 1)),
+        ("forward", 2): (
+            Shape(128, 64, 4, 2),
+            Shape(64, 32, 4, 2),
+            Shape(64, 16, 4, 1),
+        ),
         ("queries", 2): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 1), Shape(32, 16, 4, 1)),
         ("keys", 2): (Shape(32, 64, 4, 1), Shape(32, 32, 4, 1), Shape(16, 32, 4, 1)),
         ("decode", 2): (Shape(16, 128, 4, 3), Shape(16, 64, 4, 3), Shape(16, 64, 4, 2)),
-        ("full decode", 2): (Shape(16, 128, 4, 3), Shape(16, 64, 4, 3), Shape(16, 32, 4, 2)),
-        ("biased decode", 2): (Shape(16, 64, 4, 3), Shape(16, 32, 4, 3), Shape(16, 32, 4, 2)),
+        ("full decode", 2): (
+            Shape(16, 128, 4, 3),
+            Shape(16, 64, 4, 3),
+            Shape(16, 32, 4, 2),
+        ),
+        ("biased decode", 2): (
+            Shape(16, 64, 4, 3),
+            Shape(16, 32, 4, 3),
+            Shape(16, 32, 4, 2),
+        ),
         ("map", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 2)),
         ("forward", 4): (Shape(64, 32, 4, 1), Shape(32, 32, 4, 1), Shape(16, 16, 4, 1)),
         ("queries", 4): (Shape(32, 32, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1)),
         ("keys", 4): (Shape(32, 32, 4, 1), Shape(16, 32, 4, 1), Shape(16, 16, 4, 1)),
         ("decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
-        ("full decode", 4): (Shape(16, 32, 4, 2), Shape(16, 16, 4, 2), Shape(16, 16, 4, 1)),
-        ("biased decode", 4): (Shape(16, 32, 4, 2), Shape(16, 16, 4, 2), Shape(16, 16, 4, 1)),
+        ("full decode", 4): (
+            Shape(16, 32, 4, 2),
+            Shape(16, 16, 4, 2),
+            Shape(16, 16, 4, 1),
+        ),
+        ("biased decode", 4): (
+            Shape(16, 32, 4, 2),
+            Shape(16, 16, 4, 2),
+            Shape(16, 16, 4, 1),
+        ),
         ("map", 4): (Shape(64, 32, 4, 1), Shape(64, 16, 4, 1), Shape(32, 16, 4, 1)),
     },
 }
@@ -144,13 +246,20 @@ def shape(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
 
 
 def fit(
-    kernel: str, width: int, itemsize: int, card: Card, launch: Callable[[Shape], None]
+    kernel: str,
+    width: int,
+    itemsize: int,
+    card: Card,
+    launch: Callable[[Shape], None],
+    launches: Launches | None = None,
 ) -> Shape:
     """Launch with a kernel's shape, or with a smaller one where the GPU has no room for it.
 
-    Returns the shape that ran, which this process uses from now on.
+    Returns the shape that ran, which this process uses from now on. `launches` forgets what was
+    launched with a shape that failed.
     """
     first = tried = shape(kernel, width, itemsize, card)
+    mark = (0, 0) if launches is None else launches.mark()
     while True:
         try:
             launch(tried)
@@ -162,6 +271,8 @@ def fit(
                     f"{itemsize} bytes a number: its smallest tile takes {error.required} of "
                     f'{error.limit}, {error.name}; engine="streaming" has no tiles'
                 ) from error
+            if launches is not None:
+                launches.back_to(mark)
             tried = less
             continue
         if tried != first:
@@ -186,7 +297,7 @@ def loads_pairs(terms: Terms | Given) -> bool:
 def use(kernel: str, width: int, itemsize: int, card: Card, chosen: Shape) -> None:
     """Have this process use a shape from now on."""
     _CHOSEN[kernel, width, itemsize, card] = chosen
-    again.forget()
+    calls.forget()
 
 
 def default(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
@@ -216,7 +327,7 @@ def remember(card: Card, found: dict[tuple[str, int, int], Shape]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(known, indent=1) + "\n")
     _CHOSEN.clear()
-    again.forget()
+    calls.forget()
     return file
 
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.engines.triton.host.cards import INTERPRETING
 from headwise.engines.triton.kernels.cap import capped
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -1,4 +1,4 @@
-"""A call that was made before is played again: the same numbers, and nothing but launches."""
+"""A prepared call of the Triton engine gives the same numbers with nothing but launches."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ import headwise as hw
 from headwise.core.intervals import Interval
 from headwise.core.patterns import Causal
 from headwise.core.place import Place
-from headwise.engines import again, recording
-from headwise.engines.recording import record
-from headwise.engines.tape import Tape
+from headwise.engines import calls
+from headwise.engines.contract import Prepared
 from headwise.mask import Mask
 
-pytest.importorskip("triton", reason="what is played are launches of Triton's kernels")
+pytest.importorskip("triton", reason="prepared calls are launches of Triton's kernels")
 
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.host.launches import start
+from headwise.engines.triton.host.launches import Launches
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,25 +33,24 @@ IDS = (torch.arange(40, device=DEVICE) // 16)[None]
 
 
 @pytest.fixture(autouse=True)
-def untold() -> Iterator[None]:
-    again.forget()
+def forgotten() -> Iterator[None]:
+    calls.forget()
     yield
-    again.forget()
+    calls.forget()
 
 
 def three(*shape: int) -> list[Tensor]:
     return [torch.randn(shape or (1, 2, 40, 16), device=DEVICE) for _ in range(3)]
 
 
-def tapes() -> list[Tape]:
-    return [x for x in again._TAPES.values() if isinstance(x, Tape)]
+def prepared() -> list[Prepared]:
+    return list(calls._PREPARED.values())
 
 
-def played(run: Callable[..., object]) -> None:
-    """Two calls that are thought through, the second of them recorded."""
-    for _ in range(2):
-        run(*three())
-    assert len(tapes()) == 1
+def prepare(run: Callable[..., object]) -> None:
+    """Make a call once, which prepares it."""
+    run(*three())
+    assert len(prepared()) == 1
 
 
 MASKS: dict[str, hw.mask.Mask | None] = {
@@ -64,19 +62,18 @@ MASKS: dict[str, hw.mask.Mask | None] = {
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_a_played_call_gives_what_a_thought_through_one_gives(kind: str) -> None:
+def test_a_prepared_call_gives_what_a_new_one_gives(kind: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, engine: str = "triton") -> tuple[Tensor, ...]:
         out, seen = hw.observe(q, k, v, mask=MASKS[kind], engine=engine)
         return hw.attention(q, k, v, mask=MASKS[kind], engine=engine), out, *seen.values.values()
 
-    for _ in range(2):
-        run(*three())
-    assert len(tapes()) == 2
+    run(*three())
+    assert len(prepared()) == 2
     given = three()
     for found, wanted in zip(run(*given), run(*given, "reference"), strict=True):
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-4)
     before = run(*given)
-    again.forget()
+    calls.forget()
     assert all(torch.equal(x, y) for x, y in zip(before, run(*given), strict=True))
 
 
@@ -86,8 +83,8 @@ def test_what_is_no_tensor_is_told_so() -> None:
         hw.attention(q, k, [1.0], engine="triton")
 
 
-def test_a_played_call_leaves_earlier_results_alone() -> None:
-    played(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
+def test_a_prepared_call_leaves_earlier_results_alone() -> None:
+    prepare(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
     given = three()
     first = hw.attention(*given, engine="triton")
     kept = first.clone()
@@ -96,22 +93,22 @@ def test_a_played_call_leaves_earlier_results_alone() -> None:
     assert torch.equal(first, hw.attention(*given, engine="triton"))
 
 
-def test_documents_of_another_batch_are_played_too() -> None:
+def test_documents_of_another_batch_are_prepared_too() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, engine: str = "triton") -> Tensor:
         return hw.attention(q, k, v, mask=CAUSAL & hw.mask.documents(ids), engine=engine)
 
-    played(lambda *given: run(*given, IDS))
+    prepare(lambda *given: run(*given, IDS))
     given, other = three(), (torch.arange(40, device=DEVICE) // 9)[None]
     torch.testing.assert_close(run(*given, other), run(*given, other, "reference"))
-    assert len(tapes()) == 1
+    assert len(prepared()) == 1
 
 
-def test_sinks_and_caps_are_played() -> None:
+def test_sinks_and_caps_are_prepared() -> None:
     def run(*given: Tensor, engine: str = "triton", cap: float = 5.0) -> Tensor:
         sinks = torch.linspace(-1, 1, 2, device=DEVICE)
         return hw.attention(*given, sinks=sinks, softcap=cap, mask=CAUSAL, engine=engine)
 
-    played(run)
+    prepare(run)
     given = three()
     torch.testing.assert_close(run(*given), run(*given, engine="reference"))
     torch.testing.assert_close(run(*given, cap=2.0), run(*given, engine="reference", cap=2.0))
@@ -125,16 +122,16 @@ def test_projections_that_lie_in_one_tensor_are_told_apart() -> None:
     for _ in range(3):
         packed = torch.randn(1, 40, 96, device=DEVICE)
         torch.testing.assert_close(run(packed), run(packed, "reference"))
-    assert len(tapes()) == 1
+    assert len(prepared()) == 1
 
 
-def test_one_tensor_in_three_roles_is_never_recorded() -> None:
+def test_one_tensor_in_three_roles_is_never_prepared() -> None:
     for _ in range(3):
         q, k, v = three()
         torch.testing.assert_close(
             hw.attention(q, q, q, engine="triton"), hw.attention(q, q, q, engine="reference")
         )
-    assert not tapes()
+    assert not prepared()
     torch.testing.assert_close(
         hw.attention(q, k, v, engine="triton"), hw.attention(q, k, v, engine="reference")
     )
@@ -149,14 +146,14 @@ def test_a_mask_made_of_another_is_no_such_mask() -> None:
         def apart(self, place: Place) -> tuple[None, Mask]:
             return None, self
 
-    played(lambda q, k, v: hw.attention(q, k, v, mask=CAUSAL, engine="triton"))
+    prepare(lambda q, k, v: hw.attention(q, k, v, mask=CAUSAL, engine="triton"))
     q, k, v = three()
     found = hw.attention(q, k, v, mask=Later(), engine="triton")
     torch.testing.assert_close(found, hw.attention(q, k, v, mask=Later(), engine="reference"))
 
 
 def test_a_view_that_says_minus_is_read_as_it_is_meant() -> None:
-    played(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
+    prepare(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
     q, k, v = three()
     found = hw.attention(torch._neg_view(q), k, v, engine="triton")
     torch.testing.assert_close(found, hw.attention(-q, k, v, engine="reference"))
@@ -166,13 +163,13 @@ def test_pytorchs_newer_switch_for_tf32_may_be_used() -> None:
     switches = torch.backends.cuda.matmul
     before, switches.fp32_precision = switches.fp32_precision, "tf32"
     try:
-        played(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
+        prepare(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
     finally:
         switches.fp32_precision = before
 
 
 def test_another_shape_stride_scale_or_address_is_another_call() -> None:
-    played(lambda *given: hw.attention(*given, engine="triton"))
+    prepare(lambda *given: hw.attention(*given, engine="triton"))
     q, k, v = three()
     wide = torch.randn(1, 2, 40, 17, device=DEVICE)[..., 1:]
     for given, scale in (
@@ -186,17 +183,17 @@ def test_another_shape_stride_scale_or_address_is_another_call() -> None:
         torch.testing.assert_close(found, hw.attention(*given, score=score, engine="reference"))
 
 
-def test_a_call_without_a_batch_is_played() -> None:
+def test_a_call_without_a_batch_is_prepared() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, engine: str = "triton") -> Tensor:
         return hw.attention(q[0], k[0], v[0], mask=CAUSAL, engine=engine)
 
-    played(run)
+    prepare(run)
     given = three()
     torch.testing.assert_close(run(*given), run(*given, "reference"))
 
 
 def test_whoever_must_see_the_call_sees_it() -> None:
-    played(lambda *given: hw.attention(*given, engine="triton"))
+    prepare(lambda *given: hw.attention(*given, engine="triton"))
     q, k, v = three()
     learning = q.clone().requires_grad_()
     assert hw.attention(learning, k, v, engine="triton").requires_grad
@@ -219,65 +216,55 @@ def test_whoever_must_see_the_call_sees_it() -> None:
             hw.attention(q, k, v, **{"engine": "triton"} | wrong)
 
 
-def test_autocast_casts_what_is_not_of_its_dtype_and_leaves_the_rest_to_the_tape() -> None:
+def test_autocast_casts_what_is_not_of_its_dtype_and_leaves_the_rest() -> None:
     def run(*given: Tensor) -> Tensor:
         with torch.autocast(DEVICE, dtype=torch.float16):
             return hw.attention(*given, mask=CAUSAL, engine="triton")
 
-    played(lambda *given: hw.attention(*given, mask=CAUSAL, engine="triton"))
+    prepare(lambda *given: hw.attention(*given, mask=CAUSAL, engine="triton"))
     given = three()
     assert run(*given).dtype == torch.float16
     halves = [x.half() for x in given]
     found = [run(*halves) for _ in range(3)]
-    assert len(tapes()) == 2
+    assert len(prepared()) == 2
     assert all(torch.equal(x, run(*given)) for x in found)
-
-
-def test_what_computes_beside_its_launches_has_no_tape() -> None:
-    q, k, v = three()
-
-    def run() -> tuple[Tensor, ...]:
-        return (hw.attention(q * 2, k, v, engine="triton"),)
-
-    results, tape = record(run, (q, k, v))
-    assert tape is None
-    torch.testing.assert_close(results[0], hw.attention(q * 2, k, v, engine="reference"))
 
 
 def test_dropout_draws_anew_each_time() -> None:
     given = three()
     found = [hw.attention(*given, dropout=0.5, engine="triton") for _ in range(4)]
     assert not any(torch.equal(found[0], x) for x in found[1:])
-    assert not tapes()
+    assert not prepared()
 
 
 def test_a_mask_of_the_wrong_shape_is_still_refused() -> None:
     mask = hw.mask.documents(IDS)
-    played(lambda *given: hw.attention(*given, mask=mask, engine="triton"))
+    prepare(lambda *given: hw.attention(*given, mask=mask, engine="triton"))
     for _ in range(3):
         with pytest.raises(ValueError, match="ids have shape"):
             hw.attention(*three(1, 2, 30, 16), mask=mask, engine="triton")
 
 
 def test_a_shape_that_was_tuned_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headwise.engines.triton.host import forward_call as call
     from headwise.engines.triton.host import tile_shapes as shapes
     from headwise.engines.triton.host.cards import card
 
     launched = []
 
-    def spy(*given: Any, **options: Any) -> None:
+    def spy(launches: Launches, *given: Any, **options: Any) -> None:
         launched.append((options["ROWS"], options["KEYS"]))
-        start(*given, **options)
+        start(launches, *given, **options)
 
-    played(lambda *given: hw.attention(*given, engine="triton"))
+    start = Launches.start
+
+    prepare(lambda *given: hw.attention(*given, engine="triton"))
     here = card(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
     usual = shapes.default("forward", 16, 4, here)
     other = replace(usual, rows=2 * usual.rows)
     shapes.use("forward", 16, 4, here, other)
     try:
-        assert not tapes()
-        monkeypatch.setattr(call, "start", spy)
+        assert not prepared()
+        monkeypatch.setattr(Launches, "start", spy)
         hw.attention(*three(), engine="triton")
         assert launched == [(other.rows, other.keys)]
     finally:
@@ -285,11 +272,11 @@ def test_a_shape_that_was_tuned_is_used_at_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-def test_a_played_call_can_be_captured_and_runs_on_any_stream() -> None:
+def test_a_prepared_call_can_be_captured_and_runs_on_any_stream() -> None:
     def run(*given: Tensor) -> Tensor:
         return hw.attention(*given, mask=CAUSAL, engine="triton")
 
-    played(run)
+    prepare(run)
     given = three()
     run(*given)
     graph = torch.cuda.CUDAGraph()
@@ -310,30 +297,6 @@ def test_a_played_call_can_be_captured_and_runs_on_any_stream() -> None:
     assert all(torch.equal(x, out) for x in found)
 
 
-@pytest.mark.parametrize("hook", [lambda *_: None, object()], ids=["a function", "anything"])
-def test_a_hook_of_somebodys_own_is_left_alone(
-    hook: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recording, "_launch_hook", lambda: hook)
-    given = three()
-    for _ in range(3):
-        out = hw.attention(*given, mask=CAUSAL, engine="triton")
-    assert tapes() == []
-    assert recording.recorder() is None
-    torch.testing.assert_close(out, hw.attention(*given, mask=CAUSAL, engine="reference"))
-
-
-def test_a_listener_that_could_not_begin_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def add(self, listener: object) -> None:
-            raise RuntimeError("no room")
-
-    monkeypatch.setattr(recording, "_launch_hook", Full)
-    with pytest.raises(RuntimeError, match="no room"):
-        record(lambda: (torch.zeros(1),), ())
-    assert recording.recorder() is None
-
-
 @triton.jit
 def doubled(x, found):
     """Sixteen numbers, twice as large."""
@@ -341,18 +304,29 @@ def doubled(x, found):
     tl.store(found + at, 2 * tl.load(x + at))
 
 
-@pytest.mark.parametrize("past", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_a_kernel_launched_past_start_is_noticed(past: bool) -> None:
+@pytest.mark.parametrize("computed", [False, True], ids=["launches", "computes too"])
+def test_a_call_that_does_more_than_launch_is_not_prepared(computed: bool) -> None:
     x, other = torch.randn(2, 16, device=DEVICE).unbind(0)
-
-    def run() -> tuple[Tensor, ...]:
-        found = torch.empty_like(x)
-        if past:
-            doubled[(1, 1, 1)](x, found)
-        start(doubled, (1, 1, 1), None, (x, found), 1, 1)
-        return (found,)
-
-    (found,), tape = record(run, (x,))
+    launches = Launches(x)
+    found = torch.empty_like(x)
+    launches.allocated(found)
+    launches.start(doubled, (1, 1, 1), None, (x * 1 if computed else x, found), 1, 1)
     assert torch.equal(found, 2 * x)
-    assert (tape is None) == past
-    assert tape is None or torch.equal(tape.play((other,))[0], 2 * other)
+    call = launches.prepared((found,))
+    assert (call is None) == computed
+    assert call is None or torch.equal(call(other)[0], 2 * other)
+
+
+def test_a_failed_attempt_leaves_nothing_behind() -> None:
+    x, other = torch.randn(2, 16, device=DEVICE).unbind(0)
+    launches = Launches(x)
+    mark = launches.mark()
+    launches.allocated(torch.empty(1000, device=DEVICE))
+    launches.back_to(mark)
+    found = torch.empty_like(x)
+    launches.allocated(found)
+    launches.start(doubled, (1, 1, 1), None, (x, found), 1, 1)
+    call = launches.prepared((found,))
+    assert call is not None
+    assert len(call.made) == len(call.launches) == 1
+    assert torch.equal(call(other)[0], 2 * other)

@@ -1,4 +1,4 @@
-"""A call that PyTorch's kernels served before is not thought through again, and is no other."""
+"""A call of a known description runs at once, and no other call is mistaken for it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import api
-from headwise.engines import settled
+from headwise.engines import calls
 from tests.engines.test_citizen import their_warnings
 
 CAUSAL = hw.mask.causal()
 
 
 @pytest.fixture(autouse=True)
-def unsettled() -> Iterator[None]:
-    settled._SERVED.clear()
+def forgotten() -> Iterator[None]:
+    calls.forget()
     yield
-    settled._SERVED.clear()
+    calls.forget()
 
 
 def three(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -109,8 +109,8 @@ def test_dtypes_that_only_autocast_makes_one_are_refused_without_it() -> None:
         hw.attention(q.bfloat16(), k, v)
 
 
-def test_few_descriptions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settled, "KEPT", 3)
+def test_few_prepared_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "KEPT", 3)
     for n in range(1, 9):
         hw.attention(*three(1, 1, n, 8))
-    assert 0 < len(settled._SERVED) <= 3
+    assert 0 < len(calls._PREPARED) <= 3

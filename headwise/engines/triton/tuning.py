@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwise.core.patterns import Causal, Window
 from headwise.core.problem import pose
-from headwise.engines.triton import attend
+from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.tile_shapes import KERNELS, Shape, default, remember, use
 from headwise.engines.triton.host.tile_shapes import shape as shape_of
@@ -80,16 +80,16 @@ def keep(device: torch.device, found: list[Tuned]) -> Path:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> object:
     with torch.no_grad():
-        return attend(pose("attention", q, k, v, mask=Causal(), softcap=softcap))
+        return TRITON.attend(pose("attention", q, k, v, mask=Causal(), softcap=softcap))
 
 
 def _narrow(q: Tensor, k: Tensor, v: Tensor) -> object:
     with torch.no_grad():
-        return attend(pose("attention", q, k, v, mask=Window(1023)))
+        return TRITON.attend(pose("attention", q, k, v, mask=Window(1023)))
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> object:
-    out = attend(pose("attention", q, k, v, mask=Causal(), softcap=softcap))
+    out = TRITON.attend(pose("attention", q, k, v, mask=Causal(), softcap=softcap))
     return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
