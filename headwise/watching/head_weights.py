@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from headwise.nn import MultiHeadAttention
-from headwise.nn.projections import Unprojected
+from headwise.nn.layer_options import Unprojected
 
 
 class Made(NamedTuple):
