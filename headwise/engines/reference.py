@@ -13,7 +13,7 @@ from headwise.engines.contract import Engine
 
 
 class Reference(Engine):
-    """The specification as an engine: it serves every problem, in memory for every pair."""
+    """The specification as an engine: it serves every problem, with memory for every pair."""
 
     name = "reference"
     forward_mode = functional = True
@@ -36,7 +36,7 @@ REFERENCE = Reference()
 
 
 def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """out and every statistic."""
+    """Return out and every statistic."""
     terms = problem.terms()
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     group = problem.q.shape[1] // problem.k.shape[1]
@@ -47,7 +47,7 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     i, j = terms.position[:, None, :, None], columns + terms.first_key  # (B|1, 1, N, 1), (M,)
 
     seen = visible(terms, columns)  # (B|1, Hq|1, N, M)
-    if seen is not None:  # a key that no row sees does not exist, whatever it holds
+    if seen is not None:  # a key that no row sees may hold anything, even NaN
         unseen = ~seen.any(-2)[..., None]
         k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     s = logits(terms, q, k, i, j)  # (B, Hq, N, M)
@@ -57,9 +57,9 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     sink = None if terms.sinks is None else terms.sinks.to(wide)[:, None]  # (Hq, 1)
     max_logit = torch.amax(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
     top = max_logit if sink is None else torch.maximum(max_logit, sink)
-    top = top.masked_fill(top == -torch.inf, 0).detach()  # any number does; the largest is safe
+    top = top.masked_fill(top == -torch.inf, 0).detach()  # cancels out; avoids overflow
     weight = torch.exp(s - top[..., None])
-    endless = top == torch.inf  # inf - inf is the sink's own distance from itself
+    endless = top == torch.inf  # inf - inf, a logit minus itself, counts as 0
     total = weight.sum(-1)
     if sink is not None:
         total = total + torch.exp((sink - top).masked_fill(endless & (sink == top), 0))
@@ -122,7 +122,7 @@ def logits(terms: Terms, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def keep(terms: Terms, shape: torch.Size, i: Tensor, j: Tensor) -> Tensor:
-    """Which weights dropout keeps, bool (B, Hq, N, M)."""
+    """Weights that dropout keeps, bool (B, Hq, N, M)."""
     batch = torch.arange(shape[0], device=i.device)[:, None, None]
     head = torch.arange(shape[1], device=i.device)[:, None]
     assert terms.seed is not None
