@@ -1,4 +1,4 @@
-"""The streaming engine's backward: the weights of one block at a time are computed again."""
+"""The streaming engine's backward: recomputes the weights, one block at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwise.core.sums import RowTotals
 from headwise.engines.streaming.forward_loop import row_totals
 from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop
 
-COARSE = 1e-4  # relative error of weights from which lse is not used as it is
+COARSE = 1e-4  # relative error of weights above which lse alone is not precise enough
 
 
 class Backward(Loop):
@@ -38,7 +38,7 @@ class Backward(Loop):
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
         totals = self.totals(q, k, lse)
         self.base, self.log_total = self.base_and_log_total(totals)
-        # ds = p (dP - row): all of a row's constants, gathered once
+        # ds = p (dP - row): row combines all constants of a row
         row = (grad_out.to(wide) * out.to(wide)).sum(-1)
         row = row if grad_lse is None else row - grad_lse
         sink_share = self.sink_share(totals)
@@ -57,7 +57,7 @@ class Backward(Loop):
         self.grad_relative = _zeros(terms.relative, wide)
 
     def totals(self, q: Tensor, k: Tensor, lse: Tensor) -> RowTotals:
-        """What turns logits into weights: lse, or its parts where its rounding would matter."""
+        """Return what turns logits into weights: lse, or its parts if rounding lse would matter."""
         large = lse.abs().masked_fill(lse == -torch.inf, 0).amax() if lse.numel() else lse.sum()
         if bool(large * torch.finfo(lse.dtype).eps > COARSE):
             return row_totals(q, k, self.terms)
@@ -69,13 +69,13 @@ class Backward(Loop):
             return None
         sinks = self.terms.sinks.to(totals.lse.dtype)[:, None]
         share = torch.exp(sinks - totals.safe_base() - totals.log_total)
-        alone = (totals.base == -torch.inf) | (sinks == torch.inf)  # nothing else has a weight
+        alone = (totals.base == -torch.inf) | (sinks == torch.inf)  # no key has any weight
         return torch.where(alone, (sinks > -torch.inf).to(share.dtype), share)
 
     def _grad_sinks(self, share: Tensor | None, entropy: Tensor) -> Tensor | None:
         if share is None:
             return None
-        # For the sink dP = 0 and there is no value; its entropy term is the sum over visible keys.
+        # A sink has no value, so its dP is 0; its entropy term is the sum over visible keys.
         row = -self.row
         if self.grad_entropy is not None:
             row = row + self.grad_entropy
@@ -95,7 +95,7 @@ class Backward(Loop):
     def block(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor, grad_out: Tensor
     ) -> Tensor:
-        """Add the block's share to every gradient; return that of its queries."""
+        """Add the block's share to every gradient but that of its queries, which is returned."""
         columns = segment.columns
         k, v = self.k[:, columns], self.v[:, columns]
         s, slope = self.logits_and_slope(unit, rows, segment, q)
@@ -127,7 +127,7 @@ class Backward(Loop):
     def logits_and_slope(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits, and the derivative of the cap where there is one."""
+        """Return the logits and the derivative of the cap, None without a cap."""
         cap = self.terms.softcap
         if not cap:
             return self.logits(unit, rows, segment, q), None
@@ -142,7 +142,7 @@ class Backward(Loop):
         place += torch.bmm(weight.transpose(1, 2), rows).view(place.shape)
 
     def added_terms(self, unit: Unit, rows: slice, columns: slice, grad_s: Tensor) -> None:
-        """Gradients of what was added to the logits after the cap."""
+        """Add to the gradients of bias tensor, ALiBi slopes and relative table."""
         five = self.blocks.five(unit, grad_s)  # (b, h, G, R, C)
         if self.grad_bias is not None:
             target = unit.of(self.blocks.grouped(self.grad_bias))
@@ -161,7 +161,7 @@ class Backward(Loop):
             target.scatter_add_(-1, index, pairs.flatten(2))
 
     def heads_of(self, unit: Unit, tensor: Tensor) -> Tensor:
-        """A (Hq, ...) tensor's part as (h, G, ...)."""
+        """Return a unit's part of a (Hq, ...) tensor as (h, G, ...)."""
         heads: Tensor = tensor.unflatten(0, (self.blocks.heads, self.blocks.group))
         return heads[unit.h0 : unit.h1]
 

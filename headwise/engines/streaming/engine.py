@@ -1,6 +1,6 @@
-"""Any problem, block by block, in memory that grows with n: output and statistics in one pass.
+"""The streaming engine: any problem, block by block, in one pass and in memory linear in n.
 
-The loop is `Partial` and `merge`. Forward and backward are operators of their own.
+Its loop is `Partial` and `merge`. Forward and backward are PyTorch operators.
 """
 
 from __future__ import annotations

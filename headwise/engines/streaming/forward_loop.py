@@ -13,13 +13,13 @@ from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, RowTotals,
 from headwise.engines.streaming.key_moments import KeyMoments, logit_moments
 from headwise.engines.streaming.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
 
-HEADROOM = 20.0  # how far above its base a logit may rise: exp(20) is far from overflow
+HEADROOM = 20.0  # how far a logit may rise above its base: exp(20) is far from overflow
 
 
 class Forward(Loop):
     """Output and statistics of every row.
 
-    Each block of rows leaves its sums in a table; all of them are divided at the end, at once.
+    Each block of rows writes its sums into a table; the end turns all of them into results at once.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> None:
@@ -30,7 +30,7 @@ class Forward(Loop):
         self.names += ["count", "mean", "spread"] * bool(wants & MOMENTS)
         self.table = self.nothing.new_zeros(len(self.names), *q.shape[:-1])
         self.table[1] = -torch.inf
-        # With sinks the division is not done before the end, and until then needs all digits.
+        # With sinks the last factor of out comes at the end: until then it is not rounded.
         dtype = q.dtype if terms.sinks is None else self.blocks.wide
         self.out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
         shape = (self.blocks.heads, self.blocks.group)
@@ -39,7 +39,7 @@ class Forward(Loop):
         self.key_moments = KeyMoments(self.k)
 
     def run(self) -> Sums:
-        """Every row, unit by unit."""
+        """Compute every row, unit by unit."""
         for unit in self.schedule.units():
             self.enter(unit)
             self.key_moments = KeyMoments(self.k)
@@ -49,9 +49,9 @@ class Forward(Loop):
         return self.finish()
 
     def keep(self, unit: Unit, rows: slice, part: Partial | None, moments: Moments | None) -> None:
-        """Write a block of rows' mean values, and its sums into the table."""
+        """Write the weighted mean of the values of a block of rows, and its sums into the table."""
         out = self.places[1][unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
-        if part is None:  # no row sees a key, as the table says from the start
+        if part is None:  # no row sees a key: the table's initial values stay
             out.zero_()
             return
         share = part.total.clamp_min(torch.finfo(part.total.dtype).tiny).reciprocal_()
@@ -63,14 +63,14 @@ class Forward(Loop):
         place.copy_(torch.stack(sums).view(place.shape))
 
     def finish(self) -> Sums:
-        """Divide every row's sums."""
+        """Turn every row's sums into results."""
         found = dict(zip(self.names, self.table, strict=True))
         base, maximum, total = found["base"], found["maximum"], found["total"]
         sinks = None if self.terms.sinks is None else self.terms.sinks.to(total.dtype)[:, None]
         part = Partial(base, maximum, total, self.out, found.get("shifted"), sinks=sinks)
         weight = part.weight()
         out = self.out
-        if sinks is not None:  # the keys' share of what they and the sink weigh together
+        if sinks is not None:  # scale by the share of weight that the sink leaves to the keys
             out = out.mul_((weight * total)[..., None]).to(self.dtype)
         nothing = total.new_empty(0)
         sums = Sums(out, part.lse(), maximum.clone(), *[nothing] * 6)
@@ -88,21 +88,21 @@ class Forward(Loop):
         return sums
 
     def origin(self, row: int) -> int:
-        """The key of the call that distances of the block of rows are counted from.
+        """Return the key from which the distances of a block of rows are counted.
 
         It is near the rows, so that small distances stay exact.
         """
         return row + self.blocks.k.shape[2] - self.blocks.q.shape[3]
 
     def from_origin(self) -> Tensor:
-        """How far each row stands from its block's origin, (B|1, 1, N)."""
+        """Return the distance of each row from its block's origin, (B|1, 1, N)."""
         rows = torch.arange(self.blocks.q.shape[3], device=self.k.device)
         origin = self.origin(0) + rows // self.schedule.rows * self.schedule.rows
         return (self.terms.position - (self.terms.first_key + origin))[:, None]
 
 
 class _Rows:
-    """One block of rows on its way over the keys."""
+    """The state of one block of rows as it loops over the keys."""
 
     def __init__(self, loop: Forward, unit: Unit, rows: slice) -> None:
         self.loop, self.unit, self.rows = loop, unit, rows
@@ -114,13 +114,13 @@ class _Rows:
         self.limit: Tensor | None = None  # logits up to here can be summed on the part's base
 
     def run(self) -> _Rows:
-        """Meet every key that some of the rows see."""
+        """Merge every key that some of the rows see."""
         for segment in self.loop.schedule.segments(self.unit, self.rows):
             self.meet(segment)
         return self
 
     def meet(self, segment: Segment) -> None:
-        """Merge the block of these keys into the part."""
+        """Merge the keys of a segment into the part."""
         loop, wants = self.loop, self.loop.wants
         s = loop.logits(self.unit, self.rows, segment, self.q)
         seen = loop.seen(self.unit, self.rows, segment)
@@ -147,7 +147,7 @@ class _Rows:
             kept = loop.blocks.keep(self.unit, self.rows, segment.columns)
             weight.mul_(kept).mul_(1 / (1 - loop.terms.dropout))
         v = loop.v[:, segment.columns]
-        if part is not None:  # on one base, to merge is to add
+        if part is not None:  # on the same base, merging is adding
             add(part, maximum, total, shifted, reach)
             part.values.baddbmm_(weight, v)
             return
@@ -157,20 +157,20 @@ class _Rows:
         self.part, self.limit = block, None
 
     def shares(self, maximum: Tensor) -> bool:
-        """Whether a block may be summed on the part's base: no row rises far above it."""
+        """Return whether a block can be summed on the part's base: no row rises far above it."""
         part = self.part
         if part is None:
             return False
-        if self.limit is None:  # a row that saw nothing yet has no base to share
+        if self.limit is None:  # a row that has seen no key has no base yet
             unseen = part.maximum == -torch.inf
             self.limit = (part.base + HEADROOM).masked_fill_(unseen, -torch.inf)
         return bool((maximum <= self.limit).all())
 
     def count_moments(self, segment: Segment, s: Tensor, seen: Tensor | None) -> None:
-        """Mean and variance of the logits: from the keys' own where that is possible."""
+        """Update mean and variance of the logits, from the moments of the keys if possible."""
         loop = self.loop
         stretch, width = segment.stretch, self.q.shape[-1]
-        long = stretch.stop - stretch.start > 4 * width  # for fewer keys their moments cost more
+        long = stretch.stop - stretch.start > 4 * width  # with fewer keys this costs more
         if seen is not None or not long or not loop.terms.plain:
             five, room = (loop.blocks.five(self.unit, x) for x in (s, loop.buffer(1, s.shape)))
             if not loop.clean:  # a bias of -inf hides a key too
@@ -197,6 +197,6 @@ def add(
 
 
 def row_totals(q: Tensor, k: Tensor, terms: Terms) -> RowTotals:
-    """What turns each row's logits into weights: a pass over the keys without values."""
+    """Return what turns each row's logits into weights, by a pass over the keys without values."""
     terms = terms._replace(seed=None, dropout=0.0)
     return Forward(q, k, k[..., :0], terms, LOG_TOTAL).run().totals()

@@ -1,4 +1,4 @@
-"""What the streaming engine's forward and backward share."""
+"""The loop over blocks that the streaming engine's forward and backward share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headwise.core.seen_keys import hide_unseen
 from headwise.core.sums import RowTotals
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and it is safe to multiply, unlike -inf
+NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype; unlike -inf it is safe to multiply
 
 
 class Loop:
-    """The blocks of a problem, their order, and buffers that they use in turn.
+    """The blocks of a problem, their order, and the buffers that they reuse.
 
-    Differences of logits are turned into base 2 before they are exponentiated: PyTorch's exp2 takes
-    the same time for any argument, its exp up to a hundred times as long for those that underflow.
+    Exponentials are taken in base 2: PyTorch's exp2 takes the same time for any argument, while its
+    exp takes up to a hundred times as long for arguments that underflow.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
@@ -30,7 +30,7 @@ class Loop:
         blocks = self.blocks
         shape = GroupedShape(q.shape[0], blocks.heads, blocks.group, q.shape[2], k.shape[2])
         self.schedule = Schedule(shape, terms.intervals, terms.dense is not None)
-        self.clean = terms.bias is None  # nothing but a mask can hide a key
+        self.clean = terms.bias is None  # only a mask can hide a key
         self.k = self.v = self.nothing = q.new_zeros((), dtype=blocks.wide)
         self.hidden = self.nothing - torch.inf
         self._buffers: dict[int, Tensor] = {}
@@ -42,7 +42,7 @@ class Loop:
         self.v = unit.flat(self._values).to(self.blocks.wide)
 
     def buffer(self, number: int, shape: tuple[int, ...]) -> Tensor:
-        """Working memory that blocks use in turn."""
+        """Return working memory that blocks reuse."""
         view = self._views.get((number, shape))
         if view is None:
             size = math.prod(shape)
@@ -53,37 +53,37 @@ class Loop:
         return view
 
     def logits(self, unit: Unit, rows: slice, segment: Segment, q: Tensor) -> Tensor:
-        """The block's logits before the mask, (heads, G·R, C)."""
+        """Return the block's logits before the mask, (heads, G·R, C)."""
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         return self.blocks.bend(unit, rows, segment.columns, s)
 
     @staticmethod
     def base_and_log_total(totals: RowTotals) -> tuple[Tensor, Tensor]:
-        """What `log_weights` takes, (B, Hq, N) each."""
+        """Return the last two arguments of `log_weights`, (B, Hq, N) each."""
         return totals.safe_base(), totals.log_total * LOG2_E
 
     def log_weights(
         self, unit: Unit, rows: slice, s: Tensor, base: Tensor, log_total: Tensor
     ) -> Tensor:
-        """log₂ p of a block's logits, in place."""
+        """Turn a block's logits into log₂ p, in place."""
         s.sub_(self.per_row(unit, rows, base)[..., None])
-        s.clamp_max_(0)  # no weight is above 1, whatever rounding does
+        s.clamp_max_(0)  # no weight is above 1, despite rounding
         log_total = self.per_row(unit, rows, log_total)[..., None]
         return torch.add(-log_total, s, alpha=LOG2_E, out=s)
 
     def seen(self, unit: Unit, rows: slice, segment: Segment) -> Tensor | None:
-        """The mask of the block, broadcastable to (b, h, G, R, C); None: all rows see all of it."""
+        """Return the block's mask, broadcastable to (b, h, G, R, C); None if all is visible."""
         return self.blocks.visible(unit, rows, segment.columns) if segment.masked else None
 
     def hide(self, unit: Unit, s: Tensor, seen: Tensor | None) -> Tensor:
-        """-inf where a row sees no key: added, as filling a broadcast mask in is far slower."""
+        """Set hidden logits to -inf, by adding: filling in a broadcast mask is far slower."""
         if seen is not None:
             self.blocks.five(unit, s).add_(torch.where(seen, self.nothing, self.hidden))
         return s
 
     def per_row(self, unit: Unit, rows: slice, tensor: Tensor) -> Tensor:
-        """A (B, Hq, N, ...) tensor's part as (heads, G·R, ...)."""
+        """Return a unit's rows of a (B, Hq, N, ...) tensor as (heads, G·R, ...)."""
         five = unit.of(self.blocks.grouped(tensor))[:, :, :, rows]
         return five.flatten(0, 1).flatten(1, 2)
 
