@@ -60,9 +60,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 REFUSED = {
-    "float32": ({"dtype": torch.float32}, {}, "16-bit"),
+    "float32": ({"dtype": torch.float32}, {}, "float16"),
     "wide": ({"width": 192}, {}, "wide"),
-    "odd": ({"width": 20}, {}, "16 bytes"),
+    "odd": ({"width": 20}, {}, "multiples of 8"),
     "no values": ({"values": 0}, {}, "wide"),
     "tiny cap": ({}, {"softcap": 1e-7}, "caps between"),
     "huge cap": ({}, {"softcap": 1e7}, "caps between"),
@@ -181,7 +181,7 @@ def test_all_but_a_few_generated_problems_are_served(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention_call, "few", lambda q, k: False)
     reasons = [refusal(pair.values[0]) for pair in pairs]
     assert reasons.count(None) >= len(reasons) - 4
-    masks = ("its masks are bands", "some keys are seen by no row")
+    masks = ("it takes masks that are bands", "some keys are seen by no row")
     assert all(reason is None or reason.startswith(masks) for reason in reasons)
 
 

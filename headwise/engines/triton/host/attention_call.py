@@ -1,4 +1,4 @@
-"""Calls of the Triton engine: the kernels of each kind of problem, as an operator or prepared."""
+"""Calls of the Triton engine: chooses kernels, and runs them as an operator or a prepared call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Run = Callable[[Launches, Tensor, Tensor, Tensor, Terms, int], Sums]
 
 
 def run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
-    """Return the output and the sums that `wants` names, by the kernels of the problem's kind."""
+    """Return the output and the sums that `wants` names, from the kernels for this problem."""
     kernels = run_forward
     if terms.additive is not None:
         kernels = run_additive
@@ -54,7 +54,7 @@ def differentiate(
 
 
 def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]:
-    """Return `run` for an operator, which keeps no launches."""
+    """Return `run` for an operator, which records no launches."""
     return lambda *arguments: run(Launches(), *arguments)
 
 
@@ -77,7 +77,7 @@ def complete(
 
 
 class FirstCall:
-    """A call that is worked out while it runs for the first time, and repeated from then on."""
+    """A call that is recorded when it first runs, and replayed from then on."""
 
     reusable = False
 
