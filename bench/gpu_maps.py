@@ -8,11 +8,13 @@ import torch
 
 import headwise as hw
 from bench.gpu_timing import Row, Run, interleaved, normal, say
-from headwise.maps import tiles
+from headwise.core.sums import RowTotals
+from headwise.maps import blockwise
+from headwise.maps.pooling import Cells
 
 
 def mapping() -> list[Row]:
-    """A map of one head at n = 100,000, d 128, its lse included; and PyTorch's own loops."""
+    """A map of one head at n = 100,000, d 128, its lse included, against loops in PyTorch."""
     n, rows = 100_000, []
     q, k = normal(1, 1, n, 128), normal(1, 1, n, 128)
     for name, mask in (("full", None), ("causal", hw.mask.causal())):
@@ -43,9 +45,9 @@ def mapping() -> list[Row]:
             made().pool(256)
             beyond = (torch.cuda.max_memory_allocated() - before) / 2**20
             region = made()._region
-            cells = tiles.Cells.evenly(n, 256)
+            cells = Cells.evenly(n, 256)
             start = time.perf_counter()
-            tiles.pool(region, lse, cells, cells, "mean")
+            blockwise.pool(region, RowTotals.of_lse(lse), cells, cells, "mean")
             torch.cuda.synchronize()
             own = (time.perf_counter() - start) * 1e3
         rows.append(

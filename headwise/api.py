@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ from headwise.core.observation import (
 )
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
-from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS
+from headwise.core.sums import EVERYTHING
 from headwise.dropout import Dropout
-from headwise.engines import quick, reference, sdpa, settled
-from headwise.engines.again import again
+from headwise.engines import calls
+from headwise.engines.contract import Results, compute
 from headwise.engines.plan import Plan, choose
 from headwise.engines.plan import plan as _plan
+from headwise.engines.streaming.engine import STREAMING
 from headwise.maps.attention_map import AttentionMap
 from headwise.score import Score
 
@@ -52,50 +53,28 @@ def attention(
     Without a batch, (H, N, D) works too. A row that sees no key gives 0.
 
     - score: `hw.Dot()`, which is q·k/√D, or `hw.Additive`, `hw.General`, `hw.Cosine`
-    - mask: which keys a query may see, of `hw.mask`; None shows all
-    - bias: what is added to the logits: a tensor that broadcasts to (B, Hq, N, M), `hw.ALiBi` or
+    - mask: the keys that each query may see, from `hw.mask`; None shows all of them
+    - bias: added to the logits: a tensor that broadcasts to (B, Hq, N, M), `hw.ALiBi` or
       `hw.RelativeBuckets`; -inf hides a key
     - softcap: c makes each logit c · tanh(logit / c) before the bias
-    - sinks: (Hq,) logits that take weight and give no value, so that rows sum to less than one
-    - dropout: the rate at which weights are dropped; `hw.Dropout(rate, seed)` drops the same again
-    - engine: "auto", or the name of one; `hw.explain` says which can serve a call
+    - sinks: (Hq,) logits that take weight but have no value, so rows sum to less than one
+    - dropout: the rate at which weights are dropped; `hw.Dropout(rate, seed)` is repeatable
+    - engine: "auto", or the name of an engine; `hw.explain` tells which can serve a call
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind(0)
     >>> hw.attention(q, k, v, mask=hw.mask.causal()).shape
     torch.Size([2, 8, 5, 16])
     """
-    if has_torch_function_variadic(q, k, v):  # someone wants to know of it, such as a watch
-        heard: Tensor = handle_torch_function(
+    if has_torch_function_variadic(q, k, v):  # a mode, such as a watch, handles the call
+        result: Tensor = handle_torch_function(
             attention, (q, k, v), q, k, v, score=score, mask=mask, bias=bias, softcap=softcap,
             sinks=sinks, dropout=dropout, engine=engine,
         )  # fmt: skip
-        return heard
-    description = None
-    if bias is None and softcap is None and sinks is None and dropout == 0.0:
-        found = quick.step(q, k, v, score, mask, engine)
-        if found is not None:
-            return found
-        description = settled.described(q, k, v, score, mask, engine)
-        serve = settled.known(description)
-        if serve is not None:
-            return serve(q, k, v)
-
-    def run() -> tuple[Tensor]:
-        four = _batched("attention", q, k, v)
-        problem = pose(
-            "attention", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-            dropout=dropout,
-        )  # fmt: skip
-        module = _restating("attention", four, choose, problem, engine)
-        if module is sdpa and description is not None and q.ndim == 4 and sdpa.maskless(problem):
-            settled.keep(description, sdpa.settle(problem))
-        out = module.attend(problem)
-        return (out if q.ndim == 4 else out[0],)
-
-    if bias is not None or dropout != 0.0:
-        return run()[0]
-    return again(run, q, k, v, score, mask, softcap, sinks, engine)[0]
+        return result
+    options = _Options(score, mask, bias, softcap, sinks, dropout)
+    (out,) = _serve("attention", _batched("attention", q, k, v), options, engine)
+    return out if q.ndim == 4 else out[0]
 
 
 def observe(
@@ -114,13 +93,13 @@ def observe(
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
 ) -> tuple[Tensor, Observation]:
-    """What `attention` returns, and what each head did: entropy, largest logit, distance, ...
+    """Return the output of `attention` and statistics of each head: entropy, largest logit, ...
 
-    The options of `attention`, and what to look at; `hw.Observation` defines the statistics. `lse`
+    Takes the options of `attention` and those below. `hw.Observation` defines the statistics. `lse`
     and `entropy` have gradients.
 
     - stats: the names of the statistics; None for all of `hw.STATISTICS`
-    - rows: how many query rows to look at, or which (a tensor); `seen.rows` names them
+    - rows: how many query rows to sample, or a tensor of their indices; `seen.rows` has them
     - sink_keys: how many keys at the start of a sequence count for `sink_mass`
 
     >>> import torch, headwise as hw
@@ -131,26 +110,16 @@ def observe(
     """
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
-    _restating("observe", four, check_sink_keys, sink_keys)
+    sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
     found = with_max_logit(names)
-
-    def run() -> tuple[Tensor, ...]:
-        problem = pose(
-            "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-            dropout=dropout,
-        )  # fmt: skip
-        if sampled is None:
-            out, values = _observe(problem, engine, found, sink_keys)
-        else:
-            out = _restating("observe", four, choose, problem, engine).attend(problem)
-            _, values = _observe(problem.at(sampled), engine, found, sink_keys)
-        return (out, *(values[name] for name in found))
-
-    if sampled is not None or bias is not None or dropout != 0.0:
-        out, *values = run()
+    options = _Options(score, mask, bias, softcap, sinks, dropout)
+    if sampled is None:
+        out, *values = _serve("observe", four, options, engine, found, sink_keys)
     else:
-        out, *values = again(run, q, k, v, score, mask, softcap, sinks, engine, found, sink_keys)
+        problem = pose("observe", *four, **options._asdict())
+        out = _restating("observe", four, choose, problem, engine).attend(problem)
+        values = _observe(problem.at(sampled), engine, found, sink_keys)
     seen = _observation(dict(zip(found, values, strict=True)), names, sampled, q.ndim == 4)
     return out if q.ndim == 4 else out[0], seen
 
@@ -169,9 +138,9 @@ def statistics(
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
 ) -> Observation:
-    """What `observe` sees, without gradients, where the output is computed by someone else.
+    """Return only the statistics of `observe`, without gradients, for an output from elsewhere.
 
-    With `rows`, nothing but those rows is computed.
+    With `rows`, only those rows are computed.
 
     >>> import torch, headwise as hw
     >>> from headwise.api import statistics
@@ -181,21 +150,22 @@ def statistics(
     """
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
-    _restating("observe", four, check_sink_keys, sink_keys)
+    sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     with torch.no_grad():
         problem = pose(
             "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
         )
         sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
-        looked = problem if sampled is None else problem.at(sampled)
-        _, values = _observe(looked, "auto", with_max_logit(names), sink_keys)
+        problem = problem if sampled is None else problem.at(sampled)
+        found = with_max_logit(names)
+        values = dict(zip(found, _observe(problem, "auto", found, sink_keys), strict=True))
     return _observation(values, names, sampled, batched=q.ndim == 4)
 
 
 def _observation(
     values: dict[str, Tensor], names: tuple[str, ...], rows: Tensor | None, batched: bool
 ) -> Observation:
-    """The asked-for values, and what tells which rows see a key."""
+    """Return the requested values, with max_logit, which tells the rows that see a key."""
     highest = values["max_logit"]
     if not batched:
         values = {name: value[0] for name, value in values.items()}
@@ -204,17 +174,53 @@ def _observation(
     return Observation(values, highest, rows)
 
 
-def _observe(
-    problem: Problem, engine: str, names: tuple[str, ...], sink_keys: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and the asked-for statistics."""
+def _observe(problem: Problem, engine: str, names: tuple[str, ...], sink_keys: int) -> list[Tensor]:
+    """Return the named statistics of a problem."""
     tensors = problem.q, problem.k, problem.v
-    module = _restating("observe", tensors, choose, problem, engine, True)
-    if module is reference:
-        out, values = reference.observe(problem, sink_keys)
-        return out, {name: value for name, value in values.items() if name in names}
-    found: tuple[Tensor, dict[str, Tensor]] = module.observe(problem, names, sink_keys)
-    return found
+    chosen = _restating("observe", tensors, choose, problem, engine, True)
+    return list(compute(chosen, problem, names, sink_keys)[1:])
+
+
+class _Options(NamedTuple):
+    """The options of `attention` that decide what is computed."""
+
+    score: Score | None
+    mask: Mask | None
+    bias: Bias | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float | Dropout
+
+
+def _serve(
+    call: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: _Options,
+    engine: str,
+    names: tuple[str, ...] = (),
+    sink_keys: int = 1,
+) -> Results:
+    """Return out and the named statistics, from the cache of prepared calls if possible.
+
+    The path of every call: describe it and look it up; if it is new, check it, choose an engine,
+    let the engine prepare it, and run.
+    """
+    q, k, v = tensors
+    described = None
+    if q.dtype is k.dtype is v.dtype:  # otherwise autocast may unify them
+        described = calls.describe(tensors, **options._asdict(), options=(engine, names, sink_keys))
+    prepared = None if described is None else calls.known(described.key)
+    if described is not None and prepared is not None:
+        return prepared(*described.tensors)
+    problem = pose(call, q, k, v, **options._asdict())
+    chosen = _restating(call, tensors, choose, problem, engine, bool(names))
+    if described is not None:
+        prepared = chosen.prepare(problem, names, sink_keys)
+    if described is None or prepared is None:
+        return compute(chosen, problem, names, sink_keys)
+    results = prepared(*described.tensors)
+    calls.keep(described.key, prepared)
+    return results
 
 
 def attention_map(
@@ -232,7 +238,7 @@ def attention_map(
     """The attention weights as a matrix that is never stored: any part of it is exact on demand.
 
     The options are those of `attention`. With v, the map can weigh by the values' norms. lse
-    (B, Hq, N), where it is known, saves a pass. Without a batch, the map has a batch of one.
+    (B, Hq, N), if known, saves a pass. Without a batch, the map has a batch of one.
 
     >>> import torch, headwise as hw
     >>> q, k = torch.randn(2, 1, 2, 100, 16).unbind(0)
@@ -262,7 +268,7 @@ def explain(
     engine: str = "auto",
     observed: bool = False,
 ) -> Plan:
-    """Which engine would serve this call, and why not the others; `observed` for `observe`.
+    """Return the plan of a call: the engine, and why not the others; `observed` for `observe`.
 
     >>> import torch, headwise as hw
     >>> q = torch.randn(1, 8, 5, 16)
@@ -297,8 +303,8 @@ def partial(
 ) -> Partial:
     """Attention of these queries over these keys, placed in the whole sequence, ready to `merge`.
 
-    Masks, biases and dropout speak of the whole sequence: row r is query first_query + r, column c
-    is key first_key + c, and `causal()` without an offset lets equal numbers stand together.
+    Masks, biases and dropout refer to the whole sequence: row r is query first_query + r, column c
+    is key first_key + c, and `causal()` without an offset lets query i see the keys j <= i.
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind(0)
@@ -317,18 +323,18 @@ def partial(
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
-    engine = _restating("partial", four, choose, problem, "streaming", True)
-    sums = engine.run(problem, ENTROPY | DISTANCE | MOMENTS)
+    _restating("partial", four, choose, problem, STREAMING.name, True)  # it may refuse
+    sums = STREAMING.run(problem, EVERYTHING)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 
 def _batched(call: str, q: object, k: object, v: object) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, H, N, D) as it is; (H, N, D) with a batch of one."""
+    """Return q, k and v with a batch axis: (H, N, D) gets a batch of one."""
     if not isinstance(q, Tensor) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         raise ValueError(f"q, k and v need to be tensors\n  in {restate(call, q, k, v)}")
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         raise ValueError(
-            "q, k and v need the axes (batch, heads, length, width), or all of them without batch\n"
+            "q, k and v need the axes (batch, heads, length, width), or all three without batch\n"
             f"  in {restate(call, q, k, v)}"
         )
     return (q, k, v) if q.ndim == 4 else (q[None], k[None], v[None])
@@ -337,7 +343,7 @@ def _batched(call: str, q: object, k: object, v: object) -> tuple[Tensor, Tensor
 def _restating(
     call: str, tensors: tuple[Tensor, Tensor, Tensor], ask: Callable[..., Found], *given: object
 ) -> Found:
-    """What `ask` returns; its ValueError restates the call."""
+    """Return what `ask` returns; restate the call in its ValueError."""
     try:
         return ask(*given)
     except ValueError as error:

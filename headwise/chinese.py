@@ -1,11 +1,11 @@
-"""The one table of translations: what the page may have to say, by its English, in 中文.
+"""The table of translations: every message that the page may show, in 中文, by its English text.
 
-A sentence is said by `headwise.messages.say`; the tests find every such call, and ask for its
-sentence here, with the same values in it.
+Messages are made by `headwise.messages.say`; the tests find every such call and check that its
+sentence is here, with the same values.
 """
 
 CHINESE: dict[str, str] = {
-    # questions without an answer
+    # requests that can't be answered
     "there is nothing at {path}": "{path} 处什么也没有",
     "see docs/look.md": "参见 docs/look.md",
     "there is no input {id}": "没有输入 {id}",
@@ -116,11 +116,11 @@ CHINESE: dict[str, str] = {
     ),
     "there is no figure {name!r}; there are {there}": "没有指标 {name!r}；现有 {there}",
     # alarms
-    "its largest logit is no number any more": "它的最大 logit 已不是数",
+    "its largest logit is NaN": "它的最大 logit 是 NaN",
     "its largest logit is {largest:.4g}, above {limit:g}": (
         "它的最大 logit 是 {largest:.4g}，超过 {limit:g}"
     ),
-    "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys a row": (
+    "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys per row": (
         "它的平均熵是 {entropy:.3f} 奈特：每行 {keys:.2f} 个键"
     ),
     "its mean output norm is 0: nothing at all": "它的平均输出范数是 0：什么也没有",
@@ -132,8 +132,8 @@ CHINESE: dict[str, str] = {
     ),
     "it weights the keys as head {first} does": "它给各键的权重和头 {first} 一样",
     # the rules behind them
-    "the largest logit of a head is above {limit:g}, or no number any more": (
-        "一个头的最大 logit 超过 {limit:g}，或已不是数"
+    "the largest logit of a head is above {limit:g}, or NaN": (
+        "一个头的最大 logit 超过 {limit:g}，或为 NaN"
     ),
     "the mean entropy of a head is below {nats:g} nats, and the previous token, the token itself "
     "and the first one get less than half of its weight": (
@@ -159,7 +159,7 @@ CHINESE: dict[str, str] = {
         "Wortsman 等人（2309.14322）见到 logit 增长以发散告终"
     ),
     "Zhai and others, 2023 (2303.06296): training becomes unstable when attention entropy "
-    "collapses; the threshold is ours, e^0.1 = 1.1 keys a row": (
+    "collapses; the threshold is ours, e^0.1 = 1.1 keys per row": (
         "Zhai 等人，2023（2303.06296）：注意力熵坍缩时训练变得不稳定；阈值是我们定的，"
         "e^0.1 = 每行 1.1 个键"
     ),

@@ -1,4 +1,4 @@
-"""Every example of the README and the handbook runs and prints what the page says it prints."""
+"""Every example in the README and in docs/ runs and prints the output that the page shows."""
 
 import doctest
 import json
@@ -24,7 +24,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The fenced blocks of a language, each with the line its code starts on, counted from 0."""
+    """Fenced blocks in a language, each with the line (from 0) on which its code starts."""
     text = page.read_text(encoding="utf-8")
     return [
         (text.count("\n", 0, match.start("body")), match["body"])
@@ -38,7 +38,7 @@ def test_python_examples_run_in_order_and_print_what_they_show(page: Path) -> No
     namespace: dict[str, object] = {}
     for line, body in blocks(page, "python"):
         if ">>>" not in body:
-            # The empty lines in front make a traceback point into the page.
+            # Leading empty lines make a traceback point into the page.
             exec(compile("\n" * line + body, str(page), "exec"), namespace)
             continue
         example = doctest.DocTestParser().get_doctest(body, namespace, page.name, str(page), line)
@@ -55,22 +55,33 @@ def test_console_examples_print_what_they_show(page: Path) -> None:
         for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
             command, _, shown = part.partition("\n")
             words = shlex.split(command, comments=True)
-            if words[:2] != ["headwise", "look"]:  # the others install, or speak of a machine
+            if words[:2] != ["headwise", "look"]:  # the others depend on the machine
                 continue
             result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
             assert plain(result.output) == plain(shown)
 
 
 def plain(text: str) -> list[str]:
-    """Lines without the space at their ends, which no reader sees."""
+    """Lines without trailing space."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
 @pages
-def test_links_to_files_of_the_repository_lead_somewhere(page: Path) -> None:
+def test_links_to_files_of_the_repository_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "page/README.md"], ids=lambda page: page.name)
+def test_files_named_in_backticks_exist(page: Path) -> None:
+    """Paths start at the root of the repository, or in a folder that the page names."""
+    spans = re.findall(r"`([\w./-]+)`", FENCED.sub("", page.read_text(encoding="utf-8")))
+    folders = [ROOT, page.parent, *(ROOT / span for span in spans if span.endswith("/"))]
+    for path in (span for span in spans if re.search(r"^\w+/.*\.\w+$", span)):
+        places = [folder for folder in folders if (folder / path.split("/")[0]).is_dir()]
+        if places and "yours" not in path.lower():  # a file of the reader's
+            assert any((folder / path).is_file() for folder in places), path
 
 
 chinese = pytest.mark.parametrize("page", CHINESE, ids=lambda page: str(page.relative_to(ROOT)))
@@ -83,7 +94,7 @@ def test_both_languages_have_the_same_sections_examples_tables_and_commands(page
 
 
 def outline(page: Path) -> dict[str, object]:
-    """What of a page does not depend on its language."""
+    """The parts of a page that do not depend on its language."""
     prose = FENCED.sub("", page.read_text(encoding="utf-8"))
     lines = prose.splitlines()
     return {
@@ -108,8 +119,8 @@ def test_chinese_sentences_have_chinese_punctuation(page: Path) -> None:
     ("page", "file"),
     [("speed.md", "cpu.json"), ("speed.md", "modules.json"), ("gpu.md", "gpu.json")],
 )
-def test_every_figure_of_a_benchmark_is_told_met_or_missed(page: str, file: str) -> None:
-    told = {
+def test_every_benchmark_result_is_listed_as_met_or_missed(page: str, file: str) -> None:
+    listed = {
         frozenset(cell.strip() for cell in line.split("|"))
         for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     }
@@ -118,11 +129,11 @@ def test_every_figure_of_a_benchmark_is_told_met_or_missed(page: str, file: str)
         value = f"{figure['value']:.2f} {figure['unit']}"
         judged = "met" if figure["met"] else "**missed**"
         row = {figure["name"], value, figure["target"], judged}
-        assert any(row <= line for line in told), row
+        assert any(row <= line for line in listed), row
 
 
-def test_the_tables_of_the_gpu_engines_are_what_was_measured() -> None:
+def test_the_tables_of_gpu_md_are_the_recorded_results() -> None:
     page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8").partition("## Measured")[2]
-    told = [table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
+    shown = [table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
     found = json.loads((ROOT / "bench/results/gpu.json").read_text(encoding="utf-8"))
-    assert told == tables(found)
+    assert shown == tables(found)

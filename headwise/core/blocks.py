@@ -1,7 +1,7 @@
-"""One block of the score matrix: some rows by some keys, for some heads, and its gradient.
+"""One block of the score matrix (some rows by some keys of some heads) and its gradient.
 
 Blocks keep grouped heads together: the G query heads that share a key head are G·R rows of one
-matrix product, so K and V are never repeated. A block's logits are (heads, G·R, C), seen as
+matrix product, so K and V are never repeated. A block's logits are (heads, G·R, C), viewed as
 (b, h, G, R, C) wherever something is added to them.
 """
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from headwise import dropout
+from headwise.core.intervals import inside
+from headwise.core.logits import added
 from headwise.core.problem import Terms
 
-LOWEST = -2e38  # of a bias that does not hide its key: masks write the lowest number there is
-ADDITIVE_BUDGET = 1 << 21  # elements of the (rows, keys, width) tanh that additive scores hold
+ADDITIVE_BUDGET = 1 << 21  # elements of the (rows, keys, width) tanh of additive scores
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Unit:
     h1: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a (B|1, Hkv|1, ...) tensor, sizes of one kept as they are."""
+        """The unit's part of a (B|1, Hkv|1, ...) tensor; axes of size one stay as they are."""
         if tensor.shape[0] > 1:
             tensor = tensor[self.b0 : self.b1]
         return tensor[:, self.h0 : self.h1] if tensor.shape[1] > 1 else tensor
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """The part of a (B, Hkv, ...) tensor, its heads in one axis."""
+        """The unit's part of a (B, Hkv, ...) tensor, batch and heads in one axis."""
         return tensor[self.b0 : self.b1, self.h0 : self.h1].flatten(0, 1)
 
 
@@ -54,13 +55,13 @@ class Blocks:
         self.bias = None if terms.bias is None else per_head(terms.bias)
         self.position = terms.position[:, None, None, :]  # (B|1, 1, 1, N)
         self.columns = torch.arange(k.shape[2], device=k.device, dtype=torch.int32)
-        self.slopes = self._heads_only(terms.slopes)  # (1, Hkv, G)
-        self.relative = self._heads_only(terms.relative)  # (1, Hkv, G, 2R + 1)
+        numbers = torch.arange(q.shape[1], device=q.device)
+        self.numbers = per_head(numbers[None, :, None, None])  # of the query heads
         self.additive = self._heads_only(terms.additive)  # (1, Hkv, G, D)
 
     def grouped(self, tensor: Tensor) -> Tensor:
         """(B|1, Hq|1, ...) as (B|1, Hkv|1, G|1, ...)."""
-        if tensor.shape[1] == 1 and self.heads * self.group > 1:
+        if tensor.shape[1] == 1 and self.heads * self.group != 1:
             return tensor[:, :, None]
         grouped: Tensor = tensor.unflatten(1, (self.heads, self.group))
         return grouped
@@ -104,62 +105,50 @@ class Blocks:
         cap = self.terms.softcap
         if cap:
             s.div_(cap).tanh_().mul_(cap)
-        five = self.five(unit, s)
+        bias = None
         if self.bias is not None:
-            five.add_(_bounded(_cut(_cut(unit.of(self.bias), -2, rows), -1, columns), s.dtype))
-        if self.slopes is not None:
-            slopes = unit.of(self.slopes)[..., None, None].to(s.dtype)
-            five.sub_(slopes * self.distance(unit, rows, columns).abs())
-        if self.relative is not None:
-            five.add_(self._by_distance(unit, rows, columns).to(s.dtype))
+            bias = _cut(_cut(unit.of(self.bias), -2, rows), -1, columns)
+        five, place = self.five(unit, s), self._place(unit, rows, columns)
+        for term in added(self.terms, bias, unit.of(self.numbers), *place, s.dtype):
+            five.add_(term)
         return s
 
     def visible(self, unit: Unit, rows: slice, columns: slice) -> Tensor | None:
-        """The mask of the block, broadcastable to (b, h, G, R, C); None: everything."""
+        """The mask of the block, broadcastable to (b, h, G, R, C); None if there is no mask."""
         if self.dense is not None:
             return _cut(_cut(unit.of(self.dense), -2, rows), -1, columns)
         if self.intervals is None:
             return None
-        j = self.columns[columns]
-        seen = None
-        for first, last in self.intervals.unflatten(0, (-1, 2)):
-            first, last = unit.of(first)[..., rows, None], unit.of(last)[..., rows, None]
-            inside = (j >= first) & (j < last)
-            seen = inside if seen is None else seen | inside
-        return seen
+        bounds = (
+            (unit.of(first)[..., rows, None], unit.of(last)[..., rows, None])
+            for first, last in self.intervals.unflatten(0, (-1, 2))
+        )
+        return inside(bounds, self.columns[columns])
+
+    def _place(self, unit: Unit, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """The positions of queries (b|1, 1, 1, R, 1) and keys (C,) in the whole sequence."""
+        position = unit.of(self.position)[..., rows, None]
+        return position, self.columns[columns] + self.terms.first_key
 
     def distance(self, unit: Unit, rows: slice, columns: slice) -> Tensor:
         """i - j in positions of the whole sequence, (b|1, 1, 1, R, C)."""
-        first = self.terms.first_key
-        j = torch.arange(first + columns.start, first + columns.stop, device=self.q.device)
-        return unit.of(self.position)[..., rows, None] - j
+        position, keys = self._place(unit, rows, columns)
+        return position - keys
 
     def keep(self, unit: Unit, rows: slice, columns: slice) -> Tensor:
-        """Which weights dropout keeps, bool (heads, G·R, C)."""
+        """The weights that dropout keeps, bool (heads, G·R, C)."""
         device, seed = self.q.device, self.terms.seed
         assert seed is not None
         batch = torch.arange(unit.b0, unit.b1, device=device)[:, None, None, None]
-        head = torch.arange(self.heads * self.group, device=device).unflatten(0, (self.heads, -1))
-        head = head[unit.h0 : unit.h1, :, None]
-        place = dropout.row_hash(seed, batch, head, unit.of(self.position)[..., rows].long())
-        first = self.terms.first_key
-        j = torch.arange(first + columns.start, first + columns.stop, device=device)
-        return dropout.keep(place, j, self.terms.dropout).flatten(0, 1).flatten(1, 2)
+        position, keys = self._place(unit, rows, columns)
+        place = dropout.row_hash(
+            seed, batch, unit.of(self.numbers)[..., 0], position[..., 0].long()
+        )
+        return dropout.keep(place, keys.long(), self.terms.dropout).flatten(0, 1).flatten(1, 2)
 
     def five(self, unit: Unit, s: Tensor) -> Tensor:
-        """A block (heads, G·R, C) seen as (b, h, G, R, C)."""
+        """A view of a block (heads, G·R, C) as (b, h, G, R, C)."""
         return s.view(unit.b1 - unit.b0, unit.h1 - unit.h0, self.group, -1, s.shape[-1])
-
-    def _by_distance(self, unit: Unit, rows: slice, columns: slice) -> Tensor:
-        assert self.relative is not None
-        table = unit.of(self.relative)[0]  # (h, G, 2R + 1)
-        return table[..., self.distance_index(unit, rows, columns)].movedim(2, 0)
-
-    def distance_index(self, unit: Unit, rows: slice, columns: slice) -> Tensor:
-        """The column of `relative` for each pair, (b|1, R, C)."""
-        assert self.relative is not None
-        reach = self.relative.shape[-1] // 2
-        return self.distance(unit, rows, columns)[:, 0, 0].clamp(-reach, reach).long() + reach
 
     def _row_weights(self, unit: Unit, q: Tensor) -> Tensor:
         """The additive weight of each of the G·R rows, (heads, G·R, D)."""
@@ -172,7 +161,7 @@ class Blocks:
     def raw_backward(
         self, unit: Unit, q: Tensor, k: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients for q (the scale still to come), k and the additive weight of each row."""
+        """Gradients of q (before the scale), of k and of the additive weight of each row."""
         if self.additive is None:
             return torch.bmm(grad, k), torch.bmm(grad.transpose(1, 2), q), None
         weight = self._row_weights(unit, q)
@@ -188,23 +177,14 @@ class Blocks:
         return grad_q, grad_k, grad_w
 
 
-def _bounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """No finite number below LOWEST: in units of log 2 it would become -inf, and hide its key."""
-    if dtype == torch.float64 or bias.dtype == torch.float16:  # which hold all of theirs
-        return bias
-    if not bool(bias.amin() < LOWEST):  # to look costs less than to change
-        return bias
-    return torch.where(bias == -torch.inf, bias, bias.clamp_min(LOWEST))
-
-
 def _cut(tensor: Tensor, axis: int, part: slice) -> Tensor:
-    """The part of an axis, unless it is broadcast."""
+    """The part of an axis; an axis of size one is broadcast and stays."""
     if tensor.shape[axis] == 1:
         return tensor
     return tensor.narrow(axis, part.start, part.stop - part.start)
 
 
 def _row_parts(q: Tensor, k: Tensor) -> list[slice]:
-    """Rows in parts whose tanh over every key and width stays within the budget."""
+    """Row slices whose tanh over all keys and the width stays within the budget."""
     rows = max(1, ADDITIVE_BUDGET // max(1, q.shape[0] * k.shape[1] * q.shape[2]))
     return [slice(r, min(r + rows, q.shape[1])) for r in range(0, q.shape[1], rows)]

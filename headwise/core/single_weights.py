@@ -1,121 +1,74 @@
-"""Single weights: once lse is known, one weight a row costs one dot product, outside any loop."""
+"""Single weights: once a row's totals are known, one weight per row costs one dot product."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from headwise.core.observation import STATISTICS
+from headwise.core.intervals import inside
+from headwise.core.logits import added
 from headwise.core.problem import Problem, Terms
-from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS, Sums
+from headwise.core.sums import RowTotals
 
-PART = 1 << 22  # elements of a part's queries, so that their keys take little memory
-
-_IN_LOOP = {
-    "entropy": ENTROPY,
-    "effective_keys": ENTROPY,
-    "distance": DISTANCE,
-    "logit_mean": MOMENTS,
-    "logit_var": MOMENTS,
-}
-
-
-def wanted(stats: tuple[str, ...]) -> int:
-    """The sums over pairs that these statistics need."""
-    wants = 0
-    for name in stats:
-        wants |= _IN_LOOP.get(name, 0)
-    return wants
-
-
-def complete(
-    problem: Problem, sums: Sums, stats: tuple[str, ...], sink_keys: int
-) -> dict[str, Tensor]:
-    """The asked-for statistics, (B, Hq, N) each, from an engine's sums."""
-    asked = set(stats)
-    found = {"lse": sums.lse, "max_logit": sums.max_logit, "entropy": sums.entropy}
-    found |= {"distance": sums.distance, "logit_mean": sums.logit_mean, "logit_var": sums.logit_var}
-    with torch.no_grad():
-        terms, lse = problem.terms(), sums.lse
-        if "top_prob" in asked:
-            found["top_prob"] = _power(sums.max_logit, lse)
-        if "effective_keys" in asked:
-            found["effective_keys"] = sums.entropy.exp()
-        if "output_norm" in asked:
-            wide = torch.promote_types(sums.out.dtype, torch.float32)
-            found["output_norm"] = torch.linalg.vector_norm(sums.out, dim=-1, dtype=wide)
-        own = (terms.position - terms.first_key)[:, None]  # (B|1, 1, N): the key beside the query
-        if "self_mass" in asked:
-            found["self_mass"] = weight_on(problem, terms, lse, own, problem.diagonal())
-        if "previous_mass" in asked:
-            diagonal = problem.diagonal()
-            before = None if diagonal is None else diagonal - 1
-            found["previous_mass"] = weight_on(problem, terms, lse, own - 1, before)
-        if "sink_mass" in asked:
-            start = problem.start()
-            first = start if isinstance(start, Tensor) else own.new_full((1, 1, 1), start)
-            found["sink_mass"] = sum(
-                (weight_on(problem, terms, lse, first + step) for step in range(sink_keys)),
-                torch.zeros_like(lse),
-            )
-    return {name: found[name] for name in STATISTICS if name in asked}
+PART = 1 << 22  # elements of the queries of one step, so that their keys take little memory
 
 
 def weight_on(
-    problem: Problem, terms: Terms, lse: Tensor, column: Tensor, diagonal: int | None = None
+    problem: Problem, terms: Terms, totals: RowTotals, column: Tensor, diagonal: int | None = None
 ) -> Tensor:
-    """The weight of each row on one key, (B, Hq, N), 0 where it is not visible.
+    """The weight of each row on one key, (B, Hq, N): 0 where the row does not see it.
 
-    column (B|1, Hq|1, N|1) numbers the keys; `diagonal` says that row i's is i + diagonal.
+    column (B|1, Hq|1, N|1) is the key's number; with `diagonal`, row i's is i + diagonal.
     """
     batch, heads, rows, width = problem.q.shape
     if torch.compiler.is_compiling():  # a loop over a symbolic length would fix the length
-        return _part(problem, terms, lse, column.long(), slice(0, rows), None)
+        return _part(problem, terms, totals, column.long(), slice(0, rows), None)
     step = max(1, PART // max(1, batch * heads * width))
     first, last = 0, rows
-    if diagonal is not None:  # rows whose key is there; the others have none
+    if diagonal is not None:  # the rows whose key exists
         first, last = max(0, -diagonal), max(0, min(rows, problem.k.shape[2] - diagonal))
-    weights = torch.zeros_like(lse)
+    weights = torch.zeros_like(totals.lse)
     for row in range(first, last, step):
         part = slice(row, min(row + step, last))
         at = column if column.shape[-1] == 1 else column[..., part]
-        weights[..., part] = _part(problem, terms, lse[..., part], at.long(), part, diagonal)
+        known = RowTotals(*(x[..., part] for x in totals))
+        weights[..., part] = _part(problem, terms, known, at.long(), part, diagonal)
     return weights
 
 
 def _part(
-    problem: Problem, terms: Terms, lse: Tensor, column: Tensor, rows: slice, diagonal: int | None
+    problem: Problem,
+    terms: Terms,
+    totals: RowTotals,
+    column: Tensor,
+    rows: slice,
+    diagonal: int | None,
 ) -> Tensor:
-    q, k = problem.q[:, :, rows].to(lse.dtype), problem.k
+    wide = totals.lse.dtype
+    q, k = problem.q[:, :, rows].to(wide), problem.k
     keys, group = k.shape[2], q.shape[1] // k.shape[1]
     if keys == 0 or group == 0:
-        return torch.zeros_like(lse)
-    inside = (column >= 0) & (column < keys)
+        return torch.zeros_like(totals.lse)
+    within = (column >= 0) & (column < keys)
     column = column.clamp(0, keys - 1)
     if diagonal is None:
         k = _keys_at(k, column, q.shape[1])  # (B, Hkv, G|1, N|1, D)
     else:
         k = k[:, :, None, rows.start + diagonal : rows.stop + diagonal]
-    s = _raw(terms, q.unflatten(1, (-1, group)), k.to(lse.dtype)).flatten(1, 2)
+    s = _raw(terms, q.unflatten(1, (-1, group)), k.to(wide)).flatten(1, 2)
     if terms.softcap:
         s = terms.softcap * torch.tanh(s / terms.softcap)
-    distance = terms.position[:, None, rows] - (column + terms.first_key)
-    if terms.bias is not None:
-        s = s + _entry(terms.bias, column, rows, q.shape[:3]).to(s.dtype)
-    if terms.slopes is not None:
-        s = s - terms.slopes.to(s.dtype)[:, None] * distance.abs()
-    if terms.relative is not None:
-        reach = terms.relative.shape[1] // 2
-        index = distance.clamp(-reach, reach) + reach
-        heads = torch.arange(q.shape[1], device=q.device)[:, None]
-        s = s + terms.relative.to(s.dtype)[heads, index]
-    seen = inside
+    heads = torch.arange(q.shape[1], device=q.device)[:, None]
+    bias = None if terms.bias is None else _entry(terms.bias, column, rows, q.shape[:3])
+    place = terms.position[:, None, rows], column + terms.first_key
+    for term in added(terms, bias, heads, *place, s.dtype):
+        s = s + term
+    seen = within
     if terms.dense is not None:
         seen = seen & _entry(terms.dense, column, rows, q.shape[:3])
     elif terms.intervals is not None:
-        first, last = terms.intervals[:, 0, ..., rows], terms.intervals[:, 1, ..., rows]
-        seen = seen & ((column >= first) & (column < last)).any(0)
-    return _power(s, lse).masked_fill(~seen, 0)
+        seen = seen & inside(terms.intervals[..., rows], column)
+    return totals.weight(s).masked_fill(~seen, 0)
 
 
 def _raw(terms: Terms, q: Tensor, k: Tensor) -> Tensor:
@@ -130,7 +83,7 @@ def _raw(terms: Terms, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _keys_at(k: Tensor, column: Tensor, heads: int) -> Tensor:
-    """k (B, Hkv, M, D) at one key a row, (B, Hkv, G|1, N|1, D)."""
+    """k (B, Hkv, M, D) at one key per row, (B, Hkv, G|1, N|1, D)."""
     group = heads // k.shape[1]
     if column.shape[0] == column.shape[1] == 1:  # the same keys for every head
         return k.index_select(2, column.flatten())[:, :, None]
@@ -141,14 +94,9 @@ def _keys_at(k: Tensor, column: Tensor, heads: int) -> Tensor:
 
 
 def _entry(table: Tensor, column: Tensor, rows: slice, shape: torch.Size) -> Tensor:
-    """A (B|1, Hq|1, N|1, M|1) tensor at one key a row."""
+    """A (B|1, Hq|1, N|1, M|1) tensor at one key per row."""
     table = table if table.shape[2] == 1 else table[:, :, rows]
     if table.shape[3] == 1:
         return table[..., 0]
     index = column.expand(shape)[..., None]
     return table.expand(*shape, table.shape[3]).gather(3, index)[..., 0]
-
-
-def _power(s: Tensor, lse: Tensor) -> Tensor:
-    """exp(s - lse): 0 in a row that sees nothing, and no more than 1 whatever rounding says."""
-    return torch.exp(s - lse.masked_fill(lse == -torch.inf, torch.inf)).clamp_max(1)

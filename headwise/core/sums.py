@@ -1,4 +1,4 @@
-"""What an engine's one pass returns: the output, and the sums over pairs that statistics need."""
+"""The result of an engine's one pass: the output, and the sums over pairs behind the statistics."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ENTROPY, DISTANCE, MOMENTS = 1, 2, 4  # sums over pairs that a call may ask for
+# A call's requests besides out, lse and max_logit. Plain ints, because operators take no flags.
+ENTROPY, DISTANCE, MOMENTS, LOG_TOTAL = 1, 2, 4, 8
+EVERYTHING = ENTROPY | DISTANCE | MOMENTS | LOG_TOTAL
 
 
 class Sums(NamedTuple):
-    """out (B, Hq, N, Dv); the rest (B, Hq, N), or empty where it was not asked for."""
+    """out (B, Hq, N, Dv); the rest (B, Hq, N), or empty (0,) if it was not asked for."""
 
     out: Tensor
     lse: Tensor
@@ -21,6 +23,38 @@ class Sums(NamedTuple):
     logit_mean: Tensor
     logit_var: Tensor
     visible: Tensor  # how many keys the row sees
+    log_total: Tensor  # lse - max_logit before rounding; 0 for a row that sees no key
+
+    def totals(self) -> RowTotals:
+        """The totals that turn logits into weights; exact if log_total was asked for."""
+        if self.log_total.ndim < self.lse.ndim:
+            return RowTotals.of_lse(self.lse)
+        return RowTotals(self.lse, self.max_logit, self.log_total)
+
+
+class RowTotals(NamedTuple):
+    """Totals that turn a row's logits s into weights: log p = (s - base) - log_total.
+
+    base = lse and log_total = 0 would do, but lse is rounded: near 1e8, float32 has no fractions.
+    The largest logit as the base is exact. Each tensor is (B, Hq, N).
+    """
+
+    lse: Tensor
+    base: Tensor  # -inf for a row that sees no key
+    log_total: Tensor
+
+    @staticmethod
+    def of_lse(lse: Tensor) -> RowTotals:
+        """Totals from lse alone, as exact as lse is."""
+        return RowTotals(lse, lse, torch.zeros_like(lse))
+
+    def safe_base(self) -> Tensor:
+        """The base with +inf for rows that see no key, so that their weights are 0."""
+        return self.base.masked_fill(self.base == -torch.inf, torch.inf)
+
+    def weight(self, s: Tensor) -> Tensor:
+        """The weights of logits that broadcast with the rows; at most 1, whatever rounding does."""
+        return torch.exp((s - self.safe_base()).clamp_max(0) - self.log_total)
 
 
 def room(q: Tensor, v: Tensor, wants: int) -> Sums:
@@ -36,10 +70,11 @@ def room(q: Tensor, v: Tensor, wants: int) -> Sums:
         q.new_empty(*rows, v.shape[-1]),
         statistic(1),
         statistic(1),
-        # of its own, because it has a gradient
+        # not shared, because it has a gradient
         q.new_empty(rows if wants & ENTROPY else 0, dtype=wide),
         statistic(wants & DISTANCE),
         statistic(wants & MOMENTS),
         statistic(wants & MOMENTS),
         statistic(wants & MOMENTS),
+        statistic(wants & LOG_TOTAL),
     )

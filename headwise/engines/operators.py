@@ -1,9 +1,9 @@
-"""A forward and a backward as two operators that PyTorch knows: their shapes and gradients.
+"""An engine's forward and backward as PyTorch operators, with shapes, gradients and FLOP counts.
 
-`torch.compile`, `torch.export` and FlopCounterMode meet two nodes, whichever engine made them. They
-are defined by their schemas and not by `torch.library.custom_op`, whose wrapper checks every call
-for aliases and brings in all of torch's compiler with the first one. Where nobody would notice an
-operator, what it computes is called at once.
+`torch.compile`, `torch.export` and FlopCounterMode see two nodes, whichever engine they come from.
+The operators are defined by schema, because the wrapper of `torch.library.custom_op` checks every
+call for aliases and loads all of torch's compiler. If nothing needs to see the operator, its
+implementation is called directly.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from torch.nn import Parameter
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.sums import ENTROPY, Sums, room
 from headwise.engines import flops
-from headwise.engines.recording import recorder
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 
 LIBRARY = torch.library.Library("headwise", "FRAGMENT")
-CALL = (  # q, k, v, and Terms: a field each
+CALL = (  # q, k, v, and the fields of Terms
     "Tensor q, Tensor k, Tensor v, Tensor? additive, Tensor? intervals, Tensor? dense, "
     "Tensor position, Tensor? bias, Tensor? slopes, Tensor? relative, Tensor? sinks, Tensor? seed, "
     "float scale, float softcap, float dropout, SymInt first_key, SymInt[]? band"
@@ -37,9 +36,9 @@ _LEARNABLE = (0, 1, 2, 3, _BIAS, 8, 9, 10)  # arguments of the forward that have
 
 
 class Gradients(NamedTuple):
-    """One for each of a call's learnable tensors; None where the call has no such tensor.
+    """The gradients of a call's tensors; None where the call has no such tensor.
 
-    A bias that does not learn has none either: it would take as much memory as all weights.
+    A bias that does not require a gradient has none: it would take as much memory as the weights.
     """
 
     q: Tensor
@@ -52,12 +51,12 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
-# (q, k, v, terms, out, lse, entropy, their gradients, whether a bias learns)
+# (q, k, v, terms, out, lse, entropy, their gradients, bias_learns)
 Backward = Callable[..., Gradients]
 
 
 def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    """Register headwise::<name>, which `run` computes and `shapes` foretells, and return it."""
+    """Register headwise::<name>, computed by `run`, its shapes given by `shapes`, and return it."""
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"headwise::{name}", shapes, lib=LIBRARY)
@@ -67,7 +66,7 @@ def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[...
 def operators(
     engine: str, run: Forward, differentiate: Backward
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Register headwise::<engine> and headwise::<engine>_backward; the first is returned."""
+    """Register headwise::<engine> and headwise::<engine>_backward, and return the first."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
         with without_autocast(q.device):
@@ -85,7 +84,7 @@ def operators(
 
     def gradient(ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
         *tensors, out, lse, entropy = ctx.saved_tensors
-        grad_entropy = grad_entropy if ctx.wants & ENTROPY else None  # there is none to flow into
+        grad_entropy = grad_entropy if ctx.wants & ENTROPY else None
         grads: list[Tensor | None] = [None] * (4 + _TERMS)
         if grad_out is None and grad_lse is None and grad_entropy is None:
             return tuple(grads)
@@ -101,7 +100,7 @@ def operators(
     def no_second(ctx, *grads):  # type: ignore[no-untyped-def]
         raise NotImplementedError(
             f"headwise's {engine} engine has no second derivative; "
-            "engine='reference' has all of them"
+            "use engine='reference', which has all derivatives"
         )
 
     def apart(*given: Any) -> tuple[Tensor, ...]:
@@ -123,7 +122,10 @@ def operators(
 
 
 def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` itself where nobody would notice the operator, which outlasts short kernels."""
+    """Return a function that calls `run`, or the operator if something must see it.
+
+    Calling an operator takes longer than a short kernel.
+    """
 
     def call(q: Tensor, *given: Any) -> Any:
         return (operator if noticed(q, *given) else run)(q, *given)
@@ -132,11 +134,10 @@ def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..
 
 
 def noticed(*given: object) -> bool:
-    """Whether gradients, compilers, modes or transforms must see a call as an operator."""
+    """Return whether gradients, compilers, modes or transforms must see a call as an operator."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
-    listening = recorder() is not None  # it is a mode itself, and wants launches
-    if torch._C._len_torch_dispatch_stack() > listening or forward_ad._current_level >= 0:
+    if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:
         return True
     if torch._C._get_tracing_state() is not None:
         return True
@@ -162,7 +163,7 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tenso
 
 
 def _apart(sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same, with a tensor of its own where one stands for several: operators share none."""
+    """Replace repeated tensors by empty ones: an operator may not return one tensor twice."""
     first = {id(x): place for place, x in reversed(list(enumerate(sums)))}
     return tuple(
         x if first[id(x)] == place else torch.empty_like(x) for place, x in enumerate(sums)

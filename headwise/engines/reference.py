@@ -1,4 +1,4 @@
-"""The specification: every step materialised, plain PyTorch, differentiable in every way."""
+"""The specification: every step materialised in plain PyTorch, with derivatives of any order."""
 
 from __future__ import annotations
 
@@ -6,26 +6,37 @@ import torch
 from torch import Tensor
 
 from headwise import dropout
+from headwise.core.intervals import inside
+from headwise.core.logits import added
 from headwise.core.problem import Problem, Terms, without_autocast
+from headwise.engines.contract import Engine
 
 
-def refuses(problem: Problem, observed: bool) -> str | None:
-    """Why this engine can't serve the problem; None: it can."""
-    return None
+class Reference(Engine):
+    """The specification as an engine: it serves every problem, with memory for every pair."""
+
+    name = "reference"
+    forward_mode = functional = True
+
+    def priority(self, problem: Problem) -> int:
+        return 6
+
+    def attend(self, problem: Problem) -> Tensor:
+        return self.observe(problem, (), 1)[0]
+
+    def observe(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        with without_autocast(problem.q.device):
+            out, stats = _observe(problem, sink_keys)
+        return out, {name: x for name, x in stats.items() if name in names}
 
 
-def attend(problem: Problem) -> Tensor:
-    """out (B, Hq, N, Dv)."""
-    return observe(problem, sink_keys=1)[0]
-
-
-def observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """out (B, Hq, N, Dv) and every statistic, (B, Hq, N) each, by its definition."""
-    with without_autocast(problem.q.device):
-        return _observe(problem, sink_keys)
+REFERENCE = Reference()
 
 
 def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return out and every statistic."""
     terms = problem.terms()
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     group = problem.q.shape[1] // problem.k.shape[1]
@@ -36,19 +47,21 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     i, j = terms.position[:, None, :, None], columns + terms.first_key  # (B|1, 1, N, 1), (M,)
 
     seen = visible(terms, columns)  # (B|1, Hq|1, N, M)
-    if seen is not None:  # a key that no row sees does not exist, whatever it holds
+    if seen is not None:  # a key that no row sees may hold anything, even NaN
         unseen = ~seen.any(-2)[..., None]
         k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    s = logits(terms, q, k, i - j)  # (B, Hq, N, M)
+    s = logits(terms, q, k, i, j)  # (B, Hq, N, M)
     s = s if seen is None else s.masked_fill(~seen, -torch.inf)
     seen = s != -torch.inf
 
     sink = None if terms.sinks is None else terms.sinks.to(wide)[:, None]  # (Hq, 1)
     max_logit = torch.amax(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
     top = max_logit if sink is None else torch.maximum(max_logit, sink)
-    top = top.masked_fill(top == -torch.inf, 0).detach()  # any number does; the largest is safe
+    top = top.masked_fill(
+        top == -torch.inf, 0
+    ).detach()  # any number gives the same result; the largest is safe
     weight = torch.exp(s - top[..., None])
-    endless = top == torch.inf  # inf - inf is the sink's own distance from itself
+    endless = top == torch.inf  # a sink of inf minus itself would be NaN
     total = weight.sum(-1)
     if sink is not None:
         total = total + torch.exp((sink - top).masked_fill(endless & (sink == top), 0))
@@ -89,17 +102,14 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
 
 
 def visible(terms: Terms, columns: Tensor) -> Tensor | None:
-    """The mask as booleans over these keys of the call, (B|1, Hq|1, N, M); None: everything."""
+    """The mask as booleans over these keys, (B|1, Hq|1, N, M); None if it shows everything."""
     if terms.dense is not None:
         return terms.dense.expand(*terms.dense.shape[:2], terms.position.shape[-1], len(columns))
-    if terms.intervals is None:
-        return None
-    first, last = terms.intervals[:, 0, ..., None], terms.intervals[:, 1, ..., None]
-    return ((columns >= first) & (columns < last)).any(0)
+    return None if terms.intervals is None else inside(terms.intervals[..., None], columns)
 
 
-def logits(terms: Terms, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
-    """cap(scale · score) + bias for q (B, Hq, N, D) and k (B, Hq, M, D), without the mask."""
+def logits(terms: Terms, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """cap(scale · score) + bias of q (B, Hq, N, D) at i and k (B, Hq, M, D) at j, without mask."""
     if terms.additive is None:
         s = terms.scale * (q @ k.transpose(-1, -2))
     else:
@@ -107,20 +117,14 @@ def logits(terms: Terms, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
         s = (pairs * terms.additive.to(q.dtype)[:, None, None]).sum(-1)
     if terms.softcap:
         s = terms.softcap * torch.tanh(s / terms.softcap)
-    if terms.bias is not None:
-        s = s + terms.bias.to(s.dtype)
-    if terms.slopes is not None:
-        s = s - terms.slopes.to(s.dtype)[:, None, None] * distance.abs()
-    if terms.relative is not None:
-        reach = terms.relative.shape[1] // 2
-        row = distance.clamp(-reach, reach).long() + reach  # (B|1, 1, N, M)
-        heads = torch.arange(q.shape[1], device=q.device)[:, None, None]
-        s = s + terms.relative.to(s.dtype)[heads, row]
+    heads = torch.arange(q.shape[1], device=q.device)[:, None, None]
+    for term in added(terms, terms.bias, heads, i, j, s.dtype):
+        s = s + term
     return s
 
 
 def keep(terms: Terms, shape: torch.Size, i: Tensor, j: Tensor) -> Tensor:
-    """Which weights dropout keeps, bool (B, Hq, N, M)."""
+    """The weights that dropout keeps, bool (B, Hq, N, M)."""
     batch = torch.arange(shape[0], device=i.device)[:, None, None]
     head = torch.arange(shape[1], device=i.device)[:, None]
     assert terms.seed is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.look.readers.reader import Report, silent
 from headwise.look.scene import Group, Head, Input
 from headwise.maps.attention_map import TILE
-from headwise.maps.tiles import Cells, How
+from headwise.maps.pooling import Cells, How
 
 KEPT = 256 << 20
 """Bytes of tiles to keep; the least recently used go first."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.look.scene import Group, Head
 from headwise.maps.attention_map import AttentionMap
-from headwise.watching import Layer, Recording, head_types
+from headwise.watching import Recording, WatchedLayer, head_types
 
 NAMES = {
     "self": "self-attention",
@@ -47,7 +47,7 @@ def groups(
 
 
 def _heads(
-    layer: Layer,
+    layer: WatchedLayer,
     number: int,
     figures: Mapping[Any, Mapping[str, Any]],
     tokens: Tensor | None,
@@ -72,7 +72,7 @@ def _heads(
         )
 
 
-def side(layer: Layer, axes: Mapping[str, Axes]) -> str:
+def side(layer: WatchedLayer, axes: Mapping[str, Axes]) -> str:
     """The group that a layer belongs to."""
     if "self" in axes:
         return "self"

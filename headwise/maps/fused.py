@@ -1,4 +1,4 @@
-"""An attention map's loops on the GPU: the same functions as `headwise.maps.tiles`, fused."""
+"""An attention map on a GPU: the functions of `headwise.maps.blockwise` as fused kernels."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headwise.engines.triton.host.cards import INTERPRETING, card
+from headwise.core.sums import RowTotals
+from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.operands import (
     Operands,
     on,
     operands,
     outer_strides,
     precision,
+    widened,
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit
 from headwise.engines.triton.kernels import map_lse as logsum
 from headwise.engines.triton.kernels.map_cells import cells
 from headwise.engines.triton.kernels.map_largest import largest
-from headwise.maps import tiles
+from headwise.maps import blockwise
+from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Region
-from headwise.maps.tiles import Cells, How
 
-MOST = 64  # of the largest weights that a row keeps on chip
+MOST = 64  # largest weights per row that fit on chip
 LOG2_E = math.log2(math.e)
 
 
-def log_sums(region: Region) -> Tensor:
-    """lse of every row over the region's keys, (B, Hq, N)."""
+def row_totals(region: Region) -> RowTotals:
+    """The totals that turn every row's logits into weights, over all keys of the region."""
     if not all(region.box.shape):
-        return tiles.log_sums(region)
+        return blockwise.row_totals(region)
     call = _call(region)
     batch, heads, rows, _ = region.box.shape
     found = region.q.new_empty(batch, heads, rows, dtype=torch.float32)
@@ -43,36 +45,36 @@ def log_sums(region: Region) -> Tensor:
         )  # fmt: skip
 
     _fit(call, launch)
-    return found
+    return RowTotals.of_lse(found)
 
 
-def fill(region: Region, lse: Tensor) -> Tensor:
+def fill(region: Region, totals: RowTotals) -> Tensor:
     """Every weight, (B, Hq, N, M)."""
     rows, keys = region.box.shape[2:]
-    return _reduce(region, lse, Cells.every(rows, 1), Cells.every(keys, 1), "mean")
+    return _reduce(region, totals, Cells.every(rows, 1), Cells.every(keys, 1), "mean")
 
 
-def pool(region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> Tensor:
+def pool(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: How) -> Tensor:
     """The mean or the largest weight of each cell, (B, Hq, row cells, key cells)."""
-    out = _reduce(region, lse, rows, keys, how)
+    out = _reduce(region, totals, rows, keys, how)
     if how == "mean":
         out /= out.new_tensor(rows.widths)[:, None] * out.new_tensor(keys.widths)
     return out
 
 
-def received(region: Region, lse: Tensor) -> Tensor:
+def received(region: Region, totals: RowTotals) -> Tensor:
     """The sum of each key's weights over the rows, (B, Hq, M)."""
     rows, keys = region.box.shape[2:]
-    one = Cells.every(rows, max(1, rows))  # a cell of all rows, where there are any
-    return _reduce(region, lse, one, Cells.every(keys, 1), "mean").sum(2)
+    one = Cells.every(rows, max(1, rows))  # one cell of all rows, if there are any
+    return _reduce(region, totals, one, Cells.every(keys, 1), "mean").sum(2)
 
 
-def top(region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top(region: Region, totals: RowTotals, count: int) -> tuple[Tensor, Tensor]:
     """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for no key."""
     batch, heads, rows, _ = region.box.shape
     if count > MOST or not all(region.box.shape):
-        return tiles.top(region, lse, count)
-    call, sums = _call(region), _base_two(lse)
+        return blockwise.top(region, totals, count)
+    call, sums = _call(region), _base_two(totals.lse)
     kept = max(2, 1 << (count - 1).bit_length())
     best = sums.new_empty(batch, heads, rows, kept)
     key = torch.empty_like(best, dtype=torch.int32)
@@ -90,13 +92,13 @@ def top(region: Region, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best.exp2_(), key[..., :count].gather(-1, order).long()
 
 
-def _reduce(region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> Tensor:
+def _reduce(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: How) -> Tensor:
     """The sum or the largest weight of each cell, (B, Hq, row cells, key cells)."""
     batch, heads, *_ = region.box.shape
     out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)
     if not all(region.box.shape):
         return out
-    call, sums = _call(region), _base_two(lse)
+    call, sums = _call(region), _base_two(totals.lse)
     norms = _norms(region)
 
     def launch(shape: Shape) -> None:
@@ -114,9 +116,9 @@ def _reduce(region: Region, lse: Tensor, rows: Cells, keys: Cells, how: How) -> 
 
 
 def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
-    """How a tile's side is shared among cells: the part of a cell, groups of cells, steps.
+    """The division of a tile's side among cells: part of a cell, groups of cells, steps.
 
-    Of the parts that leave next to nothing of a tile unused, the largest.
+    The largest part that leaves almost nothing of a tile unused.
     """
     widest, found = max(axis.widths), {}
     part = 1
@@ -130,9 +132,7 @@ def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
 
 
 def _call(region: Region) -> Operands:
-    q, k = region.q, region.k
-    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
-        q, k = q.float(), k.float()
+    q, k = widened(region.q, region.k)
     return operands(q, k, k, region.terms)
 
 
@@ -144,7 +144,7 @@ def _flags(call: Operands) -> dict[str, object]:
 
 
 def _fit(call: Operands, launch: Callable[[Shape], None]) -> None:
-    """Launch on the call's GPU with a shape that fits it."""
+    """Launch on the call's GPU with a tile shape that fits it."""
     q = call.q
     with on(q.device):
         fit("map", call.padded[0], q.itemsize, card(q.device), launch)
@@ -160,7 +160,7 @@ def _constants(shape: Shape) -> dict[str, int]:
 
 
 def _base_two(lse: Tensor) -> Tensor:
-    """lse for 2^x, and +inf where a row sees nothing, so that its weights are 0."""
+    """lse to base 2, with +inf for a row that sees no key, so that its weights are 0."""
     return (lse * LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).contiguous()
 
 

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headwise.engines.triton.host.hopper_call import ROWS, SHAPES, layout
+from headwise.engines.triton.host.hopper_call import ROWS, TILES, layout
 from headwise.engines.triton.host.moments_call import CUTS
 from headwise.engines.triton.kernels.hopper_forward import REGISTERS, Sizes, forward
 from headwise.engines.triton.kernels.hopper_softmax import Written, numbers_of_cap
@@ -49,7 +49,7 @@ class NoGPU:
 
 
 def compiled(width: int, banded: bool, observed: bool, capped: bool) -> Any:
-    shape = SHAPES[width]
+    shape = TILES[width]
 
     def tiles(rows: int) -> TensorDescriptor:
         x = torch.empty(1, 2, 1024, width, dtype=torch.bfloat16)

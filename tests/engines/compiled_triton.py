@@ -15,10 +15,9 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import headwise as hw
-from headwise.engines import plan, quick
-from headwise.engines.triton.host import cards, steps
-from headwise.engines.triton.host import launches as start
-from headwise.maps import loops as maps
+from headwise.engines.triton import stored_call
+from headwise.engines.triton.engine import Triton
+from headwise.engines.triton.host import cards, launches
 from tests.engines.compiled import NoGPU
 
 COLUMNS = 512  # of tensor memory, where there is such
@@ -54,9 +53,10 @@ def stand_in(generation: int = 90, shared: int = 232448) -> None:
     triton.runtime.driver.set_active(NoGPU(generation))
     JITFunction.__getitem__ = compile_only
     torch.cuda.current_device = lambda: 0
-    start.launcher = steps.launcher = lambda compiled, grid: compiled[grid]
-    plan.triton_missing = maps.triton_missing = quick.triton_missing = lambda device: None
-    quick.INTERPRETED = quick.HALVES  # tensors lie on a CPU, and nothing is interpreted
+    launches.launcher = lambda compiled, grid: compiled[grid]
+    Triton.absent = lambda self, device: None
+    # tensors lie on a CPU, and nothing is interpreted
+    stored_call._dtypes = lambda device: (torch.bfloat16, torch.float16)
     cards._INTERPRETED = cards.Card(f"sm_{generation}", *divmod(generation, 10), shared)
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headwise as hw
 from headwise.engines import sdpa
-from headwise.engines.plan import ENGINES, engines
+from headwise.engines.plan import NAMES, engines
 from tests.problems import Recipe, recipes
 
 
@@ -100,15 +100,15 @@ def test_an_unknown_engine_is_an_error_that_lists_the_known_ones() -> None:
             call(*three(), engine="flash")
 
 
-def test_a_plan_says_that_an_engine_was_asked_for() -> None:
+def test_a_plan_says_that_an_engine_was_requested() -> None:
     said = str(hw.explain(*three(), engine="reference")).splitlines()
-    assert "  sdpa       could, but reference was asked for" in said
+    assert "  sdpa       could, but reference was requested" in said
 
 
 def test_a_plan_prints_every_engine_with_its_reason() -> None:
     lines = str(hw.explain(*three(), softcap=20.0)).splitlines()
     assert [line.split()[-3 if "→" in line else 0] for line in lines if "→" not in line] == [
-        name for name in ENGINES if name != "streaming"
+        name for name in NAMES if name != "streaming"
     ]
     assert "→ streaming  chosen" in lines
     assert "  reference  could, but streaming is preferred" in lines
@@ -119,7 +119,7 @@ def test_a_plan_prints_every_engine_with_its_reason() -> None:
 def test_the_plan_never_promises_what_attention_then_refuses(recipe: Recipe) -> None:
     call = recipe.call()
     plan = call.explain()
-    assert set(plan.reasons) == set(ENGINES)
+    assert set(plan.reasons) == set(NAMES)
     assert plan.reasons[plan.engine] is None
     call.attention("auto")
     for name, reason in plan.reasons.items():
@@ -132,7 +132,7 @@ def test_the_plan_never_promises_what_attention_then_refuses(recipe: Recipe) -> 
 
 def test_every_engine_is_listed_with_why_it_cannot_run_here() -> None:
     found = engines()
-    assert list(found) == list(ENGINES)
+    assert list(found) == list(NAMES)
     assert found["reference"] is None
     assert found["streaming"] is None
     assert found["sdpa"] is None

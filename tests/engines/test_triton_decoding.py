@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.engines import quick
+from headwise.engines import calls
+from headwise.engines.triton.stored_call import attend_stored
 from headwise.nn import Int8Cache, PagedCache, PagePool
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -58,8 +61,7 @@ def test_the_kernel_reads_what_a_cache_keeps_as_it_lies_there(cache: hw.nn.Packe
     cache = cache.fresh()
     cache.append(k, v)
     for options in ({"mask": CAUSAL}, {"softcap": 5.0, "sinks": normal(4)}):
-        told = (options.get(name) for name in ("mask", "softcap", "sinks"))
-        assert quick.serves_stored(q, cache.held(), None, *told, {})
+        assert attend_stored(q, cache.held(), **options) is not None
         truth = hw.attention(q, *cache.read(), engine="reference", **options)
         near(cache.attend(q, **options), truth, 1e-5 if DEVICE == "cpu" else 4e-3)
 
@@ -102,7 +104,7 @@ WRONG = {
     "a softcap below zero": ({}, {"softcap": -1.0}, "softcap"),
     "sinks of another shape": ({}, {"sinks": torch.zeros(3)}, "sinks"),
     "sinks of integers": ({}, {"sinks": torch.zeros(4, dtype=torch.int64)}, "floating-point"),
-    "sinks in a list": ({}, {"sinks": [0.0] * 4}, "no floating-point tensor"),
+    "sinks in a list": ({}, {"sinks": [0.0] * 4}, "not a floating-point tensor"),
     "a keyword that is none": ({}, {"sotfcap": 5.0}, "sotfcap"),
 }
 
@@ -127,40 +129,60 @@ def test_a_nan_sink_is_no_nan_logit() -> None:
         assert seen.lse.isnan().all()
 
 
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.float16
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What the kernels of a plain step returned."""
+    from headwise.engines.triton.host import decoding_call
+
+    found, step = [], decoding_call._step
+
+    def spy(*given: Any) -> Tensor:
+        found.append(step(*given))
+        return found[-1]
+
+    monkeypatch.setattr(decoding_call, "_step", spy)
+    calls.forget()
+    return found
+
+
 def test_more_batch_entries_than_a_grid_holds_take_another_way() -> None:
-    q = torch.zeros(65536, 1, 1, 64, device=DEVICE, dtype=quick.INTERPRETED[1])
+    q = torch.zeros(65536, 1, 1, 64, device=DEVICE, dtype=DTYPE)
     k = torch.zeros(1, 1, 1024, 64, device=DEVICE, dtype=q.dtype).expand(65536, -1, -1, -1)
-    assert quick.step(q[:1], k[:1], k[:1], None, None) is not None
-    assert quick.step(q, k, k, None, None) is None
+    hw.attention(q[:1], k[:1], k[:1], engine="triton")
+    with pytest.raises(ValueError, match="room for 65535"):
+        hw.attention(q, k, k, engine="triton")
 
 
-def test_a_plain_step_takes_the_short_way_and_gives_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(quick, "LEAST", 64)
-    quick._prepared.cache_clear()
-    q, k, v = (normal(1, h, n, 64, dtype=torch.float16) for h, n in ((4, 2), (2, 90), (2, 90)))
-    q = q.float() if DEVICE == "cpu" else q
-    k, v = k.to(q.dtype), v.to(q.dtype)
+def test_a_plain_step_has_kernels_of_its_own(steps: list[Tensor]) -> None:
+    q, k, v = (normal(1, h, n, 64, dtype=DTYPE) for h, n in ((4, 2), (2, 1090), (2, 1090)))
     for mask in (None, CAUSAL):
-        found = quick.step(q, k, v, None, mask)
-        assert found is not None
+        found = hw.attention(q, k, v, mask=mask, engine="triton")
+        assert found is steps[-1]
         truth = hw.attention(q.double(), k.double(), v.double(), mask=mask, engine="reference")
         near(found, truth, 1e-3 if q.dtype == torch.float16 else 1e-5)
+        near(hw.attention(q, k, v, mask=mask, engine="triton"), found, 0.0)
+    assert len(steps) == 2  # the second calls were prepared
 
 
-def test_whoever_must_see_the_call_sees_it() -> None:
-    dtype = quick.INTERPRETED[0] if DEVICE == "cpu" else torch.float16
-    q, k = normal(1, 2, 1, 64, dtype=dtype), normal(1, 2, 2000, 64, dtype=dtype)
-    assert quick.step(q, k, k, None, None) is not None
-    assert quick.step(q.requires_grad_(), k, k, None, None) is None
+def test_other_calls_take_no_plain_step(steps: list[Tensor]) -> None:
+    q, k = normal(1, 2, 2, 64, dtype=DTYPE), normal(1, 2, 2000, 64, dtype=DTYPE)
+    hw.attention(q.clone().requires_grad_(), k, k, engine="triton").sum().backward()
     with torch.no_grad():
-        assert quick.step(q.double(), k.double(), k.double(), None, None) is None
-        assert quick.step(q, k, k, None, hw.mask.window(3)) is None
-        assert quick.step(q, k, k, hw.Cosine(), None) is None
-        assert quick.step(q, k, k, hw.Dot(torch.tensor(0.5)), None) is None  # it may change
-        assert quick.step(torch._neg_view(q), k, k, None, None) is None
-        assert quick.step(q, k[:, :, :9], k[:, :, :9], None, None) is None
+        for options in (
+            {"mask": hw.mask.window(3)},
+            {"mask": hw.mask.causal(5)},
+            {"score": hw.Cosine()},
+            {"score": hw.Dot(torch.tensor(0.5))},  # it may change
+            {"softcap": 5.0},
+        ):
+            found = hw.attention(q, k, k, engine="triton", **options)
+            near(found, hw.attention(q, k, k, engine="reference", **options), 2e-3)
+        hw.attention(torch._neg_view(q), k, k, engine="triton")
+        hw.attention(q, k[:, :, :5], k[:, :, :5], engine="triton")
+    assert not steps
 
 
 @pytest.mark.gpu

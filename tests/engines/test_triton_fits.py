@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.engines import again, quick
-from headwise.engines.tape import Tape
+from headwise.engines import calls
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from triton.runtime.errors import OutOfResources
 
+from headwise.engines.triton import tuning
 from headwise.engines.triton.host import backward_call as backward
 from headwise.engines.triton.host import decoding_call as decoding
 from headwise.engines.triton.host import forward_call as call
-from headwise.engines.triton.host import steps, tuning
 from headwise.engines.triton.host import tile_shapes as shapes
 from headwise.engines.triton.host.cards import INTERPRETING, card
 from headwise.engines.triton.host.tile_shapes import Shape
@@ -61,7 +60,7 @@ def unchosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shapes, "_CHOSEN", {})
     large = dict.fromkeys(shapes._INTERPRETED, Shape(32, 64, 4, 3))
     monkeypatch.setattr(shapes, "_INTERPRETED", large)
-    again.forget()
+    calls.forget()
 
 
 def crowd(patch: pytest.MonkeyPatch, module: Any, name: str, **most: int) -> Crowded:
@@ -134,17 +133,14 @@ def test_decoding_takes_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 @interpreted
 @torch.no_grad()
-def test_a_quick_step_takes_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowded = crowd(monkeypatch, steps, "split_step")
-    monkeypatch.setattr(quick, "LEAST", 64)
-    quick._prepared.cache_clear()
-    for length in (300, 300, 301):  # a length has a step of its own
-        q, k = torch.randn(2, 4, 1, 64), torch.randn(2, 2, length, 64)
-        found = quick.step(q, k, k, None, CAUSAL)
-        assert found is not None
-        close([found], [hw.attention(q, k, k, mask=CAUSAL, engine="reference")])
+def test_a_plain_step_takes_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded = crowd(monkeypatch, decoding, "split_step")
+    for length in (300, 300, 301):  # each length is prepared
+        q, k, v = torch.randn(2, 4, 1, 64), *torch.randn(2, 2, 2, length, 64).unbind(0)
+        found = hw.attention(q, k, v, mask=CAUSAL, engine="triton")
+        close([found], [hw.attention(q, k, v, mask=CAUSAL, engine="reference")])
     assert crowded.refused == 4
-    quick._prepared.cache_clear()
+    assert len(calls._PREPARED) == 2
 
 
 @interpreted
@@ -163,7 +159,7 @@ def test_loops_of_maps_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, loop:
 
 @interpreted
 @torch.no_grad()
-def test_tapes_are_forgotten_and_those_recorded_meanwhile_are_right(
+def test_calls_are_prepared_again_with_the_tile_that_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run() -> None:
@@ -171,22 +167,16 @@ def test_tapes_are_forgotten_and_those_recorded_meanwhile_are_right(
         found = hw.attention(*given, mask=CAUSAL, engine="triton")
         close([found], [hw.attention(*given, mask=CAUSAL, engine="reference")])
 
-    def tapes() -> list[Tape]:
-        return [x for x in again._TAPES.values() if isinstance(x, Tape)]
-
-    for _ in range(3):
+    for _ in range(2):
         run()
-    assert len(tapes()) == 1
+    assert len(calls._PREPARED) == 1
     crowded = crowd(monkeypatch, call, "forward")
-    again.forget()
+    calls.forget()
     run()
     assert crowded.refused == 1
-    shapes._CHOSEN.clear()  # so that the call which is recorded finds no room either
     run()
-    assert crowded.refused == 2
-    assert len(tapes()) == 1
-    run()
-    assert crowded.refused == 2
+    assert crowded.refused == 1
+    assert len(calls._PREPARED) == 1
 
 
 @interpreted

@@ -123,11 +123,11 @@ def test_lines_are_the_largest_weights_of_a_row(session: Session) -> None:
         ("/api/inputs/7/heads", 404, "no input 7"),
         ("/api/inputs/0/map/self/9/9", 404, "no head '9.9'"),
         ("/api/inputs/0/map/cross/0/0", 404, "no group 'cross'; there are self"),
-        ("/api/inputs/0/map/self/0/0/tile/9/0/0", 404, "the levels are 0 to 1"),
+        ("/api/inputs/0/map/self/0/0/tile/9/0/0", 404, "levels 0 to 1"),
         ("/api/inputs/0/map/self/0/0/tile/1/5/5", 404, "tiles x < 2, y < 2"),
         ("/api/inputs/0/map/self/0/0/tile/0/0/0?how=sum", 400, "use mean or max"),
         ("/api/inputs/0/map/self/0/0/tile/0/0/0?drop=-1", 400, "drop='-1' is not a number"),
-        ("/api/inputs/0/map/self/0/0/row/100000", 404, "outside an axis"),
+        ("/api/inputs/0/map/self/0/0/row/100000", 404, "out of range for an axis"),
         ("/api/inputs/0/map/self/0/0/top?row_stop=600&k=3", 400, "not a number from 0 to"),
         ("/api/inputs/0/thumbnails?size=100000", 400, "not a number from 1 to 256"),
         ("/api/inputs/0/tokens?axis=diagonal", 400, "use rows or columns"),
@@ -141,7 +141,7 @@ def test_a_question_without_an_answer_is_told_why(
 ) -> None:
     refusal = asked(session, path, status)
     assert said in refusal["error"]
-    library = ("the levels are 0 to 1", "tiles x < 2, y < 2", "outside an axis")  # speaks English
+    library = ("levels 0 to 1", "tiles x < 2, y < 2", "out of range for an axis")  # speaks English
     assert (refusal["error"] in refusal.get("zh", {})) == (said not in library)
 
 

@@ -6,7 +6,7 @@ import torch
 import headwise as hw
 from headwise.look.atlas import Atlas, PackedCells, TileCache
 from headwise.look.scene import Group, Head, Input
-from headwise.maps.tiles import How
+from headwise.maps.pooling import How
 
 NEAR = {"rtol": 0.012, "atol": 1e-12}  # two bytes hold two digits of the smallest weights
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.test_map import Truth, edges, map_of
 
 import headwise as hw
-from headwise.maps import loops as maps
-from headwise.maps import tiles
+from headwise.maps import backends, blockwise
+from headwise.maps.pooling import Cells
+from tests.maps.test_attention_map import Truth, edges, map_of
 from tests.problems import Recipe
 from tests.rounding import close
 
@@ -38,7 +38,7 @@ def test_every_part_of_a_map_is_that_of_the_matrix(recipe: Recipe, weighted: boo
     truth = Truth(call, weighted)
     there = call.copy(device=DEVICE, learn=False)
     amap = map_of(there).weighted() if weighted else map_of(there)
-    assert maps.loops_for(amap._region) is not tiles
+    assert backends.backend_for(amap._region) is not blockwise
     size, how = (5, "mean") if weighted else (30, "max")
     rows, keys = edges(call.sizes.queries, size), edges(call.sizes.keys, size)
     assert not close(amap.pool(size, how).cpu(), *truth.pooled(rows, keys, how)), str(recipe)
@@ -64,9 +64,9 @@ def test_a_tile_of_the_pyramid_and_a_slice_are_the_matrix() -> None:
 
 def test_what_the_kernels_cannot_do_is_left_to_pytorch() -> None:
     q = torch.randn(1, 1, 5, 16, device=DEVICE)
-    assert maps.loops_for(hw.attention_map(q.double(), q.double())._region) is tiles
+    assert backends.backend_for(hw.attention_map(q.double(), q.double())._region) is blockwise
     score = hw.Additive(torch.ones(16, device=DEVICE))
-    assert maps.loops_for(hw.attention_map(q, q, score=score)._region) is tiles
+    assert backends.backend_for(hw.attention_map(q, q, score=score)._region) is blockwise
     weights, keys = hw.attention_map(q, q).top(70)  # more than a kernel keeps
     assert weights.shape == keys.shape == (1, 1, 5, 70)
 
@@ -76,19 +76,20 @@ def test_what_the_kernels_cannot_do_is_left_to_pytorch() -> None:
 def test_long_maps_agree_with_pytorchs_loops(dtype: torch.dtype) -> None:
     q, k = (torch.randn(1, 4, 3000, 64, device="cuda", dtype=dtype) for _ in range(2))
     amap = hw.attention_map(q, k, mask=hw.mask.causal())
-    region, fused = amap._region, maps.loops_for(amap._region)
-    lse = fused.log_sums(region)
-    torch.testing.assert_close(lse, tiles.log_sums(region), rtol=1e-5, atol=1e-5)
-    cells = tiles.Cells.evenly(3000, 256)
+    region, fused = amap._region, backends.backend_for(amap._region)
+    totals = fused.row_totals(region)
+    exact = blockwise.row_totals(region)
+    torch.testing.assert_close(totals.lse, exact.lse, rtol=1e-5, atol=1e-5)
+    cells = Cells.evenly(3000, 256)
     for how in ("mean", "max"):
-        found = fused.pool(region, lse, cells, cells, how)
+        found = fused.pool(region, totals, cells, cells, how)
         torch.testing.assert_close(
-            found, tiles.pool(region, lse, cells, cells, how), rtol=1e-4, atol=1e-6
+            found, blockwise.pool(region, totals, cells, cells, how), rtol=1e-4, atol=1e-6
         )
     torch.testing.assert_close(
-        fused.received(region, lse), tiles.received(region, lse), rtol=1e-4, atol=1e-5
+        fused.received(region, totals), blockwise.received(region, totals), rtol=1e-4, atol=1e-5
     )
-    torch.testing.assert_close(fused.top(region, lse, 8)[0], tiles.top(region, lse, 8)[0])
+    torch.testing.assert_close(fused.top(region, totals, 8)[0], blockwise.top(region, totals, 8)[0])
 
 
 CAUSAL = hw.mask.causal()
@@ -105,8 +106,8 @@ def test_a_piece_that_is_empty_for_a_whole_block_of_rows_counts_no_key(case: str
     q, k = (torch.randn(1, 2, 90, 16, device=DEVICE) for _ in range(2))
     amap = hw.attention_map(q, k, mask=EMPTIED[case])
     wide = hw.attention_map(q.double(), k.double(), mask=EMPTIED[case])
-    assert maps.loops_for(amap._region) is not tiles
-    assert maps.loops_for(wide._region) is tiles
+    assert backends.backend_for(amap._region) is not blockwise
+    assert backends.backend_for(wide._region) is blockwise
     torch.testing.assert_close(amap.lse.double(), wide.lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(amap.to_tensor().double(), wide.to_tensor(), rtol=1e-4, atol=1e-6)
 
@@ -131,4 +132,4 @@ def test_no_heads_give_a_map_of_nothing() -> None:
 
 def test_more_batch_entries_than_a_grid_holds_take_other_loops() -> None:
     q = torch.zeros(65536, 1, 1, 8, device=DEVICE)
-    assert maps.loops_for(hw.attention_map(q, q)._region) is tiles
+    assert backends.backend_for(hw.attention_map(q, q)._region) is blockwise

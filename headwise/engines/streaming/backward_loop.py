@@ -1,4 +1,4 @@
-"""The streaming engine's backward: each block's weights are recomputed from lse, then let go."""
+"""The streaming engine's backward: recomputes the weights, one block at a time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import torch
 from torch import Tensor
 
 from headwise.core.blocks import Unit
+from headwise.core.logits import relative_index
 from headwise.core.problem import Terms
 from headwise.core.schedule import Segment
-from headwise.engines.streaming.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
+from headwise.core.sums import RowTotals
+from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
+from headwise.engines.streaming.forward_loop import row_totals
+from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop
+
+COARSE = 1e-4  # relative error of weights above which lse alone is not precise enough
 
 
 class Backward(Loop):
@@ -31,20 +37,15 @@ class Backward(Loop):
         super().__init__(q, k, v, terms)
         wide = self.blocks.wide
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
-        # In units of log 2; a row that sees nothing has weights of 0 all the same.
-        self.lse = (lse * LOG2_E).masked_fill_(lse == -torch.inf, 0)
-        # Of so large logits float32 knows no fraction: a weight could come out far above 1.
-        self.coarse = bool((self.lse.abs() > 1e4).any())
-        # ds = p (dP - row): all of a row's constants, gathered once
-        row = (grad_out.to(wide) * out.to(wide)).sum(-1)
-        row = row if grad_lse is None else row - grad_lse
-        sink_share = self.sink_share(lse)
-        if grad_entropy is not None:
-            seen = 1.0 if sink_share is None else 1 - sink_share
-            row = row + grad_entropy * (entropy + 1 - seen)
-        self.row = row
+        totals = self.totals(q, k, lse)
+        self.base, self.log_total = self.base_and_log_total(totals)
+        share = None if terms.sinks is None else sink_share(terms.sinks, totals)
+        products = (grad_out.to(wide) * out.to(wide)).sum(-1)
+        self.row = row_constant(products, share, entropy, grad_lse, grad_entropy)
         self.scale = terms.scale if terms.additive is None else 1.0
-        self.grad_sinks = self._grad_sinks(sink_share, entropy)
+        self.grad_sinks = None
+        if share is not None:
+            self.grad_sinks = sinks_gradient(share, self.row, grad_entropy)
         self.grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.grad_k = torch.zeros_like(k, dtype=wide)
         self.grad_v = torch.zeros_like(v, dtype=wide)
@@ -53,27 +54,18 @@ class Backward(Loop):
         self.grad_slopes = _zeros(terms.slopes, wide)
         self.grad_relative = _zeros(terms.relative, wide)
 
-    def sink_share(self, lse: Tensor) -> Tensor | None:
-        """The weight on the sink, (B, Hq, N)."""
-        if self.terms.sinks is None:
-            return None
-        share = torch.exp(self.terms.sinks.to(lse.dtype)[:, None] - lse)
-        return share.masked_fill_(lse == -torch.inf, 0)  # a sink of -inf, and nothing else to see
-
-    def _grad_sinks(self, share: Tensor | None, entropy: Tensor) -> Tensor | None:
-        if share is None:
-            return None
-        # For the sink dP = 0 and there is no value; its entropy term is the sum over visible keys.
-        row = -self.row
-        if self.grad_entropy is not None:
-            row = row + self.grad_entropy
-        return (share * row).sum((0, 2))
+    def totals(self, q: Tensor, k: Tensor, lse: Tensor) -> RowTotals:
+        """The totals that turn logits into weights: lse, or its parts if rounding would show."""
+        large = lse.abs().masked_fill(lse == -torch.inf, 0).amax() if lse.numel() else lse.sum()
+        if bool(large * torch.finfo(lse.dtype).eps > COARSE):
+            return row_totals(q, k, self.terms)
+        return RowTotals.of_lse(lse)
 
     def run(self) -> None:
         for unit in self.schedule.units():
             self.enter(unit)
             for rows in self.schedule.row_blocks():
-                q = self.queries(unit, rows)
+                q = self.blocks.queries(unit, rows)
                 grad_q = torch.zeros_like(q)
                 grad_out = self.per_row(unit, rows, self.grad_out).to(self.blocks.wide)
                 for segment in self.schedule.segments(unit, rows):
@@ -83,13 +75,12 @@ class Backward(Loop):
     def block(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor, grad_out: Tensor
     ) -> Tensor:
-        """Add the block's share to every gradient; return that of its queries."""
+        """Add the block's share to every gradient; return the gradient of its queries."""
         columns = segment.columns
         k, v = self.k[:, columns], self.v[:, columns]
         s, slope = self.logits_and_slope(unit, rows, segment, q)
         s = self.hide(unit, s, self.seen(unit, rows, segment))
-        s.sub_(self.per_row(unit, rows, self.lse)[..., None])  # log₂ p
-        s = s.clamp_max_(0) if self.coarse else s
+        s = self.log_weights(unit, rows, s, self.base, self.log_total)
         p = torch.exp2(s, out=self.buffer(1, s.shape))
         grad_p = torch.bmm(grad_out, v.transpose(1, 2), out=self.buffer(2, s.shape))
         kept = None
@@ -106,8 +97,7 @@ class Backward(Loop):
         grad_s = grad_s if slope is None else grad_s.mul_(slope)
         grad_q, grad_k, grad_weight = self.blocks.raw_backward(unit, q, k, grad_s)
         target = self.grad_k[unit.b0 : unit.b1, unit.h0 : unit.h1, columns]
-        # plain queries carry the unit of the logits, which is no part of the key's gradient
-        target.add_(grad_k.view(target.shape), alpha=LN_2 if self.terms.plain else 1.0)
+        target.add_(grad_k.view(target.shape))
         if grad_weight is not None:
             assert self.grad_additive is not None
             five = self.blocks.five(unit, grad_weight).sum((0, 3))  # (h, G, D)
@@ -117,14 +107,14 @@ class Backward(Loop):
     def logits_and_slope(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits, and the derivative of the cap where there is one."""
+        """The logits, and the derivative of the cap if there is one."""
         cap = self.terms.softcap
         if not cap:
             return self.logits(unit, rows, segment, q), None
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         slope = 1 - torch.tanh(s / cap).square_()
-        return self.bend(unit, rows, segment, s), slope
+        return self.blocks.bend(unit, rows, segment.columns, s), slope
 
     def add(self, unit: Unit, columns: slice, target: Tensor, rows: Tensor, weight: Tensor) -> None:
         """target[columns] += weightᵀ rows."""
@@ -132,7 +122,7 @@ class Backward(Loop):
         place += torch.bmm(weight.transpose(1, 2), rows).view(place.shape)
 
     def added_terms(self, unit: Unit, rows: slice, columns: slice, grad_s: Tensor) -> None:
-        """Gradients of what was added to the logits after the cap."""
+        """Add to the gradients of the terms that were added to the logits."""
         five = self.blocks.five(unit, grad_s)  # (b, h, G, R, C)
         if self.grad_bias is not None:
             target = unit.of(self.blocks.grouped(self.grad_bias))
@@ -143,14 +133,15 @@ class Backward(Loop):
             away = self.blocks.distance(unit, rows, columns).abs()
             self.heads_of(unit, self.grad_slopes).sub_((five * away).sum((0, 3, 4)))
         if self.grad_relative is not None:
-            index = self.blocks.distance_index(unit, rows, columns)  # (b|1, R, C)
+            distance = self.blocks.distance(unit, rows, columns)[:, 0, 0]  # (b|1, R, C)
+            index = relative_index(self.grad_relative, distance)
             pairs = five.permute(1, 2, 0, 3, 4)  # (h, G, b, R, C)
             index = index.expand(pairs.shape[2:]).flatten().expand(*pairs.shape[:2], -1)
             target = self.heads_of(unit, self.grad_relative)
             target.scatter_add_(-1, index, pairs.flatten(2))
 
     def heads_of(self, unit: Unit, tensor: Tensor) -> Tensor:
-        """A (Hq, ...) tensor's part as (h, G, ...)."""
+        """The unit's part of a (Hq, ...) tensor as (h, G, ...)."""
         heads: Tensor = tensor.unflatten(0, (self.blocks.heads, self.blocks.group))
         return heads[unit.h0 : unit.h1]
 

@@ -1,6 +1,6 @@
-"""Any problem, block by block, in memory that grows with n: output and statistics in one pass.
+"""Any problem block by block, in memory linear in the length, with statistics in the same pass.
 
-The loop is `Partial` and `merge`. Forward and backward are operators of their own.
+The loop is `Partial` and `merge`. Forward and backward are registered operators.
 """
 
 from __future__ import annotations
@@ -10,34 +10,37 @@ from typing import Any
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
-from headwise.core.single_weights import complete, wanted
+from headwise.core.statistics import complete, wanted
 from headwise.core.sums import Sums
+from headwise.engines.contract import Engine
 from headwise.engines.operators import Gradients, operators
 from headwise.engines.streaming.backward_loop import Backward
 from headwise.engines.streaming.forward_loop import Forward
 
 
-def refuses(problem: Problem, observed: bool) -> str | None:
-    """Why this engine can't serve the problem; None: it can."""
-    return None
+class Streaming(Engine):
+    """Serves every problem, on any device."""
+
+    name = "streaming"
+
+    def priority(self, problem: Problem) -> int:
+        return 5
+
+    def attend(self, problem: Problem) -> Tensor:
+        return self.run(problem, 0).out
+
+    def run(self, problem: Problem, wants: int) -> Sums:
+        """Return the output and the sums that `wants` names."""
+        return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(), wants))
+
+    def observe(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        sums = self.run(problem, wanted(names))
+        return sums.out, complete(problem, sums, names, sink_keys)
 
 
-def attend(problem: Problem) -> Tensor:
-    """out (B, Hq, N, Dv)."""
-    return run(problem, 0).out
-
-
-def run(problem: Problem, wants: int) -> Sums:
-    """The output and the sums that `wants` names."""
-    return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(), wants))
-
-
-def observe(
-    problem: Problem, names: tuple[str, ...], sink_keys: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
-    sums = run(problem, wanted(names))
-    return sums.out, complete(problem, sums, names, sink_keys)
+STREAMING = Streaming()
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -11,17 +9,17 @@ from headwise.core.blocks import Unit
 from headwise.core.partial import Moments, Partial, join_moments, merge
 from headwise.core.problem import Terms
 from headwise.core.schedule import Segment
-from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS, Sums
+from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, RowTotals, Sums
 from headwise.engines.streaming.key_moments import KeyMoments, logit_moments
 from headwise.engines.streaming.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
 
-HEADROOM = 30.0  # how far above its base a logit may rise: 2 ** 30 is far from overflow
+HEADROOM = 20.0  # how far a logit may rise above its base: exp(20) is far from overflow
 
 
 class Forward(Loop):
     """Output and statistics of every row.
 
-    Each block of rows leaves its sums in a table; all of them are divided at the end, at once.
+    Each block of rows writes its sums into a table, and all are divided at once at the end.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> None:
@@ -32,7 +30,7 @@ class Forward(Loop):
         self.names += ["count", "mean", "spread"] * bool(wants & MOMENTS)
         self.table = self.nothing.new_zeros(len(self.names), *q.shape[:-1])
         self.table[1] = -torch.inf
-        # With sinks the division is not done before the end, and until then needs all digits.
+        # With sinks the division comes at the end, and until then needs full precision.
         dtype = q.dtype if terms.sinks is None else self.blocks.wide
         self.out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
         shape = (self.blocks.heads, self.blocks.group)
@@ -41,7 +39,7 @@ class Forward(Loop):
         self.key_moments = KeyMoments(self.k)
 
     def run(self) -> Sums:
-        """Every row, unit by unit."""
+        """Compute every row, unit by unit."""
         for unit in self.schedule.units():
             self.enter(unit)
             self.key_moments = KeyMoments(self.k)
@@ -51,9 +49,9 @@ class Forward(Loop):
         return self.finish()
 
     def keep(self, unit: Unit, rows: slice, part: Partial | None, moments: Moments | None) -> None:
-        """Write a block of rows' mean values, and its sums into the table, in units of log 2."""
+        """Write the weighted mean of the values of a block of rows, and its sums into the table."""
         out = self.places[1][unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
-        if part is None:  # no row sees a key, as the table says from the start
+        if part is None:  # no row sees a key, which is what the table starts with
             out.zero_()
             return
         share = part.total.clamp_min(torch.finfo(part.total.dtype).tiny).reciprocal_()
@@ -65,69 +63,64 @@ class Forward(Loop):
         place.copy_(torch.stack(sums).view(place.shape))
 
     def finish(self) -> Sums:
-        """Divide every row's sums."""
+        """Turn every row's sums into results."""
         found = dict(zip(self.names, self.table, strict=True))
-        base, maximum, total = found["base"] * LN_2, found["maximum"] * LN_2, found["total"]
-        shifted = found["shifted"] * LN_2 if self.wants & ENTROPY else None
+        base, maximum, total = found["base"], found["maximum"], found["total"]
         sinks = None if self.terms.sinks is None else self.terms.sinks.to(total.dtype)[:, None]
-        part = Partial(base, maximum, total, self.out, shifted, sinks=sinks)
+        part = Partial(base, maximum, total, self.out, found.get("shifted"), sinks=sinks)
         weight = part.weight()
         out = self.out
-        if sinks is not None:  # the keys' share of what they and the sink weigh together
+        if sinks is not None:  # the keys' share of the total weight
             out = out.mul_((weight * total)[..., None]).to(self.dtype)
-        none = total.new_empty(0)
-        distance = mean = variance = count = none
+        nothing = total.new_empty(0)
+        sums = Sums(out, part.lse(), maximum.clone(), *[nothing] * 6)
+        if self.wants & ENTROPY:
+            sums = sums._replace(entropy=part.entropy())
         if self.wants & DISTANCE:
-            distance = weight * (found["reach"] + total * self.from_origin())
+            reach = found["reach"] + total * self.from_origin()
+            sums = sums._replace(distance=weight * reach)
         if self.wants & MOMENTS:
-            count = found["count"].clone()
-            mean = found["mean"] * LN_2
-            variance = found["spread"] * LN_2**2 / count.clamp_min(1)
-        return Sums(
-            out,
-            part.lse(),
-            maximum,
-            part.entropy() if self.wants & ENTROPY else none.clone(),
-            distance,
-            mean if self.wants & MOMENTS else none.clone(),
-            variance if self.wants & MOMENTS else none.clone(),
-            count if self.wants & MOMENTS else none.clone(),
-        )
+            count, mean = found["count"].clone(), found["mean"].clone()
+            variance = found["spread"] / count.clamp_min(1)
+            sums = sums._replace(visible=count, logit_mean=mean, logit_var=variance)
+        if self.wants & LOG_TOTAL:
+            sums = sums._replace(log_total=part.log_total())
+        return sums
 
     def origin(self, row: int) -> int:
-        """The key of the call that distances of the block of rows are counted from.
+        """The key of the call from which a block of rows counts distances.
 
         It is near the rows, so that small distances stay exact.
         """
         return row + self.blocks.k.shape[2] - self.blocks.q.shape[3]
 
     def from_origin(self) -> Tensor:
-        """How far each row stands from its block's origin, (B|1, 1, N)."""
+        """The distance of each row from its block's origin, (B|1, 1, N)."""
         rows = torch.arange(self.blocks.q.shape[3], device=self.k.device)
         origin = self.origin(0) + rows // self.schedule.rows * self.schedule.rows
         return (self.terms.position - (self.terms.first_key + origin))[:, None]
 
 
 class _Rows:
-    """One block of rows on its way over the keys. Sums are as in `Partial`, in units of log 2."""
+    """One block of rows and its sums over the keys visited so far."""
 
     def __init__(self, loop: Forward, unit: Unit, rows: slice) -> None:
         self.loop, self.unit, self.rows = loop, unit, rows
-        self.q = loop.queries(unit, rows)
+        self.q = loop.blocks.queries(unit, rows)
         numbers = loop.numbers
         self.steps = loop.origin(rows.start) - numbers if loop.wants & DISTANCE else numbers
         self.moments: Moments | None = None
         self.part: Partial | None = None
-        self.limit: Tensor | None = None  # logits up to here can be summed on the part's base
+        self.limit: Tensor | None = None  # logits up to here can use the part's base
 
     def run(self) -> _Rows:
-        """Meet every key that some of the rows see."""
+        """Visit every key that some row sees."""
         for segment in self.loop.schedule.segments(self.unit, self.rows):
             self.meet(segment)
         return self
 
     def meet(self, segment: Segment) -> None:
-        """Merge the block of these keys into the part."""
+        """Merge the keys of a segment into the part."""
         loop, wants = self.loop, self.loop.wants
         s = loop.logits(self.unit, self.rows, segment, self.q)
         seen = loop.seen(self.unit, self.rows, segment)
@@ -141,43 +134,43 @@ class _Rows:
             base = part.base
         else:
             base = maximum.clone() if clean else maximum.masked_fill(maximum == -torch.inf, 0)
-        s.sub_(base[..., None])
+        s.sub_(base[..., None]).mul_(LOG2_E)
         weight = torch.exp2(s, out=loop.buffer(1, s.shape))
         total = weight.sum(-1)
         shifted = reach = None
         if wants & ENTROPY:
             s = s if clean else s.clamp_min_(NO_WEIGHT)
-            shifted = s.mul_(weight).sum(-1)
+            shifted = s.mul_(weight).sum(-1).mul_(LN_2)
         if wants & DISTANCE:
             reach = torch.matmul(weight, self.steps[segment.columns])
         if loop.terms.seed is not None:
             kept = loop.blocks.keep(self.unit, self.rows, segment.columns)
             weight.mul_(kept).mul_(1 / (1 - loop.terms.dropout))
         v = loop.v[:, segment.columns]
-        if part is not None:  # on one base, to merge is to add
+        if part is not None:  # with the same base, merging is adding
             add(part, maximum, total, shifted, reach)
             part.values.baddbmm_(weight, v)
             return
         block = Partial(base, maximum, total, torch.bmm(weight, v), shifted, reach)
         if self.part is not None:
-            block = _in_log2(merge(_in_nats(self.part), _in_nats(block)))
+            block = merge(self.part, block)
         self.part, self.limit = block, None
 
     def shares(self, maximum: Tensor) -> bool:
-        """Whether a block may be summed on the part's base: no row rises far above it."""
+        """True if a block can use the part's base: no logit is far above it."""
         part = self.part
         if part is None:
             return False
-        if self.limit is None:  # a row that saw nothing yet has no base to share
+        if self.limit is None:  # a row that has seen no key has no base to share
             unseen = part.maximum == -torch.inf
             self.limit = (part.base + HEADROOM).masked_fill_(unseen, -torch.inf)
         return bool((maximum <= self.limit).all())
 
     def count_moments(self, segment: Segment, s: Tensor, seen: Tensor | None) -> None:
-        """Mean and variance of the logits: from the keys' own where that is possible."""
+        """Update mean and variance of the logits, from the keys' moments if possible."""
         loop = self.loop
         stretch, width = segment.stretch, self.q.shape[-1]
-        long = stretch.stop - stretch.start > 4 * width  # for fewer keys their moments cost more
+        long = stretch.stop - stretch.start > 4 * width  # for fewer keys, their moments cost more
         if seen is not None or not long or not loop.terms.plain:
             five, room = (loop.blocks.five(self.unit, x) for x in (s, loop.buffer(1, s.shape)))
             if not loop.clean:  # a bias of -inf hides a key too
@@ -203,15 +196,7 @@ def add(
         part.reach.add_(reach)
 
 
-def _in_nats(part: Partial) -> Partial:
-    return _in_units(part, LN_2)
-
-
-def _in_log2(part: Partial) -> Partial:
-    return _in_units(part, LOG2_E)
-
-
-def _in_units(part: Partial, size: float) -> Partial:
-    """The part with its logits multiplied by a number."""
-    shifted = None if part.shifted is None else part.shifted * size
-    return replace(part, base=part.base * size, maximum=part.maximum * size, shifted=shifted)
+def row_totals(q: Tensor, k: Tensor, terms: Terms) -> RowTotals:
+    """The totals that turn logits into weights: a pass over the keys without values."""
+    terms = terms._replace(seed=None, dropout=0.0)
+    return Forward(q, k, k[..., :0], terms, LOG_TOTAL).run().totals()

@@ -1,4 +1,4 @@
-"""What the streaming engine's forward and backward share."""
+"""The loop over blocks that the streaming engine's forward, backward and maps share."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from torch import Tensor
 
 from headwise.core.blocks import Blocks, Unit
 from headwise.core.problem import Terms
-from headwise.core.schedule import BLOCK, Schedule, Segment, Shape
+from headwise.core.schedule import BLOCK, GroupedShape, Schedule, Segment
+from headwise.core.seen_keys import hide_unseen
+from headwise.core.sums import RowTotals
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and it is safe to multiply, unlike -inf
+NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and times 0 it is 0, unlike -inf
 
 
 class Loop:
-    """The blocks of a problem, their order, and buffers that they use in turn.
+    """The blocks of a problem, their order, and the buffers that they reuse.
 
-    Logits are in units of log 2 here, because PyTorch's exp2 takes the same time for any argument
-    where its exp takes up to a hundred times as long for those that underflow.
+    Exponentials are taken in base 2: PyTorch's exp2 takes the same time for any argument, while its
+    exp takes up to a hundred times as long for arguments that underflow.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
         k, v = hide_unseen(terms, k, v)
         self.blocks, self._values, self.terms = Blocks(q, k, terms), v, terms
         blocks = self.blocks
-        shape = Shape(q.shape[0], blocks.heads, blocks.group, q.shape[2], k.shape[2])
+        shape = GroupedShape(q.shape[0], blocks.heads, blocks.group, q.shape[2], k.shape[2])
         self.schedule = Schedule(shape, terms.intervals, terms.dense is not None)
-        self.clean = terms.bias is None  # nothing but a mask can hide a key
+        self.clean = terms.bias is None  # only the mask hides keys
         self.k = self.v = self.nothing = q.new_zeros((), dtype=blocks.wide)
         self.hidden = self.nothing - torch.inf
         self._buffers: dict[int, Tensor] = {}
@@ -40,7 +42,7 @@ class Loop:
         self.v = unit.flat(self._values).to(self.blocks.wide)
 
     def buffer(self, number: int, shape: tuple[int, ...]) -> Tensor:
-        """Working memory that blocks use in turn."""
+        """Working memory, reused by every block."""
         view = self._views.get((number, shape))
         if view is None:
             size = math.prod(shape)
@@ -50,35 +52,38 @@ class Loop:
             view = self._views[number, shape] = self._buffers[number][:size].view(shape)
         return view
 
-    def queries(self, unit: Unit, rows: slice) -> Tensor:
-        """These rows' queries; for plain dot scores the unit of the logits is in them already."""
-        q = self.blocks.queries(unit, rows)
-        return q.mul_(LOG2_E) if self.terms.plain else q
-
     def logits(self, unit: Unit, rows: slice, segment: Segment, q: Tensor) -> Tensor:
-        """The block's logits before the mask, (heads, G·R, C)."""
+        """Return the block's logits before the mask, (heads, G·R, C)."""
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
-        return self.bend(unit, rows, segment, s)
+        return self.blocks.bend(unit, rows, segment.columns, s)
 
-    def bend(self, unit: Unit, rows: slice, segment: Segment, s: Tensor) -> Tensor:
-        """Cap and bias, in place; plain logits are in their unit already."""
-        if self.terms.plain:
-            return s
-        return self.blocks.bend(unit, rows, segment.columns, s).mul_(LOG2_E)
+    @staticmethod
+    def base_and_log_total(totals: RowTotals) -> tuple[Tensor, Tensor]:
+        """The last two arguments of `log_weights`, (B, Hq, N) each."""
+        return totals.safe_base(), totals.log_total * LOG2_E
+
+    def log_weights(
+        self, unit: Unit, rows: slice, s: Tensor, base: Tensor, log_total: Tensor
+    ) -> Tensor:
+        """Turn a block's logits into log₂ p, in place."""
+        s.sub_(self.per_row(unit, rows, base)[..., None])
+        s.clamp_max_(0)  # no weight is above 1, despite rounding
+        log_total = self.per_row(unit, rows, log_total)[..., None]
+        return torch.add(-log_total, s, alpha=LOG2_E, out=s)
 
     def seen(self, unit: Unit, rows: slice, segment: Segment) -> Tensor | None:
-        """The mask of the block, broadcastable to (b, h, G, R, C); None: all rows see all of it."""
+        """The mask of the block, broadcastable to (b, h, G, R, C); None if it hides nothing."""
         return self.blocks.visible(unit, rows, segment.columns) if segment.masked else None
 
     def hide(self, unit: Unit, s: Tensor, seen: Tensor | None) -> Tensor:
-        """-inf where a row sees no key: added, as filling a broadcast mask in is far slower."""
+        """Add -inf where a row does not see a key, which is far faster than to fill it in."""
         if seen is not None:
             self.blocks.five(unit, s).add_(torch.where(seen, self.nothing, self.hidden))
         return s
 
     def per_row(self, unit: Unit, rows: slice, tensor: Tensor) -> Tensor:
-        """A (B, Hq, N, ...) tensor's part as (heads, G·R, ...)."""
+        """The block's part of a (B, Hq, N, ...) tensor as (heads, G·R, ...)."""
         five = unit.of(self.blocks.grouped(tensor))[:, :, :, rows]
         return five.flatten(0, 1).flatten(1, 2)
 
@@ -86,42 +91,3 @@ class Loop:
         """Write (heads, G·R, ...) into a (B, Hkv, G, N, ...) tensor."""
         place = target[unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
         place.copy_(part.view(place.shape))
-
-
-def hide_unseen(terms: Terms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with zeros for keys that no row sees, where such a key shares a block with seen ones.
-
-    A weight of zero does not silence a NaN, and the unwritten part of a cache may hold one.
-    """
-    seen = seen_keys(terms, k)
-    if seen is None or bool(seen.all()):
-        return k, v
-    used = used_stretch(seen)
-    if terms.dense is None and bool(seen[..., used].all()):
-        return k, v  # the schedule of an interval mask never reaches outside that stretch
-    return k.masked_fill(~seen[..., None], 0), v.masked_fill(~seen[..., None], 0)
-
-
-def used_stretch(seen: Tensor) -> slice:
-    """The keys from the first to the last that any row of any head sees; seen (B|1, Hkv|1, M)."""
-    used = seen.flatten(0, 1).any(0).nonzero()
-    return slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
-
-
-def seen_keys(terms: Terms, k: Tensor) -> Tensor | None:
-    """Which keys some row sees, bool (B|1, Hkv|1, M); None: all of them."""
-    heads, keys = k.shape[1], k.shape[2]
-    if terms.dense is not None:
-        seen = terms.dense.any(-2).expand(-1, -1, keys)
-    elif terms.intervals is not None:
-        # +1 where an interval starts, -1 where it ends: the running sum counts a key's rows
-        first, last = (bound.long() for bound in terms.intervals.unbind(1))  # (P, B|1, Hq|1, N)
-        step = torch.ones_like(first, dtype=torch.int32).masked_fill_(first >= last, 0)
-        edges = step.new_zeros(*first.shape[:-1], keys + 1)
-        edges.scatter_add_(-1, first, step).scatter_add_(-1, last, -step)
-        seen = edges.sum(0, dtype=torch.int32).cumsum(-1)[..., :keys] > 0
-    else:
-        return None
-    if seen.shape[1] > 1:  # a key head serves a group of query heads
-        seen = seen.unflatten(1, (heads, -1)).any(2)
-    return seen

@@ -1,59 +1,95 @@
-"""Fused attention that sees, on Hopper GPUs: its own forward, and the gradients of `triton`."""
+"""The Hopper forward: the Triton engine with a faster forward kernel, in Gluon, for some problems.
+
+In the plan it is an engine of its own; gradients and statistics are the Triton engine's.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from headwise.core.problem import Problem
-from headwise.engines.operators import operators
-from headwise.engines.triton.host.backward_call import differentiate
-from headwise.engines.triton.host.decoding_call import few
-from headwise.engines.triton.host.hopper_call import run_forward
-from headwise.engines.triton.host.operands import cap_of, leaves_keys, pad
-from headwise.engines.triton.host.serving import Serving
+from headwise.engines.triton.engine import Triton
 
-WIDEST = 128  # of a head: two groups' sums of wider values don't fit the registers
+WIDEST = 128  # head width: wider accumulators don't fit the registers
+HOPPER_GENERATION = 9
+LONG = 4096  # queries and keys from which this forward is faster than cuDNN's (docs/gpu.md)
 
 
-def refuses(problem: Problem, observed: bool) -> str | None:
-    """Why this engine can't serve the problem; None: it can."""
-    q, v = problem.q, problem.v
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"it multiplies 16-bit numbers, and these are {q.dtype}"
-    if pad(q) != pad(v) or pad(q) > WIDEST:
-        return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes both up to 64, or to 128"
-    if v.shape[-1] % 8 or v.shape[-1] == 0:
-        return f"values are {v.shape[-1]} wide, and rows leave in steps of 16 bytes"
-    if problem.additive is not None or problem.bias is not None:
-        return "its scores are plain or capped: no additive ones, no bias"
-    if problem.dropout:
-        return "it has no dropout"
-    return _refuses_mask(problem) or _refuses_scale(problem)
+class Hopper(Triton):
+    """Plain and capped dot scores in 16-bit dtypes, under masks that are bands."""
+
+    name = "hopper"
+
+    def absent(self, device: torch.device) -> str | None:
+        needs = "it needs an NVIDIA Hopper GPU, such as an H100 or H200"
+        if device.type != "cuda" or torch.version.hip is not None:
+            return needs
+        missing = super().absent(device)
+        if missing is not None:
+            return missing
+        found = super()._host().card(device)
+        return None if found.major == HOPPER_GENERATION else f"{needs}, and this is {found.name}"
+
+    def refuses(self, problem: Problem, observed: bool) -> str | None:
+        q, v = problem.q, problem.v
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, and this is {q.dtype}"
+        host = self._host()
+        if host.pad(q) != host.pad(v) or host.pad(q) > WIDEST:
+            widths = f"heads are {q.shape[-1]} and {v.shape[-1]} wide"
+            return f"{widths}; it takes both up to 64, or both from 65 to 128"
+        if v.shape[-1] % 8 or v.shape[-1] == 0:
+            return f"values are {v.shape[-1]} wide; it takes multiples of 8"
+        if problem.additive is not None or problem.bias is not None:
+            return "it takes dot scores, plain or capped, without a bias"
+        if problem.dropout:
+            return "it has no dropout"
+        return self._refuses_mask(problem) or self._refuses_scale(problem)
+
+    def _refuses_mask(self, problem: Problem) -> str | None:
+        q, k = problem.q, problem.k
+        band, rest = problem.band()
+        if band is None or rest is not None:
+            return "it takes masks that are bands, such as causal() and window()"
+        if k.shape[2] == 0:
+            return "there are no keys, so there is nothing to compute"
+        if self._host().leaves_keys(q, k, band):
+            return "some keys are seen by no row, and it would read them"
+        if self._host().few(q, k):
+            return "few queries meet many keys, which is faster with the keys split over the GPU"
+        return None
+
+    def _refuses_scale(self, problem: Problem) -> str | None:
+        scale, cap = problem.scale, problem.softcap
+        if not 1e-6 < (cap or scale) < 1e6:  # as in Triton's kernel: FAR times it must be finite
+            name, value = ("caps", cap) if cap else ("scales", scale)
+            return f"it takes {name} between a millionth and a million, and this is {value:g}"
+        if self._host().cap_of(scale, cap) == 2:
+            return f"it takes scales of 1/10000 to 10000 times a cap, and this is {scale / cap:g}"
+        return None
+
+    def priority(self, problem: Problem) -> int | None:
+        """Come before PyTorch's kernels for long inputs of wide heads without gradients."""
+        q, k = problem.q, problem.k
+        if not q.is_cuda:
+            return None
+        learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, problem.v))
+        ahead = not learning and min(q.shape[2], k.shape[2]) >= LONG and q.shape[-1] > 64
+        return 0 if ahead else 2
+
+    @property
+    def _forward(self) -> Any:
+        from headwise.engines.triton.host import hopper_call  # needs Gluon, used on Hopper only
+
+        return hopper_call.FORWARD
+
+    @property
+    def _run(self) -> Any:
+        from headwise.engines.triton.host import hopper_call
+
+        return hopper_call.run_hopper_forward
 
 
-def _refuses_mask(problem: Problem) -> str | None:
-    q, k = problem.q, problem.k
-    band, rest = problem.band()
-    if band is None or rest is not None:
-        return "its masks are bands, such as causal() and window()"
-    if k.shape[2] == 0:
-        return "there are no keys, so there is nothing to compute"
-    if leaves_keys(q, k, band):
-        return "some keys are seen by no row, and it would read them"
-    if few(q, k):
-        return "few queries meet many keys, which are better split over the chip"
-    return None
-
-
-def _refuses_scale(problem: Problem) -> str | None:
-    scale, cap = problem.scale, problem.softcap
-    if not 1e-6 < (cap or scale) < 1e6:  # as in Triton's kernel: FAR must stay far and finite
-        name = "caps" if cap else "scales"
-        return f"it takes {name} between a millionth and a million, and this is {cap or scale:g}"
-    if cap_of(scale, cap) == 2:
-        return f"it takes scales of 1/10000 to 10000 times a cap, and this is {scale / cap:g}"
-    return None
-
-
-_serving = Serving(operators("hopper", run_forward, differentiate))
-attend, run, observe = _serving.attend, _serving.run, _serving.observe
+HOPPER = Hopper()

@@ -18,7 +18,7 @@ from headwise.look.serving.reply import Answer, Query, Refusal, as_json, number
 from headwise.look.session import BusyError, Session
 from headwise.look.watched_folder import WatchedFolder
 from headwise.maps.attention_map import TILE
-from headwise.maps.tiles import Cells
+from headwise.maps.pooling import Cells
 from headwise.messages import halves, said_by, say, with_chinese
 
 MOST_TOKENS = 20_000  # in one answer

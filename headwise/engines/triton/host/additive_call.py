@@ -1,4 +1,4 @@
-"""Calls with an additive score: what their kernels serve, the powers they take, the launches."""
+"""Calls of the kernels for additive scores: the powers they need, and the launches."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.core.problem import Problem, Terms
-from headwise.core.sums import Sums, room
+from headwise.core.problem import Terms
+from headwise.core.sums import RowTotals, Sums
 from headwise.engines.operators import Gradients
-from headwise.engines.triton.host.cards import INTERPRETING
+from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.triton.host.decoding_call import join, parts_for, processors, shares
-from headwise.engines.triton.host.launches import Kind, kind_of, start
+from headwise.engines.triton.host.launches import Kind, Launches, kind_of
 from headwise.engines.triton.host.operands import (
     WORD,
     Operands,
@@ -27,56 +27,47 @@ from headwise.engines.triton.kernels.additive.additive_grads import (
     additive_grad_queries,
 )
 from headwise.engines.triton.kernels.additive.powers import Powers, prepare
-from headwise.engines.triton.kernels.gradients import Rows, sink_share
+from headwise.engines.triton.kernels.gradients import Rows
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.split_keys import Merged
 
 TILE = (64, 64, 4)  # rows, keys, warps: the fastest of a few on an NVIDIA H200
-TOGETHER = 2  # such programs fit on a multiprocessor
+TOGETHER = 2  # programs of this tile that fit on a multiprocessor
 GRADIENT_TILE = (64, 64, 8)
-WIDEST = 128  # of a head: beyond it a gradient no longer fits beside its tile
 Strides = tuple[tuple[int, int, int], ...]
 
 
-def refuses(problem: Problem) -> str | None:
-    """Why the additive kernels can't serve a problem that is otherwise the engine's."""
-    if problem.bias is not None:
-        return "its additive kernels take no bias"
-    if max(problem.q.shape[-1], problem.v.shape[-1]) > WIDEST:
-        return f"its additive kernels take heads of 1 to {WIDEST}"
-    return None
-
-
-def run_additive(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
-    """Output and the sums that `wants` names."""
-    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
-        sums = run_additive(q.float(), k.float(), v.float(), terms, wants)
-        return sums._replace(out=sums.out.to(q.dtype))
-    sums = room(q, v, wants)
+def run_additive(
+    launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
+) -> Sums:
+    """Return the output and the sums that `wants` names."""
+    sums = launches.room(q, v, wants)
     if sums.lse.numel() == 0:
         return sums
     call = operands(q, k, v, terms)
     rows, keys, warps = (16, 32, 4) if INTERPRETING else TILE
     weight = _weight(terms)
-    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
+    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:8]))
     tensors = (call.q, call.k, call.v)
     strides = tuple(map(outer_strides, tensors))
     kind = _kind(call, (weight,), strides, wants)
     batch, heads, queries, _ = q.shape
     blocks = -(-queries // rows)
     splits = shares(batch * heads * blocks, -(-k.shape[2] // keys), TOGETHER * processors(q.device))
-    parts = parts_for(q, splits, v.shape[-1], wants)
+    parts = parts_for(launches, q, splits, v.shape[-1], wants)
     with on(q.device):
-        powers = prepared(call, weight, strides, kind, rows, keys)
-        start(
+        powers = prepared(launches, call, weight, strides, kind, rows, keys)
+        launches.start(
             additive_forward, (blocks * splits, heads, batch), kind, (*tensors, *strides, weight,
             powers, call.given, parts, splits, *call.sizes), warps, 2, ROWS=rows, KEYS=keys,
             WARPS=warps, CLEAN=exposed(q, k, terms), **_flags(call),
         )  # fmt: skip
-        join(parts, sums.out, merged, call.given.sinks, splits, kind)
+        join(launches, parts, sums.out, merged, call.given.sinks, splits, kind)
     return sums
 
 
 def prepared(
+    launches: Launches,
     call: Operands,
     weight: Tensor,
     strides: Strides,
@@ -85,9 +76,9 @@ def prepared(
     keys: int,
     plain: bool = False,
 ) -> Powers:
-    """The powers of q and k in blocks of so many rows and keys; `plain` adds what gradients take.
+    """Compute the powers of q and k in blocks of rows and keys; `plain` adds those of gradients.
 
-    O(n) memory beside q and k.
+    They take O(n) memory.
     """
     batch, heads, queries, width = call.q.shape
     key_heads, blocks = call.k.shape[1], -(-queries // rows)
@@ -100,11 +91,11 @@ def prepared(
         batch * heads * blocks * 2,
         batch * key_heads * key_blocks * 2,
     ]
-    room = [-(-size // 4) * 4 for size in sizes]  # addresses stay multiples of 16
+    room = [-(-size // 4) * 4 for size in sizes]  # so addresses stay multiples of 16 bytes
     each = call.q.new_empty(sum(room), dtype=torch.float32).split(room)
     both = (x.new_empty(x.shape, dtype=torch.float32) if plain else None for x in (call.q, call.k))
     powers = Powers(*each, *both)
-    start(
+    launches.start(
         prepare, (heads * blocks + key_heads * key_blocks, batch, 1), kind, (call.q, call.k,
         *strides[:2], weight, powers, queries, call.k.shape[2], heads, key_heads), 4, 1, ROWS=rows,
         KEYS=keys, WIDTH=width, FOURS=fours, PADDED=_padded(width),
@@ -115,7 +106,7 @@ def prepared(
 def _kind(
     call: Operands, tensors: tuple[Tensor | None, ...], strides: Strides, *more: object
 ) -> Kind:
-    """`kind_of` for kernels that take strides, of which Triton makes some constants or even."""
+    """Return `kind_of` with strides, which Triton specialises on 1 and on multiples of 16."""
     flat = [step for each in strides for step in each]
     if max(flat) >= WORD:
         return None
@@ -143,26 +134,21 @@ def differentiate_additive(
     _: bool,  # there is no bias
 ) -> Gradients:
     """Gradients of every input from those of out, lse and entropy."""
-    if INTERPRETING and q.dtype == torch.bfloat16:
-        q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
-    shared = (out.float() * grad_out.float()).sum(-1)
-    shared = shared if grad_lse is None else shared - grad_lse
-    share = None if terms.sinks is None else sink_share(terms.sinks, lse)
+    totals = RowTotals.of_lse(lse)
+    share = None if terms.sinks is None else sink_share(terms.sinks, totals)
+    products = (out.float() * grad_out.float()).sum(-1)
+    shared = row_constant(products, share, entropy, grad_lse, grad_entropy)
     if grad_entropy is not None:
-        shared = shared + grad_entropy * (entropy + (0.0 if share is None else share))
         grad_entropy = grad_entropy.contiguous()
     rows = Rows(lse, shared.contiguous(), grad_entropy)
     call = operands(q, k, v, terms)
     grad_q, grad_k, grad_v, grad_weight = _launch(call, rows, grad_out)
-    sinks = None
-    if share is not None:
-        row = -shared if grad_entropy is None else grad_entropy - shared
-        sinks = (share * row).sum((0, 2))
+    sinks = None if share is None else sinks_gradient(share, shared, grad_entropy)
     return Gradients(grad_q, grad_k, grad_v, grad_weight, None, None, None, sinks)
 
 
 def _launch(call: Operands, rows: Rows, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and the weight."""
+    """Launch the backward kernels; return the gradients of q, k, v and the weight."""
     batch, heads, queries, width = call.q.shape
     key_heads, keys = call.k.shape[1:3]
     grad_q, grad_k, grad_v = (
@@ -181,17 +167,18 @@ def _launch(call: Operands, rows: Rows, grad_out: Tensor) -> tuple[Tensor, Tenso
     room = rows.shared.new_empty(programs * block * other)  # a tile for each program
     kind = _kind(call, (weight, grad_out, *rows), strides)
     flags = _flags(call) | {"ROWS": block, "KEYS": other, "WARPS": warps}
-    # With 128 registers a thread two programs fit on a multiprocessor, which is worth what then has
-    # to lie in memory; but not where float32 is multiplied three times over, and twice a tile.
+    # With 128 registers per thread two programs fit on a multiprocessor, which is worth the spills,
+    # except in float32, where each product takes three passes.
     few = 128 if call.q.itemsize == 2 else None
+    launches = Launches()
     with on(call.q.device):
-        powers = prepared(call, weight, strides, kind, block, other, True)
+        powers = prepared(launches, call, weight, strides, kind, block, other, True)
         given = (*tensors, *strides, weight, powers, call.given, *call.sizes, rows, room)
-        start(
+        launches.start(
             additive_grad_queries, (blocks, heads, batch), kind, (*given, grad_q, grad_weight),
             warps, 1, **flags, maxnreg=128,
         )  # fmt: skip
-        start(
+        launches.start(
             additive_grad_keys, (key_blocks, key_heads, batch), kind, (*given, grad_k, grad_v),
             warps, 1, **flags, maxnreg=few,
         )  # fmt: skip
@@ -210,7 +197,7 @@ def _flags(call: Operands) -> dict[str, Any]:
 
 
 def _fours(width: int) -> int:
-    """Four dimensions share a reciprocal."""
+    """Round a width up to a multiple of four: four dimensions share a reciprocal."""
     return -(-width // 4) * 4
 
 

@@ -1,4 +1,4 @@
-"""One backward call: the rows' constants, then a kernel for each kind of gradient."""
+"""One backward call: the constants of each row, then one kernel per kind of gradient."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
+from headwise.core.sums import RowTotals
 from headwise.engines.operators import Gradients
+from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.triton.host.cards import card
-from headwise.engines.triton.host.launches import Kind, kind_of, start
+from headwise.engines.triton.host.launches import Kind, Launches, kind_of
 from headwise.engines.triton.host.operands import (
     WORD,
     Operands,
     described,
     exposed,
-    interpreting,
     on,
     operands,
     outer_strides,
@@ -29,10 +30,10 @@ from headwise.engines.triton.host.tile_shapes import Shape, fit, loads_pairs
 from headwise.engines.triton.kernels.grad_keys import grad_keys, row_blocks
 from headwise.engines.triton.kernels.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.kernels.grad_small import grad_bias, grad_distance
-from headwise.engines.triton.kernels.gradients import WHOLE, Rows, fill_rows, sink_share
+from headwise.engines.triton.kernels.gradients import WHOLE, Rows, fill_rows
 
 
-def differentiate(
+def differentiate_dot(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -45,19 +46,15 @@ def differentiate(
     grad_entropy: Tensor | None,
     bias_learns: bool,
 ) -> Gradients:
-    """Gradients of every input from those of out, lse and entropy."""
-    if interpreting() and q.dtype == torch.bfloat16:  # as in the forward
-        q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
+    """Return the gradients of every input from those of out, lse and entropy."""
     with on(q.device):
-        call = Call(q, k, v, terms, out, grad_out)
-        share = None if terms.sinks is None else sink_share(terms.sinks, lse)
+        call = BackwardCall(q, k, v, terms, out, grad_out)
+        totals = RowTotals.of_lse(lse)
+        share = None if terms.sinks is None else sink_share(terms.sinks, totals)
         rows = call.numbers(out, lse)
         shared = rows.shared[..., : call.rows]
-        if grad_lse is not None:
-            shared -= grad_lse
+        row_constant(shared, share, entropy, grad_lse, grad_entropy)
         if grad_entropy is not None:
-            seen = 1.0 if share is None else 1 - share
-            shared += grad_entropy * (entropy + 1 - seen)
             past = rows.shared.shape[-1] - call.rows
             padded = torch.nn.functional.pad(grad_entropy.contiguous(), (0, past))
             rows = rows._replace(entropy=padded)
@@ -71,22 +68,17 @@ def differentiate(
             call.bias(rows) if bias_learns else None,
             None if sums.slopes is None else -sums.slopes.sum((0, 2)),
             None if terms.relative is None else call.relative(rows, sums),
-            None if share is None else _sinks(share, rows),
+            None if share is None else sinks_gradient(share, shared, grad_entropy),
         )
 
 
-def _sinks(share: Tensor, rows: Rows) -> Tensor:
-    """For the sink dP = 0 and there is no value; its entropy term is the sum over visible keys."""
-    row = -rows.shared if rows.entropy is None else rows.entropy - rows.shared
-    return (share * row[..., : share.shape[-1]]).sum((0, 2))
-
-
-class Call:
+class BackwardCall:
     """The launches of one backward call."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, grad_out: Tensor
     ) -> None:
+        self.start = Launches().start
         self.operands: Operands = operands(q, k, v, terms)
         self.grad_out, step = ready(grad_out)
         q_steps, k_steps, v_steps = self.operands.steps
@@ -96,7 +88,7 @@ class Call:
         self.wide = max(self.operands.padded)
 
     def numbers(self, out: Tensor, lse: Tensor) -> Rows:
-        """lse and Σ grad_out · out of every row."""
+        """Compute lse and Σ grad_out · out of every row, padded to WHOLE blocks of rows."""
         a, c = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.grad_out, out))
         blocks = -(-self.rows // WHOLE.value)
         found = lse.new_empty(2, self.batch, self.heads, blocks * WHOLE.value)
@@ -104,7 +96,7 @@ class Call:
             strides = (*outer_strides(a), *outer_strides(c))
             unit = stride_unit(strides, 8)
             aligned = all(x.data_ptr() % 16 == 0 for x in (a, c, lse)) and max(strides) < WORD
-            start(
+            self.start(
                 fill_rows, (blocks * 2, self.heads, self.batch),
                 (a.dtype, c.dtype) if aligned else None,
                 (a, c, *(stride // unit for stride in strides), lse, found, self.rows), 4, 1,
@@ -114,7 +106,7 @@ class Call:
         return Rows(found[0], found[1], None)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
-        """A program for each block of rows."""
+        """Return a grid with one program per block of rows, head and batch entry."""
         return -(-self.rows // rows), self.heads, self.batch
 
     def fit(self, kernel: str, launch: Callable[[Shape], None]) -> None:
@@ -126,7 +118,7 @@ class Call:
         fit(kind + kernel, self.wide, x.itemsize, card(x.device), launch)
 
     def tensors(self, rows: int, keys: int) -> tuple[bool, list[Any]]:
-        """q, grad_out, k, v as the kernels load them, and their strides."""
+        """Return whether TMA is used, and the arguments that the two large kernels share."""
         x = self.operands
         each = (x.q, self.grad_out, x.k, x.v)
         tma, loaded = described(each, self.steps, (rows, rows, keys, keys))
@@ -134,13 +126,13 @@ class Call:
         return tma, [*loaded, *strides, *pair_tiles(x, rows, keys), x.given, *x.sizes]
 
     def kind(self, rows: Rows) -> Kind:
-        """What tells compiled versions of the two large kernels apart."""
+        """Return the `kind_of` the two large kernels, or None if only Triton can tell."""
         if self.steps[1] is None:
             return None
         return kind_of(self.operands, rows)
 
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
-        """q's gradient, and the sums over each row that small gradients need."""
+        """Return q's gradient, and the row sums for those of ALiBi slopes and relative table."""
         terms, q = self.operands.terms, self.operands.q
         grad = torch.empty_like(q, memory_format=torch.contiguous_format)
         empty, size = rows.shared.new_empty, q.shape[:3]
@@ -150,7 +142,7 @@ class Call:
 
         def launch(shape: Shape) -> None:
             tma, tensors = self.tensors(shape.rows, shape.keys)
-            start(
+            self.start(
                 grad_queries, self.grid(shape.rows), self.kind(rows), (*tensors, rows, grad, sums),
                 shape.warps, shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma,
                 CLEAN=exposed(q, self.operands.k, terms), **self.flags,
@@ -161,7 +153,7 @@ class Call:
         return grad, sums
 
     def keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The gradients of k and v."""
+        """Return the gradients of k and v."""
         k, v = self.operands.k, self.operands.v
         grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
         grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -171,7 +163,7 @@ class Call:
         def launch(shape: Shape) -> None:
             tma, tensors = self.tensors(shape.rows, shape.keys)
             grid = (-(-k.shape[2] // shape.keys), k.shape[1], self.batch)
-            start(
+            self.start(
                 grad_keys, grid, self.kind(rows),
                 (*tensors, rows, grad_k, grad_v, *self.table(shape.rows)), shape.warps,
                 shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma, **self.flags,
@@ -182,7 +174,7 @@ class Call:
         return grad_k, grad_v
 
     def table(self, rows: int) -> tuple[Tensor | None, int, int, int]:
-        """What each block of rows sees: the table, its blocks, and its strides."""
+        """Return a table of the keys each block of rows sees, its blocks, and its strides."""
         intervals = self.operands.given.intervals
         if intervals is None:
             return None, 0, 0, 0
@@ -195,13 +187,13 @@ class Call:
         return table, blocks, step[0] if batch > 1 else 0, step[1] if heads > 1 else 0
 
     def small(self) -> list[Any]:
-        """q, grad_out, k, v for kernels that always compute addresses."""
+        """Return the arguments of the small kernels, which never use TMA."""
         x = self.operands
         each = (x.q, self.grad_out, x.k, x.v)
         return [*each, *map(outer_strides, each), x.given, *x.sizes]
 
     def bias(self, rows: Rows) -> Tensor:
-        """The bias tensor's gradient, float32, in the bias' own shape."""
+        """Return the gradient of the bias tensor, float32, in the shape of the bias."""
         bias = self.operands.terms.bias
         assert bias is not None
         grad = bias.new_zeros(bias.shape, dtype=torch.float32)
@@ -221,7 +213,7 @@ class Call:
         return grad
 
     def relative(self, rows: Rows, sums: RowSums) -> Tensor:
-        """The gradient of the table over distances, (Hq, 2R + 1)."""
+        """Return the gradient of the relative table, (Hq, 2R + 1)."""
         table = self.operands.terms.relative
         assert table is not None and sums.before is not None and sums.after is not None
         reach = self.operands.sizes.reach

@@ -1,4 +1,4 @@
-"""From a call with few queries to the decoding kernels: what they serve, and how keys are split."""
+"""Calls of the decoding kernels: few queries, keys split over programs, partial results merged."""
 
 from __future__ import annotations
 
@@ -8,73 +8,169 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.core.problem import Terms
-from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS, Sums, room
-from headwise.engines.triton.host.cards import INTERPRETING, Card, card
-from headwise.engines.triton.host.launches import start
-from headwise.engines.triton.host.operands import WORD, cap_of, on, operands, precision, stride_unit
+from headwise.core.intervals import FURTHEST
+from headwise.core.problem import Problem, Terms
+from headwise.core.stored import Stored
+from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS, Sums
+from headwise.engines.decoding import MANY_KEYS, MOST_ROWS, is_decoding
+from headwise.engines.triton.host.cards import Card, card
+from headwise.engines.triton.host.launches import Launches
+from headwise.engines.triton.host.operands import (
+    WORD,
+    cap_of,
+    on,
+    operands,
+    precision,
+    stride_unit,
+)
 from headwise.engines.triton.host.tile_shapes import TENSOR_MEMORY, Shape, fit, loads_pairs
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.split_keys import (
     Held,
     Merged,
     Parts,
     merge,
+    merge_step,
     split,
+    split_step,
 )
 from headwise.engines.triton.kernels.tile import Given
+from headwise.engines.triton.limits import GRID
 
-ROWS = 64  # of one key head at most: beyond it the forward kernel has work for the whole chip
-SPLITS = 128  # shares of the keys at most
+SPLITS = 128  # splits of the keys, at most
 NOTHING_HELD = Held(None, None, None)
 NOT_MERGED = Merged(None, None, None, None, None, None, None)
 NOTHING_GIVEN = Given(*[None] * len(Given._fields))
+# NumPy, which the interpreter computes with, has no bfloat16.
+STEP_DTYPES = (torch.float32, torch.float16) if INTERPRETING else (torch.bfloat16, torch.float16)
 
 
 def decodes(q: Tensor, k: Tensor, terms: Terms) -> bool:
-    """Whether the decoding kernels serve this call."""
+    """Return whether the decoding kernels serve this call."""
     return few(q, k) and terms.additive is None and terms.seed is None and _holds(q, k)
 
 
 def _holds(q: Tensor, k: Tensor) -> bool:
-    """Whether the GPU has room for all rows of a key head and their sums, whatever the tile."""
+    """Return whether all rows of a key head fit the GPU's memory, whatever the tile of keys."""
     rows = tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]))
     found = card(q.device)
     least = 2 * rows * _padded(q.shape[-1]) * q.itemsize
-    # Tensor memory has 256 KB, and float32 is split in two there.
+    # Tensor memory has 256 KB, and holds float32 in two halves.
     return least < (1 << 17 if found.major in TENSOR_MEMORY else found.shared)
 
 
 def few(q: Tensor, k: Tensor) -> bool:
-    """Whether there are few rows a key head, and many keys."""
-    rows: int = q.shape[2] * (q.shape[1] // k.shape[1])
-    return rows <= ROWS and q.shape[2] <= 16 and k.shape[2] >= least_keys()
+    """Return whether few queries meet many keys; under the interpreter, 8 keys are many."""
+    return is_decoding(q.shape, k.shape, 8 if INTERPRETING else MANY_KEYS)
 
 
-def least_keys() -> int:
-    """With fewer keys than this there is nothing to split."""
-    return 8 if INTERPRETING else 512
+def attend_step(launches: Launches, problem: Problem) -> Tensor | None:
+    """Return out of a plain decoding step, or None if there is a cap, bias, sink or other mask."""
+    q, k, v = problem.q, problem.k, problem.v
+    bent = (problem.additive, problem.bias, problem.sinks, problem.seed, problem.rows)
+    if problem.softcap or any(x is not None for x in bent) or not few(q, k):
+        return None
+    queries, keys = q.shape[2], k.shape[2]
+    band, rest = problem.band()
+    if band is None or rest is not None:
+        return None
+    causal = len(band) == 3
+    if causal and not (band[1] <= -FURTHEST and band[2] == keys - queries + 1):
+        return None
+    if not _takes_step(q, k, v, NOTHING_HELD, problem.scale):
+        return None
+    with on(q.device):
+        return _step(launches, q, k, v, NOTHING_HELD, keys, problem.scale, causal, 0)
 
 
-def run_decode(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
-    """Output and the sums that `wants` names, as `run_forward` gives them."""
-    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
-        sums = run_decode(q.float(), k.float(), v.float(), terms, wants)
-        return sums._replace(out=sums.out.to(q.dtype))
-    sums = room(q, v, wants)
+def _takes_step(q: Tensor, k: Tensor, v: Tensor, held: Held, scale: float) -> bool:
+    """Return whether the kernels of a plain step take these tensors."""
+    if q.shape[-1] not in (64, 128, 256) or not 1e-6 < scale < 1e6 or q.dtype not in STEP_DTYPES:
+        return False
+    if k.shape != v.shape or k.shape[-1] != q.shape[-1] or 0 in (q.numel(), k.numel()):
+        return False
+    if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return False
+    batch, heads, queries, width = q.shape
+    room = batch * heads * queries * SPLITS * (width + 2)  # with the most splits
+    strides = (*q.stride(), *k.stride(), *v.stride(), *_held_strides(held))
+    if max(*strides, room) >= WORD or max(batch, heads) > GRID:
+        return False
+    return not any(x is not None and x.data_ptr() % 16 for x in (q, k, v, *held))
+
+
+def _step(
+    launches: Launches,
+    q: Tensor,
+    k: Tensor,  # (B, Hkv, any, D), or (pages, Hkv, page, D)
+    v: Tensor,
+    held: Held,
+    length: int,
+    scale: float,
+    causal: bool,
+    page: int,
+) -> Tensor:
+    """Return out (B, Hq, N, D) of queries against the first `length` keys of each batch entry."""
+    batch, heads, queries, width = q.shape
+    key_heads, group = k.shape[1], heads // k.shape[1]
+    out = q.new_empty(q.shape)
+    launches.allocated(out)
+    strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
+    unit = stride_unit(strides, 16)
+    rows = tile_rows(group * queries)
+    # Programmatic dependent launch: a kernel starts while the one before it ends.
+    chained = not INTERPRETING and card(q.device).major >= 9
+    kind = (q.dtype, k.dtype, *(x is None for x in held))
+
+    def cut(shape: Shape) -> None:
+        splits = shares(batch * key_heads, -(-length // shape.keys), processors(q.device))
+        parts = batch * heads * queries * splits
+        mixed = q.new_empty(parts * (width + 2), dtype=torch.float32)
+        launches.allocated(mixed)
+        launches.start(
+            split_step, (splits, key_heads, batch), kind,
+            (q, k, v, held, mixed, parts, *(stride // unit for stride in strides),
+            *_held_strides(held), splits, queries, length, group, scale),
+            shape.warps, shape.stages, ROWS=rows, KEYS=shape.keys, WIDTH=width, UNIT=unit,
+            PAGE=page, CAUSAL=causal, CHAINED=chained, launch_pdl=chained,
+        )  # fmt: skip
+        part = min(width, 64)
+        launches.start(
+            merge_step, (batch * heads * queries, width // part, 1), kind,
+            (mixed, out, parts, splits), 2, 1, SPLITS=1 << (splits - 1).bit_length(),
+            VALUES=width, BLOCK=part, CHAINED=chained, launch_pdl=chained,
+        )  # fmt: skip
+
+    fit(*tile(width, k.itemsize, rows, q.device), cut, launches)
+    return out
+
+
+def _held_strides(held: Held) -> tuple[int, int, int]:
+    """Return the batch and head strides of the scales, and the batch stride of the page table."""
+    scales = (0, 0) if held.key_scales is None else held.key_scales.stride()[:2]
+    return scales[0], scales[1], 0 if held.pages is None else held.pages.stride(0)
+
+
+def run_decode(
+    launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
+) -> Sums:
+    """Return the output and the sums that `wants` names, as `run_forward` does."""
+    sums = launches.room(q, v, wants)
     if sums.lse.numel() == 0:
         return sums
     call = operands(q, k, v, terms)
-    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
+    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:8]))
     flags = call.flags()
     with on(q.device):
-        launch(
-            call.q, call.k, call.v, NOTHING_HELD, call.given, tuple(call.sizes), sums.out, merged,
-            wants=wants, pieces=flags["PIECES"], plain=flags["PLAIN"], cap=flags["CAP"],
+        _split(
+            launches, call.q, call.k, call.v, NOTHING_HELD, call.given, tuple(call.sizes), sums.out,
+            merged, wants=wants, pieces=flags["PIECES"], plain=flags["PLAIN"], cap=flags["CAP"],
         )  # fmt: skip
     return sums
 
 
-def launch(
+def _split(
+    launches: Launches,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -93,28 +189,28 @@ def launch(
     longest: int | None = None,
     kind: tuple[object, ...] | None = None,
 ) -> None:
-    """Both kernels. `longest`: how many keys a sequence has, where pages do not say; `kind` as
-    `start.start` takes it."""
+    """Launch `split`, then `merge`.
+
+    `longest` is the number of keys, if it is not that of k's shape; `kind` as `Launches.start`
+    takes it.
+    """
     batch, heads, queries, width = q.shape
     key_heads, values = k.shape[1], v.shape[-1]
-    group = heads // key_heads
-    rows = tile_rows(group * queries)
+    rows = tile_rows(heads // key_heads * queries)
     keys = k.shape[2] if longest is None else longest
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
     unit = stride_unit(strides, 16)
-    scaled = held.key_scales
-    more = (0, 0) if scaled is None else scaled.stride()[:2]
-    more += (0 if held.pages is None else held.pages.stride(0),)
+    more = _held_strides(held)
     if max(*strides, *more) >= WORD:
         kind = None
 
     def cut(shape: Shape) -> None:
         splits = shares(batch * key_heads, -(-keys // shape.keys), processors(q.device))
-        parts = parts_for(q, splits, values, wants)
+        parts = parts_for(launches, q, splits, values, wants)
         taken = (q, k, v, *held, parts.maximum, parts.total)
         odd = any(x is not None and x.data_ptr() % 16 for x in taken)
         known = None if odd else kind
-        start(
+        launches.start(
             split, (splits, key_heads, batch), known,
             (q, k, v, held, given, parts, *(stride // unit for stride in strides), *more, splits,
             *sizes), shape.warps, shape.stages, ROWS=rows, KEYS=shape.keys, WIDTH=width,
@@ -122,46 +218,47 @@ def launch(
             PAGE=page, CAUSAL=causal, PRECISION=precision(q.dtype), PIECES=pieces, PLAIN=plain,
             CAP=cap,
         )  # fmt: skip
-        join(parts, out, merged, given.sinks, splits, known)
+        join(launches, parts, out, merged, given.sinks, splits, known)
 
     what = tile(max(width, values), k.itemsize, rows, q.device, loads_pairs(given))
-    fit(*what, cut)
+    fit(*what, cut, launches)
 
 
-def attend_stored(
+def run_stored(
+    launches: Launches,
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    length: int,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    pages: Tensor | None,
-    *,
+    stored: Stored,
     scale: float,
     causal: bool,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of the last tokens' queries to int8 keys, or to the keys in pages of a pool."""
+    """Return attention of the last tokens' queries over a KV cache."""
+    keys, values, length = stored.keys, stored.values, stored.length
+    held = Held(stored.key_scales, stored.value_scales, stored.pages)
+    page = 0 if stored.pages is None else keys.shape[2]
+    if softcap is None and sinks is None and _takes_step(q, keys, values, held, scale):
+        with on(q.device):
+            return _step(launches, q, keys, values, held, length, scale, causal, page)
     out = q.new_empty(*q.shape[:3], values.shape[-1])
+    launches.allocated(out)
     if out.numel() == 0:
         return out
     group = q.shape[1] // keys.shape[1]
     sizes = (q.shape[2], length, group, *[0] * 10, scale, float(softcap or 0.0), 1.0)
     given = NOTHING_GIVEN._replace(sinks=None if sinks is None else sinks.contiguous())
     with on(q.device):
-        launch(
-            q if q.stride(-1) == 1 else q.contiguous(), keys, values,
-            Held(key_scales, value_scales, pages), given, sizes, out,
-            plain=softcap is None and 1e-6 < scale < 1e6, cap=cap_of(scale, softcap or 0.0),
-            causal=causal,
-            page=0 if pages is None else keys.shape[2], longest=length,
-            kind=(q.dtype, keys.dtype, values.dtype, pages is None) if sinks is None else None,
+        _split(
+            launches, q if q.stride(-1) == 1 else q.contiguous(), keys, values, held, given, sizes,
+            out, plain=softcap is None and 1e-6 < scale < 1e6, cap=cap_of(scale, softcap or 0.0),
+            causal=causal, page=page, longest=length,
+            kind=(q.dtype, keys.dtype, values.dtype, page == 0) if sinks is None else None,
         )  # fmt: skip
     return out
 
 
 def join(
+    launches: Launches,
     parts: Parts,
     out: Tensor,
     merged: Merged,
@@ -173,7 +270,7 @@ def join(
     batch, heads, queries, values = out.shape
     wide = _padded(values)
     part = min(wide, 64)
-    start(
+    launches.start(
         merge, (batch * heads * queries, wide // part, 1), kind,
         (parts, out, merged, sinks, splits, queries, heads), 2, 1,
         SPLITS=1 << (splits - 1).bit_length(), VALUES=values, BLOCK=part,
@@ -184,13 +281,14 @@ def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def parts_for(q: Tensor, splits: int, values: int, wants: int) -> Parts:
-    """Unwritten room for the parts, in one piece of memory."""
+def parts_for(launches: Launches, q: Tensor, splits: int, values: int, wants: int) -> Parts:
+    """Allocate the parts as views of one tensor."""
     shape = (*q.shape[:3], splits)
     asked = [True, True, *(bool(wants & what) for what in (ENTROPY, DISTANCE))]
     asked += 3 * [bool(wants & MOMENTS)]
     size = q.shape[0] * q.shape[1] * q.shape[2] * splits
     whole = q.new_empty(size * (values + sum(asked)), dtype=torch.float32)
+    launches.allocated(whole)
     found: list[Any] = [whole[: size * values].view(*shape, values)]
     at = size * values
     for wanted in asked:
@@ -202,21 +300,21 @@ def parts_for(q: Tensor, splits: int, values: int, wants: int) -> Parts:
 def tile(
     width: int, itemsize: int, rows: int, device: torch.device, biased: bool = False
 ) -> tuple[str, int, int, Card]:
-    """What `fit` finds a shape by; `itemsize` is of keys, and int8 ones are multiplied wider."""
-    kernel = "biased decode" if biased else "full decode" if rows == ROWS else "decode"
+    """Return the arguments by which `fit` finds a shape; int8 keys count as 16-bit."""
+    kernel = "biased decode" if biased else "full decode" if rows == MOST_ROWS else "decode"
     return kernel, _padded(width), max(2, itemsize), card(device)
 
 
 def tile_rows(rows: int) -> int:
-    """The height of a tile for so many rows of a key head."""
+    """Return the rows of a tile that holds all rows of a key head."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 @lru_cache(maxsize=4096)
 def shares(programs: int, blocks: int, processors: int) -> int:
-    """Into how many shares the keys are split so that the chip is full, and evenly.
+    """Return the number of splits of the keys that keeps the GPU evenly busy.
 
-    The smallest number whose last round of programs is nearly as full as any other's could be.
+    It is the smallest number whose waves of programs are nearly as full as with the best number.
     """
     most = max(1, min(SPLITS, blocks // 4))
 
@@ -230,7 +328,7 @@ def shares(programs: int, blocks: int, processors: int) -> int:
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; the interpreter acts as two."""
+    """Return how many multiprocessors a GPU has; two under the interpreter."""
     if device.type != "cuda":
         return 2
     found: int = torch.cuda.get_device_properties(device).multi_processor_count

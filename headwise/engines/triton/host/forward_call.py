@@ -1,19 +1,17 @@
-"""One call of the forward kernel."""
+"""A call of the forward kernel."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
-from headwise.core.sums import MOMENTS, Sums, room
+from headwise.core.sums import MOMENTS, Sums
 from headwise.engines.triton.host.cards import card
-from headwise.engines.triton.host.launches import kind_of, start
+from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.moments_call import cut_of, run_moments
 from headwise.engines.triton.host.operands import (
     described,
     exposed,
-    interpreting,
     narrow,
     on,
     operands,
@@ -24,13 +22,11 @@ from headwise.engines.triton.host.tile_shapes import Shape, fit, loads_pairs
 from headwise.engines.triton.kernels.forward import Written, forward
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
-    """Output and the sums that `wants` names."""
-    if interpreting() and q.dtype == torch.bfloat16:
-        # The interpreter multiplies bfloat16's bits as integers; float32 holds the same numbers.
-        sums = run_forward(q.float(), k.float(), v.float(), terms, wants)
-        return sums._replace(out=sums.out.to(q.dtype))
-    sums = room(q, v, wants)
+def run_forward(
+    launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
+) -> Sums:
+    """Return the output and the sums that `wants` names."""
+    sums = launches.room(q, v, wants)
     if sums.lse.numel() == 0:
         return sums
     call = operands(q, k, v, terms)
@@ -39,13 +35,14 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     kernel = "narrow" if narrow(terms) else "capped" if terms.softcap else "forward"
     if loads_pairs(terms):
         kernel = "biased"
-    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:]]
+    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:8]]
     cut = cut_of(call) if wants & MOMENTS else None
-    rest, block = None, 0  # what the loop still does for moments that are taken apart
+    rest, block = None, 0  # for moments of the keys past the last whole block
     if cut is not None and flags["PIECES"] == 0:
         asked[2:], wants = [None] * 3, wants - MOMENTS
     elif cut is not None:
         rest, block = sums.lse.new_empty(2, *sums.lse.shape), cut.block
+        launches.allocated(rest)
         asked[2:4] = rest
     written = Written(sums.lse, sums.max_logit, *asked)
     tensors, kind = (call.q, call.k, call.v), kind_of(call, (), wants)
@@ -54,7 +51,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     def launch(shape: Shape) -> None:
         tma, loaded = described(tensors, call.steps, (shape.rows, shape.keys, shape.keys))
         strides = (None,) * 3 if tma else tuple(map(outer_strides, tensors))
-        start(
+        launches.start(
             forward, (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0]), kind,
             (*loaded, *strides, *pair_tiles(call, shape.rows, shape.keys), call.given, *call.sizes,
             sums.out, written), shape.warps,
@@ -63,7 +60,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
         )  # fmt: skip
 
     with on(q.device):
-        shape = fit(kernel, wide, q.itemsize, card(q.device), launch)
+        shape = fit(kernel, wide, q.itemsize, card(q.device), launch, launches)
         if cut is not None:
-            run_moments(call, flags, cut, rest, shape.rows, sums)
+            run_moments(launches, call, flags, cut, rest, shape.rows, sums)
     return sums

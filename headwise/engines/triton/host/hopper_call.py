@@ -1,4 +1,4 @@
-"""One call of the Hopper kernel."""
+"""A call of the Hopper forward kernel."""
 
 from __future__ import annotations
 
@@ -11,41 +11,45 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.core.problem import Terms
-from headwise.core.sums import MOMENTS, Sums, room
-from headwise.engines.triton.host.forward_call import run_forward as in_triton
-from headwise.engines.triton.host.launches import kind_of, start
+from headwise.core.sums import MOMENTS, Sums
+from headwise.engines.operators import operators
+from headwise.engines.triton.host.attention_call import differentiate, once
+from headwise.engines.triton.host.forward_call import run_forward
+from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.moments_call import cut_of, run_moments
 from headwise.engines.triton.host.operands import Steps, on, operands, pad, pieces
 from headwise.engines.triton.kernels.hopper_forward import REGISTERS, Sizes, forward
 from headwise.engines.triton.kernels.hopper_softmax import Written, numbers_of_cap
 
 LOG2E = 1.4426950408889634
-ROWS = 128  # of an item: two groups of warps with 64 each
-LEAST_KEYS = 8  # a column of a head: with fewer, moments are as quick in triton's loop
+ROWS = 128  # per work item: 64 for each of two warpgroups
+LEAST_KEYS = 8  # per head dimension: with fewer, the Triton loop takes moments as fast
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Keys of a tile, and tiles of keys and values in flight."""
+class HopperTile:
+    """The keys of a tile, and the pipeline stages."""
 
     keys: int
     stages: int
 
 
-SHAPES = {64: Shape(128, 3), 128: Shape(128, 2)}  # by the padded width of heads
+TILES = {64: HopperTile(128, 3), 128: HopperTile(128, 2)}  # by the padded width of heads
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
-    """Output and the sums that `wants` names."""
+def run_hopper_forward(
+    launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
+) -> Sums:
+    """Return the output and the sums that `wants` names."""
     call = operands(q, k, v, terms)
     cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS else None
-    if wants & MOMENTS and cut is None:  # few keys or a cap: its loop takes the moments of all
-        return in_triton(q, k, v, terms, wants)
-    sums = room(q, v, wants)
+    if wants & MOMENTS and cut is None:  # few keys, or a cap: the Triton loop takes moments
+        return run_forward(launches, q, k, v, terms, wants)
+    sums = launches.room(q, v, wants)
     if sums.lse.numel() == 0:
         return sums
     z, width = call.sizes, pad(q)
-    shape = SHAPES[width]
+    shape = TILES[width]
     q_, k_, v_ = (
         _tiles(x, steps, rows, width)
         for x, steps, rows in zip(
@@ -56,6 +60,8 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
     banded = pieces(terms) == 1
     block = 0 if cut is None or not banded else cut.block
     rest = sums.lse.new_empty(2, *sums.lse.shape) if block else None
+    if rest is not None:
+        launches.allocated(rest)
     asked = (
         *(x if x.numel() else None for x in sums[3:5]),
         *((None, None) if rest is None else rest),
@@ -67,32 +73,35 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Su
         (z.softcap or z.scale) * LOG2E, numbers_of_cap(z.scale / z.softcap) if z.softcap else None,
     )  # fmt: skip
     with on(q.device):
-        start(
+        launches.start(
             forward, (min(items, multiprocessors(q.device)), 1, 1),
             kind_of(call, (), wants, width, sizes.cap is None),
             (q_, k_, v_, out, written, call.given.sinks, *sizes),
             4, 1, STAGES=shape.stages, BANDED=banded, BLOCK=block, maxnreg=REGISTERS,
         )  # fmt: skip
         if cut is not None:
-            run_moments(call, call.flags(), cut, rest, ROWS, sums)
+            run_moments(launches, call, call.flags(), cut, rest, ROWS, sums)
     return sums
+
+
+FORWARD = operators("hopper", once(run_hopper_forward), differentiate)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs the GPU runs at once: the kernel fills one each."""
+    """Return the number of multiprocessors: the kernel runs one program on each."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
 def layout(dtype: torch.dtype, rows: int, width: int) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory."""
+    """Return the shared-memory layout of a tile."""
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], kind)
 
 
 def _tiles(x: Tensor, steps: Steps, rows: int, width: int) -> TensorDescriptor:
-    """Made without its own checks, as Triton's engine makes its own."""
+    """Return a TMA descriptor of x, skipping its own checks as `operands` does."""
     made = TensorDescriptor.__new__(TensorDescriptor)
     made.base, made.shape, made.strides = x, list(x.shape), steps
     made.block_shape, made.layout = [1, 1, rows, width], layout(x.dtype, rows, width)

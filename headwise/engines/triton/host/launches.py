@@ -1,7 +1,7 @@
-"""Launching a kernel: past Triton's own look at arguments whose kind was seen before.
+"""Kernel launches that skip Triton's inspection of the arguments and can be replayed.
 
-Triton compiles a version for each combination of types, missing tensors and aligned pointers, and
-looks at every argument to find it: three times as long as the launch itself.
+Triton compiles a version of a kernel for each combination of types, missing tensors and aligned
+pointers. To find it, Triton inspects every argument, which takes three times as long as a launch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,80 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from headwise.engines.recording import launch, note
-from headwise.engines.triton.host.cards import INTERPRETING
+from headwise.core.sums import Sums, room
 from headwise.engines.triton.host.operands import WORD, Operands
+from headwise.engines.triton.host.prepared_call import Filling, Launch, PreparedCall
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 
 Kind = tuple[object, ...] | None
 _COMPILED: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
-def kind_of(call: Operands, tensors: tuple[Tensor | None, ...], *more: object) -> Kind:
-    """What tells one compiled version of a kernel from another beside its constants.
+class Launches:
+    """The launches of one call.
 
-    `tensors`: whatever the kernel takes beyond the call's own and what was just allocated. None
-    where only Triton's look can tell: a bias, a dense mask, odd layouts, numbers beyond 32 bits.
+    Given the call's tensors, it also records what is allocated and launched through it, and
+    `prepared` returns that as a call that can be repeated.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._filling = Filling(tensors) if tensors else None
+        self._launched: list[Launch] = []
+
+    def allocated(self, *tensors: Tensor) -> None:
+        """Record tensors that the call has just allocated."""
+        if self._filling is not None:
+            for x in tensors:
+                self._filling.allocate(x)
+
+    def room(self, q: Tensor, v: Tensor, wants: int) -> Sums:
+        """Allocate the sums of a call that `wants` names."""
+        sums = room(q, v, wants)
+        self.allocated(*(x for x in sums if x.numel()))
+        return sums
+
+    def start(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        kind: Kind,
+        arguments: tuple[Any, ...],
+        warps: int,
+        stages: int,
+        **constants: Any,
+    ) -> None:
+        """Launch a kernel on the current GPU; `kind` as `kind_of` returns it."""
+        run, filled = _launched(kernel, grid, kind, arguments, warps, stages, constants)
+        if self._filling is not None:
+            self._launched.append(self._filling.launch(run, filled))
+
+    def mark(self) -> tuple[int, int]:
+        """Return a mark of what is recorded so far, for `back_to`."""
+        return len(self._launched), 0 if self._filling is None else len(self._filling.made)
+
+    def back_to(self, mark: tuple[int, int]) -> None:
+        """Forget what was recorded since a mark: that attempt failed, and another follows."""
+        del self._launched[mark[0] :]
+        if self._filling is not None:
+            del self._filling.made[mark[1] :]
+            del self._filling.known[self._filling.given + mark[1] :]
+
+    def prepared(self, results: tuple[Tensor, ...]) -> PreparedCall | None:
+        """Return the call that gave these results, or None if it did more than launch kernels."""
+        filling = self._filling
+        if filling is None or not self._launched:
+            return None
+        places = [filling.place(x) for x in results]
+        if not filling.complete or min(places) < filling.given:
+            return None
+        return PreparedCall(filling.made, self._launched, places)
+
+
+def kind_of(call: Operands, tensors: tuple[Tensor | None, ...], *more: object) -> Kind:
+    """Return a key that, with its constants, identifies the compiled version of a kernel.
+
+    `tensors` are those the kernel takes besides the call's own and the newly allocated ones. None
+    if only Triton can tell: a bias, a dense mask, odd layouts, numbers beyond 32 bits.
     """
     given, sizes = call.given, call.sizes
     bent = (given.bias, given.dense, given.slopes, given.relative, given.sinks, given.seed)
@@ -41,36 +102,38 @@ def kind_of(call: Operands, tensors: tuple[Tensor | None, ...], *more: object) -
     return (call.q.dtype, *(x is None for x in tensors), *more)
 
 
-def start(
+def _launched(
     kernel: Any,
     grid: tuple[int, int, int],
     kind: Kind,
     arguments: tuple[Any, ...],
     warps: int,
     stages: int,
-    **constants: Any,
-) -> None:
-    """Launch a kernel on the current GPU; kind None lets Triton look."""
+    constants: dict[str, Any],
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Launch a kernel; return a function and arguments that launch it again."""
     options = {"num_warps": warps, "num_stages": stages, **constants}
     if INTERPRETING:
-        launch(partial(kernel[grid], **options), arguments)
-        return
+        run = partial(kernel[grid], **options)
+        run(*arguments)
+        return run, arguments
     key = (kernel, torch.cuda.current_device(), kind, warps, stages, *constants.values())
     known = None if kind is None else _COMPILED.get(key)
     if known is not None:
-        launch(launcher(known[0], grid), (*arguments, *known[1]))
-        return
+        again, filled = launcher(known[0], grid), (*arguments, *known[1])
+        again(*filled)
+        return again, filled
     compiled = kernel[grid](*arguments, **options)
     rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     if kind is not None:
         _COMPILED[key] = compiled, rest
-    note(launcher(compiled, grid), (*arguments, *rest))
+    return launcher(compiled, grid), (*arguments, *rest)
 
 
 def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """A compiled kernel on a grid, launched on the current stream of the current GPU.
+    """Return a compiled kernel on a grid, launched on the current stream of the current GPU.
 
-    What Triton itself does, without looking for whom to tell of it where nobody listens.
+    It does what Triton does, but goes through launch hooks only if one is set.
     """
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
 

@@ -1,7 +1,8 @@
-"""A call's statistics from the forward's sums; those that need no loop come from a short kernel."""
+"""Statistics of a call from the forward's sums; weights on single keys come from a short kernel."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from headwise.core.observation import STATISTICS
 from headwise.core.problem import Problem, Terms
 from headwise.core.sums import Sums
 from headwise.engines.operators import CALL, define, direct
-from headwise.engines.triton.host.cards import INTERPRETING
-from headwise.engines.triton.host.launches import kind_of, start
+from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import (
     WORD,
     broadcast_strides,
@@ -20,16 +20,23 @@ from headwise.engines.triton.host.operands import (
     operands,
     outer_strides,
     stride_unit,
+    widened,
 )
-from headwise.engines.triton.kernels.single_key import Known, Single, single
+from headwise.engines.triton.kernels.single_key import Known, Single
+from headwise.engines.triton.kernels.single_key import single as single_key
 
 _BITS = {name: 1 << n for n, name in enumerate(Single._fields)}
 
 
-def complete(
-    problem: Problem, terms: Terms, sums: Sums, stats: tuple[str, ...], sink_keys: int
+def complete_dot(
+    problem: Problem,
+    terms: Terms,
+    sums: Sums,
+    stats: tuple[str, ...],
+    sink_keys: int,
+    launches: Launches | None = None,
 ) -> dict[str, Tensor]:
-    """The asked-for statistics, (B, Hq, N) each, from the forward's sums."""
+    """Return the named statistics of a call with dot scores, (B, Hq, N) each."""
     found = {"lse": sums.lse, "max_logit": sums.max_logit, "entropy": sums.entropy}
     found |= {"distance": sums.distance, "logit_mean": sums.logit_mean, "logit_var": sums.logit_var}
     names = [name for name in Single._fields if name in stats]
@@ -37,8 +44,9 @@ def complete(
         start = problem.start() if "sink_mass" in names else 0
         starts, first = (start, 0) if isinstance(start, Tensor) else (None, start)
         asked = sum(_BITS[name] for name in names)
+        single = _single if launches is None else partial(_run, launches)
         with torch.no_grad():
-            rest = _single(
+            rest = single(
                 problem.q, problem.k, problem.v, *terms, sums.out, sums.lse, sums.max_logit,
                 sums.entropy, starts, first, sink_keys, asked,
             )  # fmt: skip
@@ -46,12 +54,12 @@ def complete(
     return {name: found[name] for name in STATISTICS if name in stats}
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+def _run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     terms = Terms(*given[: len(Terms._fields)])
     out, lse, max_logit, entropy, starts, first, sink_keys, asked = given[len(Terms._fields) :]
-    if INTERPRETING and q.dtype == torch.bfloat16:  # as in the forward
-        q, k, v, out = q.float(), k.float(), v.float(), out.float()
+    q, k, v, out = widened(q, k, v, out)
     whole = _shapes(q, k, v, *given)
+    launches.allocated(whole)
     if lse.numel() == 0:
         return whole
     parts = iter(whole)
@@ -64,8 +72,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     unit = stride_unit(strides, 8)
     simple = starts is None and max(*strides, abs(first), sink_keys) < WORD
     with on(q.device):
-        start(
-            single, (-(-q.shape[2] // rows), q.shape[1], q.shape[0]),
+        launches.start(
+            single_key, (-(-q.shape[2] // rows), q.shape[1], q.shape[0]),
             kind_of(call, (*known, out), asked) if simple else None,
             (call.q, call.k, out.contiguous(), *(stride // unit for stride in strides), call.given,
             *call.sizes, known, found, starts,
@@ -80,13 +88,17 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     return q.new_empty(count, *q.shape[:3], dtype=torch.float32)
 
 
+def _once(*arguments: Any) -> Tensor:
+    return _run(Launches(), *arguments)
+
+
 _single = direct(
-    _run,
+    _once,
     define(
         "triton_single",
         f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor entropy, Tensor? starts, "
         "SymInt first, SymInt sink_keys, int asked) -> Tensor",
-        _run,
+        _once,
         _shapes,
     ),
 )

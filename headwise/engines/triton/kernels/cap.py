@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from headwise.engines.triton.host.cards import INTERPRETING
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 
 TWO_LOG2E = tl.constexpr(2.8853900817779268)  # e^2x is 2 to this times x
 INTERPRETED = tl.constexpr(INTERPRETING)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.engines.triton.host.cards import INTERPRETING
 from headwise.engines.triton.kernels.cap import capped
+from headwise.engines.triton.kernels.interpreter import INTERPRETING
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -266,7 +266,8 @@ def mix(x):
 def row_hash(seed, b, h, position):
     """headwise.dropout.row_hash for the rows at these positions."""
     golden = tl.full([], GOLDEN, tl.uint32)
-    word = mix(tl.load(seed).to(tl.uint32))
+    whole = tl.load(seed)
+    word = mix(whole.to(tl.uint32) ^ mix((whole >> 32).to(tl.uint32)))
     place = mix(word ^ (mix(b.to(tl.uint32) * golden) + h.to(tl.uint32)))
     return mix(place + position.to(tl.uint32) * golden)
 

@@ -1,0 +1,119 @@
+"""The cache of prepared calls, by their description.
+
+Checking and planning a call takes the CPU longer than a short kernel takes the GPU. The result is
+the same for all calls of one description: the options, and the shapes, strides, dtypes, devices and
+alignment of the tensors. So an engine prepares a call once, and later calls of that description run
+immediately.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from headwise.core.intervals import Mask
+from headwise.engines.contract import Prepared
+from headwise.score import Dot
+
+KEPT = 4096  # prepared calls at most
+Key = tuple[object, ...]
+_PREPARED: dict[Key, Prepared] = {}
+
+
+class Description(NamedTuple):
+    """Everything that the plan and the launches of a call depend on, and its tensors."""
+
+    key: Key
+    tensors: tuple[Tensor, ...]
+    learning: bool  # some tensor requires a gradient
+
+
+def describe(
+    tensors: tuple[Tensor, ...],
+    *,
+    score: object = None,
+    mask: object = None,
+    bias: object = None,
+    softcap: object = None,
+    sinks: Tensor | None = None,
+    dropout: object = 0.0,
+    options: tuple[object, ...] = (),
+) -> Description | None:
+    """Return a call's description, or None if the call depends on more than that.
+
+    `tensors` are those of the call except sinks and the mask's. `options` is hashable: the engine,
+    the statistics, and whatever else the results depend on.
+    """
+    if torch.compiler.is_compiling() or bias is not None or dropout != 0.0:
+        return None
+    if score is not None and type(score) is not Dot:
+        return None
+    scale = None if score is None else score.scale
+    if not (_is_plain(scale) and _is_plain(softcap)):
+        return None
+    if sinks is not None:
+        tensors += (sinks,)
+    masked = None
+    if mask is not None:
+        masked = mask.description() if isinstance(mask, Mask) else None
+        if masked is None or not isinstance(mask, Mask):
+            return None
+        tensors += mask.tensors()
+    if is_transformed(*tensors):
+        return None
+    learning = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+    # Reading this switch by its older name, allow_tf32, may raise.
+    tf32 = torch.backends.cuda.matmul.fp32_precision if tensors[0].is_cuda else None
+    parts: list[object] = [options, masked, scale, softcap, sinks is None, learning, tf32]
+    for x in tensors:
+        parts += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+    return Description(tuple(parts), tensors, learning)
+
+
+def known(key: Key) -> Prepared | None:
+    """Return the prepared call of a description, or None if there is none yet."""
+    return _PREPARED.get(key)
+
+
+def keep(key: Key, prepared: Prepared) -> None:
+    """Store a prepared call for later calls of its description, if it can be reused."""
+    if not prepared.reusable:
+        return
+    if len(_PREPARED) >= KEPT:
+        _PREPARED.clear()
+    _PREPARED[key] = prepared
+
+
+def forget() -> None:
+    """Forget every prepared call, because something they depend on has changed."""
+    _PREPARED.clear()
+
+
+def is_transformed(*tensors: object) -> bool:
+    """Return whether a subclass, mode, transform or autocast must see the call first."""
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not Parameter:
+            return True
+        if x.is_meta or x.is_neg():
+            return True
+    first = tensors[0]
+    assert isinstance(first, Tensor)
+    kind = first.device.type
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        # tensors of the autocast dtype need no cast
+        or (torch.is_autocast_enabled(kind) and first.dtype != torch.get_autocast_dtype(kind))
+    )
+
+
+def _is_plain(x: object) -> bool:
+    """Return whether an option is None or a plain number, which has no gradient."""
+    return x is None or type(x) is float or type(x) is int

@@ -1,0 +1,71 @@
+"""The contract of an engine: one way to compute attention, exactly or not at all."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headwise.core.problem import Problem
+
+Results = tuple[Tensor, ...]  # out (B, Hq, N, Dv), then the requested statistics, (B, Hq, N) each
+
+
+class Prepared(Protocol):
+    """A call that is ready to run: it takes the tensors of any call of the same description."""
+
+    reusable: bool
+    """False if it depends on more than the description and serves a single call only."""
+
+    def __call__(self, *tensors: Tensor) -> Results:
+        """Compute the call from q, k, v, then the sinks and the mask's tensors, if it has any."""
+        ...
+
+
+class Engine(Protocol):
+    """One way to compute attention. Engines are stateless objects; `plan.ENGINES` lists them."""
+
+    name: str
+    forward_mode: bool = False  # it has forward-mode derivatives
+    functional: bool = False  # torch.func.grad can differentiate it
+
+    def absent(self, device: torch.device) -> str | None:
+        """Return why this engine can't run on a device at all, or None if it can."""
+        return None
+
+    def refuses(self, problem: Problem, observed: bool) -> str | None:
+        """Return why this engine can't serve a problem exactly, or None if it can."""
+        return None
+
+    def priority(self, problem: Problem) -> int | None:
+        """Return its place in the order in which "auto" asks engines, lowest first.
+
+        None if it serves only callers that ask for it by name.
+        """
+        ...
+
+    def attend(self, problem: Problem) -> Tensor:
+        """Return out (B, Hq, N, Dv)."""
+        ...
+
+    def observe(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
+        ...
+
+    def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
+        """Return the call ready to run, or None if preparing it saves nothing.
+
+        No names mean attention alone.
+        """
+        return None
+
+
+def compute(engine: Engine, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Results:
+    """Return out and the named statistics in their order."""
+    if not names:
+        return (engine.attend(problem),)
+    out, values = engine.observe(problem, names, sink_keys)
+    return (out, *(values[name] for name in names))

@@ -1,0 +1,106 @@
+"""The Triton engine: one fused forward and backward for NVIDIA GPUs since Ampere."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.core.problem import Problem
+from headwise.core.statistics import wanted
+from headwise.core.sums import LOG_TOTAL
+from headwise.engines.contract import Engine, Prepared
+from headwise.engines.operators import noticed
+from headwise.engines.triton.limits import (
+    GRID,
+    OLDEST,
+    WIDEST,
+    WIDEST_ADDITIVE,
+    fits_grid,
+    interpreting,
+)
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # torch.compile can't trace this
+
+
+class Triton(Engine):
+    """The engine of `kernels`. Only `host` imports Triton, and is loaded when a call needs it."""
+
+    name = "triton"
+
+    def absent(self, device: torch.device) -> str | None:
+        if device.type != "cuda" and not (device.type == "cpu" and interpreting()):
+            return "it needs an NVIDIA GPU (or TRITON_INTERPRET=1, to test on a CPU)"
+        if not _HAS_TRITON:
+            return "Triton is not installed: pip install 'headwise[triton]'"
+        if torch.version.hip is not None:
+            return "its kernels are written for NVIDIA GPUs"
+        found = self._host().card(device)
+        if found.major < OLDEST:
+            return f"it needs an Ampere GPU or a later one, and this is {found.name}"
+        return None
+
+    def refuses(self, problem: Problem, observed: bool) -> str | None:
+        q, v = problem.q, problem.v
+        if problem.additive is not None:
+            if problem.bias is not None:
+                return "its additive kernels take no bias"
+            if max(q.shape[-1], v.shape[-1]) > WIDEST_ADDITIVE:
+                return f"its additive kernels take head widths of 1 to {WIDEST_ADDITIVE}"
+        if q.dtype == torch.float64:
+            return "it computes in float32, so float64 would lose precision"
+        if not 1 <= q.shape[-1] <= WIDEST or not 1 <= v.shape[-1] <= WIDEST:
+            return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
+        if not fits_grid(q.shape):
+            return f"a GPU's grid has room for {GRID} heads and batch entries each; split the batch"
+        if problem.k.shape[2] == 0:
+            return "there are no keys, so there is nothing to compute"
+        return None
+
+    def priority(self, problem: Problem) -> int | None:
+        """Return None on a CPU: the interpreter serves only callers that ask for it by name."""
+        return None if problem.q.device.type == "cpu" else 3
+
+    def attend(self, problem: Problem) -> Tensor:
+        terms = problem.terms(banded=True)
+        out: Tensor = self._forward(problem.q, problem.k, problem.v, *terms, 0)[0]
+        return out
+
+    def observe(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        terms = problem.terms(banded=True)
+        wants = wanted(names) & ~LOG_TOTAL
+        sums = self._forward(problem.q, problem.k, problem.v, *terms, wants)
+        found: tuple[Tensor, dict[str, Tensor]] = self._host().complete(
+            problem, terms, sums, names, sink_keys
+        )
+        return found
+
+    def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
+        if noticed(problem.q, problem.k, problem.v, problem.sinks):
+            return None
+        host, run = self._host(), self._run
+        return host.FirstCall(  # type: ignore[no-any-return]
+            lambda launches: host.results(launches, run, problem, names, sink_keys)
+        )
+
+    @property
+    def _forward(self) -> Any:
+        """The forward operator."""
+        return self._host().FORWARD
+
+    @property
+    def _run(self) -> Any:
+        """The function behind the operator, which takes `Launches` first."""
+        return self._host().run
+
+    def _host(self) -> Any:
+        from headwise.engines.triton.host import attention_call
+
+        return attention_call
+
+
+TRITON = Triton()

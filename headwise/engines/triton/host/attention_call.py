@@ -1,0 +1,111 @@
+"""Calls of the Triton engine: chooses kernels, and runs them as an operator or a prepared call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from headwise.core import statistics
+from headwise.core.problem import Problem, Terms
+from headwise.core.statistics import wanted
+from headwise.core.sums import LOG_TOTAL, Sums
+from headwise.engines.contract import Results
+from headwise.engines.operators import Gradients, operators
+from headwise.engines.triton.host.additive_call import differentiate_additive, run_additive
+from headwise.engines.triton.host.backward_call import differentiate_dot
+from headwise.engines.triton.host.cards import card
+from headwise.engines.triton.host.decoding_call import attend_step, decodes, few, run_decode
+from headwise.engines.triton.host.forward_call import run_forward
+from headwise.engines.triton.host.launches import Launches
+from headwise.engines.triton.host.operands import cap_of, leaves_keys, pad, widened
+from headwise.engines.triton.host.prepared_call import PreparedCall
+from headwise.engines.triton.host.statistics_call import complete_dot
+
+__all__ = [
+    "FORWARD", "FirstCall", "cap_of", "card", "complete", "differentiate", "few", "leaves_keys",
+    "pad", "results", "run",
+]  # fmt: skip
+
+Run = Callable[[Launches, Tensor, Tensor, Tensor, Terms, int], Sums]
+
+
+def run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
+    """Return the output and the sums that `wants` names, from the kernels for this problem."""
+    kernels = run_forward
+    if terms.additive is not None:
+        kernels = run_additive
+    elif decodes(q, k, terms):
+        kernels = run_decode
+    wide, k, v = widened(q, k, v)
+    sums = kernels(launches, wide, k, v, terms, wants)
+    return sums if wide is q else sums._replace(out=sums.out.to(q.dtype))
+
+
+def differentiate(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, *rest: Any
+) -> Gradients:
+    """Return the gradients of every input from those of out, lse and entropy."""
+    lse, entropy, grad_out, *others = rest
+    q, k, v, out, grad_out = widened(q, k, v, out, grad_out)
+    kernels = differentiate_dot if terms.additive is None else differentiate_additive
+    return kernels(q, k, v, terms, out, lse, entropy, grad_out, *others)
+
+
+def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]:
+    """Return `run` for an operator, which records no launches."""
+    return lambda *arguments: run(Launches(), *arguments)
+
+
+FORWARD = operators("triton", once(run), differentiate)
+
+
+def complete(
+    problem: Problem,
+    terms: Terms,
+    sums: tuple[Tensor, ...],
+    names: tuple[str, ...],
+    sink_keys: int,
+    launches: Launches | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output and the named statistics, (B, Hq, N) each, from the forward's sums."""
+    found = Sums(*sums)
+    if problem.additive is not None:
+        return found.out, statistics.complete(problem, found, names, sink_keys)
+    return found.out, complete_dot(problem, terms, found, names, sink_keys, launches)
+
+
+class FirstCall:
+    """A call that is recorded when it first runs, and replayed from then on."""
+
+    reusable = False
+
+    def __init__(self, work_out: Callable[[Launches], Results]) -> None:
+        self._work_out: Callable[[Launches], Results] | None = work_out
+        self._prepared: PreparedCall | None = None
+
+    def __call__(self, *tensors: Tensor) -> Results:
+        if self._prepared is not None:
+            return self._prepared(*tensors)
+        assert self._work_out is not None
+        launches = Launches(*tensors)
+        results = self._work_out(launches)
+        self._prepared, self._work_out = launches.prepared(results), None
+        self.reusable = self._prepared is not None
+        return results
+
+
+def results(
+    launches: Launches, run: Run, problem: Problem, names: tuple[str, ...], sink_keys: int
+) -> Results:
+    """Return out and the named statistics, computed through `launches`."""
+    if not names:
+        out = attend_step(launches, problem)
+        if out is not None:
+            return (out,)
+    terms = problem.terms(banded=True)
+    wants = wanted(names) & ~LOG_TOTAL
+    sums = run(launches, problem.q, problem.k, problem.v, terms, wants)
+    out, values = complete(problem, terms, sums, names, sink_keys, launches)
+    return (out, *(values[name] for name in names))

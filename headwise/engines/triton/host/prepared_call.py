@@ -1,0 +1,166 @@
+"""A prepared call of the Triton engine: the memory it allocates and the kernels it launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Known = Sequence[Tensor]  # the call's own tensors, those it allocated, and views of them
+Fill = Callable[[Known], Any]
+
+
+class Allocated:
+    """A tensor that a call allocates.
+
+    `torch.empty_like` takes half as long as `torch.empty`; the template holds a single element.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self.like = torch.empty((), dtype=dtype, device=device).expand(shape)
+
+    def tensor(self, known: Known) -> Tensor:
+        """Allocate it."""
+        return torch.empty_like(self.like, memory_format=torch.contiguous_format)
+
+
+allocated = lru_cache(maxsize=1024)(Allocated)  # many calls allocate tensors of one shape
+
+
+class View(NamedTuple):
+    """A part of a tensor that a call allocates."""
+
+    place: int  # of that tensor among the known tensors
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def tensor(self, known: Known) -> Tensor:
+        """Return the view."""
+        return known[self.place].as_strided(self.shape, self.strides, self.offset)
+
+
+class Launch(NamedTuple):
+    """A kernel and its arguments, except for those that hold tensors (`fills`)."""
+
+    run: Callable[..., Any]
+    arguments: list[Any]
+    fills: list[tuple[int, Fill]]
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call that can be repeated with other tensors of the same description."""
+
+    made: list[Allocated | View]
+    launches: list[Launch]
+    results: list[int]  # places among the known tensors
+    reusable = True
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return what the call returns for these tensors."""
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self._run(tensors)
+        return self._run(tensors)
+
+    def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        known = [*tensors]
+        for each in self.made:
+            known.append(each.tensor(known))
+        for run, arguments, fills in self.launches:
+            arguments = arguments.copy()
+            for at, fill in fills:
+                arguments[at] = fill(known)
+            run(*arguments)
+        return tuple([known[place] for place in self.results])
+
+
+class Filling:
+    """Finds a call's tensors among the arguments of its launches, so that others can take over."""
+
+    def __init__(self, given: tuple[Tensor, ...]) -> None:
+        self.known = list(given)
+        self.given = len(given)
+        self.made: list[Allocated | View] = []
+        addresses = {x.data_ptr() for x in given}
+        self.complete = len(addresses) == len(given)  # otherwise an address is ambiguous
+
+    def allocate(self, x: Tensor) -> None:
+        """Record a tensor that the call has just allocated."""
+        self.made.append(allocated(x.shape, x.dtype, x.device))
+        self.known.append(x)
+
+    def launch(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Launch:
+        """Return a launch with places for its tensors."""
+        return Launch(run, *self._arguments(arguments))
+
+    def place(self, x: Tensor) -> int:
+        """Return a tensor's place among the known ones."""
+        for place, known in enumerate(self.known):
+            if known is x:
+                return place
+        for place, known in enumerate(self.known):
+            if _storage(known) != _storage(x) or known.dtype != x.dtype:
+                continue
+            if place >= self.given:
+                view = View(place, x.shape, x.stride(), int(x.storage_offset()))
+                self.made.append(view)
+                self.known.append(x)
+                return len(self.known) - 1
+            if known.data_ptr() == x.data_ptr():  # a kernel sees the address only
+                return place
+        self.complete = False  # computed by something other than the launches
+        return 0
+
+    def _arguments(self, given: tuple[Any, ...]) -> tuple[list[Any], list[tuple[int, Fill]]]:
+        fills = [(at, fill) for at, x in enumerate(given) if (fill := self._fill(x)) is not None]
+        filled = {at for at, _ in fills}
+        return [None if at in filled else x for at, x in enumerate(given)], fills
+
+    def _fill(self, x: Any) -> Fill | None:
+        """Return how to make an argument from the known tensors, or None if it never changes."""
+        if isinstance(x, Tensor):
+            return itemgetter(self.place(x))
+        if isinstance(x, tuple):
+            arguments, fills = self._arguments(x)
+            make = getattr(type(x), "_make", tuple)  # a kernel may use the names of fields
+            return _filled_tuple(make, arguments, fills) if fills else None
+        if isinstance(getattr(x, "base", None), Tensor):
+            return _filled_descriptor(x, self.place(x.base))
+        return None
+
+
+def _filled_tuple(
+    make: Callable[..., Any], arguments: list[Any], fills: list[tuple[int, Fill]]
+) -> Fill:
+    def fill(known: Known) -> Any:
+        filled = arguments.copy()
+        for at, each in fills:
+            filled[at] = each(known)
+        return make(filled)
+
+    return fill
+
+
+def _filled_descriptor(x: Any, place: int) -> Fill:
+    """Return how to make the same descriptor for another tensor."""
+    kind, shared = type(x), {name: value for name, value in vars(x).items() if name != "base"}
+
+    def fill(known: Known) -> Any:
+        made = object.__new__(kind)
+        made.__dict__.update(shared)
+        made.base = known[place]
+        return made
+
+    return fill
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

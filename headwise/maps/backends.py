@@ -1,0 +1,45 @@
+"""The two ways to compute an attention map: fused on a GPU, and block by block anywhere."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from headwise.core.sums import RowTotals
+from headwise.engines.triton.engine import TRITON
+from headwise.engines.triton.limits import WIDEST, fits_grid
+from headwise.maps import blockwise
+from headwise.maps.pooling import Cells, How
+from headwise.maps.region import Region
+
+
+class Backend(Protocol):
+    """The functions that a map is computed by: the modules `fused` and `blockwise`."""
+
+    def row_totals(self, region: Region) -> RowTotals:
+        """The totals that turn every row's logits into weights, over all keys of the region."""
+
+    def fill(self, region: Region, totals: RowTotals) -> Tensor:
+        """Every weight, (B, Hq, N, M)."""
+
+    def pool(self, region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: How) -> Tensor:
+        """The mean or the largest weight of each cell, (B, Hq, row cells, key cells)."""
+
+    def received(self, region: Region, totals: RowTotals) -> Tensor:
+        """The sum of each key's weights over the rows, (B, Hq, M)."""
+
+    def top(self, region: Region, totals: RowTotals, count: int) -> tuple[Tensor, Tensor]:
+        """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for none."""
+
+
+def backend_for(region: Region) -> Backend:
+    """The fused kernels if they can compute this region, else the blockwise functions."""
+    q, terms = region.q, region.terms
+    fits = q.dtype != torch.float64 and 0 < q.shape[-1] <= WIDEST and terms.additive is None
+    if not fits or not fits_grid(q.shape) or TRITON.absent(q.device) is not None:
+        return cast(Backend, blockwise)
+    from headwise.maps import fused  # it imports Triton, which is optional
+
+    return cast(Backend, fused)

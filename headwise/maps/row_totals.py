@@ -1,0 +1,68 @@
+"""The totals of a map's rows: computed when they are first needed, and never twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.core.sums import RowTotals
+from headwise.maps.backends import backend_for
+from headwise.maps.region import Box, Region
+
+
+@dataclass(frozen=True, eq=False)
+class LazyTotals:
+    """`RowTotals` of a region's rows over all of its keys, filled in row by row."""
+
+    region: Region
+    totals: RowTotals  # (B, Hq, N) each
+    known: Tensor  # (B, Hq, N) bool: the rows that are filled in
+
+    @staticmethod
+    def of(region: Region, lse: Tensor | None) -> LazyTotals:
+        """Totals from lse if it is given, else unknown in every row."""
+        q, wide = region.q, region.wide
+        with torch.inference_mode(False):  # they will be written to, perhaps outside of that mode
+            known = torch.full(q.shape[:3], lse is not None, device=q.device)
+            if lse is None:
+                empty = (q.new_empty(q.shape[:3], dtype=wide) for _ in RowTotals._fields)
+                return LazyTotals(region, RowTotals(*empty), known)
+        return LazyTotals(region, RowTotals.of_lse(lse.detach().to(q.device, wide)), known)
+
+    def cut(self, box: Box) -> LazyTotals:
+        """The same for some heads: views, so that both know what one of them computes."""
+        return LazyTotals(self.region.cut(box), self._part(box), _part(self.known, box))
+
+    def at(self, box: Box) -> RowTotals:
+        """The totals of a box's rows, (B, Hq, N) each."""
+        unknown = _part(self.known, box).logical_not()
+        if all(box.shape) and bool(unknown.any()):
+            self._compute(box, unknown)
+        return self._part(box)
+
+    def _compute(self, box: Box, unknown: Tensor) -> None:
+        """Fill in the smallest box that holds every unknown row."""
+        places = unknown.nonzero()
+        first, last = places.amin(0).tolist(), places.amax(0).tolist()
+        batch, heads, rows = (
+            range(part.start + low, part.start + high + 1)
+            for part, low, high in zip(box[:3], first, last, strict=True)
+        )
+        needed = Box(batch, heads, rows, self.region.box.keys)
+        for part in needed.aligned(self.region.group):
+            region = self.region.cut(part)
+            found = backend_for(region).row_totals(region)
+            for target, value in zip(self._part(part), found, strict=True):
+                target.copy_(value)
+            _part(self.known, part).fill_(True)
+
+    def _part(self, box: Box) -> RowTotals:
+        return RowTotals(*(_part(x, box) for x in self.totals))
+
+
+def _part(tensor: Tensor, box: Box) -> Tensor:
+    """A box's part of a (B, Hq, N) tensor, as a view."""
+    batch, heads, rows, _ = (slice(part.start, part.stop) for part in box)
+    return tensor[batch, heads, rows]

@@ -1,0 +1,92 @@
+"""Hooks and replaced attributes: how a watch gets into other people's code, and out again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+Undo = Callable[[], None]
+User = TypeVar("User")
+_local = threading.local()
+
+
+class Hook:
+    """A function for PyTorch to call on the model that is watched, and on no copy of it.
+
+    `copy.deepcopy(model)` and `torch.save(model)` take a model's hooks along; this one does nothing
+    in a copy.
+
+    >>> import copy
+    >>> hook = Hook(print)
+    >>> hook("seen")
+    seen
+    >>> copy.deepcopy(hook)("unseen")
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return None if self.function is None else self.function(*given, **options)
+
+    def __deepcopy__(self, memo: object) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+class Replacement(Generic[User]):
+    """`owner.name`, replaced by the result of `make(original, users)` while there are users.
+
+    The owner is a class or a module. All watches share one replacement, and the last one restores
+    the original; a static method stays one.
+    """
+
+    def __init__(
+        self, owner: Any, name: str, make: Callable[[Any, list[User]], Callable[..., Any]]
+    ) -> None:
+        self.owner, self.name, self.make = owner, name, make
+        self.users: list[User] = []
+        self._own = True
+        self._before: Any = None
+        self._ours: Any = None
+
+    def add(self, user: User) -> Undo:
+        """Add a user; returns the function that removes it."""
+        if not self.users:
+            self._own = self.name in vars(self.owner)  # or is it inherited?
+            self._before = vars(self.owner).get(self.name)
+            self._ours = self.make(getattr(self.owner, self.name), self.users)
+            if isinstance(self._before, staticmethod):
+                self._ours = staticmethod(self._ours)
+            setattr(self.owner, self.name, self._ours)
+        self.users.append(user)
+        return partial(self._remove, user)
+
+    def _remove(self, user: User) -> None:
+        self.users[:] = [other for other in self.users if other is not user]
+        if self.users or vars(self.owner).get(self.name) is not self._ours:
+            return  # somebody replaced it once more; without users ours only passes on
+        if self._own:
+            setattr(self.owner, self.name, self._before)
+        else:
+            delattr(self.owner, self.name)
+
+
+@contextmanager
+def taken() -> Iterator[None]:
+    """Mark a call that is already looked at, so that what it calls is not counted again."""
+    _local.depth = getattr(_local, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _local.depth -= 1
+
+
+def is_taken() -> bool:
+    """True inside a call that is already looked at."""
+    return getattr(_local, "depth", 0) > 0

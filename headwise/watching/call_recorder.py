@@ -1,0 +1,264 @@
+"""The recorder that adapters hand a model's attention calls to: it observes and keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.api import attention, observe, statistics
+from headwise.core.observation import STATISTICS, Observation
+from headwise.nn.call import Call
+from headwise.watching.layer import WatchedLayer
+from headwise.watching.seen_call import (
+    Kind,
+    SeenCall,
+    address,
+    bent,
+    first_position,
+    padding_rows,
+)
+
+WITHIN = ("self_mass", "previous_mass", "distance")
+"""Statistics that mean nothing where the tokens of one sequence look at another."""
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """The options of `hw.watch`: what to look at, and how closely."""
+
+    stats: tuple[str, ...] = STATISTICS
+    rows: int | None = None
+    layers: tuple[int | str, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    every: int = 1
+    maps: bool = True
+    sink_keys: int = 1
+
+
+@dataclass
+class CallRecorder:
+    """Observes the calls of one model. `active` is False in steps that are passed over."""
+
+    options: WatchOptions
+    layers: dict[str, WatchedLayer] = field(default_factory=dict)
+    active: bool = True
+    tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
+    silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
+    ran: bool = False  # the model ran, whether or not any attention was seen
+    _observed: set[str] = field(
+        default_factory=set
+    )  # inside their own pass; a recomputation must be too
+    _selected: dict[str, bool] = field(default_factory=dict)
+    _depth: int = 0  # modules of the model that are running
+    _calls: dict[str, int] = field(default_factory=dict)  # calls of each module in this pass so far
+    _ids: Tensor | None = None  # the tokens that this forward was called with
+    _past: bool = False  # this forward continues from a cache
+
+    def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
+        """A module of the model starts to run; a pass begins with the outermost one."""
+        if recomputing():
+            return
+        if self._depth == 0:
+            self.ran, self._calls, self._past, self._ids = True, {}, False, None
+        self._depth += 1
+        if given or options:
+            self._ids = token_ids(given, options or {})
+
+    def end(self) -> None:
+        """A module has run, with or without an error."""
+        if recomputing() or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        before, ids = self.tokens, self._ids
+        if self._past and before is not None and ids is not None and len(before) == len(ids):
+            self.tokens = torch.cat((before, ids), 1)
+        elif ids is not None or not self._past:
+            self.tokens = None if self._past else ids
+
+    def wants(self, name: str) -> bool:
+        """True if this module's call should be handed over."""
+        if recomputing():
+            return name in self._observed  # it must do the same again
+        if not self.active:
+            return False
+        known = [on for key, on in self._selected.items() if key.partition("#")[0] == name]
+        return not known or any(known)
+
+    def beside(
+        self,
+        name: str,
+        call: Call,
+        kind: Kind = "self",
+        padding: Tensor | None = None,
+        out: Tensor | None = None,
+        maps: bool = True,
+    ) -> None:
+        """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
+
+        `maps=False` keeps nothing of it for a map, whatever the options say.
+        """
+        if recomputing():
+            return
+        q, k, v = (x.detach() for x in call[:3])
+        options, look = call._replace(q=q, k=k, v=v).options(), self._look(kind)
+        del options["dropout"], options["engine"]
+        norm = None
+        if out is not None and look["rows"] is None and not call.dropout:
+            # The output is known, so its norm needs no values and no second weighting of them.
+            norm, v = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=wide(out)), v[..., :0]
+            look["stats"] = tuple(x for x in look["stats"] if x != "output_norm")
+        seen = statistics(q, k, v, **options, **look)
+        if norm is not None and "output_norm" in self.options.stats:
+            seen.values["output_norm"] = norm
+        self._keep(name, call, kind, padding, seen, maps)
+
+    def inside(
+        self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
+    ) -> Tensor:
+        """Compute a call's output (B, Hq, N, Dv), and observe it in the same pass.
+
+        Three cases are observed beside the output instead: a sample of the rows needs no pass over
+        all of them; an engine that was asked for by name must compute the output; and on a CPU
+        PyTorch's kernel with the statistics beside it trains faster than one pass of ours.
+        """
+        learning = call.q.device.type == "cpu" and torch.is_grad_enabled() and call.q.requires_grad
+        if self.options.rows is not None or call.engine != "auto" or learning:
+            out = attention(call.q, call.k, call.v, **call.options())
+            self.beside(name, call, kind, padding, out)
+            return out
+        out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
+        if not recomputing():
+            self._observed.add(name)
+            seen.values = {key: value.detach() for key, value in seen.values.items()}
+            self._keep(name, call, kind, padding, seen)
+        return out
+
+    def silence(self, name: str, out: Tensor, axis: int = -3) -> Tensor:
+        """The output of a module's heads, along an axis; a head that is switched off gives 0."""
+        if name not in self.silenced:
+            return out
+        if out.ndim < 4:
+            return torch.zeros_like(out)  # (B, N, D): one head
+        kept = torch.ones(out.shape[axis], dtype=out.dtype, device=out.device)
+        kept[self.silenced[name]] = 0
+        return out * kept.reshape(-1, *[1] * (-1 - axis))
+
+    def _look(self, kind: Kind) -> dict[str, Any]:
+        options = self.options
+        stats = tuple(x for x in options.stats if kind == "self" or x not in WITHIN)
+        if options.maps and options.rows is None and "lse" not in stats:
+            stats = (*stats, "lse")
+        return {"stats": stats, "rows": options.rows, "sink_keys": options.sink_keys}
+
+    def _keep(
+        self,
+        name: str,
+        call: Call,
+        kind: Kind,
+        padding: Tensor | None,
+        seen: Observation,
+        maps: bool = True,
+    ) -> None:
+        options = self.options
+        start = first_position(call) if kind == "self" else 0
+        self._past = self._past or start > 0
+        layer = self._layer(self._resolved(name, kind), call, kind)
+        if layer is None:
+            return
+        if padding is None and kind == "self":
+            padding = padding_rows(call.mask, call.q, call.k)
+        lse = seen.values.get("lse") if seen.rows is None else None
+        if "lse" not in options.stats:
+            seen.values.pop("lse", None)
+        kept = None
+        if options.maps and maps:
+            k = call.k.detach()
+            if kind == "self" and k.shape[2] > start + call.q.shape[2]:
+                k = k.clone()  # a cache with room to spare, which it will write into
+            none = call.v.new_empty(*call.v.shape[:3], 0)  # a view would hold all the values
+            kept = call._replace(q=call.q.detach(), k=k, v=none)
+        continues = self._continues(layer, call, start)
+        last = layer.last
+        if continues and last is not None and forgetting(layer, call, start):
+            start = last.start + last.queries  # the cache's first keys are not the sequence's
+        found = SeenCall(
+            call.q.shape[2], start, seen, padding, kept, lse, bent(call), address(call.k)
+        )
+        layer.add(found, continues)
+
+    def _resolved(self, name: str, kind: Kind) -> str:
+        """A distinct name for each depth at which a pass uses the same module, and each kind."""
+        again = self._calls.get(name, 0)
+        self._calls[name] = again + 1
+        if again and kind == "self" and not self._past and self._depth:
+            name = f"{name}#{again}"
+        known = self.layers.get(name)
+        return name if known is None or known.kind == kind else f"{name}#{kind}"
+
+    def _continues(self, layer: WatchedLayer, call: Call, start: int) -> bool:
+        """True if a call adds rows to the one before: the next step of a model that generates."""
+        last = layer.last
+        if last is None or layer.ended or last.observation.sees.shape[0] != call.q.shape[0]:
+            return False  # beams begin with a larger batch
+        if layer.kind == "self":  # before the end: tokens were taken back
+            return 0 < start <= last.start + last.queries or forgetting(layer, call, start)
+        again = self._depth > 0 and self._calls.get(layer.module, 0) > 1
+        same = call.q.shape[2] == 1 and last.address == address(call.k)
+        return self._past or again or same
+
+    def _layer(self, name: str, call: Call, kind: Kind) -> WatchedLayer | None:
+        """The layer of this name, a new one if need be; None if it was not asked for."""
+        if name not in self._selected:
+            number = len(self._selected)
+            wanted = self.options.layers
+            self._selected[name] = wanted is None or matches(number, name, wanted)
+            if self._selected[name]:
+                sampled = self.options.rows is not None
+                self.layers[name] = WatchedLayer(number, name, kind, call.q.shape[1], sampled)
+        return self.layers.get(name)
+
+    def known(self) -> list[str]:
+        """The names of all attention layers the model has shown so far."""
+        return list(self._selected)
+
+
+def forgetting(layer: WatchedLayer, call: Call, start: int) -> bool:
+    """True if one more token came to a full cache: there are as many keys as the time before."""
+    last = layer.last
+    full = call.q.shape[2] == 1 and start + 1 == call.k.shape[2]
+    return full and last is not None and layer.prompted and last.start + last.queries > start
+
+
+def token_ids(given: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | None:
+    """The tokens (B, N) a model is called with; None if there are none, or two kinds of them."""
+    names = ("input_ids", "decoder_input_ids")
+    values = [*given, *(options[name] for name in names if name in options)]
+    found = [x.detach() for x in values if isinstance(x, Tensor) and x.ndim == 2]
+    found = [x for x in found if not x.is_floating_point() and x.dtype != torch.bool]
+    return found[0] if len(found) == 1 else None
+
+
+def matches(number: int, name: str, wanted: Sequence[int | str]) -> bool:
+    """True if a layer was asked for, by its number or by a pattern such as "*.3.attn"."""
+    return any(
+        number == one if isinstance(one, int) else fnmatchcase(name, one) or name == one
+        for one in wanted
+    )
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype in which statistics of a tensor are computed."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def recomputing() -> bool:
+    """True if this forward runs inside a backward, as gradient checkpointing recomputes one."""
+    inside: bool = torch._C._current_graph_task_id() != -1
+    return inside
