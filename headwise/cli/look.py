@@ -56,7 +56,7 @@ def look(
     model: Annotated[
         str,
         typer.Argument(
-            help="gpt, translate, a run's folder, or a transformers model's or its name."
+            help="gpt, translate, a run's folder, or a transformers model's folder or name."
         ),
     ] = "gpt",
     text: Annotated[str | None, typer.Option(help="The text to read.", show_default=False)] = None,

@@ -78,14 +78,14 @@ def _here(what: str) -> bool:
 
     >>> _here("gtp")
     Traceback (most recent call last):
-    ValueError: there is no model 'gtp'; did you mean gpt? On the hub it would be owner/gtp
+    ValueError: there is no model 'gtp'; did you mean gpt? For a model on the hub, give owner/gtp
     """
     if Path(what).is_dir():
         return True
     meant = get_close_matches(what.lower(), built_in(), 1)
     if meant and what.isalpha():  # gpt2 is a model of the hub
         said = f"there is no model {what!r}; did you mean {meant[0]}?"
-        raise ValueError(f"{said} On the hub it would be owner/{what}")
+        raise ValueError(f"{said} For a model on the hub, give owner/{what}")
     try:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
