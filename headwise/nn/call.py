@@ -67,7 +67,7 @@ def position_and_cache(
     if context is None:
         k = position.rotate(k, waves)
     elif isinstance(context, Tensor):
-        k = position.rotate(k, position.waves(indices(k), length))
+        k = position.rotate(k, position.waves(indices(k), k.shape[-2]))
     return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
 
@@ -97,6 +97,11 @@ def check_inputs(
         )
     if not isinstance(context, Memory):
         check_source(widths, x if context is None else context, values)
+    elif values is not None:
+        raise ValueError(
+            "values= would be ignored: this context is a Memory, which has values; "
+            "attn.remember(context, values) makes one of both"
+        )
     for name, given in (("context", context), ("values", values)):
         if isinstance(given, Tensor) and given.ndim != x.ndim:
             raise ValueError(
