@@ -49,7 +49,7 @@ def test_a_file_of_shapes_that_nobody_can_read_is_as_good_as_none(
 def test_tuning_tries_the_usual_shape_and_keeps_what_it_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headwise.engines.triton.host import tuning
+    from headwise.engines.triton import tuning
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shapes, "_CHOSEN", {})
