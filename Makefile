@@ -1,25 +1,25 @@
-# Every target makes .venv itself; a fresh clone needs only Python 3.11 or newer and make.
+# Every target creates .venv if necessary; a fresh clone needs only Python 3.11 or newer and make.
 PYTHON ?= python3
 WORKERS ?= 2
 RUN := .venv/bin/python -m
 INSTALLED := .venv/installed
 
-# Node and npm are in .venv too; what npm starts finds them on the path.
+# Node and npm are in .venv too; the programs that npm starts find them on the path.
 NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm
 
-# One thread a worker: the workers already fill the cores.
+# One thread per worker: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
 .PHONY: help look page browser test test-all test-gpu bench lint format clean
 
-help: ## what you can make
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-look: page ## see what the heads of the built-in GPT do with a text, in your browser
+look: page ## show the heads of the built-in GPT in your browser
 	@$(RUN) headwise look
 
-page: $(INSTALLED) ## build the page of headwise look, if its sources have changed
+page: $(INSTALLED) ## build the page of headwise look if its sources have changed
 	@.venv/bin/python page/build_page.py
 
 browser: $(INSTALLED)
@@ -28,28 +28,29 @@ browser: $(INSTALLED)
 test: lint browser ## lint, types, tests, doctests and the documentation's examples
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all: lint browser ## the same with the slow tests and more generated problems
+test-all: lint browser ## the same with the slow tests and ten times as many generated problems
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device
 	OMP_NUM_THREADS=1 $(RUN) pytest -n auto -m gpu
 
-bench: $(INSTALLED) ## side by side with peers on this machine's CPU
+bench: $(INSTALLED) ## compare with other implementations on this machine's CPU
 	$(RUN) bench.cpu
 	$(RUN) bench.modules
 
-lint: page ## ruff, its formatter and mypy in strict mode; the page's types and format
+lint: page ## ruff, mypy --strict, import-linter; the page's types and format
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+	.venv/bin/lint-imports --no-logo --no-cache
 	cd page && $(NPM) run --silent check
 
-format: page ## let ruff and prettier rewrite what they can
+format: page ## apply the fixes of ruff and prettier
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 	cd page && $(NPM) run --silent format
 
-clean: ## remove what the other targets made
+clean: ## remove everything that the other targets created
 	rm -rf .venv build dist *.egg-info page/node_modules headwise/look/static .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find headwise tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

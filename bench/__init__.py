@@ -1,9 +1,9 @@
-"""Side by side with peers. Each script prints a table and writes its figures to bench/results."""
+"""Benchmarks against other implementations; each prints a table and writes bench/results."""
 
 import argparse
 
 
-def described(said: str) -> argparse.ArgumentParser:
-    """A script's arguments, none as yet; its --help says what the script's docstring does."""
+def described(description: str) -> argparse.ArgumentParser:
+    """A parser without arguments, whose --help shows the script's docstring."""
     shape = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=said, formatter_class=shape)
+    return argparse.ArgumentParser(description=description, formatter_class=shape)

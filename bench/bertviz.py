@@ -1,8 +1,8 @@
-"""Beside BertViz on the same model and text: `python -m bench.bertviz`.
+"""Comparison with BertViz on the same model and text: `python -m bench.bertviz`.
 
 A model of MiniLM's shape (6 layers × 12 heads, random weights) reads texts of 64, 512 and 4096
-tokens. Each tool, in a process of its own, makes a page of all heads as one file; a browser opens
-it. BertViz's page loads three scripts from a network; --scripts names a folder that has them.
+tokens. Each tool, in its own process, writes a page of all heads as one file, and a browser opens
+it. BertViz's page loads three scripts from the network; --scripts names a folder that has them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from bench.look import BROWSER, renderers, resident
 from bench.pairs import RESULTS, machine
 
 LENGTHS = (64, 512, 4096)
-MEMORY = 8 << 30  # bytes that a tool may take
-PATIENCE = 60  # seconds that a browser may take
+MEMORY = 8 << 30  # the most bytes a tool may use
+PATIENCE = 60  # the most seconds a browser may take
 SEEN = {
-    # what is there once the heads are drawn
+    # true once the heads are drawn
     "bertviz": "() => document.querySelectorAll('svg rect').length > 0",
     "headwise": "() => document.querySelectorAll('canvas').length > 0"
     " && document.body.innerText.includes('72')",
@@ -34,7 +34,7 @@ SEEN = {
 
 
 def make(tool: str, tokens: int, path: Path) -> dict[str, Any]:
-    """Make a tool's page in this process: seconds from the model to the file."""
+    """Write a tool's page in this process, and time it from the model to the file."""
     import torch
     from transformers import BertConfig, BertModel
 
@@ -83,7 +83,7 @@ def headwise(model: Any, ids: Any, names: list[str], path: Path) -> None:
 
 
 def opens(tool: str, path: Path, scripts: Path | None) -> dict[str, Any]:
-    """Whether a browser shows the page, after how long, and with how much memory."""
+    """Open the page in a browser: success, seconds and memory."""
     from playwright.sync_api import Error, sync_playwright
 
     with sync_playwright() as playwright:
@@ -107,7 +107,7 @@ def opens(tool: str, path: Path, scripts: Path | None) -> dict[str, Any]:
 
 
 def measured(tool: str, tokens: int, scripts: Path | None) -> dict[str, Any]:
-    """One tool on one text, made and opened."""
+    """Write and open the page of one tool on one text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
         command = [sys.executable, "-m", "bench.bertviz", "--make", tool, str(tokens), str(path)]

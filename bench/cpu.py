@@ -1,4 +1,4 @@
-"""The core on a CPU beside PyTorch's own attention: python -m bench.cpu"""
+"""headwise on a CPU compared with PyTorch's attention: python -m bench.cpu"""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def sampling() -> list[Figure]:
 
 
 def remembering() -> list[Figure]:
-    """In a process of its own, whose peak is its own."""
+    """Measure memory in a separate process, which has its own peak."""
     command = [sys.executable, "-m", "bench.memory"]
     found = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return [at_most("observe, n 16384, memory beyond inputs and results", found, 64, "MiB")]
@@ -115,7 +115,7 @@ def differentiating() -> list[Figure]:
 
 def mapping() -> list[Figure]:
     q, k, _ = problem(100_000, heads=1)
-    lse = torch.full(q.shape[:-1], 12.0)  # any number: the work is the same
+    lse = torch.full(q.shape[:-1], 12.0)  # any value: the work is the same
     amap = hw.attention_map(q, k, mask=hw.mask.causal(), lse=lse)
     last = amap.levels - 1
     tile = median_seconds(lambda: amap.tile(last, 100, 200), 200)
@@ -136,7 +136,7 @@ def problem(n: int, batch: int = 1, heads: int = HEADS) -> tuple[Tensor, Tensor,
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What people fall back to: weights in memory, and the entropy from them."""
+    """The usual fallback: weights in memory, and the entropy from them."""
     weights = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1)
     entropy = torch.special.entr(weights).sum(-1)
     return weights @ v, weights, entropy

@@ -1,8 +1,8 @@
-"""The GPU engines beside their peers, on one NVIDIA GPU: `python -m bench.gpu`.
+"""The GPU engines compared with other kernels on one NVIDIA GPU: `python -m bench.gpu`.
 
-Every figure is a median of rounds in which the contenders take turns, whole calls as a user makes
-them. The sections print their rows, the end what was met and what was missed; every number goes to
-bench/results/gpu.json. `python -m bench.gpu --targets` prints the end again from that file, and
+Each figure is the median over rounds in which the contenders alternate, of whole calls as a user
+makes them. Each section prints its rows, and the end the targets that were met or missed. All
+numbers go to bench/results/gpu.json; from that file `--targets` prints the targets again, and
 `--tables` the tables of docs/gpu.md.
 """
 
@@ -44,13 +44,13 @@ SECTIONS: dict[str, Callable[[], list[Row]]] = {
 
 
 def main() -> None:
-    """Measure, print, and write the JSON after every section."""
+    """Measure and print, and write the JSON after every section."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=600, help="start no section after this")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
-    parser.add_argument("--targets", action="store_true", help="judge the file, measure nothing")
-    parser.add_argument("--tables", action="store_true", help="print the file as docs/gpu.md does")
+    parser.add_argument("--targets", action="store_true", help="print the targets of the file")
+    parser.add_argument("--tables", action="store_true", help="print the tables of docs/gpu.md")
     given = parser.parse_args()
     results: Results = {}
     if given.tables:
@@ -59,7 +59,7 @@ def main() -> None:
     if given.targets:
         results = json.loads(given.json.read_text())
     elif not torch.cuda.is_available():
-        sys.exit("bench.gpu measures an NVIDIA GPU, and PyTorch sees none here")
+        sys.exit("bench.gpu needs an NVIDIA GPU, and PyTorch finds none here")
     else:
         results = measured(given.only, given.seconds, given.json)
     say_figures(figures(results))
@@ -71,7 +71,7 @@ def measured(only: list[str], seconds: float, file: Path) -> Results:
     import torch._functorch.config
     import triton
 
-    torch._dynamo.config.recompile_limit = 64  # all of FlexAttention's variants count as one's
+    torch._dynamo.config.recompile_limit = 64  # all variants of FlexAttention share one cache limit
     torch._functorch.config.donated_buffer = False  # its backward is run more than once
     torch.manual_seed(0)
     stop = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""A section of `bench.gpu`: additive attention beside the textbook, compiled."""
+"""A section of `bench.gpu`: additive attention against the compiled textbook form."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 import headwise as hw
 from bench.gpu_timing import Row, interleaved, normal, say
 
-SPECIAL = 132 * 16 * 1.755e9  # special functions a second, by the chip's own count
+SPECIAL = 132 * 16 * 1.755e9  # special-function results per second, from the chip's specification
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """Bahdanau's attention as it is taught."""
+    """Bahdanau's attention as textbooks write it."""
     scores = (weight[:, None, None] * torch.tanh(q[:, :, :, None] + k[:, :, None])).sum(-1)
     return scores.softmax(-1) @ v
 
 
 def adding() -> list[Row]:
-    """Additive attention, 8 heads, d 64: beside the compiled textbook, and where that can't run."""
+    """Additive attention, 8 heads, d 64: against the compiled textbook, and where it can't run."""
     rows = []
     compiled = torch.compile(textbook)
     for n, dtype in ((2048, torch.float32), (2048, torch.bfloat16), (32768, torch.bfloat16)):

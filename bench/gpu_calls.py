@@ -1,4 +1,4 @@
-"""Sections of `bench.gpu`: what a call costs before its kernel runs."""
+"""Sections of `bench.gpu`: the cost of a call before its kernel runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(time.perf_counter() - start)
 
 
 def first_calls() -> list[Row]:
-    """Seconds of a process' first call, with nothing compiled and from the cache on disk."""
+    """Seconds of a process's first call, with nothing compiled and with the cache on disk."""
     rows = []
     q = torch.empty(1, 8, 1000, 64, device="cuda", dtype=torch.bfloat16)
     for engine in serving(q, q, q, mask=hw.mask.causal()):
@@ -44,7 +44,7 @@ def first_calls() -> list[Row]:
 
 
 class Lengths:
-    """Calls of which no two have the same length."""
+    """Calls no two of which have the same length."""
 
     def __init__(self) -> None:
         self.length = 100
@@ -57,9 +57,9 @@ class Lengths:
 
 
 def calls() -> list[Row]:
-    """Microseconds of a processor for a call whose kernel takes next to nothing.
+    """CPU microseconds of a call whose kernel takes almost no time.
 
-    Calls that come back are played from their tapes; lengths that never do are thought through.
+    Repeated calls are replayed; calls of ever new lengths are prepared each time.
     """
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     causal, ids = hw.mask.causal(), torch.arange(64, device="cuda")[None] // 16

@@ -19,7 +19,7 @@ CELLS = {  # batch, query heads, key heads, keys
 
 
 def decoding() -> list[Row]:
-    """One query against a long cache: useful bytes a second of whole calls, and of graphs."""
+    """One query against a long cache: useful bytes per second of whole calls, and of graphs."""
     rows: list[Row] = []
     for name, (batch, heads, key_heads, keys) in CELLS.items():
         q = normal(batch, heads, 1, 128)

@@ -1,4 +1,4 @@
-"""Sections of `bench.gpu`: forward, backward, statistics, masks and caps beside fused peers."""
+"""Sections of `bench.gpu`: forward, backward, statistics, masks and caps, against fused kernels."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def flexible(n: int, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain() -> list[Row]:
-    """Forward and backward beside PyTorch's own kernels, FlexAttention and written-out weights."""
+    """Forward and backward against PyTorch's kernels, FlexAttention and eager weights."""
     rows = []
     for width in (64, 128, 256):
         for n in (1024, 4096, 16384):
@@ -88,7 +88,7 @@ def plain() -> list[Row]:
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention as everybody writes it."""
+    """Eager attention."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if causal:
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
@@ -97,7 +97,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def seeing() -> list[Row]:
-    """What statistics cost: an engine's own plain forward against one that reports."""
+    """The cost of statistics: an engine's plain forward against one that reports them."""
     rows = []
     kinds = {"entropy": ("entropy",), "all but moments": WITHOUT_MOMENTS, "all": STATISTICS}
     for width in (64, 128):
@@ -118,7 +118,7 @@ def seeing() -> list[Row]:
 
 
 def capped() -> list[Row]:
-    """A softcap, beside compiled FlexAttention, for logits far below the cap and beyond it."""
+    """A softcap against compiled FlexAttention, for logits far below the cap and beyond it."""
     flex = torch.compile(flex_attention, dynamic=False)
 
     def cap(score: Tensor, *_: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def capped() -> list[Row]:
 
 
 def masked() -> list[Row]:
-    """Masks that hide most pairs: the time against the visible share of the full time."""
+    """Masks that hide most pairs: the time relative to the visible share of the full time."""
     flex = torch.compile(flex_attention, dynamic=False)
     n, width = TOKENS, 128
     q, k, v = tensors(n, width)
@@ -161,7 +161,7 @@ def masked() -> list[Row]:
             lambda b, h, i, j: (j <= i) & (ids[i] == ids[j]),
         ),
     }
-    runs: dict[str, Run] = {  # the full call once, beside both
+    runs: dict[str, Run] = {  # the full call once, next to both
         f"{engine}, full": lambda e=engine: hw.attention(q, k, v, engine=e)
         for engine in serving(q, k, v)
     }
@@ -178,7 +178,7 @@ def masked() -> list[Row]:
 
 
 def _beside_full(name: str, mask: hw.mask.Mask, ms: dict[str, float], n: int) -> Row:
-    """What a mask took, and how many times its visible share of the full call that is."""
+    """The time of a mask, and that time relative to its visible share of the full call."""
     first, last = mask.intervals(Place(1, 1, n, n, device=torch.device("cuda")))[0]
     visible = float((last - first.clamp_min(0)).sum() / (n * n))
     took = {x.removeprefix(f"{name}: "): t for x, t in ms.items() if x.startswith(f"{name}: ")}
@@ -193,13 +193,13 @@ def _beside_full(name: str, mask: hw.mask.Mask, ms: dict[str, float], n: int) ->
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights as everybody writes them, and their entropy."""
+    """Eager weights and their entropy."""
     p = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).float().softmax(-1)
     return p.to(v.dtype) @ v, torch.special.entr(p).sum(-1)
 
 
 def observing() -> list[Row]:
-    """Time and memory of `observe` where eager weights still fit, and where they no longer do."""
+    """Time and memory of `observe` at lengths where eager weights fit, and where they do not."""
     rows = []
     for n in (8192, 32768):
         q, k, v = tensors(n, 128, heads=16)
@@ -227,7 +227,7 @@ def observing() -> list[Row]:
 
 
 def precise() -> list[Row]:
-    """The relative error against float64, beside that of PyTorch's kernels."""
+    """The relative error against float64, compared with that of PyTorch's kernels."""
     rows = []
     cases = {"random": (1.0, 2048), "large logits": (8.0, 2048), "long": (1.0, 16384)}
     for name, (size, n) in cases.items():

@@ -14,7 +14,7 @@ from headwise.maps.pooling import Cells
 
 
 def mapping() -> list[Row]:
-    """A map of one head at n = 100,000, d 128, its lse included; and PyTorch's own loops."""
+    """A map of one head at n = 100,000, d 128, its lse included, against loops in PyTorch."""
     n, rows = 100_000, []
     q, k = normal(1, 1, n, 128), normal(1, 1, n, 128)
     for name, mask in (("full", None), ("causal", hw.mask.causal())):

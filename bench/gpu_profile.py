@@ -1,6 +1,6 @@
-"""Where the time of a call goes on a GPU, kernel by kernel: `python -m bench.gpu_profile`.
+"""The time of each kernel of a call on a GPU: `python -m bench.gpu_profile`.
 
-The cells of `bench.gpu` whose targets are missed, beside what they are compared with.
+Profiles the cells of `bench.gpu` that miss their targets, and the calls they are compared with.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bench import described
 from bench.gpu_decoding import CELLS
 from bench.gpu_timing import Run, backward_of, normal, tensors
 
-CALLS = 5  # of each, after two that compile
+CALLS = 5  # calls of each, after two that compile
 
 
 def kernels(run: Run) -> dict[str, float]:
-    """Microseconds of each kernel in one call, the longest first."""
+    """Microseconds of each kernel of one call, longest first."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()
@@ -39,7 +39,7 @@ def kernels(run: Run) -> dict[str, float]:
 
 
 def runs() -> dict[str, Run]:
-    """The calls, by what they are."""
+    """The calls by name."""
     made: dict[str, Run] = {}
     q, k, v = tensors(16384, 128)
     for name, mask in {"full": None, "causal": hw.mask.causal()}.items():
@@ -67,7 +67,7 @@ def main() -> None:
     """Print the kernels of every call."""
     described(__doc__).parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench.gpu_profile measures an NVIDIA GPU, and PyTorch sees none here")
+        sys.exit("bench.gpu_profile needs an NVIDIA GPU, and PyTorch finds none here")
     for name, run in runs().items():
         print(name, flush=True)
         for kernel, took in kernels(run).items():

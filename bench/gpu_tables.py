@@ -1,4 +1,4 @@
-"""What `bench.gpu` measured as the tables of docs/gpu.md: `python -m bench.gpu --tables`."""
+"""The tables of docs/gpu.md from the figures of `bench.gpu`: `python -m bench.gpu --tables`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _row(cells: Cells) -> str:
 
 
 def _ratio(row: dict[str, Any], peer: str, *engines: str) -> str:
-    """Of the fastest of the engines to a peer."""
+    """The ratio of the fastest engine to a peer."""
     return f"{max(row.get(engine, 0) for engine in engines) / row[peer]:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""What `bench.gpu` measured beside what it should be: a line each, the worst of its cells."""
+"""The figures of `bench.gpu` and their targets: one line each, of the worst cell."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def _worst(name: str, ratios: dict[str, float], least: float) -> list[Figure]:
-    """The worst cell's figure; none where an engine serves no cell on this GPU."""
+    """The figure of the worst cell; empty if an engine serves no cell on this GPU."""
     if not ratios:
         return []
     cell = min(ratios, key=lambda x: ratios[x])

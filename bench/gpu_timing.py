@@ -1,7 +1,7 @@
 """Timing on a GPU, for the sections of `bench.gpu`.
 
-Every figure is a median of rounds in which the contenders take turns, so that a clock that drifts
-drifts for all. Outputs are allocated inside the timer, as in a user's call.
+Each figure is the median over rounds in which the contenders alternate, so that a drifting clock
+affects all of them. Outputs are allocated inside the timer, as in a user's call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row = dict[str, object]
 
 
 def interleaved(runs: dict[str, Run], rounds: int = 7, slice_ms: float = 15.0) -> dict[str, float]:
-    """Milliseconds of each contender, the median over rounds in which they take turns."""
+    """Milliseconds of each contender: the median over rounds in which they alternate."""
     able, times = {}, {}
     for name, run in runs.items():
         try:
@@ -54,7 +54,7 @@ def _once(run: Run, calls: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Fused:
-    """PyTorch's attention by one of its kernels, which is chosen outside of the timer."""
+    """PyTorch's attention with one of its kernels, which is chosen outside the timer."""
 
     backend: SDPBackend
     q: Tensor
@@ -70,12 +70,12 @@ class Fused:
 
 
 def around(run: Run) -> AbstractContextManager[object]:
-    """What a contender needs set before it is timed."""
+    """The context that a contender needs while it is timed."""
     return sdpa_kernel(run.backend) if isinstance(run, Fused) else nullcontext()
 
 
 def replayed(run: Run, calls: int = 5) -> Run:
-    """The same work without a processor before it: a CUDA graph of some calls."""
+    """The same work without the CPU's part: a CUDA graph of several calls."""
     graph = torch.cuda.CUDAGraph()
     with around(run):
         run()
@@ -87,7 +87,7 @@ def replayed(run: Run, calls: int = 5) -> Run:
 
 
 def tensors(n: int, width: int, heads: int | None = None, learn: bool = False) -> list[Tensor]:
-    """q, k, v in bfloat16: as many batch entries as make up TOKENS, or one of so many heads."""
+    """q, k, v in bfloat16: as many batch entries as make up TOKENS, or one with so many heads."""
     shape = (1, heads, n, width) if heads else (max(1, TOKENS // n), MODEL // width, n, width)
     return [
         torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=learn)
@@ -96,7 +96,7 @@ def tensors(n: int, width: int, heads: int | None = None, learn: bool = False) -
 
 
 def backward_of(forward: Callable[[], Tensor], leaves: list[Tensor]) -> Run:
-    """The backward pass alone, of a forward that is run once."""
+    """The backward pass alone, of a forward pass that runs once."""
     with around(forward):
         out = forward()
     grad = torch.randn_like(out)
@@ -104,7 +104,7 @@ def backward_of(forward: Callable[[], Tensor], leaves: list[Tensor]) -> Run:
 
 
 def rate(ms: float, n: int, causal: bool, backward: bool = False) -> float:
-    """TFLOP/s by the usual count: 4·n²·d forward, half of it when causal, 2.5 times it backward."""
+    """TFLOP/s by the usual count: 4·n²·d forward, half of it if causal, 2.5 times it backward."""
     flops = 4 * TOKENS * n * MODEL * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
     return flops / ms / 1e9
 

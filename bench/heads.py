@@ -1,10 +1,10 @@
-"""What the heads of the built-in models do, measured: the tables of their cards.
+"""Measurements of the heads of the built-in models, for the tables of their cards.
 
     python -m bench.heads gpt
     python -m bench.heads translate
 
 GPT: on the first 4096 tokens of its shipped sample (enwik8, test part), and, for induction, on 64
-random tokens said twice: how much of a row's weight falls on the token after the same token's first
+random tokens repeated once: the weight of a row on the token after the same token's first
 occurrence. Translator: on the shipped sentences and their translations, teacher-forced.
 """
 
@@ -28,7 +28,7 @@ def sample(name: str) -> Any:
 
 
 def means(seen: Any) -> dict[str, Tensor]:
-    """Each statistic's mean over the rows of each head, (H,)."""
+    """The mean of each statistic over the rows of each head, (H,)."""
     return {
         name: getattr(seen, name).float().mean((0, 2)) for name in STATISTICS if name in seen.values
     }
@@ -84,7 +84,7 @@ def translate(loaded: Translator) -> list[dict[str, Any]]:
 
 
 def slope(looked: Tensor) -> Tensor:
-    """How far the mean position looked at (H, N) moves a step; near 0 for a head that stays."""
+    """The slope of the mean attended position (H, N) per row; near 0 for a head that stays."""
     steps = torch.arange(looked.shape[-1], dtype=torch.float32)
     steps = steps - steps.mean()
     return (looked * steps).sum(-1) / steps.square().sum().clamp_min(1)

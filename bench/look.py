@@ -1,8 +1,8 @@
-"""The page's server as a user meets it: `python -m bench.look`, and `--tokens 100000` on a GPU.
+"""The page's server as a user sees it: `python -m bench.look`, and `--tokens 100000` on a GPU.
 
-Each figure comes from a real `headwise look` in a process of its own, asked over HTTP: the time
-from the command to the heads of a text, the time of random tiles of random heads over all levels,
-and the memory of the server and of a browser that shows the page.
+Each figure comes from a real `headwise look` in its own process, queried over HTTP: the time from
+the command to the heads of a text, the time of random tiles of random heads over all levels, and
+the memory of the server and of a browser that shows the page.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ from typing import Any
 from bench.pairs import Figure, at_most, report
 from headwise.training.loading import ASSETS, load
 
-TARGETS = {2_000: 10.0, 16_000: 90.0, 100_000: 60.0}  # seconds until a text's heads are there
+TARGETS = {
+    2_000: 10.0,
+    16_000: 90.0,
+    100_000: 60.0,
+}  # the most seconds until heads are ready
 TILES = 200
 BROWSER = "/usr/bin/chromium"
 
 
 @dataclass
 class Asked:
-    """A running server, its process and what it said while it read."""
+    """A running server, its process and what it printed while it read."""
 
     connection: HTTPConnection
     process: subprocess.Popen[str]
@@ -59,7 +63,7 @@ class Asked:
 
 @contextmanager
 def looking(text: str, device: str) -> Iterator[Asked]:
-    """`headwise look` on a text, until its heads are there; the browser's own way to ask."""
+    """Start `headwise look` on a text and wait for its heads, polling as the browser does."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
         file.write(text)
     command = [sys.executable, "-m", "headwise.cli.main", "look", "--no-open", "--device", device]
@@ -83,7 +87,7 @@ def looking(text: str, device: str) -> Iterator[Asked]:
 
 
 def tiles(asked: Asked, seed: int = 0) -> tuple[list[float], dict[int, list[float]]]:
-    """Milliseconds of random tiles: of any head, level and place where something is seen."""
+    """Milliseconds of random tiles: of any head, level and visible place."""
     (given,) = asked.json("/api/state")["inputs"]
     group = given["groups"][0]
     heads = [(x["layer"], head) for x in group["layers"] for head in range(x["heads"])]
@@ -106,13 +110,13 @@ def tiles(asked: Asked, seed: int = 0) -> tuple[list[float], dict[int, list[floa
 
 
 def processor_seconds(process: int) -> float:
-    """What a process has used of all cores together; the clock also counts what others used."""
+    """CPU seconds of a process on all cores; unlike the clock, it leaves out other processes."""
     ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def resident(process: int) -> float:
-    """Megabytes of memory that a process has for itself."""
+    """Megabytes of private memory of a process."""
     rollup = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="utf-8")
     kilobytes = [
         int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private_")
@@ -121,7 +125,7 @@ def resident(process: int) -> float:
 
 
 def browser_megabytes(url: str) -> float | None:
-    """What the process of a page takes after a walk through it; None without a browser."""
+    """Megabytes of the page's process after a walk through the page; None without a browser."""
     try:
         from playwright.sync_api import sync_playwright
     except ModuleNotFoundError:
@@ -147,7 +151,7 @@ def browser_megabytes(url: str) -> float | None:
 
 
 def renderers() -> list[int]:
-    """The processes that draw pages for this one."""
+    """The browser processes that render pages for this process."""
     parents, drawing = {}, []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -156,20 +160,20 @@ def renderers() -> list[int]:
             parents[folder.name] = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             if b"--type=renderer" in (folder / "cmdline").read_bytes():
                 drawing.append(folder.name)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
     return [int(process) for process in drawing if descends(process, str(os.getpid()), parents)]
 
 
 def descends(process: str, ancestor: str, parents: dict[str, str]) -> bool:
-    """Whether one process was started by another, or by one that it started."""
+    """True if a process is a descendant of another."""
     while process in parents and process != ancestor:
         process = parents[process]
     return process == ancestor
 
 
 def text_of(tokens: int) -> str:
-    """A text of about so many tokens of the built-in GPT: an article, again and again."""
+    """A text of about this many tokens of the built-in GPT: an article, repeated."""
     article = json.loads((ASSETS / "gpt" / "sample.json").read_text(encoding="utf-8"))["text"]
     tokeniser = load("gpt").tokeniser
     ids = tokeniser.encode(article)

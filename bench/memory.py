@@ -11,7 +11,7 @@ import headwise as hw
 
 
 def peak() -> float:
-    """The most memory this process has held, in MiB."""
+    """The peak memory of this process, in MiB."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     found = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert found is not None
@@ -19,9 +19,9 @@ def peak() -> float:
 
 
 def main() -> None:
-    hw.observe(*torch.randn(3, 1, 8, 600, 64).unbind(0), mask=hw.mask.causal())  # libraries load
+    hw.observe(*torch.randn(3, 1, 8, 600, 64).unbind(0), mask=hw.mask.causal())  # loads libraries
     q, k, v = torch.randn(3, 1, 8, 16_384, 64).unbind(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = peak()
     out, seen = hw.observe(q, k, v, mask=hw.mask.causal())
     results = sum(x.nbytes for x in (out, *seen.values.values())) / 2**20

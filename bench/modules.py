@@ -1,4 +1,4 @@
-"""The layers on a CPU beside PyTorch's own: python -m bench.modules"""
+"""The layers on a CPU compared with PyTorch's: python -m bench.modules"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def training() -> list[Figure]:
-    """Forward and backward beside nn.MultiheadAttention without weights: the same computation."""
+    """Forward and backward against nn.MultiheadAttention without weights: the same computation."""
     return [beside_torch(512, batch=4, pairs=60), beside_torch(2048, batch=1, pairs=40)]
 
 
@@ -59,7 +59,7 @@ def training_causally() -> list[Figure]:
 
 
 def looking() -> list[Figure]:
-    """Every statistic of every head for sampled rows, beside torch's default: mean weights."""
+    """Every statistic of every head for sampled rows, against torch's default: mean weights."""
     theirs, ours, x = layers(1, 2048)
     trained = ratio(
         learning(theirs, lambda: theirs(x, x, x)[0]),
@@ -78,7 +78,7 @@ def looking() -> list[Figure]:
 
 
 def decoding() -> list[Figure]:
-    """256 tokens after a prompt of 1024, with a cache and computing everything anew."""
+    """256 tokens after a prompt of 1024, with a cache and recomputing everything."""
     model = GPT(GPTConfig(vocabulary=1024, context=2048, d_model=256, layers=2, heads=4)).eval()
     prompt = torch.randint(1024, (1, 1024))
     return [saved(model, prompt, cache) for cache in (hw.nn.GrowingCache(), hw.nn.FixedCache(1280))]

@@ -1,8 +1,8 @@
-"""How exact attention is, and what stays the same to the bit: python -m bench.numerics
+"""The errors of attention, and the calls that agree to the bit: python -m bench.numerics
 
 Errors are against the reference in float64 on the same inputs, rounded to the dtype first: the
 largest error of any entry over the largest entry of the truth. `PyTorch` is a plain call of
-F.scaled_dot_product_attention. The tables of docs/numerics.md are what this prints.
+F.scaled_dot_product_attention. The output is the tables of docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
-# Some virtual machines advertise AMX and then die in a bfloat16 matrix product.
+# Some virtual machines advertise AMX but crash in a bfloat16 matrix product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
@@ -32,7 +32,11 @@ INPUTS = {  # queries, keys, deviation of q and of k
     "large logits": (512, 512, 60.0),  # a deviation of 3600
     "long": (128, 16384, 1.0),
 }
-LENGTHS = (40, 300, 1100)  # of the calls that are compared bit by bit: a few blocks, or many
+LENGTHS = (
+    40,
+    300,
+    1100,
+)  # of calls that are compared bit by bit: a few blocks, or many
 SEEN = (("lse", ("lse",)), ("entropy", ("entropy",)))
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -52,7 +56,7 @@ def main() -> None:
 
 
 def machine() -> str:
-    """What this ran on, in words."""
+    """A description of this machine."""
     isa = torch.backends.cpu.get_cpu_capability().replace("AVX512", "AVX-512")
     version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
     threads = torch.get_num_threads()
@@ -60,7 +64,7 @@ def machine() -> str:
 
 
 def problem(name: str, dtype: torch.dtype) -> Three:
-    """q, k and v of two heads, 64 wide, rounded to the dtype."""
+    """q, k and v of two heads of width 64, rounded to the dtype."""
     queries, keys, size = INPUTS[name]
     numbers = torch.Generator().manual_seed(1)
 
@@ -77,7 +81,7 @@ def run(engine: str, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tens
 
 
 def with_gradients(engine: str, tensors: Three) -> dict[str, Tensor]:
-    """out, and the gradients of q, k and v for one that arrives from outside."""
+    """The output, and the gradients of q, k and v for a given gradient of the output."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     out = run(engine, *leaves)
     numbers = torch.Generator().manual_seed(2)
@@ -87,7 +91,7 @@ def with_gradients(engine: str, tensors: Three) -> dict[str, Tensor]:
 
 
 def measured(name: str, dtype: torch.dtype) -> list[dict[str, object]]:
-    """The errors of one input in one dtype, a row for each thing that is computed."""
+    """The errors of one input in one dtype, one row per computed quantity."""
     tensors = problem(name, dtype)
     wide = tuple(x.double() for x in tensors)
     truth = with_gradients("reference", wide)
@@ -107,7 +111,7 @@ def measured(name: str, dtype: torch.dtype) -> list[dict[str, object]]:
 
 
 def error(found: Tensor, truth: Tensor) -> float:
-    """The largest error of any entry over the largest entry."""
+    """The largest error of any entry, relative to the largest entry."""
     return float((found.double() - truth).abs().max() / truth.abs().max())
 
 
@@ -115,7 +119,7 @@ SAMENESS: dict[str, Callable[[str, Three], bool]] = {}
 
 
 def sameness(words: str) -> Callable[[Callable[[str, Three], bool]], Callable[[str, Three], bool]]:
-    """Give a question about bits its words."""
+    """Describe a question about equal bits."""
 
     def named(ask: Callable[[str, Three], bool]) -> Callable[[str, Three], bool]:
         SAMENESS[words] = ask
@@ -184,7 +188,7 @@ def observed(engine: str, tensors: Three) -> bool:
 
 
 def repeated(dtype: torch.dtype) -> list[dict[str, object]]:
-    """Which pairs of calls give the same bits at every length, a row for each question."""
+    """The pairs of calls that agree to the bit at every length, one row per question."""
     numbers = torch.Generator().manual_seed(3)
     calls = [torch.randn(3, 4, 8, n, 64, generator=numbers).to(dtype).unbind(0) for n in LENGTHS]
     rows = []
@@ -198,7 +202,7 @@ def repeated(dtype: torch.dtype) -> list[dict[str, object]]:
 
 
 def asked(words: str, engine: str) -> bool:
-    """Whether an engine can do what the question is about."""
+    """True if an engine can make the calls of a question."""
     if "observation" in words:
         return engine in OBSERVING
     return engine != "PyTorch" or "padded" not in words
@@ -216,7 +220,7 @@ def table(title: str, rows: list[dict[str, object]]) -> str:
 
 
 def invariance(rows: list[dict[str, object]]) -> str:
-    """What stays the same to the bit, as Markdown: in every dtype, in some, or in none."""
+    """The calls that agree to the bit, as Markdown: in every dtype, in some, or in none."""
     lines = ["**The same to the bit?**\n", f"| | {' | '.join(ENGINES)} |"]
     lines.append("|---" * (1 + len(ENGINES)) + "|")
     for words in SAMENESS:

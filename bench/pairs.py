@@ -1,4 +1,4 @@
-"""Interleaved pairs: ours and the peer in turn, so that noise meets both; their ratio counts."""
+"""Ratios of interleaved pairs: ours and the peer alternate, so that noise affects both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of a table: a figure, what it should be, and whether it is."""
+    """One line of a table: a figure, its target, and whether the target is met."""
 
     name: str
     value: float
@@ -65,14 +65,14 @@ def say_figures(figures: list[Figure]) -> None:
     """Print each figure, its target and whether it is met."""
     width = max((len(figure.name) for figure in figures), default=0)
     for figure in figures:
-        said = "met" if figure.met else "MISSED"
+        verdict = "met" if figure.met else "MISSED"
         value = f"{figure.value:8.2f} {figure.unit:<3}"
-        print(f"{figure.name:<{width}} {value} {figure.target:>8}  {said}  {figure.detail}")
+        print(f"{figure.name:<{width}} {value} {figure.target:>8}  {verdict}  {figure.detail}")
     print(f"{sum(figure.met for figure in figures)} of {len(figures)} targets met")
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """The machine of the measurements."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),

@@ -1,7 +1,7 @@
-"""Takes the pictures of the page that the handbook shows: python -m bench.pictures [name ...]
+"""Take the screenshots of the documentation: python -m bench.pictures [name ...]
 
-Each view is opened in a real browser on the built-in models, as a reader of the handbook would see
-it on a laptop, and written to docs/pictures.
+Each view is opened in a real browser on the built-in models, at the size of a laptop's screen, and
+written to docs/pictures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENGLISH, CHINESE = "en-GB", "zh-CN"
 
 @dataclass(frozen=True)
 class Shot:
-    """A picture: what is served, where the page goes, and how it looks."""
+    """A screenshot: the model to serve, the address of the view, and its appearance."""
 
     name: str
     address: str
@@ -63,7 +63,7 @@ def served(model: str) -> Iterator[str]:
 
 
 def take(browser: Browser, shot: Shot, url: str) -> None:
-    """Open the view, let it settle, and keep what it looks like."""
+    """Open the view, wait until it is still, and take the picture."""
     context = browser.new_context(
         viewport={"width": 1280, "height": shot.height},
         locale=shot.locale,
@@ -82,7 +82,7 @@ def take(browser: Browser, shot: Shot, url: str) -> None:
 
 
 def keep(png: bytes, name: str) -> None:
-    """Write a picture as small as it can be, and refuse one too large for every clone to carry."""
+    """Write a picture as small as possible; ValueError if it is too large for the repository."""
     small = io.BytesIO()
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     picture.quantize(palette=palette(picture), dither=Image.Dither.NONE).save(
@@ -96,7 +96,7 @@ def keep(png: bytes, name: str) -> None:
 
 
 def palette(picture: Image.Image) -> Image.Image:
-    """256 colours: the most frequent exactly, and others so that a single green dot stays green."""
+    """256 colours: the most frequent exactly, the others so that a single green dot stays green."""
     counted = picture.getcolors(picture.width * picture.height) or []
     frequent = [colour for _, colour in sorted(counted, reverse=True)[:96]]
     spread = picture.quantize(160, Image.Quantize.MAXCOVERAGE).getpalette() or []
@@ -106,7 +106,7 @@ def palette(picture: Image.Image) -> Image.Image:
 
 
 def main() -> None:
-    """Take the pictures of the names that were given, or all."""
+    """Take the pictures with these names, or all."""
     parser = described(__doc__)
     parser.add_argument("name", nargs="*", help=", ".join(shot.name for shot in SHOTS))
     names = parser.parse_args().name

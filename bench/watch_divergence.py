@@ -1,12 +1,12 @@
-"""A run that diverges on purpose, and the same run saved: the picture of docs/watch.md.
+"""A run that diverges on purpose, and the same run rescued: the picture of docs/watch.md.
 
     python -m bench.watch_divergence --picture docs/pictures/watch-divergence.png
 
 A GPT of two layers learns to repeat the token three places back. Its learning rate rises to 0.8,
-two hundred times what serves it, and nothing normalises its queries and keys. It learns at first;
-then its logits grow, its attention collapses, and it forgets all it knew: when the rate falls again
-the softmax is so saturated that it passes no gradient. `hw.qk_clip` after each step is the only
-difference of the second run. `--seeds 4` tells of several.
+two hundred times a good one, and nothing normalises its queries and keys. It learns at first; then
+its logits grow, its attention collapses, and it forgets everything: when the rate falls again, the
+softmax is so saturated that it passes no gradient. The second run differs only by `hw.qk_clip`
+after each step. `--seeds 4` reports several seeds.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SEED = 3
 
 @dataclass
 class Course:
-    """What was measured at each step of a run."""
+    """The measurements of each step of a run."""
 
     losses: list[float] = field(default_factory=list)
     max_logits: list[float] = field(default_factory=list)
@@ -70,14 +70,14 @@ class Course:
 
 
 def loss_of(model: nn.Module, random: torch.Generator) -> Tensor:
-    """Say the token that stands three places back, 16 sequences at a time."""
+    """The loss of predicting the token three places back, for 16 sequences."""
     tokens = torch.randint(VOCABULARY, (16, LENGTH), generator=random)
     logits = model(tokens)[:, BACK:]
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, :-BACK].flatten())
 
 
 def train(limit: float | None = None, recipe: Recipe = RECIPE, seed: int = SEED) -> Course:
-    """Train by a recipe; `limit` clips the heads whose logits pass it."""
+    """Train by a recipe; `limit` clips the heads whose logits exceed it."""
     torch.manual_seed(seed)
     model = GPT(CONFIG)
     optimizer = recipe.optimizer(model)
@@ -105,7 +105,7 @@ def train(limit: float | None = None, recipe: Recipe = RECIPE, seed: int = SEED)
 
 
 def draw(courses: dict[str, Course], path: Path) -> None:
-    """Loss, largest logit and entropy of both runs, one above the other."""
+    """Draw loss, largest logit and entropy of both runs, one above the other."""
     import matplotlib.pyplot as plt
 
     colours = {"as it is": "#c0392b", "with hw.qk_clip": "#21918c"}
@@ -143,7 +143,7 @@ def draw(courses: dict[str, Course], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--seeds", type=int, help="try so many, from 0")
+    parser.add_argument("--seeds", type=int, help="the number of seeds to try")
     arguments = parser.parse_args()
     logging.getLogger("headwise").setLevel(logging.ERROR)
     for seed in range(arguments.seeds) if arguments.seeds else (SEED,):

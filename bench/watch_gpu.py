@@ -1,4 +1,4 @@
-"""What watching costs a training step on a GPU: `python -m bench.watch_gpu`."""
+"""The cost of watching a training step on a GPU: `python -m bench.watch_gpu`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
 def main() -> None:
     described(__doc__).parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("bench.watch_gpu measures an NVIDIA GPU, and PyTorch sees none here")
+        raise SystemExit("bench.watch_gpu needs an NVIDIA GPU, and PyTorch finds none here")
     torch.manual_seed(0)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for n in (2048, 8192):
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def measured(n: int, batch: int) -> dict[str, float]:
-    """Milliseconds of a step each way, medians of rounds in which they take turns."""
+    """Milliseconds of a step of each kind: medians over rounds in which they alternate."""
     model = GPT(CONFIG).cuda()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(0, CONFIG.vocabulary, (batch, n + 1), device="cuda")
@@ -64,7 +64,7 @@ def measured(n: int, batch: int) -> dict[str, float]:
             step(options)
             stop.record()
             torch.cuda.synchronize()
-            if round_ >= 2:  # the first ones compile
+            if round_ >= 2:  # the first steps compile
                 times[name].append(start.elapsed_time(stop))
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     medians["rows=64, against unwatched"] = medians["rows=64"] / medians["unwatched"]

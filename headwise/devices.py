@@ -1,4 +1,4 @@
-"""Which device a model runs on: the one that is asked for, or the best that is here."""
+"""The device a model runs on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def chosen(name: str | None) -> torch.device:
-    """The device of this name, the GPU if there is one by default; ValueError where it is none.
+    """The device of this name; by default a GPU if there is one. ValueError if it can't compute.
 
     >>> chosen("cpu")
     device(type='cpu')
@@ -14,9 +14,10 @@ def chosen(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.ones(1, device=name).item()  # some, such as meta, hold no numbers
+        torch.ones(1, device=name).item()  # some devices, such as meta, hold no data
     except (RuntimeError, AssertionError, ImportError):
         there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-        said = f"there is no device {name!r} to compute on here; {' or '.join(there)} would work"
-        raise ValueError(said) from None
+        raise ValueError(
+            f"there is no device {name!r} to compute on here; use {' or '.join(there)}"
+        ) from None
     return torch.device(name)

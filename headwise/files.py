@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Write a file so that the old one stays until the new one is whole, whatever happens.
+    """Replace a file atomically: the old one stays until the new one is complete.
 
-    Until then it is called `.<name>-<process>`, which a process that is killed leaves behind.
+    The temporary file is `.<name>-<process id>`; a killed process leaves it behind.
     """
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
@@ -24,7 +24,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename outlast a power cut, where folders can be opened (not on Windows)."""
+    """Make a rename survive a power cut, on systems where a folder can be opened."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""Which keys a query may see: one or two intervals of keys for each query row.
+"""Masks: the keys that a query may see, as one or two intervals of keys per query row.
 
-Every mask here speaks of positions in the whole sequence. A `Place` says where a call's queries
-and keys stand in it, so cached decoding, chunks and splits are not special cases.
+Masks refer to positions in the whole sequence. A `Place` is where a call's queries and keys are in
+it, so cached decoding, chunks and splits are not special cases.
 
 >>> import headwise as hw
 >>> from headwise.core.place import Place
@@ -35,9 +35,9 @@ __all__ = [
 
 
 def causal(offset: PerBatch | None = None) -> Mask:
-    """Query i sees keys j <= i + offset; without offset the last query stands at the last key.
+    """Query i sees keys j <= i + offset; without an offset, queries and keys align at the end.
 
-    offset is an int, or one for each batch entry (B,).
+    offset is an int, or one per batch entry (B,).
     """
     return Causal(_offset("causal(offset)", offset))
 
@@ -61,7 +61,7 @@ def prefix(p: PerBatch) -> Mask:
 
 
 def lengths(n: PerBatch) -> Mask:
-    """Every query of batch entry b sees keys j < n[b]: padding on the right. n is (B,)."""
+    """Every query of batch entry b sees keys j < n[b]: right padding. n is (B,)."""
     return Lengths(integers("hw.mask.lengths(n)", n))
 
 
@@ -82,7 +82,7 @@ def dense(seen: Tensor) -> Mask:
     if seen.dtype != torch.bool:
         raise ValueError(
             f"hw.mask.dense takes a bool tensor (True = may attend), not {seen.dtype}; "
-            "what is added to the logits goes into bias="
+            "a tensor that is added to the logits goes into bias="
         )
     return Dense(seen)
 
@@ -92,5 +92,5 @@ def _offset(call: str, offset: PerBatch | None) -> PerBatch | None:
         return None
     offset = integers(f"hw.mask.{call}", offset)
     if isinstance(offset, int) and abs(offset) > FURTHEST:
-        raise ValueError(f"hw.mask.{call}: {offset} keys away is further than 2**30")
+        raise ValueError(f"hw.mask.{call}: an offset of {offset} is beyond 2**30")
     return offset

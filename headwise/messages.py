@@ -1,8 +1,7 @@
-"""What is said to people: in English where it is said, and in 中文 beside it for the page.
+"""Messages in English that carry their 中文 translation for the page.
 
-The English sentence is its own key in the one table of translations, `headwise.chinese`. Errors,
-logs and the terminal show it as any other text; an answer of the page's server, and a run's folder,
-carry the 中文 along.
+The English sentence is the key of the translation table, `headwise.chinese`. Errors, logs and the
+terminal show the English text; the answers of the page's server and the folders of runs hold both.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from headwise.chinese import CHINESE
 
 
 class Sentence(str):
-    """A text in English that knows itself in 中文; the same where nobody translated it.
+    """An English text with its 中文 translation, which is the English text if there is none.
 
     >>> Sentence("no heads", "没有头").zh
     '没有头'
@@ -33,7 +32,7 @@ class Sentence(str):
 
 
 def say(english: str, **values: object) -> Sentence:
-    """A sentence of the table, with its values filled in as `str.format` does.
+    """A sentence of the table, filled in with values as by `str.format`.
 
     >>> say("there is no input {id}", id="7")
     'there is no input 7'
@@ -45,7 +44,7 @@ def say(english: str, **values: object) -> Sentence:
 
 
 def said_by(error: BaseException) -> Sentence:
-    """What an error says.
+    """The message of an error.
 
     >>> said_by(ValueError(say("there is no input {id}", id="7"))).zh
     '没有输入 7'
@@ -55,7 +54,7 @@ def said_by(error: BaseException) -> Sentence:
 
 
 def halves(sentence: Sentence) -> tuple[Sentence, Sentence]:
-    """What is wrong, and what would work: before and after the semicolon.
+    """Split a message at its semicolon: the problem, and what to do about it.
 
     >>> halves(Sentence("it is long; cut it", "太长；请截短"))
     ('it is long', 'cut it')
@@ -65,26 +64,26 @@ def halves(sentence: Sentence) -> tuple[Sentence, Sentence]:
     return Sentence(problem, theirs), Sentence(hint, advice)
 
 
-def with_chinese(said: dict[str, Any]) -> dict[str, Any]:
-    """A dictionary for JSON, with its sentences in 中文 by their English under "zh".
+def with_chinese(content: dict[str, Any]) -> dict[str, Any]:
+    """A dictionary for JSON, with the 中文 of its sentences, by their English, under "zh".
 
     >>> with_chinese({"error": say("there is no input {id}", id="7")})
     {'error': 'there is no input 7', 'zh': {'there is no input 7': '没有输入 7'}}
     """
-    found = {str(x): x.zh for x in _sentences(said) if x.zh != x}
-    return {**said, "zh": found} if found else said
+    found = {str(x): x.zh for x in _sentences(content) if x.zh != x}
+    return {**content, "zh": found} if found else content
 
 
-def from_json(said: dict[str, Any]) -> dict[str, Any]:
-    """What `with_chinese` made, as it was before.
+def from_json(content: dict[str, Any]) -> dict[str, Any]:
+    """Undo `with_chinese`: the dictionary, with its sentences.
 
     >>> from_json({"says": "it is long", "zh": {"it is long": "太长"}})["says"].zh
     '太长'
     """
-    found = said.get("zh")
+    found = content.get("zh")
     if not isinstance(found, dict):
-        return said
-    return {name: _understood(x, found) for name, x in said.items() if name != "zh"}
+        return content
+    return {name: _understood(x, found) for name, x in content.items() if name != "zh"}
 
 
 def _sentences(value: Any) -> Iterator[Sentence]:

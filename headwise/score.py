@@ -1,4 +1,4 @@
-"""How a query and a key give a logit."""
+"""Scores: the function of a query and a key that gives a logit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Dot:
         scale: object = self.scale
         if isinstance(scale, Tensor) and scale.requires_grad:
             raise ValueError(
-                "hw.Dot's scale is a number, and this tensor asks for a gradient; "
-                "hw.attention(q * scale, k, v, score=hw.Dot(1.0)) gives it one"
+                "hw.Dot's scale is a number, and this tensor requires a gradient; use "
+                "hw.attention(q * scale, k, v, score=hw.Dot(1.0))"
             )
         one = is_number(scale) or (isinstance(scale, Tensor) and scale.numel() == 1)
         if scale is not None and not one:
-            raise ValueError(f"hw.Dot({scale!r}): the scale is a number, or None for 1/√d")
+            raise ValueError(f"hw.Dot({scale!r}): the scale must be a number, or None for 1/√d")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Cosine:
     def __post_init__(self) -> None:
         given: object = self.temperature
         if not is_number(given) and not isinstance(given, Tensor):
-            raise ValueError(f"hw.Cosine({given!r}): the temperature is a number or a tensor")
+            raise ValueError(f"hw.Cosine({given!r}): the temperature must be a number or a tensor")
 
 
 Score = Dot | Additive | General | Cosine
@@ -66,7 +66,7 @@ Score = Dot | Additive | General | Cosine
 
 @dataclass(frozen=True)
 class Scored:
-    """A score as engines take it: a scaled dot product, or the additive score's weight (Hq, D)."""
+    """A score in the form engines take: a scaled dot product, or additive with weight (Hq, D)."""
 
     q: Tensor
     k: Tensor
@@ -75,22 +75,22 @@ class Scored:
 
 
 def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
-    """Turn any score into one that engines compute. q (B, Hq, N, Dq), k (B, Hkv, M, Dk)."""
+    """Rewrite a score in the form engines take. q (B, Hq, N, Dq), k (B, Hkv, M, Dk)."""
     heads, width = q.shape[1], q.shape[-1]
     if isinstance(score, General):
         weight = score.weight
         fits = weight.ndim in (2, 3) and weight.shape[-2:] == (width, k.shape[-1])
         if not fits or (weight.ndim == 3 and weight.shape[0] != heads):
             raise ValueError(
-                f"hw.General's weight has shape {tuple(weight.shape)}; ({width}, {k.shape[-1]}) or "
-                f"({heads}, {width}, {k.shape[-1]}) would fit"
+                f"hw.General's weight has shape {tuple(weight.shape)}; this call needs "
+                f"({width}, {k.shape[-1]}) or ({heads}, {width}, {k.shape[-1]})"
             )
-        # one sum over batch and rows for a head's gradient: halves of it may lie beyond the dtype
+        # one sum over batch and rows per head's gradient: parts of it may overflow the dtype
         into = "de" if weight.ndim == 2 else "hde"
         return Scored(torch.einsum(f"bhnd,{into}->bhne", q, weight.to(q)), k)
     if width != k.shape[-1]:
         raise ValueError(
-            f"queries are {width} wide and keys {k.shape[-1]}; hw.General(weight) joins them"
+            f"queries have width {width} and keys {k.shape[-1]}; use score=hw.General(weight)"
         )
     if isinstance(score, Dot):
         return Scored(q, k, width**-0.5 if score.scale is None else float(score.scale))
@@ -98,8 +98,8 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
         weight = score.weight
         if tuple(weight.shape) not in ((width,), (heads, width)):
             raise ValueError(
-                f"hw.Additive's weight has shape {tuple(weight.shape)}; ({width},) or "
-                f"({heads}, {width}) would fit"
+                f"hw.Additive's weight has shape {tuple(weight.shape)}; this call needs "
+                f"({width},) or ({heads}, {width})"
             )
         return Scored(q, k, additive=weight.to(q.device).expand(heads, width))
     if isinstance(score, Cosine):
@@ -109,8 +109,8 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
         temperature = score.temperature
         if tuple(temperature.shape) not in ((), (1,), (heads,)):
             raise ValueError(
-                f"hw.Cosine's temperature has shape {tuple(temperature.shape)}; a scalar or "
-                f"({heads},) would fit"
+                f"hw.Cosine's temperature has shape {tuple(temperature.shape)}; this call needs "
+                f"a scalar or ({heads},)"
             )
         return Scored(q * temperature.reshape(-1, 1, 1).to(q.dtype), k)
     raise ValueError(f"score={score!r} is not one of hw.Dot, hw.Additive, hw.General, hw.Cosine")

@@ -1,4 +1,4 @@
-"""What importing headwise costs someone who installed nothing but torch."""
+"""Importing headwise with nothing but torch installed."""
 
 import importlib.metadata
 import subprocess
@@ -25,14 +25,14 @@ OPTIONAL = (
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter, where warnings are errors too."""
+    """Run code in a fresh interpreter with warnings as errors."""
     command = [sys.executable, "-W", "error", "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_importing_headwise_needs_nothing_optional() -> None:
-    # Made unimportable rather than looked for: torch itself loads triton where it finds it.
-    # A torch that is built for CUDA tells of a missing triton, and goes on.
+    # Made unimportable, not searched in sys.modules: torch itself loads triton if it is there.
+    # A torch built for CUDA prints that triton is missing, and continues.
     hidden = f"import sys; sys.modules |= dict.fromkeys({OPTIONAL}); import headwise"
     said = python(hidden).stderr.splitlines()
     assert [line for line in said if "triton not found" not in line] == []

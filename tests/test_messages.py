@@ -1,4 +1,4 @@
-"""Sentences in both languages: none is forgotten, and none says another thing."""
+"""Messages in both languages: none is missing, and both take the same values."""
 
 import ast
 import copy
@@ -16,7 +16,7 @@ from headwise.messages import Sentence, from_json, halves, said_by, say, with_ch
 
 @cache
 def said() -> list[tuple[str, ast.Call]]:
-    """Every call of `say` in the package, and the file that it stands in."""
+    """Every call of `say` in the package, with its file."""
     folder = Path(headwise.__file__).parent
     found = []
     for path in sorted(folder.rglob("*.py")):

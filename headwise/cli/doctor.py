@@ -1,214 +1,105 @@
-"""What this machine can run, and what about it may hurt: facts only, nothing is printed here."""
+"""`headwise doctor`: what this machine can run."""
 
-import importlib.metadata
-import os
-import platform
-import subprocess
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+import dataclasses
+import json
+from typing import Annotated
 
 import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from headwise.engines import plan
+from headwise.cli.machine import gather
+from headwise.engines.plan import engines
 
-PACKAGES = ("headwise", "torch", "triton", "numpy", "torchvision", "transformers")
-"""Whose versions matter when something goes wrong."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """Something torch can compute on."""
-
-    name: str
-    kind: str
-    detail: str
+app = typer.Typer()
 
 
-@dataclass(frozen=True)
-class Trap:
-    """A known way for this machine to go wrong, and the way out."""
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Measure the GPU kernels' block shapes and keep the fastest."),
+    ] = False,
+) -> None:
+    """Check this machine: versions, devices, engines, and known problems with their cures.
 
-    name: str
-    what: str
-    cure: str
+    [b]Examples[/b]
 
+    headwise doctor
 
-@dataclass(frozen=True)
-class Facts:
-    """Everything `headwise doctor` reports.
+    headwise doctor --json > machine.json
 
-    `versions` maps a package to its version, or None where it is not installed; `engines` maps
-    an engine to None where it is usable, or to the reason why it is not.
+    headwise doctor --tune
     """
-
-    versions: dict[str, str | None]
-    devices: tuple[Device, ...]
-    engines: dict[str, str | None]
-    traps: tuple[Trap, ...]
-
-
-def gather() -> Facts:
-    """Look at this machine.
-
-    >>> facts = gather()
-    >>> facts.engines["reference"] is None
-    True
-    """
-    versions = installed_versions()
-    return Facts(
-        versions=versions,
-        devices=(cpu_device(), *gpu_devices()),
-        engines=plan.engines(),
-        traps=known_traps(
-            flags=cpu_flags(),
-            environ=os.environ,
-            versions=versions,
-            threads=torch.get_num_threads(),
-            cores=usable_cores(),
-            torchvision_error=import_error("torchvision") if versions["torchvision"] else None,
-        ),
-    )
+    if tune:
+        tune_kernels(as_json)
+        return
+    facts = gather()
+    if as_json:
+        print_json(dataclasses.asdict(facts))
+        return
+    console = Console()
+    section(console, "versions")
+    for package, version in facts.versions.items():
+        item(console, package, version or "not installed", "" if version else "dim")
+    section(console, "devices")
+    for device in facts.devices:
+        item(console, device.kind, device.name, "", device.detail)
+    section(console, "engines")
+    for engine, reason in facts.engines.items():
+        item(console, engine, reason or "ready", "yellow" if reason else "green")
+    section(console, "known problems of this machine")
+    for trap in facts.traps:
+        item(console, trap.name, trap.what, "yellow", trap.cure)
+    if not facts.traps:
+        item(console, "none", "no known problem", "green")
 
 
-def installed_versions() -> dict[str, str | None]:
-    """Python's version and those of the packages that matter, None for what is missing."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    # torch knows more than its metadata: the build (+cpu, +cu130) decides what it can do.
-    versions["torch"] = torch.__version__
-    return versions
+def tune_kernels(as_json: bool) -> None:
+    """Measure the block shapes of each kernel, print the gains, and keep the fastest."""
+    reason = engines()["triton"] if torch.cuda.is_available() else "there is none here"
+    if reason is not None:
+        raise SystemExit(f"headwise doctor --tune needs an NVIDIA GPU: {reason}")
+    from headwise.engines.triton import tuning
 
-
-def usable_cores() -> int:
-    """How many cores this process may use, which can be fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def cpu_info() -> str:
-    """The kernel's description of the CPU, empty where there is none to read."""
-    file = Path("/proc/cpuinfo")
-    return file.read_text(errors="replace") if file.exists() else ""
-
-
-def cpu_flags() -> frozenset[str]:
-    """The instruction sets the CPU advertises (Linux); whether they work is another matter."""
-    for line in cpu_info().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
-
-
-def cpu_device() -> Device:
-    """The CPU, its cores and the vector instructions torch uses on it."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in cpu_info().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor() or platform.machine(),
-    )
-    cores, threads = usable_cores(), torch.get_num_threads()
-    capability = torch.backends.cpu.get_cpu_capability()
-    detail = f"cores: {cores}, torch threads: {threads}, vector instructions: {capability}"
-    return Device(name=model, kind="cpu", detail=detail)
-
-
-def gpu_devices() -> tuple[Device, ...]:
-    """Every CUDA or Apple GPU that torch sees."""
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        memory = properties.total_memory / 2**30
-        detail = f"compute capability {properties.major}.{properties.minor}, {memory:.0f} GiB"
-        devices.append(Device(name=properties.name, kind=f"cuda:{index}", detail=detail))
-    if torch.backends.mps.is_available():
-        devices.append(Device(name="Apple GPU", kind="mps", detail="Metal"))
-    return tuple(devices)
-
-
-def import_error(module: str) -> str | None:
-    """Why a module does not import, None where it does; asked of another process."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False
-    )
-    if done.returncode == 0:
-        return None
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"exit status {done.returncode}"
-
-
-def known_traps(
-    *,
-    flags: frozenset[str],
-    environ: Mapping[str, str],
-    versions: Mapping[str, str | None],
-    threads: int,
-    cores: int,
-    torchvision_error: str | None,
-) -> tuple[Trap, ...]:
-    """The traps a machine with these properties has.
-
-    >>> traps = known_traps(flags=frozenset({"amx_bf16"}), environ={}, versions={},
-    ...                     threads=4, cores=4, torchvision_error=None)
-    >>> [trap.name for trap in traps]
-    ['amx']
-    """
-    traps = []
-    if "amx_bf16" in flags and "ONEDNN_MAX_CPU_ISA" not in environ:
-        traps.append(
-            Trap(
-                name="amx",
-                what="The CPU advertises AMX. Some virtual machines advertise it and then die "
-                "with an illegal instruction in the first bf16 matrix product.",
-                cure="If that happens: export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
-            )
+    console, device = Console(), torch.device("cuda", torch.cuda.current_device())
+    if as_json:
+        tuned = list(tuning.tune(device))
+        kept = str(tuning.keep(device, tuned))
+        print_json({"kernels": [dataclasses.asdict(x) for x in tuned], "kept_in": kept})
+        return
+    section(console, f"block shapes on {torch.cuda.get_device_name(device)}")
+    found = []
+    for x in tuning.tune(device):
+        tile = (
+            f"{x.chosen.rows} x {x.chosen.keys}, {x.chosen.warps} warps, {x.chosen.stages} stages"
         )
-    if torchvision_error is not None:
-        traps.append(
-            Trap(
-                name="torchvision",
-                what="torchvision is installed but does not import beside this torch, and breaks "
-                f"what imports it (transformers among others): {torchvision_error}",
-                cure="pip uninstall torchvision, or install the build that matches torch",
-            )
-        )
-    if release(versions.get("triton")) == (3, 6) and release(versions.get("numpy")) >= (2, 4):
-        traps.append(
-            Trap(
-                name="triton-numpy",
-                what="triton 3.6's interpreter (TRITON_INTERPRET=1) fails with numpy 2.4 and newer "
-                "on a loop whose bound is known only at run time.",
-                cure="pip install 'numpy<2.4', or a newer triton",
-            )
-        )
-    if threads == 1 and cores > 1:
-        traps.append(
-            Trap(
-                name="one-thread",
-                what=f"torch uses one thread of {cores} cores, usually because OMP_NUM_THREADS "
-                "is 1: the CPU engines run slower than they could.",
-                cure="unset OMP_NUM_THREADS, or torch.set_num_threads(...)",
-            )
-        )
-    return tuple(traps)
+        gain = f"{tile}: {x.usual / x.best:.2f} times as fast as the usual shape"
+        item(console, f"{x.kernel} {x.width}", gain, "")
+        found.append(x)
+    item(console, "kept in", str(tuning.keep(device, found)), "green")
 
 
-def release(version: str | None) -> tuple[int, int]:
-    """The first two numbers of a version; zeros where there is none.
+def section(console: Console, title: str) -> None:
+    """Print the title of a list."""
+    console.print(Text(f"\n{title}", style="bold"))
 
-    >>> release("2.13.0+cpu")
-    (2, 13)
-    """
-    if version is None:
-        return (0, 0)
-    major, minor, *_ = [*version.split("."), "0"]
-    return (int(major), int(minor))
+
+def item(console: Console, name: str, value: str, style: str, more: str = "") -> None:
+    """Print a name and its value in columns that line up across lists."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=14, style="cyan")
+    grid.add_column(overflow="fold")
+    # Text, not str: "pip install 'headwise[triton]'" is not markup.
+    grid.add_row(Text(f"  {name}"), Text(value, style=style))
+    if more:
+        grid.add_row("", Text(more, style="dim"))
+    console.print(grid)
+
+
+def print_json(value: object) -> None:
+    """Print JSON, the same on a terminal and in a pipe."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,20 +1,25 @@
-"""`headwise train`: what can be asked at a terminal."""
+"""`headwise train`: train, score and export small models."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from headwise.training.progress import show_result, shown, stopping, told
-
-if TYPE_CHECKING:
-    from headwise.training.setups import Setup
+from headwise.cli.train_view import explained, progress, show_result, stopping
+from headwise.training import presets
+from headwise.training.data import download_cache as cache
+from headwise.training.data.corpora import CORPORA
+from headwise.training.evaluation import export as write
+from headwise.training.evaluation import judge
+from headwise.training.run_folder import Run
+from headwise.training.setups import Setup
+from headwise.training.start import train
 
 app = typer.Typer(
     name="train",
-    help="Train a small model: translate, continue text, or name images.",
+    help="Train a small model: translate, continue text, or classify images.",
     epilog="Start with: headwise train translate --preset tiny --out runs/first",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -22,88 +27,90 @@ app = typer.Typer(
 
 Preset = Annotated[
     str | None,
-    typer.Option(help="tiny learns on two cores in minutes, small wants a GPU.  [default: tiny]"),
+    typer.Option(help="tiny: minutes on two cores; small: needs a GPU.  [default: tiny]"),
 ]
 Out = Annotated[Path, typer.Option(help="The run's folder.", show_default=False)]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
 Data = Annotated[
-    str | None, typer.Option(help="A corpus by its name, or your own file.", show_default=False)
+    str | None, typer.Option(help="A corpus by name, or your own file.", show_default=False)
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Another number of steps.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Number of steps instead of the preset's.")]
 Minutes = Annotated[float | None, typer.Option(help="As many steps as fit into this time.")]
-Seed = Annotated[int | None, typer.Option(help="Another seed.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU if there is one.")]
-Watch = Annotated[
-    int | None, typer.Option(min=1, help="Look at the heads every so many steps: headwise watch.")
+Seed = Annotated[int | None, typer.Option(help="Random seed instead of the preset's.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:1; by default a GPU if there is one.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Every measurement as a line of JSON.")]
+Watch = Annotated[
+    int | None,
+    typer.Option(min=1, help="Watch the heads every so many steps, for headwise watch."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print each measurement as a line of JSON.")]
 
 
-@app.command()
-def translate(
-    out: Out,
-    preset: Preset = None,
-    data: Data = None,
-    resume: Resume = False,
-    steps: Steps = None,
-    minutes: Minutes = None,
-    seed: Seed = None,
-    device: Device = None,
-    watch: Watch = None,
-    as_json: AsJson = False,
-) -> None:
-    """Translate: --data takes lines [b]english TAB translation[/b]."""
-    start("translate", preset, out, data, resume, steps, minutes, seed, device, watch, as_json)
+def task_command(task: str, description: str, example: str) -> None:
+    """Add the command that trains a task."""
+
+    @app.command(task, help=f"{description}\n\n[b]Example[/b]\n\nheadwise train {task} {example}")
+    def command(
+        out: Out,
+        preset: Preset = None,
+        data: Data = None,
+        resume: Resume = False,
+        steps: Steps = None,
+        minutes: Minutes = None,
+        seed: Seed = None,
+        device: Device = None,
+        watch: Watch = None,
+        as_json: AsJson = False,
+    ) -> None:
+        with explained():
+            if resume:
+                check_resume(
+                    task, out, preset=preset, data=data, steps=steps, minutes=minutes, seed=seed
+                )
+            setup = None if resume else chosen(task, preset or "tiny", data, steps, seed)
+            with stopping() as should_stop, progress(as_json, task, out) as report:
+                model = train(
+                    setup,
+                    out,
+                    device=device,
+                    minutes=minutes,
+                    report=report,
+                    should_stop=should_stop,
+                    watch_every=watch,
+                )
+        if model is None:
+            again = f"headwise train {task} --out {out} --resume"
+            typer.echo(f"stopped; to continue: {again}", err=True)
+            raise typer.Exit(130)
 
 
-@app.command()
-def language(
-    out: Out,
-    preset: Preset = None,
-    data: Data = None,
-    resume: Resume = False,
-    steps: Steps = None,
-    minutes: Minutes = None,
-    seed: Seed = None,
-    device: Device = None,
-    watch: Watch = None,
-    as_json: AsJson = False,
-) -> None:
-    """Continue text: --data takes any UTF-8 file."""
-    start("language", preset, out, data, resume, steps, minutes, seed, device, watch, as_json)
-
-
-@app.command()
-def vision(
-    out: Out,
-    preset: Preset = None,
-    data: Data = None,
-    resume: Resume = False,
-    steps: Steps = None,
-    minutes: Minutes = None,
-    seed: Seed = None,
-    device: Device = None,
-    watch: Watch = None,
-    as_json: AsJson = False,
-) -> None:
-    """Name images: --data takes mnist or cifar-10."""
-    start("vision", preset, out, data, resume, steps, minutes, seed, device, watch, as_json)
+task_command(
+    "translate",
+    "Train a translator; --data takes lines [b]english TAB translation[/b].",
+    "--data pairs.tsv --out runs/mine",
+)
+task_command(
+    "language",
+    "Train a language model; --data takes any UTF-8 text file.",
+    "--data book.txt --out runs/book --watch 10",
+)
+task_command(
+    "vision",
+    "Train an image classifier; --data takes mnist or cifar-10.",
+    "--data mnist --out runs/digits --minutes 5",
+)
 
 
 @app.command()
 def corpora(
     fetch: Annotated[
-        list[str] | None, typer.Argument(help="Corpora to fetch now.", show_default=False)
+        list[str] | None, typer.Argument(help="Corpora to download now.", show_default=False)
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The same for a program to read.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the corpora, their licences and whether they are in the cache; fetch those named."""
-    with told():
-        from headwise.training.data import download_cache as cache
-        from headwise.training.data.corpora import CORPORA
-
+    """List the corpora with their licences, and download those named."""
+    with explained():
         for name in fetch or []:
             if name not in CORPORA:
                 raise ValueError(f"there is no corpus {name!r}; there are {', '.join(CORPORA)}")
@@ -133,12 +140,10 @@ def corpora(
 def score(
     what: Annotated[str, typer.Argument(help="gpt, translate, or a run's folder.")],
     device: Device = None,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Judge a trained model on the test part of what it was trained on."""
-    with told():
-        from headwise.training.evaluation import judge
-
+    """Score a trained model on the test part of its corpus."""
+    with explained():
         figures = judge(what, device)
     show_result(figures, as_json)
 
@@ -146,70 +151,27 @@ def score(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    out: Annotated[Path, typer.Option(help="Where to put the model.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The folder for the model.", show_default=False)],
 ) -> None:
-    """Leave all but the weights behind, in half precision: a folder for headwise.load."""
-    with told():
-        from headwise.training.evaluation import export as write
-
+    """Copy a run's weights alone, in half precision, into a folder for headwise.load."""
+    with explained():
         size = write(run, out)
     typer.echo(f"{out}: {size / 1e6:.1f} MB")
 
 
-def start(
-    task: str,
-    preset: str | None,
-    out: Path,
-    data: str | None,
-    resume: bool,
-    steps: int | None,
-    minutes: float | None,
-    seed: int | None,
-    device: str | None,
-    watch: int | None,
-    as_json: bool,
-) -> None:
-    """Train as asked, show it, and say how to go on where it was interrupted."""
-    with told():
-        from headwise.training.start import train
-
-        if resume:
-            check_resume(
-                task, out, preset=preset, data=data, steps=steps, minutes=minutes, seed=seed
-            )
-        setup = None if resume else chosen(task, preset or "tiny", data, steps, seed)
-        with stopping() as should_stop, shown(as_json) as report:
-            model = train(
-                setup,
-                out,
-                device=device,
-                minutes=minutes,
-                report=report,
-                should_stop=should_stop,
-                watch_every=watch,
-            )
-    if model is None:
-        typer.echo(f"stopped; headwise train {task} --out {out} --resume goes on", err=True)
-        raise typer.Exit(130)
-
-
 def check_resume(task: str, out: Path, **given: object) -> None:
-    """A run goes on as it was started, and as what it was started."""
-    from headwise.training.run_folder import Run
-
+    """ValueError if a run can't be resumed as this task, or with these options."""
     if more := [f"--{name}" for name, value in given.items() if value is not None]:
-        raise ValueError(f"--resume goes on with what the run was asked; leave out {more[0]}")
-    started = Run(out).asked().get("task")
+        raise ValueError(f"--resume continues with the run's own settings; leave out {more[0]}")
+    started = Run(out).settings().get("task")
     if started != task:
-        raise ValueError(f"{out} holds a run of {started}: headwise train {started} --resume")
+        raise ValueError(
+            f"{out} holds a run of {started}; use headwise train {started} --out {out} --resume"
+        )
 
 
-def chosen(
-    task: str, preset: str, data: str | None, steps: int | None, seed: int | None
-) -> "Setup":
-    """The preset, with what was asked otherwise."""
-    from headwise.training import presets
-
+def chosen(task: str, preset: str, data: str | None, steps: int | None, seed: int | None) -> Setup:
+    """The preset, with the options that replace parts of it."""
     setup = presets.preset(task, preset)
     recipe = setup.recipe
     recipe = recipe if steps is None else replace(recipe, steps=steps)

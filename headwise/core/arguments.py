@@ -1,4 +1,4 @@
-"""Whether what was given is the number that it should be."""
+"""Checks that an argument is an integer, a number or a tensor."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, Real)
 
 
 def is_integer(x: object) -> TypeGuard[int]:
-    """Whether x is one integer: Python's, NumPy's or a compiler's symbol. True is none."""
+    """True for one integer: Python's, NumPy's or a compiler's symbol, but not a bool."""
     return isinstance(x, INTEGERS) and not isinstance(x, bool)
 
 
 def is_number(x: object) -> TypeGuard[float]:
-    """Whether x is one number, and no tensor."""
+    """True for one real number; a bool or a tensor is not one."""
     return isinstance(x, NUMBERS) and not isinstance(x, bool)
 
 
 def as_int(x: SupportsIndex) -> int:
-    """An integer as Python's own, which neither overflows nor hides what it is; a symbol stays."""
+    """The integer as a Python int, which does not overflow; a compiler's symbol stays as it is."""
     return cast(int, x) if isinstance(x, int | torch.SymInt) else int(x)
 
 
 def integers(call: str, given: Given) -> Given:
-    """What was given, where it is an integer, a sequence or a tensor of them; else ValueError."""
+    """The argument if it is an integer, or a sequence or tensor of integers; else ValueError."""
     if is_integer(given):
         return cast(Given, as_int(given))
     found = as_tensor(call, given)
+    if found.numel() == 0 and not isinstance(given, Tensor):  # an empty list has no dtype
+        return given
     if found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
-        said = f"a {found.dtype} tensor" if isinstance(given, Tensor) else repr(given)
-        raise ValueError(f"{call} takes integers, not {said}")
+        kind = f"a {found.dtype} tensor" if isinstance(given, Tensor) else repr(given)
+        raise ValueError(f"{call} takes integers, not {kind}")
     return given
 
 
 def as_tensor(call: str, given: object) -> Tensor:
-    """A tensor, or a tensor of the numbers in a sequence or an array."""
+    """The argument as a tensor, if it is one or a sequence or array of numbers."""
     try:
         return torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):

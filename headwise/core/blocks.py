@@ -1,7 +1,7 @@
-"""One block of the score matrix: some rows by some keys, for some heads, and its gradient.
+"""One block of the score matrix (some rows by some keys of some heads) and its gradient.
 
 Blocks keep grouped heads together: the G query heads that share a key head are G·R rows of one
-matrix product, so K and V are never repeated. A block's logits are (heads, G·R, C), seen as
+matrix product, so K and V are never repeated. A block's logits are (heads, G·R, C), viewed as
 (b, h, G, R, C) wherever something is added to them.
 """
 
@@ -17,7 +17,7 @@ from headwise.core.intervals import inside
 from headwise.core.logits import added
 from headwise.core.problem import Terms
 
-ADDITIVE_BUDGET = 1 << 21  # elements of the (rows, keys, width) tanh that additive scores hold
+ADDITIVE_BUDGET = 1 << 21  # elements of the (rows, keys, width) tanh of additive scores
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Unit:
     h1: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a (B|1, Hkv|1, ...) tensor, sizes of one kept as they are."""
+        """The unit's part of a (B|1, Hkv|1, ...) tensor; axes of size one stay as they are."""
         if tensor.shape[0] > 1:
             tensor = tensor[self.b0 : self.b1]
         return tensor[:, self.h0 : self.h1] if tensor.shape[1] > 1 else tensor
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """The part of a (B, Hkv, ...) tensor, its heads in one axis."""
+        """The unit's part of a (B, Hkv, ...) tensor, batch and heads in one axis."""
         return tensor[self.b0 : self.b1, self.h0 : self.h1].flatten(0, 1)
 
 
@@ -61,7 +61,7 @@ class Blocks:
 
     def grouped(self, tensor: Tensor) -> Tensor:
         """(B|1, Hq|1, ...) as (B|1, Hkv|1, G|1, ...)."""
-        if tensor.shape[1] == 1 and self.heads * self.group > 1:
+        if tensor.shape[1] == 1 and self.heads * self.group != 1:
             return tensor[:, :, None]
         grouped: Tensor = tensor.unflatten(1, (self.heads, self.group))
         return grouped
@@ -114,7 +114,7 @@ class Blocks:
         return s
 
     def visible(self, unit: Unit, rows: slice, columns: slice) -> Tensor | None:
-        """The mask of the block, broadcastable to (b, h, G, R, C); None: everything."""
+        """The mask of the block, broadcastable to (b, h, G, R, C); None if there is no mask."""
         if self.dense is not None:
             return _cut(_cut(unit.of(self.dense), -2, rows), -1, columns)
         if self.intervals is None:
@@ -136,7 +136,7 @@ class Blocks:
         return position - keys
 
     def keep(self, unit: Unit, rows: slice, columns: slice) -> Tensor:
-        """Which weights dropout keeps, bool (heads, G·R, C)."""
+        """The weights that dropout keeps, bool (heads, G·R, C)."""
         device, seed = self.q.device, self.terms.seed
         assert seed is not None
         batch = torch.arange(unit.b0, unit.b1, device=device)[:, None, None, None]
@@ -147,7 +147,7 @@ class Blocks:
         return dropout.keep(place, keys.long(), self.terms.dropout).flatten(0, 1).flatten(1, 2)
 
     def five(self, unit: Unit, s: Tensor) -> Tensor:
-        """A block (heads, G·R, C) seen as (b, h, G, R, C)."""
+        """A view of a block (heads, G·R, C) as (b, h, G, R, C)."""
         return s.view(unit.b1 - unit.b0, unit.h1 - unit.h0, self.group, -1, s.shape[-1])
 
     def _row_weights(self, unit: Unit, q: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class Blocks:
     def raw_backward(
         self, unit: Unit, q: Tensor, k: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients for q (the scale still to come), k and the additive weight of each row."""
+        """Gradients of q (before the scale), of k and of the additive weight of each row."""
         if self.additive is None:
             return torch.bmm(grad, k), torch.bmm(grad.transpose(1, 2), q), None
         weight = self._row_weights(unit, q)
@@ -178,13 +178,13 @@ class Blocks:
 
 
 def _cut(tensor: Tensor, axis: int, part: slice) -> Tensor:
-    """The part of an axis, unless it is broadcast."""
+    """The part of an axis; an axis of size one is broadcast and stays."""
     if tensor.shape[axis] == 1:
         return tensor
     return tensor.narrow(axis, part.start, part.stop - part.start)
 
 
 def _row_parts(q: Tensor, k: Tensor) -> list[slice]:
-    """Rows in parts whose tanh over every key and width stays within the budget."""
+    """Row slices whose tanh over all keys and the width stays within the budget."""
     rows = max(1, ADDITIVE_BUDGET // max(1, q.shape[0] * k.shape[1] * q.shape[2]))
     return [slice(r, min(r + rows, q.shape[1])) for r in range(0, q.shape[1], rows)]

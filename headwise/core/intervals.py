@@ -15,16 +15,16 @@ FURTHEST = 1 << 30  # no sequence is longer, and no 32-bit sum of it and a row o
 
 
 class Mask:
-    """Which keys each query may see. Combine masks with `&` and `|`."""
+    """The keys that each query may see. Combine masks with `&` and `|`."""
 
-    pieces: int = 1  # intervals a row, known before any tensor is; 0 for a dense mask
+    pieces: int = 1  # intervals per row, known without any tensor; 0 for a dense mask
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         """The disjoint intervals of each row, in positions of the whole sequence."""
         raise NotImplementedError
 
     def table(self, place: Place) -> Tensor | None:
-        """The intervals as `Terms` hold them, where the mask has them ready; else None."""
+        """The intervals in the layout of `Terms` if the mask has them ready, else None."""
         return None
 
     def description(self) -> tuple[object, ...] | None:
@@ -36,27 +36,27 @@ class Mask:
         return ()
 
     def check(self, place: Place) -> None:
-        """Raise ValueError where the mask was made for another shape."""
+        """Raise ValueError if the mask was made for another shape."""
 
     def shows_all(self, place: Place) -> bool:
-        """Whether it is certain, without reading a tensor, that every row sees every key."""
+        """True if, without reading a tensor, every row is known to see every key."""
         return False
 
     @property
     def rows_alike(self) -> bool:
-        """Whether it is certain, without reading a tensor, that every row sees the same keys."""
+        """True if, without reading a tensor, all rows are known to see the same keys."""
         return False
 
     def alignment(self, place: Place) -> int | Tensor | None:
-        """Query i stands beside key i + alignment: an int, one a batch entry, or None: unstated."""
+        """Query i stands at key i + alignment: an int, one per batch entry, or None if unstated."""
         return None
 
     def band(self, place: Place) -> tuple[int, int] | None:
-        """(low, high) where every query i sees exactly keys [i + low, i + high); else None."""
+        """(low, high) if every query i sees exactly keys [i + low, i + high), else None."""
         return None
 
     def apart(self, place: Place) -> tuple[tuple[int, int] | None, Mask | None]:
-        """A band and a mask that show together what this one shows; None for what is not needed."""
+        """A band and a mask whose intersection is this mask; None for one that is not needed."""
         band = self.band(place)
         return band, self if band is None else None
 
@@ -75,12 +75,12 @@ class Mask:
     def __or__(self, other: Mask) -> Mask:
         return Either(self, other)
 
-    __rand__, __ror__ = __and__, __or__  # what no mask is on the left is refused alike
+    __rand__, __ror__ = __and__, __or__  # refuse whatever else is on the left too
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Both(Mask):
-    """Keys that both masks show."""
+    """Keys that both of two masks show."""
 
     a: Mask
     b: Mask
@@ -142,7 +142,7 @@ class Both(Mask):
     def start(self, place: Place) -> int | Tensor:
         a, b = self.a.start(place), self.b.start(place)
         for one, other in ((a, b), (b, a)):
-            if not isinstance(one, Tensor) and one == 0:  # nothing starts before
+            if not isinstance(one, Tensor) and one == 0:  # no sequence starts earlier
                 return other
         return _outer(a, b, torch.maximum, max)
 
@@ -152,7 +152,7 @@ class Both(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Either(Mask):
-    """Keys that at least one mask shows, none counted twice."""
+    """Keys that at least one of two masks shows, none counted twice."""
 
     a: Mask
     b: Mask
@@ -206,7 +206,7 @@ class Either(Mask):
 
 
 def inside(intervals: Iterable[Iterable[Tensor]], column: Tensor) -> Tensor:
-    """Whether each key lies in one of the intervals; first, last and column broadcast."""
+    """True for keys that lie in one of the intervals; first, last and column broadcast."""
     seen: Tensor | None = None
     for first, last in intervals:
         within = (column >= first) & (column < last)
@@ -216,7 +216,7 @@ def inside(intervals: Iterable[Iterable[Tensor]], column: Tensor) -> Tensor:
 
 
 def rows_per_key(intervals: Tensor, keys: int) -> Tensor:
-    """How many rows see each key, int32 (..., M), for bounds (P, 2, ..., N) within [0, M]."""
+    """The number of rows that see each key, int32 (..., M); bounds (P, 2, ..., N) in [0, M]."""
     # +1 where an interval starts, -1 where it ends: the running sum counts the open ones
     first, last = (bound.long() for bound in intervals.unbind(1))
     step = torch.ones_like(first, dtype=torch.int32).masked_fill_(first >= last, 0)
@@ -228,7 +228,7 @@ def rows_per_key(intervals: Tensor, keys: int) -> Tensor:
 def _within(
     band: tuple[int, int], pieces: tuple[Interval, ...], place: Place
 ) -> tuple[Interval, ...]:
-    """Intervals cut to a band in few operations: a GPU takes longer to start one than to run it."""
+    """Intervals cut to a band in few operations: on a GPU a launch takes longer than its work."""
     low, high = band
     last = place.rows(high)
     if low <= -FURTHEST:
@@ -242,16 +242,16 @@ def _check_masks(a: object, b: object, sign: str) -> None:
         if not isinstance(x, Mask):
             kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"a {sign} b joins two headwise masks, and one of these is a {kind}; "
-                "hw.mask.dense(bool_tensor) is a mask that is True where a query may attend"
+                f"a {sign} b combines two headwise masks, and one of these is a {kind}; "
+                "wrap a bool tensor (True = may attend) in hw.mask.dense(...)"
             )
 
 
 def _counted(pieces: int, sign: str) -> int:
     if pieces > 2:
         raise ValueError(
-            f"a {sign} b has {pieces} intervals a row; a headwise mask holds at most two. "
-            "hw.mask.dense(bool_tensor) takes any shape, with memory for every pair"
+            f"a {sign} b has {pieces} intervals per row; a headwise mask holds at most two. "
+            "Use hw.mask.dense(bool_tensor), which takes memory for every pair"
         )
     return pieces
 

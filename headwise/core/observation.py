@@ -1,10 +1,9 @@
-"""What a call's heads did: the statistics, and their reduction to a figure a head."""
+"""The statistics of a call's heads, and their reduction to one value per head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import overload
 
 import torch
@@ -38,11 +37,11 @@ class Statistic:
 
 
 class Observation:
-    """The statistics of one call, a tensor (B, Hq, N) each: those that were asked for.
+    """The statistics of one call that were asked for, a tensor (B, Hq, N) each.
 
-    Their definitions stand beside them. There s are the logits of a row over the keys that it may
-    see, scaled, capped and biased; p = exp(s - lse) are its weights, before dropout; i is the
-    query's position in the whole sequence and j a key's.
+    In their definitions, s are a row's logits over the keys it may see (scaled, capped and biased),
+    p = exp(s - lse) its weights before dropout, i the query's position in the whole sequence and j
+    a key's.
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.zeros(3, 1, 2, 4, 8).unbind(0)
@@ -51,18 +50,20 @@ class Observation:
     tensor([1., 2., 3., 4.])
     """
 
-    lse = Statistic("log Σ exp(s), the sinks included; -inf where a row sees nothing")
-    max_logit = Statistic("max s; -inf where a row sees nothing")
+    lse = Statistic("log Σ exp(s), the sinks included; -inf for a row that sees no key")
+    max_logit = Statistic("max s; -inf for a row that sees no key")
     top_prob = Statistic("max p")
     entropy = Statistic("-Σ p log p, in nats")
-    effective_keys = Statistic("exp(entropy): how many keys an even weighting would have")
+    effective_keys = Statistic(
+        "exp(entropy): the number of keys with equal weights of that entropy"
+    )
     logit_mean = Statistic("mean of s over the visible keys")
     logit_var = Statistic("variance of s over the visible keys")
     sink_mass = Statistic("Σ p over the first keys of the row's sequence or document")
     self_mass = Statistic("the weight on the query's own position")
     previous_mass = Statistic("the weight on the position before the query's")
     distance = Statistic("Σ p (i - j): how far back the row looks")
-    output_norm = Statistic("‖out‖, the length of what the head gives")
+    output_norm = Statistic("‖out‖, the length of the head's output")
 
     def __init__(
         self,
@@ -71,24 +72,24 @@ class Observation:
         rows: Tensor | None = None,
     ) -> None:
         self.values = dict(values)
-        self.highest = highest.detach()  # (B, Hq, N): max_logit, whether asked for or not
-        self.rows = rows  # which query rows were sampled, (rows,); None: all of them
+        self.highest = highest.detach()  # (B, Hq, N): max_logit, even if it was not asked for
+        self.rows = rows  # the query rows that were sampled, (rows,); None if all were observed
 
-    @cached_property
+    @property
     def sees(self) -> Tensor:
-        """Whether each row sees at least one key, (B, Hq, N) bool."""
+        """True for rows that see at least one key, (B, Hq, N) bool."""
         return self.highest != -torch.inf
 
     @property
     def sampled(self) -> bool:
-        """Whether the statistics are of a sample of the rows."""
+        """True if the statistics cover a sample of the rows."""
         return self.rows is not None
 
     def heads(self, padding: Tensor | None = None) -> dict[str, Tensor]:
-        """A figure a head, (Hq,): the mean over rows that see a key, and max or min as named.
+        """One value per head, (Hq,): the mean over rows that see a key, and max or min as named.
 
         `padding` (B, N) bool is True for rows to leave out. A maximum over sampled rows is only a
-        lower bound of the true one, and is named so.
+        lower bound of the true one, and its name says so.
         """
         return Reduction.of(self, padding).figures()
 
@@ -100,16 +101,16 @@ class Observation:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Rows of one or more calls on their way to a figure a head; every tensor is (Hq,)."""
+    """Sums and extremes over the rows of one or more calls; every tensor is (Hq,)."""
 
-    rows: Tensor  # how many were counted
+    rows: Tensor  # the number of rows counted
     sums: dict[str, Tensor]
     extremes: dict[str, Tensor]
     sampled: bool
 
     @classmethod
     def of(cls, seen: Observation, padding: Tensor | None = None) -> Reduction:
-        """The rows of a call that see a key and are no padding (B, N)."""
+        """The rows of a call that see a key and are not padding (B, N)."""
         counted = seen.sees
         if padding is not None:
             padding = padding if seen.rows is None else padding.index_select(1, seen.rows)
@@ -118,14 +119,12 @@ class Reduction:
         for name, value in seen.values.items():
             value = value.detach().double()
             sums[name] = value.masked_fill(~counted, 0).sum((0, 2))
-            if _EXTREMES.get(name) == "max":
-                extremes[name] = value.masked_fill(~counted, -torch.inf).amax((0, 2))
-            elif name in _EXTREMES:
-                extremes[name] = value.masked_fill(~counted, torch.inf).amin((0, 2))
+            if name in _EXTREMES:
+                extremes[name] = _extreme(value, counted, _EXTREMES[name])
         return cls(counted.sum((0, 2)), sums, extremes, seen.sampled)
 
     def __add__(self, other: Reduction) -> Reduction:
-        """The rows of both."""
+        """The rows of both together."""
         further = {"max": torch.maximum, "min": torch.minimum}
         return Reduction(
             self.rows + other.rows,
@@ -138,15 +137,15 @@ class Reduction:
         )
 
     def figures(self) -> dict[str, Tensor]:
-        """A figure a head: NaN means where no row was counted."""
+        """One value per head; the mean of a head without counted rows is NaN."""
         figures = {}
         for name, total in self.sums.items():
             mean = total / self.rows.clamp_min(1)
             figures[f"{name}_mean"] = mean.masked_fill(self.rows == 0, torch.nan)
             if name in _EXTREMES:
                 bound = "_lower_bound" if _EXTREMES[name] == "max" else "_upper_bound"
-                said = f"{name}_{_EXTREMES[name]}{bound if self.sampled else ''}"
-                figures[said] = self.extremes[name]
+                suffix = bound if self.sampled else ""
+                figures[f"{name}_{_EXTREMES[name]}{suffix}"] = self.extremes[name]
         return figures
 
 
@@ -156,50 +155,61 @@ STATISTICS: tuple[str, ...] = tuple(
 _EXTREMES = {"max_logit": "max", "entropy": "min", "logit_var": "max", "sink_mass": "max"}
 
 
+def _extreme(value: Tensor, counted: Tensor, which: str) -> Tensor:
+    """The largest or smallest counted value of each head, (Hq,); -inf or inf if there is none."""
+    none = -torch.inf if which == "max" else torch.inf
+    flat = value.masked_fill(~counted, none).transpose(0, 1).flatten(1)  # (Hq, B·N)
+    if flat.shape[1] == 0:
+        return flat.new_full(flat.shape[:1], none)
+    return flat.amax(1) if which == "max" else flat.amin(1)
+
+
 def check_statistics(stats: Iterable[str] | None) -> tuple[str, ...]:
-    """The asked-for names, all of them for None; ValueError for a name that is none."""
+    """The names asked for, all of them for None; ValueError for an unknown name."""
     if stats is None:
         return STATISTICS
     names = (stats,) if isinstance(stats, str) else tuple(stats)
     unknown = [name for name in names if name not in STATISTICS]
     if unknown:
-        raise ValueError(f"unknown statistic {unknown[0]!r}; there are {', '.join(STATISTICS)}")
+        raise ValueError(f"unknown statistic {unknown[0]!r}; choose from {', '.join(STATISTICS)}")
     return names
 
 
 def with_max_logit(names: tuple[str, ...]) -> tuple[str, ...]:
-    """These names and max_logit, which tells whether a row sees a key, in their usual order."""
+    """These names and max_logit, which shows whether a row sees a key, in the usual order."""
     return tuple(name for name in STATISTICS if name in names or name == "max_logit")
 
 
-def check_sink_keys(sink_keys: int) -> None:
-    """ValueError unless at least one key is looked at."""
+def check_sink_keys(sink_keys: int, keys: int | None = None) -> int:
+    """The number of keys that count for `sink_mass`, at most `keys`; ValueError if below 1."""
     if not is_integer(sink_keys) or sink_keys < 1:
-        raise ValueError(f"sink_keys={sink_keys!r}; how many, at least 1, would work")
+        raise ValueError(f"sink_keys={sink_keys!r} must be an integer, at least 1")
+    sink_keys = as_int(sink_keys)
+    return sink_keys if keys is None or sink_keys <= keys else max(1, keys)
 
 
 def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -> Tensor | None:
-    """Which rows to look at: one from each of `rows` equal strata, always the same; None: all."""
+    """The rows to observe: one from each of `rows` equal strata, always the same; None for all."""
     if rows is None:
         return None
     if isinstance(rows, Tensor):
         if rows.ndim != 1 or rows.dtype.is_floating_point or rows.dtype == torch.bool:
             raise ValueError(
-                f"rows is {rows.dtype} of shape {tuple(rows.shape)}; a number, or a vector of row "
-                "numbers, would work"
+                f"rows is a {rows.dtype} tensor of shape {tuple(rows.shape)}; give a number of "
+                "rows, or a 1-D integer tensor of row numbers"
             )
         out_of_range = not torch.compiler.is_compiling() and ((rows < 0) | (rows >= queries)).any()
         if out_of_range:
-            raise ValueError(f"rows has numbers outside the {queries} queries")
+            raise ValueError(f"rows has numbers outside 0 <= row < {queries}")
         return rows.to(device, torch.int64)
     if not is_integer(rows) or rows < 1:
         raise ValueError(
-            f"rows={rows!r}; how many, at least 1, or which of them, as a tensor, would work"
+            f"rows={rows!r} must be a number of rows, at least 1, or a tensor of row numbers"
         )
     rows = as_int(rows)
     if rows >= queries:
         return None
-    # The golden ratio spreads the choice inside the strata, so no period of the input is favoured.
+    # The golden ratio spreads the choice within the strata, so that no period is favoured.
     edges = torch.arange(rows + 1, device=device) * queries // rows
     inside = torch.frac(torch.arange(rows, device=device, dtype=torch.float64) * 0.6180339887498949)
     return edges[:-1] + (inside * edges.diff()).long()

@@ -1,8 +1,8 @@
-"""Attention over some of the keys is a value that merges with attention over the rest.
+"""Attention over some of the keys, as a value that merges with attention over the rest.
 
 A `Partial` holds sums over the keys seen so far, all scaled by exp(-base), where base is at or near
 the largest logit. `merge` joins two of them and is associative, so blocks, splits of a cache,
-chunks of a prompt and ranks of a ring are one operation.
+chunks of a prompt and ranks of a ring are all the same operation.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ Moments = tuple[Tensor, Tensor, Tensor]  # count, mean and Σ (s - mean)² of a 
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """Attention of some rows over some keys, before division. Rows (...,) are any leading shape.
+    """Attention of some rows over some keys, before the division. Rows (...) have any shape.
 
-    The sums after `values` are there where they were asked for.
+    The sums after `values` are None if they were not asked for.
     """
 
-    base: Tensor  # (...): finite; what the sums are scaled by
+    base: Tensor  # (...): finite; the sums are scaled by exp(-base)
     maximum: Tensor  # (...): the largest logit; -inf where no key was seen
     total: Tensor  # (...): Σ exp(s - base)
     values: Tensor  # (..., Dv): Σ exp(s - base) v
     shifted: Tensor | None = None  # (...): Σ exp(s - base) (s - base), for the entropy
     reach: Tensor | None = None  # (...): Σ exp(s - base) (i - j), for the distance
-    count: Tensor | None = None  # (...): how many keys were seen, for the two below
+    count: Tensor | None = None  # (...): the number of keys seen, for the two below
     mean: Tensor | None = None  # (...): mean of s over them
     spread: Tensor | None = None  # (...): Σ (s - mean)² over them
-    sinks: Tensor | None = None  # broadcasts to (...): joins once, at the end
-    dtype: torch.dtype | None = None  # of the output; None: as the sums are
+    sinks: Tensor | None = None  # broadcasts to (...): join once, at the end
+    dtype: torch.dtype | None = None  # of the output; None for that of the sums
 
     @staticmethod
     def from_sums(sums: Sums, sinks: Tensor | None, dtype: torch.dtype) -> Partial:
-        """A finished pass, taken apart again; gradients flow through out, lse and entropy."""
+        """The sums of a finished pass; gradients flow through out, lse and entropy."""
         unseen = sums.lse == -torch.inf
         maximum = sums.max_logit.detach()
         base = maximum.masked_fill(unseen, 0)
@@ -78,18 +78,20 @@ class Partial:
         return (self.values * self.weight()[..., None]).to(self.dtype)
 
     def entropy(self) -> Tensor:
-        """-Σ p log p, (...). From shifted sums, so that large logits lose nothing."""
+        """-Σ p log p, (...), from shifted sums, which are exact for large logits too."""
         if self.shifted is None:
-            raise ValueError("this partial was made without the sums for the entropy")
+            raise ValueError(
+                "this partial has no sums for the entropy; use one made by hw.partial(...)"
+            )
         base, total = self._with_sinks()
         above = total.masked_fill(total == 0, 1).log()
         above = above if self.sinks is None else above + (base - self.base)  # lse - self.base
         weight = self.weight()
-        # A sink may be so far above that this is 0 · inf.
+        # A sink may be so far above the logits that this is 0 · inf.
         return (weight * (self.total * above - self.shifted)).masked_fill(weight == 0, 0)
 
     def weight(self) -> Tensor:
-        """exp(base - lse): what turns a sum over the keys into one weighted by p, (...)."""
+        """exp(base - lse), which turns a sum over the keys into one weighted by p, (...)."""
         base, total = self._with_sinks()
         total = total.masked_fill(total == 0, 1)
         return total.reciprocal() if self.sinks is None else _scale(self, base) / total
@@ -99,7 +101,9 @@ class Partial:
         if self.sinks is None:
             return self.base, self.total
         base = torch.maximum(self.base.masked_fill(self.total == 0, -torch.inf), self.sinks)
-        base = base.masked_fill(base == -torch.inf, 0)  # nothing seen, and a sink of -inf is none
+        base = base.masked_fill(
+            base == -torch.inf, 0
+        )  # no key seen, and a sink of -inf counts for nothing
         above = self.sinks - base
         above = above.masked_fill((base == torch.inf) & (self.sinks == base), 0)  # not inf - inf
         return base, self.total * _scale(self, base) + torch.exp(above)
@@ -108,8 +112,8 @@ class Partial:
 def merge(*parts: Partial) -> Partial:
     """Attention over the keys of all parts together. The order matters to rounding only.
 
-    The parts are of the same queries over different keys. Sinks join once, at the end: parts that
-    have some have the same.
+    The parts hold the same queries over different keys. Sinks join once, at the end: all parts
+    that have sinks must have the same.
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind(0)
@@ -120,7 +124,7 @@ def merge(*parts: Partial) -> Partial:
     """
     if not parts or not all(isinstance(part, Partial) for part in parts):
         kinds = ", ".join(type(part).__name__ for part in parts)
-        raise ValueError(f"hw.merge({kinds}): parts that hw.partial(q, k, v, ...) made would work")
+        raise ValueError(f"hw.merge({kinds}): give it parts made by hw.partial(q, k, v, ...)")
     return reduce(_merge, parts)
 
 
@@ -130,7 +134,7 @@ def _merge(a: Partial, b: Partial) -> Partial:
             f"hw.merge joins parts of the same queries; these have values of shape "
             f"{tuple(a.values.shape)} and {tuple(b.values.shape)}"
         )
-    # The higher base serves both; that of a row which saw nothing says nothing.
+    # The higher base serves both; the base of a row that saw no key does not count.
     base = torch.maximum(
         a.base.masked_fill(a.total == 0, -torch.inf), b.base.masked_fill(b.total == 0, -torch.inf)
     )
@@ -157,19 +161,19 @@ def _merge(a: Partial, b: Partial) -> Partial:
 
 
 def _sinks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sinks of both parts, of which there is one for each head."""
+    """The sinks of both parts, which must be the same."""
     if a is None or b is None or a is b:
         return b if a is None else a
     if not torch.compiler.is_compiling() and not torch.equal(a, b):
         raise ValueError(
             "hw.merge joins parts of the same attention, and these have different sinks; give "
-            "every part the same, or one part alone"
+            "the same sinks to every part, or to one part only"
         )
     return a
 
 
 def _scale(part: Partial, base: Tensor) -> Tensor:
-    """exp(part.base - base), 0 for rows that saw nothing."""
+    """exp(part.base - base), 0 for rows that saw no key."""
     return torch.exp((part.base - base).masked_fill(part.total == 0, -torch.inf))
 
 

@@ -13,7 +13,7 @@ from headwise.core.intervals import FURTHEST, Interval, Mask
 from headwise.core.place import Place, check_placed, fits, placed
 
 PerBatch = int | Sequence[int] | Tensor
-Number = (int, torch.SymInt)  # an exported or compiled length is a symbol
+Number = (int, torch.SymInt)  # a length is a symbol when exported or compiled
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,11 +23,11 @@ class Causal(Mask):
     offset: PerBatch | None = None
 
     def __repr__(self) -> str:
-        return f"causal({_said(offset=self.offset)})"
+        return f"causal({_keywords(offset=self.offset)})"
 
     def description(self) -> tuple[object, ...] | None:
-        alone = type(self) is Causal  # one made of it may mean something else
-        return ("causal", self.offset) if alone and _numbers(self.offset) else None
+        exact = type(self) is Causal  # a subclass may mean something else
+        return ("causal", self.offset) if exact and _numbers(self.offset) else None
 
     def check(self, place: Place) -> None:
         _check_per_batch("causal(offset=...)", self.offset, place)
@@ -50,7 +50,7 @@ class Causal(Mask):
         return None if isinstance(shift, Tensor) else (-FURTHEST, shift + 1)
 
     def is_lower_triangle(self, place: Place) -> bool:
-        """Whether it is certain that row i sees exactly the keys j <= i of the call, N = M."""
+        """True if row i is known to see exactly the keys j <= i of the call, N = M."""
         shift = self.alignment(place)
         return (
             not isinstance(shift, Tensor)
@@ -71,9 +71,8 @@ class Window(Mask):
     offset: PerBatch | None = None
 
     def __repr__(self) -> str:
-        return (
-            f"window({self.left}{_said(right=self.right or None, offset=self.offset, more=True)})"
-        )
+        rest = _keywords(right=self.right or None, offset=self.offset, more=True)
+        return f"window({self.left}{rest})"
 
     def description(self) -> tuple[object, ...] | None:
         given = self.left, self.right, self.offset
@@ -110,7 +109,7 @@ class Window(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lengths(Mask):
-    """Every row sees keys j < n: padding on the right, or a prefix."""
+    """Every row sees keys j < n: right padding, or a prefix."""
 
     n: PerBatch
     word: str = "lengths"
@@ -163,6 +162,9 @@ class Between(Mask):
     def start(self, place: Place) -> Tensor:
         first, last = self.intervals(place)[0]
         first, last = torch.broadcast_tensors(first, last)
+        if first.shape[-1] == 0:
+            nothing: Tensor = first.new_zeros(*first.shape[:-1], 1)
+            return nothing
         unseen = torch.iinfo(torch.int32).max
         start = first.masked_fill(first >= last, unseen).amin(-1, keepdim=True)
         found: Tensor = start.masked_fill(start == unseen, 0).clamp_min_(0)
@@ -178,10 +180,10 @@ class Between(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
-    """A query sees the keys of its own document; the queries are the last N positions."""
+    """A query sees the keys of its document; the queries are the last N positions."""
 
     ids: Tensor
-    bounds: Tensor = field(init=False)  # of each key's document, (1, 2, B|1, 1, M): found once
+    bounds: Tensor = field(init=False)  # of each key's document, (1, 2, B|1, 1, M)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", _bounds(self.ids))
@@ -200,16 +202,19 @@ class Documents(Mask):
         fits = len(shape) in (1, 2) and (shape[-1] == keys if place.whole else shape[-1] >= keys)
         if not fits or (len(shape) == 2 and shape[0] not in (1, place.batch)):
             raise ValueError(
-                f"hw.mask.documents: ids have shape {shape}; they number every key, so "
-                f"(batch or 1, keys) = ({place.batch}, {keys}) would work"
+                f"hw.mask.documents: ids have shape {shape}; they need one id per key: "
+                f"(batch or 1, keys) = ({place.batch}, {keys})"
             )
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         bounds = self.bounds.to(place.device)
+        if bounds.shape[-1] == 0:  # no keys, so no documents
+            nothing = bounds.new_zeros(1, 1, place.queries)
+            return ((nothing, nothing),)
         starts, ends = bounds[0, 0, :, 0], bounds[0, 1, :, 0]
         stands = (place.rows() + place.offset).long()
         position = stands.clamp(0, max(0, starts.shape[-1] - 1))
-        last = ends[..., position].masked_fill(stands != position, 0)  # outside every document
+        last = ends[..., position].masked_fill(stands != position, 0)  # outside of all documents
         return (_three(starts[..., position][:, None], last[:, None]),)
 
     def table(self, place: Place) -> Tensor | None:
@@ -225,7 +230,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
-    """Any boolean tensor, True where the query may see the key; broadcast to (B, Hq, N, M)."""
+    """Any boolean tensor, True where a query may see a key; broadcast to (B, Hq, N, M)."""
 
     seen: Tensor
     pieces: int = field(default=0, init=False)
@@ -241,18 +246,18 @@ class Dense(Mask):
 
 
 def _bounds(ids: Tensor) -> Tensor:
-    """Where each key's document starts and ends, (1, 2, B|1, 1, M)."""
-    ids = ids.reshape(-1, ids.shape[-1]) if ids.ndim else ids.reshape(1, 1)
+    """The start and end of each key's document, (1, 2, B|1, 1, M)."""
+    ids = torch.atleast_2d(ids).flatten(0, -2)
     change = torch.zeros_like(ids, dtype=torch.bool)
     change[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    number = change.cumsum(-1, dtype=torch.int32)  # documents in their order
+    number = change.cumsum(-1, dtype=torch.int32)  # of the document
     starts = torch.searchsorted(number, number, out_int32=True)
     ends = torch.searchsorted(number, number, right=True, out_int32=True)
     return torch.stack((starts, ends))[None, :, :, None]
 
 
 def _numbers(*given: object) -> bool:
-    """Whether these are plain numbers, or were not given."""
+    """True if each of these is a plain int or None."""
     return all(x is None or type(x) is int for x in given)
 
 
@@ -275,14 +280,14 @@ def _near(number: int) -> int: ...
 
 
 def _near(number: int | Tensor) -> int | Tensor:
-    """A number of keys that is no further than FURTHEST, beyond which there are none."""
+    """A number of keys, clamped to FURTHEST, beyond which there are no keys."""
     if isinstance(number, Tensor):
         return number.long().clamp(-FURTHEST, FURTHEST).int()
     return max(-FURTHEST, min(FURTHEST, number))
 
 
 def _shift(values: int | Tensor, place: Place) -> int | Tensor:
-    """An int as it is; one number a batch entry as (B, 1, 1)."""
+    """An int as it is; one number per batch entry as (B, 1, 1)."""
     return values.reshape(-1, 1, 1) if isinstance(values, Tensor) else values
 
 
@@ -299,8 +304,8 @@ def _check_per_batch(call: str, values: PerBatch | None, place: Place) -> None:
     shape = tuple(torch.as_tensor(values).shape)
     if shape not in ((), (1,), (place.batch,)):
         raise ValueError(
-            f"hw.mask.{call} has shape {shape}; an int or one number for each of the "
-            f"{place.batch} batch entries would work"
+            f"hw.mask.{call} has shape {shape}; give an int, or one number for each of the "
+            f"{place.batch} batch entries"
         )
 
 
@@ -309,7 +314,7 @@ def _short(value: object) -> str:
     return f"tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-def _said(*, more: bool = False, **options: object) -> str:
-    """The keywords that were given, after others where `more`."""
-    said = [f"{name}={_short(value)}" for name, value in options.items() if value is not None]
-    return ", ".join(["", *said] if more and said else said)
+def _keywords(*, more: bool = False, **options: object) -> str:
+    """The keywords that are not None, with a comma in front if they come after `more`."""
+    parts = [f"{name}={_short(value)}" for name, value in options.items() if value is not None]
+    return ", ".join(["", *parts] if more and parts else parts)

@@ -1,4 +1,4 @@
-"""Where a call's queries and keys stand in the whole sequence, and what whole tensors are there."""
+"""The place of a call's queries and keys in the whole sequence, and tensors cut to it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Place:
-    """Where a call's queries and keys stand in the whole sequence.
+    """The place of a call's queries and keys in the whole sequence.
 
-    `offset` is what an unstated alignment means: query i stands beside key i + offset.
+    A mask that states no alignment has this `offset`: query i stands at key i + offset.
     """
 
     batch: int
@@ -24,17 +24,17 @@ class Place:
     first_key: int = 0
     offset: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    whole: bool = True  # False: a part, so tensors of the whole sequence may be longer
+    whole: bool = True  # False for a part: tensors of the whole sequence may be longer
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor) -> Place:
-        """All of q (B, Hq, N, D) beside all of k (B, Hkv, M, D), the last ones together."""
+        """All of q (B, Hq, N, D) and all of k (B, Hkv, M, D), aligned at the end."""
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         return cls(batch, heads, queries, keys, offset=keys - queries, device=q.device)
 
     def rows(self, shift: int = 0) -> Tensor:
-        """The queries' numbers in the whole sequence, moved by `shift`, (N,)."""
+        """The queries' numbers in the whole sequence plus `shift`, (N,)."""
         first = self.first_query + shift
         return torch.arange(first, first + self.queries, device=self.device, dtype=torch.int32)
 
@@ -66,7 +66,7 @@ def check_placed(name: str, tensor: Tensor, place: Place) -> None:
 
 
 def fits(shape: Sequence[int], wanted: Sequence[int], exact: bool) -> bool:
-    """Whether shape broadcasts to wanted; if not exact, the sequence axes may be longer."""
+    """True if shape broadcasts to wanted; if not exact, the sequence axes may be longer."""
     for have, want, axis in zip(
         reversed(shape), reversed(wanted), range(len(wanted)), strict=False
     ):
@@ -77,5 +77,5 @@ def fits(shape: Sequence[int], wanted: Sequence[int], exact: bool) -> bool:
 
 
 def four(tensor: Tensor) -> Tensor:
-    """The tensor with axes of one before its own, four in all."""
+    """The tensor with leading axes of size one, four axes in all."""
     return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)

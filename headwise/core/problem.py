@@ -1,7 +1,8 @@
-"""One attention call, checked and put into the one form that every engine takes."""
+"""One attention call, checked and in the form that every engine takes."""
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -10,39 +11,40 @@ import torch
 from torch import Tensor
 
 from headwise.bias import ALiBi, Bias, RelativeBuckets
+from headwise.core.arguments import is_number
 from headwise.core.intervals import Mask
 from headwise.core.place import Place, check_placed, placed
-from headwise.dropout import Dropout, draw_seed
+from headwise.dropout import Dropout
 from headwise.score import Dot, Score, rewrite
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Terms(NamedTuple):
-    """Everything of a problem but q, k, v, as the flat arguments of an operator."""
+    """Everything of a problem except q, k, v, as the flat arguments of an operator."""
 
     additive: Tensor | None  # (Hq, D): Σ w tanh(q + k) instead of scale · q·k
     intervals: Tensor | None  # (P, 2, B|1, Hq|1, N) int32, keys of the call, clamped to [0, M]
     dense: Tensor | None  # (B|1, Hq|1, N|1, M|1) bool
-    position: Tensor  # (B|1, N) int32: the key position beside which each query stands
+    position: Tensor  # (B|1, N) int32: the key position at which each query stands
     bias: Tensor | None  # (B|1, Hq|1, N|1, M|1)
     slopes: Tensor | None  # (Hq,): -slope · |i - j|
     relative: Tensor | None  # (Hq, 2R + 1): indexed by clamp(i - j, -R, R) + R
     sinks: Tensor | None  # (Hq,)
     seed: Tensor | None  # () int64
     scale: float
-    softcap: float  # 0: none
+    softcap: float  # 0 for none
     dropout: float
     first_key: int
     band: list[int] | None = None
-    """[shift]: row r stands beside the key position r + shift, and `position` is left empty.
-    [shift, low, high]: it also sees no keys of the call but [r + low, r + high), of which
-    `intervals`, where there are some, say which.
+    """[shift]: row r stands at the key position r + shift, and `position` is empty.
+    [shift, low, high]: it also sees only the keys [r + low, r + high) of the call, cut by
+    `intervals` if there are any.
     """
 
     @property
     def plain(self) -> bool:
-        """Whether a logit is nothing but scale · q·k."""
+        """True if a logit is just scale · q·k."""
         added = (self.additive, self.bias, self.slopes, self.relative)
         return self.softcap == 0 and all(term is None for term in added)
 
@@ -63,14 +65,14 @@ class Problem:
     sinks: Tensor | None = None
     dropout: float = 0.0
     seed: Tensor | None = None
-    rows: Tensor | None = None  # the query rows that q holds, where it holds a sample of them
+    rows: Tensor | None = None  # the rows that q holds, if it holds a sample of them
 
     def at(self, rows: Tensor) -> Problem:
         """The same problem for these query rows only."""
         return replace(self, q=self.q.index_select(2, rows), rows=rows)
 
     def intervals(self, mask: Mask | None = None) -> Tensor | None:
-        """The mask as (P, 2, B|1, Hq|1, N) bounds among the call's keys; None: dense or none."""
+        """The mask as (P, 2, B|1, Hq|1, N) bounds among the call's keys; None if it has none."""
         mask = self.mask if mask is None else mask
         if mask is None or mask.pieces == 0:
             return None
@@ -85,31 +87,31 @@ class Problem:
         return self._sampled(whole.unflatten(0, (mask.pieces, 2)), -1)
 
     def dense(self) -> Tensor | None:
-        """The mask as booleans where it is no interval; None otherwise."""
+        """The mask as booleans if it is a dense one, else None."""
         if self.mask is None or self.mask.pieces:
             return None
         return self._sampled(self.mask.to_dense(self.place), -2)
 
     def shift(self) -> int | Tensor:
-        """Query i of the whole sequence stands beside key i + shift."""
+        """Query i of the whole sequence stands at key i + shift: an int or one per batch entry."""
         stated = None if self.mask is None else self.mask.alignment(self.place)
         return self.place.offset if stated is None else stated
 
     def diagonal(self) -> int | None:
-        """Row i of the call stands beside key i + diagonal of the call; None: not one number."""
+        """Row i of the call stands at key i + diagonal of the call; None if that varies."""
         shift = self.shift()
         if self.rows is not None or isinstance(shift, Tensor):
             return None
         return self.place.first_query + shift - self.place.first_key
 
     def position(self) -> Tensor:
-        """The key position beside which each query stands, (B|1, N) int32."""
+        """The key position at which each query stands, (B|1, N) int32."""
         shift = self.shift()
         rows = self._sampled(self.place.rows()[None], -1)
         return rows + (shift.reshape(-1, 1) if isinstance(shift, Tensor) else shift)
 
     def band(self) -> tuple[list[int] | None, Mask | None]:
-        """`Terms.band`, and what of the mask it does not say."""
+        """`Terms.band`, and the mask that it leaves to be applied."""
         shift, place = self.shift(), self.place
         if self.rows is not None or isinstance(shift, Tensor):
             return None, self.mask
@@ -121,7 +123,7 @@ class Problem:
         return [shift, bounds[0] + step, bounds[1] + step], rest
 
     def terms(self, banded: bool = False) -> Terms:
-        """The problem as the flat arguments of an operator; `banded` for one that takes a band."""
+        """The problem as flat arguments of an operator; `banded` if the operator takes a band."""
         bias, device = self.bias, self.q.device
         tensor = placed(bias, self.place).to(device) if isinstance(bias, Tensor) else None
         band, rest = self.band() if banded else (None, self.mask)
@@ -143,20 +145,20 @@ class Problem:
         )
 
     def start(self) -> int | Tensor:
-        """The call's key at which each row's sequence begins: an int or (B|1, Hq|1, N|1)."""
+        """The key of the call at which each row's sequence begins: an int or (B|1, Hq|1, N|1)."""
         start = 0 if self.mask is None else self.mask.start(self.place)
         start = start - self.place.first_key if self.place.first_key else start
         return self._sampled(start, -1) if isinstance(start, Tensor) else start
 
     def _sampled(self, tensor: Tensor, axis: int) -> Tensor:
-        """The tensor's part for `rows`, where it has one for each row."""
+        """The tensor's entries for `rows`, unless it is broadcast over rows."""
         if self.rows is None or (tensor.shape[axis] == 1 and self.place.queries != 1):
             return tensor
         return tensor.index_select(axis, self.rows)
 
     @property
     def grouped(self) -> bool:
-        """Whether key heads serve more than one query head each."""
+        """True if each key head serves more than one query head."""
         if self.q.shape[1] != self.k.shape[1]:  # noqa: SIM103 (a symbol under a compiler)
             return True
         return False
@@ -205,7 +207,8 @@ def _pose(
     _check_tensors(q, k, v)
     if first_query < 0 or first_key < 0:
         raise ValueError(
-            f"first_query={first_query} and first_key={first_key} count from the sequence's start"
+            f"first_query={first_query} and first_key={first_key} must not be negative: they count "
+            "from the start of the sequence"
         )
     scored = rewrite(Dot() if score is None else score, q, k)
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
@@ -225,7 +228,7 @@ def _pose(
         mask.check(place)
         stated = mask.alignment(place)
         if mask.shows_all(place) and not isinstance(stated, Tensor):
-            # it hides nothing, but still says where the queries stand
+            # it hides no key, but still states the alignment
             mask, place = None, place if stated is None else replace(place, offset=stated)
     _check_bias(bias, place)
     _check_sinks(sinks, heads)
@@ -248,12 +251,12 @@ def _pose(
 
 
 def without_dropout(problem: Problem) -> Problem:
-    """The same problem with its weights as they are before dropout."""
+    """The same problem without dropout."""
     return replace(problem, dropout=0.0, seed=None) if problem.dropout else problem
 
 
 def check_mask(mask: object) -> None:
-    """ValueError for what is neither a mask nor None."""
+    """Raise ValueError for anything but a mask or None."""
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(
             f"mask= takes a headwise mask such as hw.mask.causal(), not {describe(mask)}; "
@@ -262,35 +265,31 @@ def check_mask(mask: object) -> None:
 
 
 def check_softcap(softcap: float | None) -> None:
-    """ValueError unless logits can be capped there; None is no cap."""
+    """Raise ValueError unless softcap is a positive number or None."""
     if softcap is None:
         return
     given: object = softcap
     if isinstance(given, Tensor) and given.requires_grad:
         raise ValueError(
-            "softcap is a number, and this tensor would get no gradient; a fixed one, "
-            "softcap=float(softcap), would work"
+            "softcap is a number, and this tensor would get no gradient; use softcap=float(softcap)"
         )
-    try:
-        fits = softcap > 0
-    except TypeError:  # no number at all
-        fits = False
-    if not fits:
-        raise ValueError(f"softcap={softcap!r} must be positive, or None for no cap")
+    one = is_number(given) or (isinstance(given, Tensor) and given.numel() == 1)
+    if not one or not 0 < float(softcap) < math.inf:
+        raise ValueError(f"softcap={softcap!r} must be positive and finite, or None for no cap")
 
 
 def restate(call: str, q: object, k: object, v: object, **options: object) -> str:
-    """The call in words: hw.attention(q float32 (1, 8, 16, 64), ...)."""
+    """The call in short: hw.attention(q float32 (1, 8, 16, 64), ...)."""
     given = {"q": q, "k": k, "v": v}
     if isinstance(v, Tensor) and v.shape[-1:] == (0,):
-        del given["v"]  # a map's, who was given none
+        del given["v"]  # the placeholder of a map without values
     parts = [f"{name} {describe(x)}" for name, x in given.items()]
     parts += [f"{name}={describe(x)}" for name, x in options.items() if x is not None]
     return f"hw.{call}({', '.join(parts)})"
 
 
 def describe(x: object) -> str:
-    """What was given, in an error message: a tensor by its dtype and shape."""
+    """An argument in an error message: a tensor by its dtype and shape."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
     text = repr(x) if isinstance(x, Mask | ALiBi | RelativeBuckets) else f"{type(x).__name__} {x!r}"
@@ -306,12 +305,12 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def autocasting(kind: str) -> bool:
-    """Whether autocast decides the dtype of what is computed on this kind of device."""
+    """True if autocast is enabled for this kind of device."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Where sums stay in float32: autocast has made the inputs what they are, and is done."""
+    """A context without autocast, so that sums stay in float32."""
     if not autocasting(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -319,10 +318,10 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if 0 in (q.shape[-1], k.shape[-1]):
-        raise ValueError("queries and keys of width 0 have no score")
+        raise ValueError("queries and keys need a width of at least 1, and this one is 0")
     if not (q.dtype == k.dtype == v.dtype):
         raise ValueError(
-            f"q, k and v have different dtypes: {q.dtype}, {k.dtype}, {v.dtype}; make them one"
+            f"q, k and v have different dtypes: {q.dtype}, {k.dtype}, {v.dtype}; use one dtype"
         )
     if q.dtype not in DTYPES:
         raise ValueError(f"{q.dtype} is not supported; float64, float32, bfloat16 and float16 are")
@@ -333,12 +332,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(
             f"k has {k.shape[1]} heads and {k.shape[2]} keys, v {v.shape[1]} heads and "
-            f"{v.shape[2]} keys; they must agree"
+            f"{v.shape[2]} keys; they must be equal"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads; grouped heads "
-            "need each key head to serve as many query heads as the others"
+            f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; with grouped "
+            "heads each key head serves the same number of query heads"
         )
 
 
@@ -348,13 +347,13 @@ def _check_bias(bias: object, place: Place) -> None:
     if isinstance(bias, ALiBi):
         if tuple(bias.slopes.shape) != (place.heads,):
             raise ValueError(
-                f"hw.ALiBi has slopes {tuple(bias.slopes.shape)}; ({place.heads},) would fit"
+                f"hw.ALiBi has slopes {tuple(bias.slopes.shape)}; this call needs ({place.heads},)"
             )
     elif isinstance(bias, RelativeBuckets):
         if bias.table.ndim != 2 or bias.table.shape[1] != place.heads:
             raise ValueError(
                 f"hw.RelativeBuckets has a table {tuple(bias.table.shape)}; "
-                f"(buckets, {place.heads}) would fit"
+                f"this call needs (buckets, {place.heads})"
             )
     elif isinstance(bias, Tensor):
         if not bias.dtype.is_floating_point:
@@ -371,12 +370,12 @@ def _check_sinks(sinks: object, heads: int) -> None:
         return
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         raise ValueError(
-            f"sinks={describe(sinks)} is no floating-point tensor; one logit for each query head, "
-            f"({heads},), would fit"
+            f"sinks={describe(sinks)} is not a floating-point tensor; give one logit per query "
+            f"head, ({heads},)"
         )
     if tuple(sinks.shape) != (heads,):
         raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}; one for each query head, ({heads},), would fit"
+            f"sinks has shape {tuple(sinks.shape)}; give one logit per query head, ({heads},)"
         )
 
 
@@ -384,6 +383,4 @@ def _dropout(dropout: float | Dropout, device: torch.device) -> tuple[float, Ten
     given = dropout if isinstance(dropout, Dropout) else Dropout(dropout)
     if given.rate == 0:
         return 0.0, None
-    if given.seed is None:
-        return float(given.rate), draw_seed(device)
-    return float(given.rate), torch.as_tensor(given.seed, device=device, dtype=torch.int64)
+    return float(given.rate), given.seed_on(device)

@@ -1,7 +1,7 @@
-"""Which blocks a problem has: units of heads, blocks of rows, and the keys that their rows can see.
+"""The blocks of a problem: units of heads, blocks of rows, and the keys that their rows can see.
 
-Keys outside every interval of a block's rows are skipped; keys that all of its rows see need no
-mask; only the edges in between do.
+Keys that no row of a block sees are skipped, and keys that all of its rows see need no mask; only
+the edges in between do.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from torch import Tensor
 
 from headwise.core.blocks import Unit
 
-ROWS, KEYS = 256, 1024  # a block's rows and keys where the problem is large
-BLOCK = 1 << 19  # elements of a block: two float32 buffers of 2 MiB stay in the cores' caches
-WINDOW_ROWS = 128  # fewer rows where the visible stretch is short, so less of it is masked away
+ROWS, KEYS = 256, 1024  # rows and keys of a block of a large problem
+BLOCK = 1 << 19  # elements of a block: two float32 buffers of 2 MiB stay in a core's cache
+WINDOW_ROWS = 128  # fewer rows if they see short stretches, so that less is masked
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Some keys of a block: part of a stretch of keys that its rows see, all or not all."""
+    """Some keys of a block: part of a stretch of keys that some or all of its rows see."""
 
     columns: slice
     stretch: slice
-    masked: bool  # some of the rows do not see some of the stretch
+    masked: bool  # True if some row does not see some of the stretch
 
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """The sizes that blocks are cut from."""
+    """The sizes of a problem with its query heads grouped by key head."""
 
     batch: int
     heads: int  # key heads
-    group: int  # query heads a key head
+    group: int  # query heads per key head
     queries: int
     keys: int
 
 
 class Schedule:
-    """The blocks of a problem. intervals (P, 2, B|1, Hq|1, N); `dense`: every block is masked."""
+    """The blocks of a problem. intervals (P, 2, B|1, Hq|1, N); if `dense`, all are masked."""
 
     def __init__(self, shape: GroupedShape, intervals: Tensor | None, dense: bool) -> None:
         self.shape, self.dense = shape, dense
-        reach = _reach(intervals, shape.keys)  # the most keys that a row sees at a stretch
+        reach = _reach(intervals, shape.keys)  # of the row that sees the most keys in one piece
         rows, group = WINDOW_ROWS if reach <= KEYS // 2 else ROWS, max(1, shape.group)
         self.rows = max(1, min(shape.queries, max(16, rows // group)))
         widest = max(1, min(shape.keys, reach + self.rows))
@@ -53,7 +53,7 @@ class Schedule:
             self.bounds = _Bounds(intervals, self.rows, shape.group)
 
     def units(self) -> Iterator[Unit]:
-        """Units of heads whose blocks fit the budget, batch entries together where few."""
+        """Units of heads whose blocks fit the budget; small batch entries share one."""
         shape = self.shape
         if not shape.group:  # no query heads
             return
@@ -70,7 +70,7 @@ class Schedule:
             yield slice(row, min(row + self.rows, self.shape.queries))
 
     def segments(self, unit: Unit, rows: slice) -> Iterator[Segment]:
-        """The keys that some row of the block sees, in stretches of at most `keys`."""
+        """The keys that some row of the block sees, in segments of at most `keys`."""
         if self.bounds is None:
             stretches = [(0, self.shape.keys, self.dense)]
         else:
@@ -85,7 +85,7 @@ class Schedule:
 
 
 class _Bounds:
-    """For each block of rows and piece: the keys some row sees [low, high), and all rows see."""
+    """For each block of rows and piece: the keys that some row sees, and those that all see."""
 
     def __init__(self, intervals: Tensor, rows: int, group: int) -> None:
         pieces, _, batch, heads, queries = intervals.shape
@@ -104,7 +104,7 @@ class _Bounds:
         self.per_batch, self.per_head, self.group, self.pieces = batch > 1, heads > 1, group, pieces
 
     def stretches(self, unit: Unit, block: int) -> list[tuple[int, int, bool]]:
-        """(first, last, masked) in order, disjoint."""
+        """(first, last, masked) of disjoint stretches, in order."""
         batch = range(unit.b0, unit.b1) if self.per_batch else range(1)
         heads = range(unit.h0 * self.group, unit.h1 * self.group) if self.per_head else range(1)
         places = [(b, h) for b in batch for h in heads]
@@ -125,7 +125,7 @@ class _Bounds:
 def _split(
     low: int, high: int, inner_low: int, inner_high: int, worth: int
 ) -> list[tuple[int, int, bool]]:
-    """A stretch as edge, middle that all rows see, edge; as one where the middle is short."""
+    """A stretch as edge, middle that all rows see, edge; undivided if the middle is short."""
     if inner_high - inner_low < worth:
         return [(low, high, not low == inner_low < inner_high == high)]
     parts = [(low, inner_low, True), (inner_low, inner_high, False), (inner_high, high, True)]
@@ -133,7 +133,7 @@ def _split(
 
 
 def _reach(intervals: Tensor | None, keys: int) -> int:
-    """The longest visible interval of any row."""
+    """The length of the longest interval of any row."""
     if intervals is None or intervals.numel() == 0:
         return keys
     return int((intervals[:, 1] - intervals[:, 0]).max())

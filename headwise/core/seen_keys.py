@@ -9,9 +9,9 @@ from headwise.core.problem import Terms
 
 
 def hide_unseen(terms: Terms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with zeros for keys that no row sees, where such a key shares a block with seen ones.
+    """k and v with zeros for keys that no row sees, if such keys share a block with visible ones.
 
-    A weight of zero does not silence a NaN, and the unwritten part of a cache may hold one.
+    A weight of zero times NaN is NaN, and the unwritten part of a cache may hold NaN.
     """
     seen = seen_keys(terms, k)
     if seen is None or bool(seen.all()):
@@ -23,7 +23,7 @@ def hide_unseen(terms: Terms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def used_stretch(seen: Tensor) -> slice:
-    """The keys from the first to the last that any row of any head sees; seen (B|1, Hkv|1, M)."""
+    """The keys from the first to the last that any row sees; seen (B|1, Hkv|1, M)."""
     used = seen.flatten(0, 1).any(0).nonzero()
     return slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What a call asks for besides out, lse and max_logit. Plain integers: operators take no other flag.
+# A call's requests besides out, lse and max_logit. Plain ints, because operators take no flags.
 ENTROPY, DISTANCE, MOMENTS, LOG_TOTAL = 1, 2, 4, 8
 EVERYTHING = ENTROPY | DISTANCE | MOMENTS | LOG_TOTAL
 
@@ -26,17 +26,17 @@ class Sums(NamedTuple):
     log_total: Tensor  # lse - max_logit before rounding; 0 for a row that sees no key
 
     def totals(self) -> RowTotals:
-        """What turns the rows' logits into weights: exact if log_total was asked for."""
+        """The totals that turn logits into weights; exact if log_total was asked for."""
         if self.log_total.ndim < self.lse.ndim:
             return RowTotals.of_lse(self.lse)
         return RowTotals(self.lse, self.max_logit, self.log_total)
 
 
 class RowTotals(NamedTuple):
-    """What turns a row's logits s into weights, (B, Hq, N) each: log p = (s - base) - log_total.
+    """Totals that turn a row's logits s into weights: log p = (s - base) - log_total.
 
-    With base = lse and log_total = 0 this is exp(s - lse). But lse is one rounded number: of
-    logits near 1e8, float32 holds no fraction. The largest logit as the base is exact.
+    base = lse and log_total = 0 would do, but lse is rounded: near 1e8, float32 has no fractions.
+    The largest logit as the base is exact. Each tensor is (B, Hq, N).
     """
 
     lse: Tensor
@@ -45,7 +45,7 @@ class RowTotals(NamedTuple):
 
     @staticmethod
     def of_lse(lse: Tensor) -> RowTotals:
-        """Where nothing but lse is known."""
+        """Totals from lse alone, as exact as lse is."""
         return RowTotals(lse, lse, torch.zeros_like(lse))
 
     def safe_base(self) -> Tensor:

@@ -38,7 +38,7 @@ class Versions:
 
 
 def may_be_overwritten(x: Tensor) -> bool:
-    """Whether a tensor may be written to later, as a cache is: it has been, or is not counted."""
+    """True if a tensor may be written to later, as a cache is: it was before, or is not counted."""
     return x.is_inference() or x._version > 0
 
 

@@ -53,7 +53,7 @@ def choose(problem: Problem, engine: str = "auto", observed: bool = False) -> En
 
 def check_engine(engine: object) -> None:
     """Raise ValueError unless `engine` is "auto" or the name of an engine."""
-    if engine not in ("auto", *NAMES):
+    if not isinstance(engine, str) or engine not in ("auto", *NAMES):
         raise ValueError(
             f"engine={engine!r} is unknown; choose 'auto' or one of {', '.join(map(repr, NAMES))}"
         )

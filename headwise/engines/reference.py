@@ -1,4 +1,4 @@
-"""The specification: every step materialised, plain PyTorch, differentiable in every way."""
+"""The specification: every step materialised in plain PyTorch, with derivatives of any order."""
 
 from __future__ import annotations
 
@@ -57,9 +57,11 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     sink = None if terms.sinks is None else terms.sinks.to(wide)[:, None]  # (Hq, 1)
     max_logit = torch.amax(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
     top = max_logit if sink is None else torch.maximum(max_logit, sink)
-    top = top.masked_fill(top == -torch.inf, 0).detach()  # cancels out; avoids overflow
+    top = top.masked_fill(
+        top == -torch.inf, 0
+    ).detach()  # any number gives the same result; the largest is safe
     weight = torch.exp(s - top[..., None])
-    endless = top == torch.inf  # inf - inf, a logit minus itself, counts as 0
+    endless = top == torch.inf  # a sink of inf minus itself would be NaN
     total = weight.sum(-1)
     if sink is not None:
         total = total + torch.exp((sink - top).masked_fill(endless & (sink == top), 0))
@@ -122,7 +124,7 @@ def logits(terms: Terms, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def keep(terms: Terms, shape: torch.Size, i: Tensor, j: Tensor) -> Tensor:
-    """Weights that dropout keeps, bool (B, Hq, N, M)."""
+    """The weights that dropout keeps, bool (B, Hq, N, M)."""
     batch = torch.arange(shape[0], device=i.device)[:, None, None]
     head = torch.arange(shape[1], device=i.device)[:, None]
     assert terms.seed is not None

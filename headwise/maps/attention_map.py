@@ -1,6 +1,6 @@
-"""The attention matrix that is never stored: any part of it is exact on demand.
+"""The attention matrix that is never stored: any part of it is computed on demand, exactly.
 
-A weight is exp(logit - lse), so q, k and one number a row are all there is to keep.
+A weight is exp(logit - lse), so it is enough to keep q, k and the totals of each row.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Box, Index, Region, indexed, written
 from headwise.maps.row_totals import LazyTotals
 
-LIMIT = 1 << 26  # weights that one slice holds at most
+LIMIT = 1 << 26  # the most weights that one slice may hold
 TILE = 256  # cells along each side of a pyramid's tile
 
 
 class AttentionMap:
-    """The weights of every query row (B, Hq, N) on every key (M), as `hw.attention_map` gives them.
+    """The weights of every query row (B, Hq, N) on every key (M), made by `hw.attention_map`.
 
     A weight is exp(logit - lse): 0 where the mask hides the key, and with sinks a row sums to less
     than one. Weights are float32, or float64 for float64 inputs, and have no gradient. lse is
-    computed when it is first needed, for the rows and heads that are asked for. The map keeps q and
-    k themselves, and can't be looked at once they have been written over.
+    computed when it is first needed, for the rows and heads that are read; if it was given, the
+    weights are as exact as that rounded number. The map keeps q and k themselves, not copies, and
+    raises an error once they have been written to.
 
     >>> import torch, headwise as hw
     >>> q, k = torch.randn(2, 1, 8, 5000, 16).unbind(0)
@@ -43,7 +44,7 @@ class AttentionMap:
     torch.Size([10, 100])
     """
 
-    __iter__ = None  # or a loop over a map would quietly compute all of it
+    __iter__ = None  # without it, a loop over a map would compute all of it
     _region: Region
     _totals: LazyTotals
     _kept: Versions
@@ -55,14 +56,14 @@ class AttentionMap:
             region = Region(q, k, v, problem.terms())
         if lse is not None and lse.shape != q.shape[:3]:
             raise ValueError(
-                f"lse has shape {tuple(lse.shape)}; one number for each query row, "
-                f"{tuple(q.shape[:3])}, would fit\n  in {restate('attention_map', q, k, v)}"
+                f"lse has shape {tuple(lse.shape)}; give one number per query row, "
+                f"{tuple(q.shape[:3])}\n  in {restate('attention_map', q, k, v)}"
             )
         self._hold(region, LazyTotals.of(region, lse))
 
     @classmethod
     def of(cls, region: Region, lse: Tensor | None = None) -> AttentionMap:
-        """The map of what `region` and `lse` of another one gave, such as one read from a file."""
+        """The map of another map's `region` and `lse`, for instance read from a file."""
         return object.__new__(cls)._hold(region, LazyTotals.of(region, lse))
 
     def _hold(self, region: Region, totals: LazyTotals) -> AttentionMap:
@@ -71,12 +72,12 @@ class AttentionMap:
 
     @property
     def region(self) -> Region:
-        """What the weights are a function of, besides lse; ValueError where it is so no longer."""
+        """All that the weights depend on besides lse; ValueError if it has been written to."""
         name = self._kept.modified()
         if name is not None:
             raise self._error(
-                f"{name}, or memory that it shares, was written over since this map was made; "
-                f"a map of {name}.clone() stays",
+                f"{name}, or a tensor that shares its memory, was written to after this map was "
+                f"made; make the map of {name}.clone()",
                 "",
             )
         return self._region
@@ -93,7 +94,7 @@ class AttentionMap:
 
     @property
     def lse(self) -> Tensor:
-        """The log of the sum of exponentials of each row, (B, Hq, N): -inf where it sees no key.
+        """The log of the sum of exponentials of each row, (B, Hq, N): -inf if it sees no key.
 
         >>> import torch, headwise as hw
         >>> q = torch.zeros(1, 1, 3, 4)
@@ -109,7 +110,7 @@ class AttentionMap:
         return f"<AttentionMap {_times(self.shape)}{weighted}>"
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Tensor:
-        """Exact weights: amap[b, h, i0:i1, j0:j1], where each is an integer or a slice.
+        """Exact weights: amap[b, h, i0:i1, j0:j1], each index an integer or a slice.
 
         >>> import torch, headwise as hw
         >>> q = torch.zeros(1, 2, 100, 16)
@@ -120,7 +121,7 @@ class AttentionMap:
         return self._slice(self._parse(index, call), call)
 
     def to_tensor(self) -> Tensor:
-        """Every weight, (B, Hq, N, M); ValueError if they are more than 2²⁶.
+        """Every weight, (B, Hq, N, M); ValueError if there are more than 2²⁶.
 
         >>> import torch, headwise as hw
         >>> q = torch.zeros(1, 1, 2, 4)
@@ -131,12 +132,12 @@ class AttentionMap:
         return self._slice(list(self._region.box), ".to_tensor()")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """What `to_tensor` gives, as NumPy asks for it."""
+        """`to_tensor` as a NumPy array."""
         found = self.to_tensor().numpy(force=True)
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def head(self, batch: int, head: int) -> AttentionMap:
-        """The map of one head, (1, 1, N, M): views of this one, sharing what it knows of lse.
+        """The map of one head, (1, 1, N, M): views of this one that share its lse.
 
         >>> import torch, headwise as hw
         >>> amap = hw.attention_map(*torch.randn(2, 1, 8, 100, 16).unbind(0))
@@ -145,7 +146,7 @@ class AttentionMap:
         """
         b, h, *_ = self._parse((batch, head), call := f".head({batch!r}, {head!r})")
         if not isinstance(b, int) or not isinstance(h, int):
-            raise self._error("a head is named by two integers", call)
+            raise self._error("a head is two integers: the batch entry and the head", call)
         region = self.region
         box = Box(range(b, b + 1), range(h, h + 1), region.box.rows, region.box.keys)
         return self._with(region.cut(box), self._totals.cut(box))
@@ -162,15 +163,17 @@ class AttentionMap:
         region = self.region
         v = region.v
         if v.shape[-1] == 0:
-            raise self._error("no values; hw.attention_map(q, k, v) has them", ".weighted()")
+            raise self._error(
+                "this map has no values; make it with hw.attention_map(q, k, v)", ".weighted()"
+            )
         norms = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=self.dtype)
         return self._with(replace(region, norms=norms), self._totals)
 
     def pool(self, size: int = 256, how: How = "mean") -> Tensor:
         """The whole map in at most size × size cells, (B, Hq, min(size, N), min(size, M)).
 
-        With s = min(size, N), row a of the cells holds the query rows floor(a·N/s) up to, without
-        it, floor((a+1)·N/s); the keys likewise. A cell's number is the mean of all its weights,
+        With s = min(size, N), row a of the cells holds the query rows from floor(a·N/s) up to, but
+        not including, floor((a+1)·N/s), and likewise for keys. A cell is the mean of its weights,
         hidden ones counting as 0, or with how="max" the largest.
 
         >>> import torch, headwise as hw
@@ -181,12 +184,12 @@ class AttentionMap:
         """
         self._check_how(how, call := f".pool({size!r}, how={how!r})")
         if not is_integer(size) or size < 1:
-            raise self._error("size is an integer, at least 1", call)
+            raise self._error("size must be an integer, at least 1", call)
         _, _, rows, keys = self.shape
         return self._pool(self._region.box, Cells.evenly(rows, size), Cells.evenly(keys, size), how)
 
     def received(self) -> Tensor:
-        """What each key receives from all rows together: the sums of the columns, (B, Hq, M).
+        """The weight that each key receives from all rows: the sums of the columns, (B, Hq, M).
 
         >>> import torch, headwise as hw
         >>> q = torch.zeros(1, 1, 2, 4)
@@ -198,7 +201,7 @@ class AttentionMap:
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row, in order, and their keys, (B, Hq, N, k) each.
 
-        Where a row sees fewer keys than k, the rest has weight 0 and key -1.
+        If a row sees fewer than k keys, the rest has weight 0 and key -1.
 
         >>> import torch, headwise as hw
         >>> q, k = torch.tensor([[[[0.0], [1.0]]]]), torch.tensor([[[[1.0], [2.0]]]])
@@ -209,19 +212,19 @@ class AttentionMap:
                    [ 1,  0]]]]))
         """
         if not is_integer(k) or k < 1:
-            raise self._error("k is an integer, at least 1", f".top({k!r})")
+            raise self._error("k must be an integer, at least 1", f".top({k!r})")
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
             return backend_for(region).top(region, self._totals.at(region.box), k)
 
     @property
     def levels(self) -> int:
-        """How many levels `tile` has: the first is one tile, the last holds single weights."""
-        tiles_a_side = -(-max(self.shape[2:]) // TILE)
-        return 1 + max(0, tiles_a_side - 1).bit_length()
+        """The number of levels of `tile`: the first is one tile, the last has single weights."""
+        tiles_per_side = -(-max(self.shape[2:]) // TILE)
+        return 1 + max(0, tiles_per_side - 1).bit_length()
 
     def grid(self, level: int) -> tuple[int, int]:
-        """How many tiles a level of the pyramid has: along the keys (x), along the rows (y).
+        """The number of tiles of a level: along the keys (x) and along the rows (y).
 
         >>> import torch, headwise as hw
         >>> amap = hw.attention_map(*torch.randn(2, 1, 1, 1000, 16).unbind(0))
@@ -229,7 +232,7 @@ class AttentionMap:
         [(1, 1), (2, 2), (4, 4)]
         """
         if not is_integer(level) or not 0 <= level < self.levels:
-            raise self._error(f"the levels are 0 to {self.levels - 1}", f".grid({level!r})")
+            raise self._error(f"the map has levels 0 to {self.levels - 1}", f".grid({level!r})")
         side = TILE << (self.levels - 1 - level)
         _, _, rows, keys = self.shape
         return -(-keys // side), -(-rows // side)
@@ -238,9 +241,9 @@ class AttentionMap:
         """One tile of a zoomable picture of one head, at most (256, 256), rows by keys.
 
         A cell of level l holds 2^(levels - 1 - l) rows and as many keys: the whole map fits the one
-        tile of level 0, each level doubles the resolution, and cells of the last are single
-        weights. Tile x holds 256 cells of keys from cell 256·x, tile y of rows; tiles at the far
-        edges are smaller, and so are their last cells, which hold the pairs that there are.
+        tile of level 0, each level doubles the resolution, and cells of the last level are single
+        weights. Tile x holds 256 cells of keys from cell 256·x, tile y likewise for rows; tiles at
+        the far edges, and their last cells, are smaller.
 
         >>> import torch, headwise as hw
         >>> amap = hw.attention_map(*torch.randn(2, 1, 1, 1000, 16).unbind(0)).head(0, 0)
@@ -249,7 +252,7 @@ class AttentionMap:
         """
         self._check_how(how, call := f".tile({level!r}, {x!r}, {y!r}, how={how!r})")
         if self.shape[:2] != (1, 1):
-            raise self._error("a pyramid has one head; .head(b, h) is its map", call)
+            raise self._error("tiles are of one head; use .head(b, h).tile(...)", call)
         columns, lines = self.grid(level)
         whole = is_integer(x) and is_integer(y)
         if not whole or not (0 <= x < columns and 0 <= y < lines):
@@ -269,8 +272,8 @@ class AttentionMap:
         size = math.prod(box.shape)
         if size > LIMIT:
             raise self._error(
-                f"{_times(box.shape)} = {size:,} weights; at most {LIMIT:,} are given at once. "
-                "Smaller slices work, and .pool(256), .received() and .top(8) see all of a map",
+                f"{_times(box.shape)} = {size:,} weights; one slice holds at most {LIMIT:,}. "
+                "Use smaller slices, or .pool(256), .received() or .top(8) for the whole map",
                 call,
             )
         kept = [len(part) for part in parts if isinstance(part, range)]
@@ -281,7 +284,7 @@ class AttentionMap:
         return self._over(box, lambda region, totals: pool(region, totals, rows, keys, how))
 
     def _over(self, box: Box, work: Callable[[Region, RowTotals], Tensor]) -> Tensor:
-        """Do the work on a rectangle of the map, (B, Hq, ...)."""
+        """Apply a backend's function to a rectangle of the map, (B, Hq, ...)."""
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
             boxes = list(box.aligned(region.group))
@@ -295,12 +298,12 @@ class AttentionMap:
         try:
             return indexed(index, self.shape)
         except ValueError as error:
-            reason = f"{error}; a map takes amap[b, h, i0:i1, j0:j1], integers and slices"
+            reason = f"{error}; use amap[b, h, i0:i1, j0:j1] with integers and slices"
             raise self._error(reason, call) from None
 
     def _check_how(self, how: str, call: str) -> None:
         if how not in ("mean", "max"):
-            raise self._error("cells hold how='mean' or how='max' of their weights", call)
+            raise self._error("how must be 'mean' or 'max'", call)
 
     def _error(self, reason: str, call: str) -> ValueError:
         return ValueError(f"{reason}\n  in {self!r}{call}")

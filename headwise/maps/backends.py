@@ -19,7 +19,7 @@ class Backend(Protocol):
     """The functions that a map is computed by: the modules `fused` and `blockwise`."""
 
     def row_totals(self, region: Region) -> RowTotals:
-        """What turns every row's logits into weights, over all of the region's keys."""
+        """The totals that turn every row's logits into weights, over all keys of the region."""
 
     def fill(self, region: Region, totals: RowTotals) -> Tensor:
         """Every weight, (B, Hq, N, M)."""

@@ -42,7 +42,7 @@ class Weights(Loop):
         self.totals = self.base_and_log_total(totals)
 
     def tiles(self, logarithm: bool) -> Iterator[Tile]:
-        """Every block that the mask does not hide: weights, or their logarithms to base 2."""
+        """Every block that the mask does not hide: its weights, or their logarithms to base 2."""
         for unit in self.schedule.units():
             self.enter(unit)
             for rows in self.schedule.row_blocks():
@@ -59,12 +59,12 @@ class Weights(Loop):
 
 
 def tiles(region: Region, totals: RowTotals, logarithm: bool = False) -> Iterator[Tile]:
-    """The blocks of a region that the mask does not hide, none where there is no pair."""
+    """The blocks of a region that the mask does not hide; none if there are no pairs."""
     return Weights(region, totals).tiles(logarithm) if all(region.box.shape) else iter(())
 
 
 def row_totals(region: Region) -> RowTotals:
-    """What turns every row's logits into weights, over all of the region's keys."""
+    """The totals that turn every row's logits into weights, over all keys of the region."""
     return streaming_totals(region.q, region.k, region.terms)
 
 
@@ -105,7 +105,7 @@ def top(region: Region, totals: RowTotals, count: int) -> tuple[Tensor, Tensor]:
     weights = _zeros(region, region.q.shape[2], count) - torch.inf
     found = torch.full_like(weights, -1, dtype=torch.int64)
     for tile in tiles(region, totals, logarithm=True):
-        # Ranked by logarithms: they order weights that are too small for a float.
+        # Ranked by logarithm, which tells apart weights too small for a float.
         new, index = tile.weights.topk(min(count, tile.weights.shape[-1]))
         index = (index + tile.columns.start).masked_fill_(new == -torch.inf, -1)
         best, key = tile.of(weights)[..., tile.rows, :], tile.of(found)[..., tile.rows, :]
@@ -122,5 +122,5 @@ def _zeros(region: Region, *shape: int) -> Tensor:
 
 
 def _log(norms: Tensor) -> Tensor:
-    """Finite: a key whose value is 0 is still a key."""
+    """log₂ of the norms, finite: a key whose value is 0 still has a rank."""
     return norms.clamp_min(torch.finfo(norms.dtype).tiny).log2()

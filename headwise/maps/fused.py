@@ -1,4 +1,4 @@
-"""An attention map's loops on the GPU: the same functions as `headwise.maps.blockwise`, fused."""
+"""An attention map on a GPU: the functions of `headwise.maps.blockwise` as fused kernels."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from headwise.maps import blockwise
 from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Region
 
-MOST = 64  # of the largest weights that a row keeps on chip
+MOST = 64  # largest weights per row that fit on chip
 LOG2_E = math.log2(math.e)
 
 
 def row_totals(region: Region) -> RowTotals:
-    """What turns every row's logits into weights, over all of the region's keys."""
+    """The totals that turn every row's logits into weights, over all keys of the region."""
     if not all(region.box.shape):
         return blockwise.row_totals(region)
     call = _call(region)
@@ -65,7 +65,7 @@ def pool(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: How) 
 def received(region: Region, totals: RowTotals) -> Tensor:
     """The sum of each key's weights over the rows, (B, Hq, M)."""
     rows, keys = region.box.shape[2:]
-    one = Cells.every(rows, max(1, rows))  # a cell of all rows, where there are any
+    one = Cells.every(rows, max(1, rows))  # one cell of all rows, if there are any
     return _reduce(region, totals, one, Cells.every(keys, 1), "mean").sum(2)
 
 
@@ -116,9 +116,9 @@ def _reduce(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: Ho
 
 
 def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
-    """How a tile's side is shared among cells: the part of a cell, groups of cells, steps.
+    """The division of a tile's side among cells: part of a cell, groups of cells, steps.
 
-    Of the parts that leave next to nothing of a tile unused, the largest.
+    The largest part that leaves almost nothing of a tile unused.
     """
     widest, found = max(axis.widths), {}
     part = 1
@@ -144,7 +144,7 @@ def _flags(call: Operands) -> dict[str, object]:
 
 
 def _fit(call: Operands, launch: Callable[[Shape], None]) -> None:
-    """Launch on the call's GPU with a shape that fits it."""
+    """Launch on the call's GPU with a tile shape that fits it."""
     q = call.q
     with on(q.device):
         fit("map", call.padded[0], q.itemsize, card(q.device), launch)
@@ -160,7 +160,7 @@ def _constants(shape: Shape) -> dict[str, int]:
 
 
 def _base_two(lse: Tensor) -> Tensor:
-    """lse for 2^x, and +inf where a row sees nothing, so that its weights are 0."""
+    """lse to base 2, with +inf for a row that sees no key, so that its weights are 0."""
     return (lse * LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""How an axis of an attention map is divided into the cells of a picture."""
+"""The division of an attention map's axis into the cells of a picture."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ How = Literal["mean", "max"]
 
 
 class Cells:
-    """How an axis is pooled: cell c holds the positions edges[c] <= i < edges[c + 1]."""
+    """The cells of an axis: cell c holds the positions edges[c] <= i < edges[c + 1]."""
 
     def __init__(self, edges: list[int]) -> None:
         self.edges = edges
         self.widths = [last - first for first, last in pairwise(edges)]
         regular = len(set(self.widths[:-1])) <= 1 and self.widths[-1:] <= self.widths[:1]
-        self.width = self.widths[0] if regular and self.widths else 0  # 0: they differ
+        self.width = self.widths[0] if regular and self.widths else 0  # 0 if they differ
 
     @staticmethod
     def evenly(n: int, size: int) -> Cells:
-        """At most `size` cells, their edges at floor(c · n / size)."""
+        """At most `size` cells, with edges at floor(c · n / size)."""
         size = min(n, size)
         return Cells([c * n // size for c in range(size + 1)] if size else [0])
 
     @staticmethod
     def every(n: int, width: int) -> Cells:
-        """Cells of `width`; the last holds what is left."""
+        """Cells of `width` positions; the last holds what is left."""
         return Cells([*range(0, n, width), n])
 
     def __len__(self) -> int:
         return len(self.widths)
 
     def touched(self, part: slice) -> slice:
-        """The cells that some position of the part is in."""
+        """The cells that overlap the part."""
         first = bisect_right(self.edges, part.start) - 1
         return slice(first, bisect_left(self.edges, part.stop))
 
     def pooled(self, x: Tensor, axis: int, part: slice, how: How) -> Tensor:
-        """The sum or the largest of each touched cell's entries along axis -1 or -2 of x."""
+        """The sum or the largest entry of each touched cell along axis -1 or -2 of x."""
         width = self.width
         if width == 1:
             return x
         if width and part.start % width == part.stop % width == 0:
             cells: Tensor = x.unflatten(axis, (-1, width))
             return cells.sum(axis) if how == "mean" else cells.amax(axis)
-        # Cell by cell: a product with zeros and ones would carry a NaN from one to the others.
+        # Cell by cell: a product with zeros and ones would spread a NaN to all cells.
         parts = x.split(self._cut(part), axis)
         pooled = [cell.sum(axis) if how == "mean" else cell.amax(axis) for cell in parts]
         return torch.stack(pooled, axis)
 
     def _cut(self, part: slice) -> list[int]:
-        """How much of each touched cell lies in the part."""
+        """The number of each touched cell's positions that are in the part."""
         cells = self.touched(part)
         inner = self.edges[cells.start + 1 : cells.stop]
         return [last - first for first, last in pairwise([part.start, *inner, part.stop])]

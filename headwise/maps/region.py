@@ -1,6 +1,6 @@
 """A rectangle of an attention map: some rows by some keys of some heads, as views of the call.
 
-Masks, biases and positions are cut with it, so that a rectangle is a map like any other.
+Masks, biases and positions are cut with it, so a rectangle is a map like any other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Index = SupportsIndex | slice | EllipsisType
 
 
 class Box(NamedTuple):
-    """Where a rectangle lies in its map: batch entries, query heads, query rows and keys."""
+    """The batch entries, query heads, query rows and keys of a rectangle."""
 
     batch: range
     heads: range
@@ -32,7 +32,7 @@ class Box(NamedTuple):
         return len(self.batch), len(self.heads), len(self.rows), len(self.keys)
 
     def aligned(self, group: int) -> Iterator[Box]:
-        """The box in parts, of one key head or of whole groups of `group` query heads."""
+        """The box in parts: within one key head, or whole groups of `group` query heads."""
         first, last = self.heads.start, self.heads.stop
         if first == last:
             yield self
@@ -46,16 +46,16 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What the weights of a rectangle are a function of, besides lse."""
+    """All that the weights of a rectangle depend on besides lse."""
 
     q: Tensor  # (B, Hq, N, D)
     k: Tensor  # (B, Hkv, M, D)
     v: Tensor  # (B, Hkv, M, Dv), Dv = 0: not known
     terms: Terms
-    norms: Tensor | None = None  # (B, Hkv, M, 1): what a key's weights are multiplied by
+    norms: Tensor | None = None  # (B, Hkv, M, 1): factors of each key's weights
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the weights are a function of, by its name."""
+        """Every tensor that the weights depend on, by name."""
         named = {"q": self.q, "k": self.k, "v": self.v, **self.terms._asdict()}
         return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
@@ -67,7 +67,7 @@ class Region:
 
     @property
     def group(self) -> int:
-        """Query heads a key head."""
+        """Query heads per key head."""
         return self.q.shape[1] // max(1, self.k.shape[1])
 
     @property
@@ -76,7 +76,7 @@ class Region:
         return torch.promote_types(self.q.dtype, torch.float32)
 
     def cut(self, box: Box) -> Region:
-        """A rectangle of this one; its heads are `aligned`."""
+        """A rectangle of this one, whose heads must be `aligned`."""
         batch, heads, rows, keys = box
         shared = range(0)  # the key heads
         if heads:
@@ -96,7 +96,7 @@ class Region:
 
 
 def indexed(index: Index | tuple[Index, ...], shape: tuple[int, ...]) -> list[int | range]:
-    """A Python index as one int or range an axis; ValueError where it is anything else."""
+    """A Python index as one int or range per axis; ValueError for anything else."""
     given = list(index) if isinstance(index, tuple) else [index]
     dots = [number for number, part in enumerate(given) if part is Ellipsis]
     missing = len(shape) - len(given) + len(dots)
@@ -110,15 +110,15 @@ def indexed(index: Index | tuple[Index, ...], shape: tuple[int, ...]) -> list[in
 def _indexed(part: Index, size: int) -> int | range:
     if isinstance(part, slice):
         if part.step not in (None, 1):
-            raise ValueError(f"a slice of a map has no step, and {part.step!r} was given")
+            raise ValueError(f"a slice of a map takes no step, and {part.step!r} was given")
         first, last, _ = part.indices(size)
         return range(first, max(first, last))
     several = isinstance(part, Tensor) and part.ndim > 0
     if isinstance(part, bool | EllipsisType) or several or not hasattr(part, "__index__"):
-        raise ValueError(f"{part!r} is no integer or slice")
+        raise ValueError(f"{part!r} is not an integer or a slice")
     number = operator.index(part)
     if not -size <= number < size:
-        raise ValueError(f"index {number} is outside an axis of {size}")
+        raise ValueError(f"index {number} is out of range for an axis of size {size}")
     return number % size
 
 
@@ -160,7 +160,7 @@ def _cut_terms(terms: Terms, box: Box, keys_before: int) -> Terms:
 
 
 def _cut(tensor: Tensor, *parts: range | None) -> Tensor:
-    """The tensor's part, an axis a range; None: all of the axis."""
+    """The tensor's part, one range per axis; None for the whole axis."""
     for axis, part in enumerate(parts):
         if part is not None and len(part) != tensor.shape[axis]:
             tensor = tensor.narrow(axis, part.start, len(part))
@@ -168,6 +168,6 @@ def _cut(tensor: Tensor, *parts: range | None) -> Tensor:
 
 
 def _broadcast_cut(tensor: Tensor, *parts: range | None) -> Tensor:
-    """The tensor's part, where axes of one stay as they are."""
+    """The tensor's part; axes of size one stay as they are."""
     kept = (None if tensor.shape[axis] == 1 else part for axis, part in enumerate(parts))
     return _cut(tensor, *kept)

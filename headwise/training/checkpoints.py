@@ -1,32 +1,27 @@
-"""The whole state of a run in one safetensors file: replaced in one move, exact on resume."""
+"""Checkpoints: a run's whole state in one safetensors file, replaced atomically."""
+
+from __future__ import annotations
 
 import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import headwise
 from headwise.files import write_whole
 from headwise.messages import say
-
-try:
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import save as serialise
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        "checkpoints need the package safetensors: pip install 'headwise[train]'", name=missing.name
-    ) from missing
+from headwise.version import __version__
 
 FORMAT = 1
-"""What the files look like; a reader refuses a number it does not know."""
+"""The format of the files; a reader refuses any other number."""
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """A model's tensors by name, those that have two names once.
+    """A model's tensors by name; a tensor with two names is listed once.
 
     >>> list(weights(nn.Linear(2, 1)))
     ['weight', 'bias']
@@ -38,10 +33,10 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], origin: Path) -> None:
-    """Copy tensors into a model of the same shape, or say how the two differ and change nothing."""
+    """Copy tensors into a model of the same shape; ValueError, and no change, if they differ."""
     into = weights(model)
     differences = [f"{name} is missing" for name in into.keys() - tensors.keys()]
-    differences += [f"{name} has no place" for name in tensors.keys() - into.keys()]
+    differences += [f"{name} is not in the model" for name in tensors.keys() - into.keys()]
     differences += [
         f"{name} is {tuple(tensors[name].shape)} and should be {tuple(into[name].shape)}"
         for name in into.keys() & tensors.keys()
@@ -58,11 +53,13 @@ def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], origin: Path) -
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write tensors and what is to be said of them; the old file stays until the new is whole."""
-    about = {"format": FORMAT, "version": headwise.__version__, **about}
+    """Write tensors and a description; the old file stays until the new one is complete."""
+    safetensors = _safetensors()
+    about = {"format": FORMAT, "version": __version__, **about}
     cleaned = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    content = safetensors.torch.save(cleaned, metadata={"headwise": json.dumps(about)})
     try:
-        write_whole(path, serialise(cleaned, metadata={"headwise": json.dumps(about)}))
+        write_whole(path, content)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         kept = "the last checkpoint is untouched" if path.exists() else "there is no checkpoint yet"
@@ -70,34 +67,35 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) ->
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete what a run that was killed while writing left beside its checkpoint."""
+    """Delete the unfinished files that a killed run left beside its checkpoint."""
     for leftover in path.parent.glob(f".{path.name}-*"):
         leftover.unlink(missing_ok=True)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a file, on the CPU, and what was said of them."""
+    """The tensors of a file, on the CPU, and its description."""
+    safetensors = _safetensors()
     if not path.is_file():
         raise ValueError(say("there is no checkpoint {path}", path=path))
     try:
-        with safe_open(path, framework="pt") as file:
-            said = (file.metadata() or {}).get("headwise")
+        with safetensors.safe_open(path, framework="pt") as file:
+            described = (file.metadata() or {}).get("headwise")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
-    if said is None:
-        raise ValueError(f"{path} was not written by headwise: it carries no description")
-    about: dict[str, Any] = json.loads(said)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
+    if described is None:
+        raise ValueError(f"{path} was not written by headwise: it has no description")
+    about: dict[str, Any] = json.loads(described)
     if about.get("format") != FORMAT:
         raise ValueError(
             f"{path} has format {about.get('format')!r} (headwise {about.get('version')}), and "
-            f"this headwise, {headwise.__version__}, reads format {FORMAT}"
+            f"this headwise, {__version__}, reads format {FORMAT}"
         )
     return tensors, about
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything the next step depends on: weights, the optimiser's memory, the random numbers."""
+    """Everything the next step depends on: weights, optimiser state and random state."""
     tensors = {f"model/{name}": tensor for name, tensor in weights(model).items()}
     for number, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{number}/{name}": value for name, value in state.items()}
@@ -124,9 +122,21 @@ def restore(
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose name starts with a prefix, by the rest of their name."""
+    """The tensors whose names start with a prefix, by the rest of their names."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
+
+
+def _safetensors() -> ModuleType:
+    """The optional package, which `import headwise` must do without."""
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "checkpoints need the package safetensors: pip install 'headwise[train]'",
+            name=missing.name,
+        ) from missing
+    return safetensors

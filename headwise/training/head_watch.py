@@ -1,43 +1,60 @@
-"""The heads of a run, looked at while it trains: what `headwise train --watch` asks for."""
+"""The heads of a run, watched while it trains: `headwise train --watch`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 
 from headwise.training.run_folder import Run
-from headwise.watching import watch
+from headwise.watching import Watch, watch
+from headwise.watching.runs.run_writer import RunWriter
 
 ROWS = 64
-"""Rows of each pass that are looked at: enough for a mean, and hardly slower than none."""
+"""Rows sampled from each pass: enough for a mean, at almost no cost."""
 
 
-@contextmanager
-def watched(
-    model: nn.Module, run: Run, every: int | None, start: int
-) -> Iterator[Callable[[], AbstractContextManager[bool]]]:
-    """What to put around each step, from `start` on; it gives whether someone looks at this one.
+@dataclass(frozen=True)
+class HeadWatch:
+    """The watch of a run and the writer of its folder; both None if the run is not watched."""
 
-    The model is watched in the steps that are looked at and at no other time, so evaluation leaves
-    no trace in the figures, and the steps between cost what they always did. Compiled code can't be
-    looked into: these steps must call the model itself.
-    """
-    if every is None:
-        yield lambda: nullcontext(False)
-        return
-    watching = watch(model, rows=ROWS, every=every, alarms=True)
-    watching.steps = start
+    every: int = 1
+    watch: Watch | None = None
+    writer: RunWriter | None = None
 
     @contextmanager
-    def looking() -> Iterator[bool]:
-        due = watching.steps % every == 0
+    def step(self) -> Iterator[bool]:
+        """Surround one training step; the value says whether the step is watched.
+
+        The model is watched during these steps only, so evaluation leaves no trace in the figures,
+        and the steps between cost what they always did. Compiled code can't be watched: a watched
+        step must call the model itself.
+        """
+        if self.watch is None:
+            yield False
+            return
+        due = self.watch.steps % self.every == 0
         if due:
-            watching.attach()
+            self.watch.attach()
         try:
             yield due
         finally:
-            watching.detach()
-        watching.step()
+            self.watch.detach()
+        self.watch.step()
 
-    with watching.record(run.folder / "watch", resume=True):
-        yield looking
+    def flush(self) -> None:
+        """Write the watched steps, so that a checkpoint never knows more than the folder."""
+        if self.writer is not None:
+            self.writer.flush()
+
+
+@contextmanager
+def watched(model: nn.Module, run: Run, every: int | None, start: int) -> Iterator[HeadWatch]:
+    """Watch every `every`-th step from step `start` on, into the run's folder; none if None."""
+    if every is None:
+        yield HeadWatch()
+        return
+    watching = watch(model, rows=ROWS, every=every, alarms=True)
+    watching.steps = start
+    with watching.record(run.folder / "watch", resume=True) as writer:
+        yield HeadWatch(every, watching, writer)

@@ -1,4 +1,4 @@
-"""Loss and speed of a run, read every so often."""
+"""Loss and speed of a run between two readings."""
 
 import math
 import time
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class DivergedError(RuntimeError):
-    """The loss is no longer a number."""
+    """The loss is no longer finite."""
 
 
 class Meter:
-    """Loss and speed since the last reading, without making the device wait at every step."""
+    """Loss and speed since the last reading; the device is waited for only when it is read."""
 
     def __init__(self, device: torch.device) -> None:
         self.loss = self.norm = torch.zeros((), device=device)
@@ -22,27 +22,27 @@ class Meter:
         self.since = time.perf_counter()
 
     def add(self, loss: Tensor, norm: Tensor, count: int) -> None:
-        """Take in a step."""
+        """Add a step: its mean loss, its gradient norm and its number of predictions."""
         self.loss, self.norm = self.loss + loss, torch.maximum(self.norm, norm)
         self.steps, self.count = self.steps + 1, self.count + count
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Leave the time of something other than training out."""
+        """Leave out the time of anything other than training."""
         begun = time.perf_counter()
         yield
         self.since += time.perf_counter() - begun
 
     def check(self, saved: int) -> None:
-        """Refuse to go on, and above all to save, once the loss is no number."""
+        """Raise DivergedError if the loss is not finite: such a state must never be saved."""
         if not math.isfinite(float(self.loss)):
             raise DivergedError(
-                "the loss is not finite any more; a lower learning rate or a longer warm-up may "
-                f"help (the last checkpoint, of step {saved}, is untouched)"
+                "the loss is no longer finite; try a lower learning rate or a longer warm-up "
+                f"(the last checkpoint, of step {saved}, is untouched)"
             )
 
     def read(self, saved: int) -> dict[str, float]:
-        """Means since the last reading, which starts anew."""
+        """Means since the last reading; the next reading starts here."""
         self.check(saved)
         loss, norm = float(self.loss) / self.steps, float(self.norm)
         now = time.perf_counter()

@@ -131,7 +131,7 @@ PRESETS: dict[str, dict[str, Setup]] = {
         ),
     },
 }
-"""The presets of each task; `tiny` learns something on two cores in minutes."""
+"""The presets of each task; `tiny` learns something on two cores in a few minutes."""
 
 
 def preset(task: str, name: str) -> Setup:
@@ -140,6 +140,8 @@ def preset(task: str, name: str) -> Setup:
     >>> preset("translate", "tiny").data
     'tatoeba-en-fr'
     """
+    if task not in PRESETS:
+        raise ValueError(f"there is no task {task!r}; the tasks are {', '.join(PRESETS)}")
     if name not in PRESETS[task]:
         known = ", ".join(PRESETS[task])
         raise ValueError(f"{task} has no preset {name!r}; it has {known}")

@@ -1,4 +1,4 @@
-"""How a model is trained: the optimiser, its schedule, and how often to look up from the work."""
+"""The training recipe: the optimiser, its schedule, and how often to measure and to save."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Recipe:
-    """AdamW with a warm-up and a cosine, clipping, accumulation and fixed seeds.
+    """AdamW with warm-up and cosine decay, clipping, gradient accumulation and a fixed seed.
 
     A step is one update from `accumulate` batches. The learning rate rises linearly over `warmup`
     steps and falls along a cosine to `final` times its peak at the last step.
@@ -40,6 +40,8 @@ class Recipe:
         for name in ("steps", "accumulate", "log_every", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a recipe needs {name} of at least 1, got {getattr(self, name)}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"a recipe needs a seed of 64 bits, got {self.seed}")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -51,17 +53,17 @@ class Recipe:
         return self.learning_rate * (self.final + (1 - self.final) * cosine)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can say it."""
+        """The recipe as a dictionary for JSON."""
         return {**dataclasses.asdict(self), "betas": list(self.betas)}
 
     @classmethod
-    def from_dict(cls, said: dict[str, Any]) -> "Recipe":
-        """From what `to_dict` gave."""
-        first, second = said["betas"]
-        return cls(**{**said, "betas": (first, second)})
+    def from_dict(cls, described: dict[str, Any]) -> "Recipe":
+        """The recipe that `to_dict` described."""
+        first, second = described["betas"]
+        return cls(**{**described, "betas": (first, second)})
 
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        """AdamW; matrices decay, vectors (biases, norms) do not."""
+        """AdamW with weight decay for matrices, and none for vectors (biases, norms)."""
         parameters = [each for each in model.parameters() if each.requires_grad]
         groups: list[dict[str, Any]] = [
             {"params": [each for each in parameters if each.ndim >= 2]},

@@ -1,4 +1,4 @@
-"""A training run's folder: what was asked, what was measured, and the state to go on from."""
+"""The folder of a training run: its settings, its measurements and the state to resume from."""
 
 import json
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ from headwise.training import checkpoints
 
 @dataclass(frozen=True)
 class Run:
-    """The files of a run. Two runs may go side by side in two folders, never in one.
+    """The files of a run. Two runs may train at once in two folders, never in one.
 
-    config.json       what was asked: the task, the data, the model, the recipe
-    tokenizer.json    the subwords, where the task has any
+    config.json       the settings: task, data, model, recipe
+    tokenizer.json    the subwords, if the task has any
     last.safetensors  the whole state, to resume from
-    model.safetensors the weights alone, once the run is done
-    metrics.jsonl     what was measured, a line each time
+    model.safetensors the weights alone, once the run has finished
+    metrics.jsonl     the measurements, one per line
     """
 
     folder: Path
 
     @property
     def config(self) -> Path:
-        """What was asked."""
+        """The settings."""
         return self.folder / "config.json"
 
     @property
@@ -46,52 +46,55 @@ class Run:
 
     @property
     def metrics(self) -> Path:
-        """What was measured."""
+        """The measurements."""
         return self.folder / "metrics.jsonl"
 
-    def begin(self, asked: dict[str, Any]) -> None:
-        """Start in an empty folder, or refuse one that holds a run."""
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Write the settings into a new folder; ValueError if it already holds a run."""
         if self.config.exists() or self.state.exists():
             raise ValueError(
-                f"{self.folder} holds a run already: --resume goes on with it, --out names another"
+                f"{self.folder} already holds a run; use --resume to continue it, or another --out"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.config, json.dumps(asked, indent=2, ensure_ascii=False) + "\n")
+        write_whole(self.config, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
-    def asked(self) -> dict[str, Any]:
-        """What this run was asked to do."""
+    def settings(self) -> dict[str, Any]:
+        """The settings that this run was started with."""
         try:
-            said: dict[str, Any] = json.loads(self.config.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ValueError(f"{self.folder} holds no run: it has no config.json") from error
+            found: dict[str, Any] = json.loads(self.config.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ValueError(f"{self.folder} does not hold a run: it has no config.json") from error
         except ValueError as error:
             raise ValueError(f"{self.config} is damaged: {error}") from error
-        return said
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.config} is damaged: it holds a {type(found).__name__}")
+        return found
 
     def record(self, measured: dict[str, Any]) -> None:
-        """Add a line to the metrics."""
+        """Append a measurement."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(measured, ensure_ascii=False) + "\n")
 
     def measured(self) -> Iterator[dict[str, Any]]:
-        """The lines of the metrics; one that a kill cut short is passed over."""
+        """The measurements; a line that was cut short by a kill is skipped."""
         if self.metrics.exists():
-            for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     yield json.loads(line)
                 except ValueError:
                     continue
 
     def forget_after(self, step: int) -> None:
-        """Drop what was measured after the checkpoint a run resumes from."""
+        """Drop the measurements that a run resuming at this step will make again."""
         kept = [line for line in self.measured() if line["step"] <= step]
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in kept]
-        write_whole(self.metrics, "".join(lines))
+        if self.metrics.exists():
+            write_whole(self.metrics, "".join(lines))
         checkpoints.remove_leftovers(self.state)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep a second process out of the folder; the lock goes when the process does."""
+        """Keep a second process out of the folder; the lock ends with the process."""
         try:
             import fcntl
         except ImportError:  # Windows

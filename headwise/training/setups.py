@@ -1,4 +1,4 @@
-"""What a run is asked to do: the data, the model, the batches and the recipe of each task."""
+"""The settings of a run: data, model, batches and recipe of each task."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from headwise.training.tasks.vision import Vision
 
 @dataclass(frozen=True)
 class TranslateSetup:
-    """Translate the pairs of a corpus or a file; `pairs` takes only so many to learn from.
+    """Translate the pairs of a corpus or a file; `pairs` limits how many are trained on.
 
-    The model's vocabulary and special tokens are those of the tokeniser, whatever it says here.
+    The tokeniser's vocabulary and special tokens replace those of `model`.
     """
 
     data: str
@@ -34,7 +34,7 @@ class TranslateSetup:
     task: ClassVar[str] = "translate"
 
     def prepare(self, run: Run) -> Translation:
-        """Read the data, learn the subwords or take the run's, and set the task."""
+        """Read the data, load or learn the run's subwords, and build the task."""
         split = pairs.split(pairs.read(self.data))
         split = replace(split, train=split.train[: self.pairs])
         tokeniser = subwords(run, chain.from_iterable(split.train), self.vocabulary)
@@ -50,7 +50,7 @@ class TranslateSetup:
 
 @dataclass(frozen=True)
 class LanguageSetup:
-    """Continue the text of a corpus or a file, `batch` stretches of the model's context a step."""
+    """Continue the text of a corpus or a file; `batch` windows of the model's context per step."""
 
     data: str
     vocabulary: int
@@ -60,7 +60,7 @@ class LanguageSetup:
     task: ClassVar[str] = "language"
 
     def prepare(self, run: Run) -> Language:
-        """Read the data, learn the subwords or take the run's, and set the task."""
+        """Read the data, load or learn the run's subwords, and build the task."""
         text = texts.read(self.data)
         some = islice(chunks(text.train), 160)  # ten million characters show the common words
         tokeniser = subwords(run, some, self.vocabulary)
@@ -70,7 +70,7 @@ class LanguageSetup:
 
 @dataclass(frozen=True)
 class VisionSetup:
-    """Name the images of a corpus."""
+    """Classify the images of a corpus."""
 
     data: str
     model: ViTConfig
@@ -79,7 +79,7 @@ class VisionSetup:
     task: ClassVar[str] = "vision"
 
     def prepare(self, run: Run) -> Vision:
-        """Read the data and set the task."""
+        """Read the data and build the task."""
         found = images.read(self.data)
         return Vision(
             found, self.model, self.model.classes, self.batch, self.recipe.seed,
@@ -99,14 +99,14 @@ CONFIGS: dict[str, type[TransformerConfig] | type[GPTConfig] | type[ViTConfig]] 
 
 
 def build(config: TransformerConfig | GPTConfig | ViTConfig) -> Transformer | GPT | ViT:
-    """A model by its configuration."""
+    """Build the model of a configuration."""
     if isinstance(config, TransformerConfig):
         return Transformer(config)
     return GPT(config) if isinstance(config, GPTConfig) else ViT(config)
 
 
 def to_dict(setup: Setup) -> dict[str, Any]:
-    """A setup as JSON can say it."""
+    """A setup as a dictionary for JSON."""
     plain = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
     return {
         "task": setup.task,
@@ -116,19 +116,27 @@ def to_dict(setup: Setup) -> dict[str, Any]:
     }
 
 
-def from_dict(said: dict[str, Any]) -> Setup:
-    """From what `to_dict` gave."""
-    said = dict(said)
-    task = said.pop("task", None)
+def from_dict(described: dict[str, Any]) -> Setup:
+    """The setup that `to_dict` described."""
+    described = dict(described)
+    task = described.pop("task", None)
     if task not in SETUPS:
-        raise ValueError(f"there is no task {task!r}; there are {', '.join(SETUPS)}")
-    said["model"] = CONFIGS[task].from_dict(said["model"])
-    said["recipe"] = Recipe.from_dict(said["recipe"])
-    return SETUPS[task](**said)
+        raise ValueError(f"there is no task {task!r}; the tasks are {', '.join(SETUPS)}")
+    described["model"] = CONFIGS[task].from_dict(described["model"])
+    described["recipe"] = Recipe.from_dict(described["recipe"])
+    return SETUPS[task](**described)
+
+
+def of_run(run: Run) -> Setup:
+    """The setup that a run was started with."""
+    try:
+        return from_dict(run.settings()["setup"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{run.config} does not describe a run: {error!r}") from error
 
 
 def subwords(run: Run, texts: Iterator[str], size: int) -> Tokeniser:
-    """The run's tokeniser, learnt from these texts the first time."""
+    """The run's tokeniser, learnt from these texts when the run begins."""
     if run.config.exists():
         return Tokeniser.load(run.tokeniser)
     tokeniser = Tokeniser.learn(texts, size)

@@ -10,7 +10,7 @@ import torch
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from headwise.cli import doctor
+from headwise.cli import machine
 from headwise.cli.main import app
 from headwise.look import terminal_view as terminal
 from headwise.look.readers.opening import opened
@@ -131,7 +131,14 @@ def test_the_sample_shows_an_induction_head_at_work() -> None:
 
 def test_doctor_reports_versions_devices_and_engines() -> None:
     output = run("doctor")
-    for word in ("versions", "devices", "engines", "known traps", torch.__version__, "reference"):
+    for word in (
+        "versions",
+        "devices",
+        "engines",
+        "known problems",
+        torch.__version__,
+        "reference",
+    ):
         assert word in output
     assert max(cell_len(line) for line in output.splitlines()) <= 80
 
@@ -148,15 +155,15 @@ def test_tuning_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # lets kernels run, and is no GPU to measure
     result = CliRunner().invoke(app, ["doctor", "--tune"])
     assert result.exit_code == 1
-    assert "measures an NVIDIA GPU: there is none here" in result.output + str(result.exception)
+    assert "needs an NVIDIA GPU: there is none here" in result.output + str(result.exception)
 
 
 def test_tuning_gives_programs_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning = pytest.importorskip("headwise.engines.triton.host.tuning")
+    tuning = pytest.importorskip("headwise.engines.triton.tuning")
     tuned = tuning.Tuned("forward", 64, tuning.Shape(128, 64, 8, 3), usual=2.0, best=1.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("headwise.cli.main.engines", lambda: {"triton": None})
+    monkeypatch.setattr("headwise.cli.doctor.engines", lambda: {"triton": None})
     monkeypatch.setattr(tuning, "tune", lambda device: iter([tuned]))
     monkeypatch.setattr(tuning, "keep", lambda device, found: Path("tuned.json"))
     found = json.loads(run("doctor", "--tune", "--json"))
@@ -175,7 +182,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize(
-    ("machine", "traps"),
+    ("properties", "traps"),
     [
         ({}, []),
         ({"flags": frozenset({"amx_bf16"})}, ["amx"]),
@@ -188,14 +195,14 @@ SOUND = {
         ({"threads": 1, "cores": 1}, []),
     ],
 )
-def test_doctor_knows_the_traps(machine: dict[str, object], traps: list[str]) -> None:
-    found = doctor.known_traps(**{**SOUND, **machine})  # type: ignore[arg-type]
+def test_doctor_knows_the_traps(properties: dict[str, object], traps: list[str]) -> None:
+    found = machine.known_traps(**{**SOUND, **properties})  # type: ignore[arg-type]
     assert [trap.name for trap in found] == traps
 
 
 def test_an_import_that_fails_is_told_by_its_last_line() -> None:
-    assert doctor.import_error("json") is None
-    assert "No module named" in str(doctor.import_error("no_such_module_anywhere"))
+    assert machine.import_error("json") is None
+    assert "No module named" in str(machine.import_error("no_such_module_anywhere"))
 
 
 @pytest.mark.parametrize("name", ["cpu", "modules", "numerics", "pictures", "watch", "watch_gpu"])

@@ -172,7 +172,7 @@ def test_sinks_join_once_however_many_parts_name_them() -> None:
 def test_parts_of_different_sinks_do_not_merge() -> None:
     q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
     one, other = (hw.partial(q, k, v, sinks=torch.full((2,), x)) for x in (0.0, 1.0))
-    with pytest.raises(ValueError, match="different sinks; give every part the same"):
+    with pytest.raises(ValueError, match="different sinks; give the same sinks to every part"):
         hw.merge(one, other)
 
 
@@ -185,7 +185,7 @@ def test_any_number_of_parts_merge_at_once() -> None:
 
 @pytest.mark.parametrize("given", [(), (torch.zeros(1), torch.zeros(1)), (None,)])
 def test_what_is_no_part_does_not_merge(given: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match=r"hw\.merge\(.*\): parts that hw\.partial"):
+    with pytest.raises(ValueError, match=r"hw\.merge\(.*\): give it parts made by hw\.partial"):
         hw.merge(*given)
 
 

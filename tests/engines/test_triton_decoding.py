@@ -102,7 +102,7 @@ WRONG = {
     "a softcap below zero": ({}, {"softcap": -1.0}, "softcap"),
     "sinks of another shape": ({}, {"sinks": torch.zeros(3)}, "sinks"),
     "sinks of integers": ({}, {"sinks": torch.zeros(4, dtype=torch.int64)}, "floating-point"),
-    "sinks in a list": ({}, {"sinks": [0.0] * 4}, "no floating-point tensor"),
+    "sinks in a list": ({}, {"sinks": [0.0] * 4}, "not a floating-point tensor"),
     "a keyword that is none": ({}, {"sotfcap": 5.0}, "sotfcap"),
 }
 

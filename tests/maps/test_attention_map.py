@@ -392,7 +392,7 @@ def test_a_map_whose_tensors_were_written_over_says_so(look: str, name: str) -> 
     amap = hw.attention_map(**given)
     LOOKS[look](amap)
     given[name].mul_(3)
-    said = rf"{name}, or .* written over(.|\n)*{name}\.clone\(\)(.|\n)*<AttentionMap"
+    said = rf"{name}, or .* written to(.|\n)*{name}\.clone\(\)(.|\n)*<AttentionMap"
     with pytest.raises(ValueError, match=said):
         LOOKS[look](amap)
 
@@ -402,7 +402,7 @@ def test_the_map_of_a_head_knows_of_writes_too_and_a_copy_of_a_map_has_none() ->
     amap = hw.attention_map(q, k)
     head, twin, weights = amap.head(0, 1), copy.deepcopy(amap), amap[0, 1]
     q.add_(1)
-    with pytest.raises(ValueError, match=r"q, or .* written over"):
+    with pytest.raises(ValueError, match=r"q, or .* written to"):
         head[0, 0]
     assert torch.equal(twin[0, 1], weights)
     assert torch.equal(pickle.loads(pickle.dumps(twin))[0, 1], weights)
@@ -415,6 +415,23 @@ def test_tensors_of_inference_mode_have_maps() -> None:
     torch.testing.assert_close(sums, torch.ones(5))
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_map_made_in_inference_mode_can_be_read_outside_of_it(mode: Callable[[], object]) -> None:
+    with torch.inference_mode():
+        q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
+        amap = hw.attention_map(q, k, v, mask=hw.mask.causal())
+        top = amap[0, 0, :2]
+    with mode():
+        whole = amap[0, 0]
+    torch.testing.assert_close(whole[:2], top)
+    torch.testing.assert_close(whole.sum(-1), torch.ones(5))
+    torch.testing.assert_close(amap.head(0, 1).pool(5)[0, 0], amap[0, 1])
+    torch.testing.assert_close(amap.received().sum(-1), torch.full((1, 2), 5.0))
+    assert amap.weighted().top(2)[0].isfinite().all()
+    with torch.inference_mode():
+        torch.testing.assert_close(amap.lse, hw.attention_map(q, k, mask=hw.mask.causal()).lse)
+
+
 LARGE = hw.attention_map(torch.zeros(1, 4, 9000, 1), torch.zeros(1, 2, 9000, 1))
 K = torch.zeros(1, 1, 9, 4)
 SMALL = hw.attention_map(torch.zeros(1, 2, 9, 4), K)
@@ -424,33 +441,39 @@ SMALL = hw.attention_map(torch.zeros(1, 2, 9, 4), K)
     ("call", "words"),
     [
         (lambda: SMALL[0, 0, ::2], r"step.*2.*\n.*1 × 2 × 9 × 9>\[0, 0, ::2\]"),
-        (lambda: SMALL[0, 0, [1, 2]], r"\[1, 2\] is no integer or slice.*\n.*\[0, 0, \[1, 2\]\]"),
-        (lambda: SMALL[0, torch.tensor([0])], "no integer or slice"),
-        (lambda: SMALL[True], "no integer or slice"),
-        (lambda: SMALL[None], "no integer or slice"),
-        (lambda: SMALL[0, 2], r"index 2 is outside an axis of 2(.|\n)*\[0, 2\]"),
-        (lambda: SMALL[0, 0, -10], "index -10 is outside an axis of 9"),
+        (
+            lambda: SMALL[0, 0, [1, 2]],
+            r"\[1, 2\] is not an integer or a slice.*\n.*\[0, 0, \[1, 2\]\]",
+        ),
+        (lambda: SMALL[0, torch.tensor([0])], "not an integer or a slice"),
+        (lambda: SMALL[True], "not an integer or a slice"),
+        (lambda: SMALL[None], "not an integer or a slice"),
+        (lambda: SMALL[0, 2], r"index 2 is out of range for an axis of size 2(.|\n)*\[0, 2\]"),
+        (lambda: SMALL[0, 0, -10], "index -10 is out of range for an axis of size 9"),
         (lambda: SMALL[0, 0, 0, 0, 0], "5 indices for a map of 4 axes"),
         (lambda: SMALL[..., 0, ...], "3 indices"),
-        (lambda: SMALL.head(0, 3), r"index 3 is outside(.|\n)*\.head\(0, 3\)"),
+        (lambda: SMALL.head(0, 3), r"index 3 is out of range(.|\n)*\.head\(0, 3\)"),
         (lambda: SMALL.head(0, slice(1)), r"two integers"),
-        (lambda: LARGE.to_tensor(), r"324,000,000 weights; at most 67,108,864(.|\n)*to_tensor\(\)"),
+        (
+            lambda: LARGE.to_tensor(),
+            r"324,000,000 weights; one slice holds at most 67,108,864(.|\n)*to_tensor\(\)",
+        ),
         (lambda: LARGE[0, 0], r"81,000,000 weights(.|\n)*pool\(256\)(.|\n)*\[0, 0\]"),
         (lambda: SMALL.weighted(), r"no values(.|\n)*weighted\(\)"),
         (lambda: SMALL.pool(0), r"at least 1(.|\n)*pool\(0"),
-        (lambda: SMALL.pool(3, "median"), r"'mean' or how='max'(.|\n)*'median'"),
+        (lambda: SMALL.pool(3, "median"), r"'mean' or 'max'(.|\n)*'median'"),
         (lambda: SMALL.pool("a"), r"an integer(.|\n)*pool\('a'"),
         (lambda: SMALL.pool(2.5), r"an integer(.|\n)*pool\(2.5"),
         (lambda: SMALL.top(0), r"at least 1(.|\n)*top\(0\)"),
         (lambda: SMALL.top(True), r"an integer(.|\n)*top\(True\)"),
         (lambda: SMALL.tile(0, 0, 0), r"\.head\(b, h\)"),
-        (lambda: LARGE.head(0, 1).tile(7, 0, 0), r"levels are 0 to 6"),
+        (lambda: LARGE.head(0, 1).tile(7, 0, 0), r"levels 0 to 6"),
         (lambda: LARGE.head(0, 1).tile(2, 4, 0), r"tiles x < 3, y < 3(.|\n)*tile\(2, 4, 0"),
         (lambda: LARGE.head(0, 1).tile(2, 0, -1), r"tiles x < 3, y < 3"),
         (lambda: LARGE.head(0, 1).tile(2, 0.5, 0), r"tiles x < 3, y < 3"),
-        (lambda: LARGE.grid("a"), r"levels are 0 to 6"),
-        (lambda: np.asarray(LARGE), r"324,000,000 weights; at most 67,108,864"),
-        (lambda: LARGE.grid(-1), r"levels are 0 to 6(.|\n)*grid\(-1\)"),
+        (lambda: LARGE.grid("a"), r"levels 0 to 6"),
+        (lambda: np.asarray(LARGE), r"324,000,000 weights; one slice holds at most 67,108,864"),
+        (lambda: LARGE.grid(-1), r"levels 0 to 6(.|\n)*grid\(-1\)"),
         (
             lambda: hw.attention_map(torch.zeros(1, 2, 9, 4), K, lse=torch.zeros(1, 2, 8)),
             r"lse has shape \(1, 2, 8\).*\(1, 2, 9\)(.|\n)*attention_map\(q float32[^v]*$",

@@ -139,7 +139,7 @@ def test_a_saved_tokeniser_is_the_same(tokeniser: Tokeniser, tmp_path: Path) -> 
     assert again.size == tokeniser.size == 400
     assert again.encode(SENTENCES[0]) == tokeniser.encode(SENTENCES[0])
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="is no tokeniser"):
+    with pytest.raises(ValueError, match="is not a tokeniser"):
         Tokeniser.load(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match="256 bytes"):
         Tokeniser.learn(SENTENCES, size=100)

@@ -126,7 +126,7 @@ def test_a_language_model_is_trained_and_loaded(tmp_path: Path) -> None:
     assert loaded.pieces("the")[0] == "⟨start⟩"
     assert list(Run(tmp_path / "run").measured())[-1]["test"]["bits_per_byte"] > 0
     text.write_text("too short for anything like this context", encoding="utf-8")
-    with pytest.raises(ValueError, match="too few for two stretches of 32"):
+    with pytest.raises(ValueError, match="too few for two windows of 32"):
         train(continuing(text), tmp_path / "other", device="cpu")
     assert not (tmp_path / "other/config.json").exists()
 
@@ -151,7 +151,7 @@ def test_half_a_model_is_as_good(pairs_file: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(half.model.state_dict()[name], tensor, atol=1e-3, rtol=1e-3)
     figures = judging.judge(tmp_path / "half", "cpu")
     assert figures["sentences"] > 0
-    with pytest.raises(ValueError, match="holds a model already"):
+    with pytest.raises(ValueError, match="already holds a model"):
         judging.export(tmp_path / "run", tmp_path / "half")
 
 
@@ -223,7 +223,7 @@ def test_the_command_trains_tells_and_resumes(
     assert json.loads(lines[-1])["test"]["sentences"] > 0
     refused = run("translate", "--out", out)
     assert refused.exit_code == 2
-    assert "holds a run already" in refused.output
+    assert "already holds a run" in refused.output
     assert "leave out --steps" in run("translate", "--out", out, "--resume", "--steps", "9").output
     assert "a run of translate" in run("vision", "--out", out, "--resume").output
     again = run("translate", "--out", out, "--device", "cpu", "--resume")
@@ -241,10 +241,10 @@ def test_the_command_trains_tells_and_resumes(
         (["translate", "--data", "no-such-corpus"], "there are no pairs 'no-such-corpus'"),
         (["language", "--data", "no-such-corpus"], "there is no text"),
         (["vision", "--data", "no-such-corpus"], "there are no images"),
-        (["translate", "--resume"], "holds no run"),
-        (["translate", "--minutes", "0"], "minutes=0 is no time to train in"),
-        (["translate", "--minutes", "-3"], "minutes=-3 is no time to train in"),
-        (["language", "--device", "toaster"], "no device 'toaster' to compute on here; cpu"),
+        (["translate", "--resume"], "does not hold a run"),
+        (["translate", "--minutes", "0"], "minutes=0 must be positive"),
+        (["translate", "--minutes", "-3"], "minutes=-3 must be positive"),
+        (["language", "--device", "toaster"], "no device 'toaster' to compute on here; use cpu"),
     ],
 )
 def test_the_command_refuses_in_a_sentence(tmp_path: Path, words: list[str], message: str) -> None:

@@ -10,6 +10,7 @@ from headwise.core.logits import relative_index
 from headwise.core.problem import Terms
 from headwise.core.schedule import Segment
 from headwise.core.sums import RowTotals
+from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.streaming.forward_loop import row_totals
 from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop
 
@@ -38,16 +39,13 @@ class Backward(Loop):
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
         totals = self.totals(q, k, lse)
         self.base, self.log_total = self.base_and_log_total(totals)
-        # ds = p (dP - row): row combines all constants of a row
-        row = (grad_out.to(wide) * out.to(wide)).sum(-1)
-        row = row if grad_lse is None else row - grad_lse
-        sink_share = self.sink_share(totals)
-        if grad_entropy is not None:
-            seen = 1.0 if sink_share is None else 1 - sink_share
-            row = row + grad_entropy * (entropy + 1 - seen)
-        self.row = row
+        share = None if terms.sinks is None else sink_share(terms.sinks, totals)
+        products = (grad_out.to(wide) * out.to(wide)).sum(-1)
+        self.row = row_constant(products, share, entropy, grad_lse, grad_entropy)
         self.scale = terms.scale if terms.additive is None else 1.0
-        self.grad_sinks = self._grad_sinks(sink_share, entropy)
+        self.grad_sinks = None
+        if share is not None:
+            self.grad_sinks = sinks_gradient(share, self.row, grad_entropy)
         self.grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.grad_k = torch.zeros_like(k, dtype=wide)
         self.grad_v = torch.zeros_like(v, dtype=wide)
@@ -57,29 +55,11 @@ class Backward(Loop):
         self.grad_relative = _zeros(terms.relative, wide)
 
     def totals(self, q: Tensor, k: Tensor, lse: Tensor) -> RowTotals:
-        """Return what turns logits into weights: lse, or its parts if rounding lse would matter."""
+        """The totals that turn logits into weights: lse, or its parts if rounding would show."""
         large = lse.abs().masked_fill(lse == -torch.inf, 0).amax() if lse.numel() else lse.sum()
         if bool(large * torch.finfo(lse.dtype).eps > COARSE):
             return row_totals(q, k, self.terms)
         return RowTotals.of_lse(lse)
-
-    def sink_share(self, totals: RowTotals) -> Tensor | None:
-        """The weight on the sink, (B, Hq, N)."""
-        if self.terms.sinks is None:
-            return None
-        sinks = self.terms.sinks.to(totals.lse.dtype)[:, None]
-        share = torch.exp(sinks - totals.safe_base() - totals.log_total)
-        alone = (totals.base == -torch.inf) | (sinks == torch.inf)  # no key has any weight
-        return torch.where(alone, (sinks > -torch.inf).to(share.dtype), share)
-
-    def _grad_sinks(self, share: Tensor | None, entropy: Tensor) -> Tensor | None:
-        if share is None:
-            return None
-        # A sink has no value, so its dP is 0; its entropy term is the sum over visible keys.
-        row = -self.row
-        if self.grad_entropy is not None:
-            row = row + self.grad_entropy
-        return (share * row).sum((0, 2))
 
     def run(self) -> None:
         for unit in self.schedule.units():
@@ -95,7 +75,7 @@ class Backward(Loop):
     def block(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor, grad_out: Tensor
     ) -> Tensor:
-        """Add the block's share to every gradient but that of its queries, which is returned."""
+        """Add the block's share to every gradient; return the gradient of its queries."""
         columns = segment.columns
         k, v = self.k[:, columns], self.v[:, columns]
         s, slope = self.logits_and_slope(unit, rows, segment, q)
@@ -127,7 +107,7 @@ class Backward(Loop):
     def logits_and_slope(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits and the derivative of the cap, None without a cap."""
+        """The logits, and the derivative of the cap if there is one."""
         cap = self.terms.softcap
         if not cap:
             return self.logits(unit, rows, segment, q), None
@@ -142,7 +122,7 @@ class Backward(Loop):
         place += torch.bmm(weight.transpose(1, 2), rows).view(place.shape)
 
     def added_terms(self, unit: Unit, rows: slice, columns: slice, grad_s: Tensor) -> None:
-        """Add to the gradients of bias tensor, ALiBi slopes and relative table."""
+        """Add to the gradients of the terms that were added to the logits."""
         five = self.blocks.five(unit, grad_s)  # (b, h, G, R, C)
         if self.grad_bias is not None:
             target = unit.of(self.blocks.grouped(self.grad_bias))
@@ -161,7 +141,7 @@ class Backward(Loop):
             target.scatter_add_(-1, index, pairs.flatten(2))
 
     def heads_of(self, unit: Unit, tensor: Tensor) -> Tensor:
-        """Return a unit's part of a (Hq, ...) tensor as (h, G, ...)."""
+        """The unit's part of a (Hq, ...) tensor as (h, G, ...)."""
         heads: Tensor = tensor.unflatten(0, (self.blocks.heads, self.blocks.group))
         return heads[unit.h0 : unit.h1]
 

@@ -1,6 +1,6 @@
-"""The streaming engine: any problem, block by block, in one pass and in memory linear in n.
+"""Any problem block by block, in memory linear in the length, with statistics in the same pass.
 
-Its loop is `Partial` and `merge`. Forward and backward are PyTorch operators.
+The loop is `Partial` and `merge`. Forward and backward are registered operators.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ HEADROOM = 20.0  # how far a logit may rise above its base: exp(20) is far from 
 class Forward(Loop):
     """Output and statistics of every row.
 
-    Each block of rows writes its sums into a table; the end turns all of them into results at once.
+    Each block of rows writes its sums into a table, and all are divided at once at the end.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> None:
@@ -30,7 +30,7 @@ class Forward(Loop):
         self.names += ["count", "mean", "spread"] * bool(wants & MOMENTS)
         self.table = self.nothing.new_zeros(len(self.names), *q.shape[:-1])
         self.table[1] = -torch.inf
-        # With sinks the last factor of out comes at the end: until then it is not rounded.
+        # With sinks the division comes at the end, and until then needs full precision.
         dtype = q.dtype if terms.sinks is None else self.blocks.wide
         self.out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
         shape = (self.blocks.heads, self.blocks.group)
@@ -51,7 +51,7 @@ class Forward(Loop):
     def keep(self, unit: Unit, rows: slice, part: Partial | None, moments: Moments | None) -> None:
         """Write the weighted mean of the values of a block of rows, and its sums into the table."""
         out = self.places[1][unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
-        if part is None:  # no row sees a key: the table's initial values stay
+        if part is None:  # no row sees a key, which is what the table starts with
             out.zero_()
             return
         share = part.total.clamp_min(torch.finfo(part.total.dtype).tiny).reciprocal_()
@@ -70,7 +70,7 @@ class Forward(Loop):
         part = Partial(base, maximum, total, self.out, found.get("shifted"), sinks=sinks)
         weight = part.weight()
         out = self.out
-        if sinks is not None:  # scale by the share of weight that the sink leaves to the keys
+        if sinks is not None:  # the keys' share of the total weight
             out = out.mul_((weight * total)[..., None]).to(self.dtype)
         nothing = total.new_empty(0)
         sums = Sums(out, part.lse(), maximum.clone(), *[nothing] * 6)
@@ -88,21 +88,21 @@ class Forward(Loop):
         return sums
 
     def origin(self, row: int) -> int:
-        """Return the key from which the distances of a block of rows are counted.
+        """The key of the call from which a block of rows counts distances.
 
         It is near the rows, so that small distances stay exact.
         """
         return row + self.blocks.k.shape[2] - self.blocks.q.shape[3]
 
     def from_origin(self) -> Tensor:
-        """Return the distance of each row from its block's origin, (B|1, 1, N)."""
+        """The distance of each row from its block's origin, (B|1, 1, N)."""
         rows = torch.arange(self.blocks.q.shape[3], device=self.k.device)
         origin = self.origin(0) + rows // self.schedule.rows * self.schedule.rows
         return (self.terms.position - (self.terms.first_key + origin))[:, None]
 
 
 class _Rows:
-    """The state of one block of rows as it loops over the keys."""
+    """One block of rows and its sums over the keys visited so far."""
 
     def __init__(self, loop: Forward, unit: Unit, rows: slice) -> None:
         self.loop, self.unit, self.rows = loop, unit, rows
@@ -111,10 +111,10 @@ class _Rows:
         self.steps = loop.origin(rows.start) - numbers if loop.wants & DISTANCE else numbers
         self.moments: Moments | None = None
         self.part: Partial | None = None
-        self.limit: Tensor | None = None  # logits up to here can be summed on the part's base
+        self.limit: Tensor | None = None  # logits up to here can use the part's base
 
     def run(self) -> _Rows:
-        """Merge every key that some of the rows see."""
+        """Visit every key that some row sees."""
         for segment in self.loop.schedule.segments(self.unit, self.rows):
             self.meet(segment)
         return self
@@ -147,7 +147,7 @@ class _Rows:
             kept = loop.blocks.keep(self.unit, self.rows, segment.columns)
             weight.mul_(kept).mul_(1 / (1 - loop.terms.dropout))
         v = loop.v[:, segment.columns]
-        if part is not None:  # on the same base, merging is adding
+        if part is not None:  # with the same base, merging is adding
             add(part, maximum, total, shifted, reach)
             part.values.baddbmm_(weight, v)
             return
@@ -157,20 +157,20 @@ class _Rows:
         self.part, self.limit = block, None
 
     def shares(self, maximum: Tensor) -> bool:
-        """Return whether a block can be summed on the part's base: no row rises far above it."""
+        """True if a block can use the part's base: no logit is far above it."""
         part = self.part
         if part is None:
             return False
-        if self.limit is None:  # a row that has seen no key has no base yet
+        if self.limit is None:  # a row that has seen no key has no base to share
             unseen = part.maximum == -torch.inf
             self.limit = (part.base + HEADROOM).masked_fill_(unseen, -torch.inf)
         return bool((maximum <= self.limit).all())
 
     def count_moments(self, segment: Segment, s: Tensor, seen: Tensor | None) -> None:
-        """Update mean and variance of the logits, from the moments of the keys if possible."""
+        """Update mean and variance of the logits, from the keys' moments if possible."""
         loop = self.loop
         stretch, width = segment.stretch, self.q.shape[-1]
-        long = stretch.stop - stretch.start > 4 * width  # with fewer keys this costs more
+        long = stretch.stop - stretch.start > 4 * width  # for fewer keys, their moments cost more
         if seen is not None or not long or not loop.terms.plain:
             five, room = (loop.blocks.five(self.unit, x) for x in (s, loop.buffer(1, s.shape)))
             if not loop.clean:  # a bias of -inf hides a key too
@@ -197,6 +197,6 @@ def add(
 
 
 def row_totals(q: Tensor, k: Tensor, terms: Terms) -> RowTotals:
-    """Return what turns each row's logits into weights, by a pass over the keys without values."""
+    """The totals that turn logits into weights: a pass over the keys without values."""
     terms = terms._replace(seed=None, dropout=0.0)
     return Forward(q, k, k[..., :0], terms, LOG_TOTAL).run().totals()

@@ -1,4 +1,4 @@
-"""Mean and variance of logits; for dot scores from the moments of the keys, without pairs."""
+"""Mean and variance of logits; for dot scores from the moments of the keys, not from pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwise.core.schedule import KEYS
 def logit_moments(s: Tensor, seen: Tensor | None, room: Tensor) -> Moments:
     """Return each row's moments of visible logits in a block s (b, h, G, R, C), (b·h, G·R) each.
 
-    `room` is scratch space of the shape of s. Hidden logits may be -inf if `seen` has that shape.
+    `room` is working memory of s's size. Hidden logits may be -inf if `seen` has the shape of s.
     """
     if seen is None:
         count = s.new_full(s.shape[:-1], s.shape[-1])
@@ -36,13 +36,13 @@ class KeyMoments:
         self._known: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = {}
 
     def of_rows(self, keys: slice, q: Tensor) -> Moments:
-        """Return the moments of q·k over a stretch that every row sees whole; q (heads, G·R, D)."""
+        """The moments of q·k over keys that every row sees; q (heads, G·R, D)."""
         count, mean, scatter = self._stretch(keys.start, keys.stop)
         mean_logit = torch.bmm(q, mean[..., None])[..., 0]
         return torch.full_like(mean_logit, count), mean_logit, (torch.bmm(q, scatter) * q).sum(-1)
 
     def _stretch(self, first: int, last: int) -> tuple[int, Tensor, Tensor]:
-        """Return count, mean (heads, D), scatter (heads, D, D), joined from shorter stretches."""
+        """Count, mean (heads, D), scatter (heads, D, D); long stretches from shorter ones."""
         if (first, last) in self._known:
             return self._known[first, last]
         cut = (last - 1) // KEYS * KEYS

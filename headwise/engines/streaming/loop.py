@@ -1,4 +1,4 @@
-"""The loop over blocks that the streaming engine's forward and backward share."""
+"""The loop over blocks that the streaming engine's forward, backward and maps share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwise.core.seen_keys import hide_unseen
 from headwise.core.sums import RowTotals
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype; unlike -inf it is safe to multiply
+NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and times 0 it is 0, unlike -inf
 
 
 class Loop:
@@ -30,7 +30,7 @@ class Loop:
         blocks = self.blocks
         shape = GroupedShape(q.shape[0], blocks.heads, blocks.group, q.shape[2], k.shape[2])
         self.schedule = Schedule(shape, terms.intervals, terms.dense is not None)
-        self.clean = terms.bias is None  # only a mask can hide a key
+        self.clean = terms.bias is None  # only the mask hides keys
         self.k = self.v = self.nothing = q.new_zeros((), dtype=blocks.wide)
         self.hidden = self.nothing - torch.inf
         self._buffers: dict[int, Tensor] = {}
@@ -42,7 +42,7 @@ class Loop:
         self.v = unit.flat(self._values).to(self.blocks.wide)
 
     def buffer(self, number: int, shape: tuple[int, ...]) -> Tensor:
-        """Return working memory that blocks reuse."""
+        """Working memory, reused by every block."""
         view = self._views.get((number, shape))
         if view is None:
             size = math.prod(shape)
@@ -60,7 +60,7 @@ class Loop:
 
     @staticmethod
     def base_and_log_total(totals: RowTotals) -> tuple[Tensor, Tensor]:
-        """Return the last two arguments of `log_weights`, (B, Hq, N) each."""
+        """The last two arguments of `log_weights`, (B, Hq, N) each."""
         return totals.safe_base(), totals.log_total * LOG2_E
 
     def log_weights(
@@ -73,17 +73,17 @@ class Loop:
         return torch.add(-log_total, s, alpha=LOG2_E, out=s)
 
     def seen(self, unit: Unit, rows: slice, segment: Segment) -> Tensor | None:
-        """Return the block's mask, broadcastable to (b, h, G, R, C); None if all is visible."""
+        """The mask of the block, broadcastable to (b, h, G, R, C); None if it hides nothing."""
         return self.blocks.visible(unit, rows, segment.columns) if segment.masked else None
 
     def hide(self, unit: Unit, s: Tensor, seen: Tensor | None) -> Tensor:
-        """Set hidden logits to -inf, by adding: filling in a broadcast mask is far slower."""
+        """Add -inf where a row does not see a key, which is far faster than to fill it in."""
         if seen is not None:
             self.blocks.five(unit, s).add_(torch.where(seen, self.nothing, self.hidden))
         return s
 
     def per_row(self, unit: Unit, rows: slice, tensor: Tensor) -> Tensor:
-        """Return a unit's rows of a (B, Hq, N, ...) tensor as (heads, G·R, ...)."""
+        """The block's part of a (B, Hq, N, ...) tensor as (heads, G·R, ...)."""
         five = unit.of(self.blocks.grouped(tensor))[:, :, :, rows]
         return five.flatten(0, 1).flatten(1, 2)
 

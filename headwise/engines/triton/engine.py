@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise.core.problem import Problem
 from headwise.core.statistics import wanted
+from headwise.core.sums import LOG_TOTAL
 from headwise.engines.contract import Engine, Prepared
 from headwise.engines.operators import noticed
 from headwise.engines.triton.limits import (
@@ -71,7 +72,8 @@ class Triton(Engine):
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         terms = problem.terms(banded=True)
-        sums = self._forward(problem.q, problem.k, problem.v, *terms, wanted(names))
+        wants = wanted(names) & ~LOG_TOTAL
+        sums = self._forward(problem.q, problem.k, problem.v, *terms, wants)
         found: tuple[Tensor, dict[str, Tensor]] = self._host().complete(
             problem, terms, sums, names, sink_keys
         )

@@ -1,4 +1,4 @@
-"""Which examples make up batch n: a function of the seed and n, so resuming needs no iterator."""
+"""The examples of batch n, as a function of the seed and n: resuming needs no iterator."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """Random numbers of their own for each tuple of numbers."""
+    """A random generator seeded by these numbers."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63
@@ -19,8 +19,8 @@ def generator(*numbers: int) -> torch.Generator:
 class ByLength:
     """Batches of examples of similar length, each of at most `tokens` padded tokens.
 
-    Examples are sorted by their lengths and cut into batches; every epoch shuffles anew which
-    of the equally long come together, and the order of the batches.
+    Examples are sorted by length and cut into batches. Each epoch reshuffles the examples of equal
+    length and the order of the batches.
 
     >>> order = ByLength([(3, 4), (9, 9), (3, 4), (3, 5)], tokens=16, seed=0)
     >>> sorted(sorted(order.batch(n)) for n in range(order.epoch_length))
@@ -35,7 +35,7 @@ class ByLength:
 
     def __post_init__(self) -> None:
         if not self.lengths:
-            raise ValueError("there is nothing to make batches of: the corpus is empty")
+            raise ValueError("there are no examples to make batches of: the corpus is empty")
         ordered = sorted(self.lengths)
         self.bounds = []
         start, longest = 0, 0
@@ -49,11 +49,11 @@ class ByLength:
 
     @property
     def epoch_length(self) -> int:
-        """How many batches see every example once."""
+        """The number of batches that see every example once."""
         return len(self.bounds)
 
     def batch(self, number: int) -> list[int]:
-        """The examples of a batch; numbers go on past the first epoch."""
+        """The examples of a batch; numbers continue past the first epoch."""
         epoch, place = divmod(number, self.epoch_length)
         examples, order = self._of(epoch)
         start, end = self.bounds[order[place]]
@@ -63,7 +63,7 @@ class ByLength:
         if self._epoch is None or self._epoch[0] != epoch:
             random = generator(self.seed, epoch)
             shuffled = torch.randperm(len(self.lengths), generator=random).tolist()
-            # A stable sort keeps the shuffled order among equals.
+            # A stable sort keeps the shuffled order of equal lengths.
             examples = sorted(shuffled, key=self.lengths.__getitem__)
             order = torch.randperm(self.epoch_length, generator=random).tolist()
             self._epoch = (epoch, examples, order)
@@ -72,7 +72,7 @@ class ByLength:
 
 @dataclass
 class Shuffled:
-    """Batches of `size` examples out of `count`, each once an epoch but for the last few."""
+    """Batches of `size` out of `count` examples, each at most once per epoch."""
 
     count: int
     size: int
@@ -81,16 +81,16 @@ class Shuffled:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ValueError("there is nothing to make batches of: the corpus is empty")
+            raise ValueError("there are no examples to make batches of: the corpus is empty")
         self.size = min(self.size, self.count)
 
     @property
     def epoch_length(self) -> int:
-        """How many batches there are in an epoch."""
+        """The number of batches per epoch."""
         return self.count // self.size
 
     def epoch_of(self, number: int) -> int:
-        """Which epoch a batch belongs to."""
+        """The epoch of a batch."""
         return number // self.epoch_length
 
     def batch(self, number: int) -> Tensor:

@@ -1,17 +1,17 @@
-"""Characters that several tokens spell together, put back together."""
+"""Characters that are spelt by several tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-MOST = 4  # bytes of a character in UTF-8, so tokens that may have a part of it
+MOST = 4  # bytes of a character in UTF-8, so at most this many tokens spell one
 BROKEN = "\ufffd"
 
 
 def whole_characters(ids: Iterable[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """The text of each token; what several spell stands at the first of them, the others are empty.
+    """The text of each token; a character that several tokens spell goes to the first of them.
 
-    Tokens of bytes cut a character such as 中 in two or three, and none of the parts has a text.
+    Byte-level tokens may split a character such as 中, and its parts have no text of their own.
 
     >>> spelt = {1: b"to ", 2: b"\\xe4\\xb8", 3: b"\\xad", 4: b"."}
     >>> whole_characters([1, 2, 3, 4],

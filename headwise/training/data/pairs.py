@@ -1,4 +1,4 @@
-"""Sentences and their translations, and a split that no sentence of the test leaks through."""
+"""Sentences and their translations, split so that no test sentence is trained on."""
 
 import hashlib
 import io
@@ -11,7 +11,7 @@ from headwise.training.data import corpora
 from headwise.training.data.download_cache import path_of
 
 LONGEST = 10_000
-"""Characters of a sentence beyond which a file is surely not what it was taken for."""
+"""The most characters of a sentence; a longer line means that the file holds something else."""
 
 HELD_OUT = 0.02
 """The share of the sentences in each of valid and test."""
@@ -21,7 +21,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Split:
-    """Pairs to learn from, to choose by, and to be judged by; no English sentence is in two."""
+    """Pairs for training, validation and test; no English sentence is in two of them."""
 
     train: list[Pair]
     valid: list[Pair]
@@ -29,10 +29,10 @@ class Split:
 
 
 def part_of(english: str) -> str:
-    """train, valid or test: a function of the letters and digits of the English sentence alone.
+    """Choose train, valid or test by the letters and digits of the English sentence.
 
-    So all translations of a sentence go together, with every spelling of it that differs in case
-    or punctuation only, and a part keeps its sentences when a corpus grows.
+    All translations of a sentence, and spellings that differ only in case or punctuation, go into
+    the same part, and a sentence keeps its part when the corpus grows.
 
     >>> part_of("Go!") == part_of("go.")
     True
@@ -46,7 +46,7 @@ def part_of(english: str) -> str:
 
 
 def split(pairs: Iterable[Pair]) -> Split:
-    """Deal the pairs into their parts, in their order."""
+    """Sort the pairs into their parts, in order."""
     parts: dict[str, list[Pair]] = {"train": [], "valid": [], "test": []}
     for pair in pairs:
         parts[part_of(pair[0])].append(pair)
@@ -55,13 +55,13 @@ def split(pairs: Iterable[Pair]) -> Split:
             raise ValueError(
                 f"no pair falls into the part {name!r} of a corpus of "
                 f"{sum(map(len, parts.values()))} pairs: it is empty or far too small to be split "
-                f"(each of valid and test takes {HELD_OUT:.0%} of the English sentences)"
+                f"(valid and test take {HELD_OUT:.0%} of the English sentences each)"
             )
     return Split(**parts)
 
 
 def parse(lines: Iterable[str], name: str) -> list[Pair]:
-    """Pairs out of lines `english TAB other`; what follows a second tab is left out.
+    """Pairs from lines `english TAB other`; anything after a second tab is ignored.
 
     >>> parse(["Go.\\tVa !\\tCC-BY 2.0"], "example")
     [('Go.', 'Va !')]
@@ -77,8 +77,8 @@ def parse(lines: Iterable[str], name: str) -> list[Pair]:
             )
         if max(len(english), len(rest[0])) > LONGEST:
             raise ValueError(
-                f"{name}, line {number}: {max(len(english), len(rest[0])):,} characters, more than "
-                f"the {LONGEST:,} of any sentence: is this a file of pairs?"
+                f"{name}, line {number}: {max(len(english), len(rest[0])):,} characters, "
+                f"more than {LONGEST:,}: is this a file of pairs?"
             )
         pairs.append((english.strip(), rest[0].strip()))
     if not pairs:
@@ -87,7 +87,7 @@ def parse(lines: Iterable[str], name: str) -> list[Pair]:
 
 
 def read(source: str | Path) -> list[Pair]:
-    """The pairs of a corpus by its name, or of a file of lines `english TAB other`."""
+    """The pairs of a corpus by name, or of a file of lines `english TAB other`."""
     if source == corpora.TATOEBA_EN_FR.name:
         bundle = zipfile.ZipFile(path_of(corpora.TATOEBA_EN_FR, "fra-eng.zip"))
         with bundle, bundle.open("fra.txt") as file:
@@ -99,7 +99,7 @@ def read(source: str | Path) -> list[Pair]:
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"there are no pairs {str(source)!r}: it is no file, and the corpora of pairs are "
+            f"there are no pairs {str(source)!r}: it is not a file, and the corpora of pairs are "
             f"{corpora.TATOEBA_EN_FR.name}, {corpora.HELP_EN_DE.name}, {corpora.HELP_EN_ZH.name}"
         )
     try:

@@ -1,4 +1,4 @@
-"""LibreOffice's help in two languages, joined by the ids its paragraphs have in both."""
+"""LibreOffice's help in two languages, joined by paragraph ids."""
 
 import html
 import re
@@ -13,13 +13,13 @@ TAG = re.compile(r"<[^>]*>")
 
 
 def paragraphs(page: str) -> dict[str, str]:
-    """The paragraphs of a help page by their id.
+    """The paragraphs of a help page by id.
 
     >>> paragraphs('<p id="par_1">Jumps to the <b>last</b> entry.</p><p>no id</p>')
     {'par_1': 'Jumps to the last entry.'}
     """
-    # Expressions, not html.parser: that one changes between releases of Python, and the result is
-    # checked by its hash. These pages are generated and regular.
+    # Not html.parser: it changes between releases of Python, and the result is checked by its
+    # hash. These pages are generated and regular.
     found: dict[str, str] = {}
     for _, name, body in PARAGRAPH.findall(page):
         found.setdefault(name, " ".join(html.unescape(TAG.sub("", body)).split()))
@@ -27,7 +27,7 @@ def paragraphs(page: str) -> dict[str, str]:
 
 
 def pages(archive: Path) -> dict[str, dict[str, str]]:
-    """Every help page of a Debian package: its paragraphs by id."""
+    """The paragraphs, by id, of every help page of a Debian package."""
     found = {}
     with debian_contents(archive) as tape:
         for member in tape:
@@ -38,7 +38,7 @@ def pages(archive: Path) -> dict[str, dict[str, str]]:
 
 
 def read(tape: tarfile.TarFile, member: tarfile.TarInfo) -> str:
-    """The text of a member of a tape."""
+    """The text of a member of a tar file."""
     file = tape.extractfile(member)
     assert file is not None
     return file.read().decode("utf-8")
@@ -47,7 +47,7 @@ def read(tape: tarfile.TarFile, member: tarfile.TarInfo) -> str:
 def join(english: Path, other: Path) -> bytes:
     """Lines `english TAB other`, each pair once, in the order of pages and ids.
 
-    Sides that are equal were never translated and are left out.
+    Paragraphs that are equal in both languages were never translated and are left out.
     """
     theirs = pages(other)
     seen: dict[tuple[str, str], None] = {}

@@ -1,4 +1,4 @@
-"""Running text to model, in its customary parts."""
+"""Running text for language modelling, in its usual parts."""
 
 import gzip
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from headwise.training.data.download_cache import path_of
 
 @dataclass(frozen=True)
 class Text:
-    """Text to learn from, to choose by, and to be judged by."""
+    """Text for training, validation and test."""
 
     train: str
     valid: str
@@ -19,10 +19,10 @@ class Text:
 
 
 def read(source: str | Path) -> Text:
-    """The text of a corpus by its name, or of a UTF-8 file, cut 90 : 5 : 5 as enwik8 is."""
+    """The text of a corpus by name, or of a UTF-8 file, split 90 : 5 : 5 like enwik8."""
     if source == corpora.ENWIK8.name:
         whole = gzip.decompress(path_of(corpora.ENWIK8, "enwik8.gz").read_bytes())
-        cuts = (0, 90_000_000, 95_000_000, 100_000_000)  # no character straddles a cut
+        cuts = (0, 90_000_000, 95_000_000, 100_000_000)  # no cut splits a character
         return Text(*(whole[a:b].decode() for a, b in pairwise(cuts)))
     if source == corpora.WIKITEXT_2.name:
         return Text(
@@ -34,7 +34,7 @@ def read(source: str | Path) -> Text:
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"there is no text {str(source)!r}: it is no file, and the corpora of text are "
+            f"there is no text {str(source)!r}: it is not a file, and the corpora of text are "
             f"{corpora.ENWIK8.name}, {corpora.WIKITEXT_2.name}"
         )
     try:
@@ -44,7 +44,7 @@ def read(source: str | Path) -> Text:
 
 
 def cut(text: str, name: str) -> Text:
-    """90 % to learn from, 5 % to choose by, 5 % to be judged by, in the order of the text.
+    """Split a text, in order, into 90 % for training, 5 % for validation and 5 % for test.
 
     >>> parts = cut("abcdefghij" * 10, "letters")
     >>> len(parts.train), len(parts.valid), len(parts.test)
@@ -53,5 +53,7 @@ def cut(text: str, name: str) -> Text:
     first, second = len(text) * 90 // 100, len(text) * 95 // 100
     parts = Text(text[:first], text[first:second], text[second:])
     if not (parts.train and parts.valid and parts.test):
-        raise ValueError(f"{name} is empty or too short to be cut in three: {len(text)} characters")
+        raise ValueError(
+            f"{name} is empty or too short to be split in three: {len(text)} characters"
+        )
     return parts

@@ -1,25 +1,21 @@
-"""Subwords over bytes: any text becomes numbers and comes back the same."""
+"""Byte-level subwords: any text can be encoded, and decodes to itself."""
 
-import json
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-
-try:
-    import tokenizers
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        "tokenisers need the package tokenizers: pip install 'headwise[train]'", name=missing.name
-    ) from missing
+from types import ModuleType
+from typing import Any
 
 from headwise.training.data.characters import whole_characters
 
 BYTES = 256
-"""The smallest vocabulary: one number a byte."""
+"""The smallest vocabulary: one token per byte."""
 
 
 class Tokeniser:
-    """Byte-pair encoding learnt from text, and three numbers no text can produce: pad, start, end.
+    """Byte-pair encoding learnt from text, with three special tokens: pad, start and end.
 
     >>> tokeniser = Tokeniser.learn(["the cat sat on the mat"] * 10, size=270)
     >>> ids = tokeniser.encode("the cat 🐈")
@@ -27,25 +23,29 @@ class Tokeniser:
     (['the', ' cat'], 'the cat 🐈')
     """
 
-    def __init__(self, inner: "tokenizers.Tokenizer") -> None:
-        self.inner = inner
-        texts = inner.get_vocab_size()
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner  # a tokenizers.Tokenizer
+        texts: int = inner.get_vocab_size()
         self.pad, self.start, self.end = texts, texts + 1, texts + 2
 
     @property
     def size(self) -> int:
-        """How many numbers there are, pad, start and end included."""
+        """The size of the vocabulary, with pad, start and end."""
         return self.end + 1
 
     @classmethod
-    def learn(cls, texts: Iterable[str], size: int) -> "Tokeniser":
-        """Find the subwords of a text; `size` counts them with pad, start and end.
+    def learn(cls, texts: Iterable[str], size: int) -> Tokeniser:
+        """Learn subwords from texts; `size` counts them with pad, start and end.
 
-        The special numbers stand outside the vocabulary of the text, so that "<pad>" written in a
-        text is five characters and not the padding.
+        The special tokens are outside the vocabulary of the text, so "<pad>" written in a text is
+        five characters and not padding.
         """
+        tokenizers = _tokenizers()
         if size < BYTES + 3:
-            raise ValueError(f"a vocabulary needs {BYTES} bytes and 3 special tokens, got {size}")
+            raise ValueError(
+                f"a vocabulary of {size} tokens is too small; it needs at least {BYTES + 3}: "
+                f"{BYTES} bytes and 3 special tokens"
+            )
         inner = tokenizers.Tokenizer(tokenizers.models.BPE())
         inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = tokenizers.decoders.ByteLevel()
@@ -53,25 +53,25 @@ class Tokeniser:
             vocab_size=size - 3,
             initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
-            max_token_length=32,  # a ruled line of a table is no word
+            max_token_length=32,  # a ruled line of a table is not a word
         )
         inner.train_from_iterator(map(whole, texts), trainer)
         return cls(inner)
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of a text."""
+        """The token ids of a text."""
         return list(self.inner.encode(whole(text)).ids)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """The numbers of each of many texts, on all cores."""
+        """The token ids of many texts, computed on all cores."""
         return [list(each.ids) for each in self.inner.encode_batch_fast([*map(whole, texts)])]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of numbers; pad, start and end say nothing."""
+        """The text of token ids; pad, start and end are skipped."""
         return str(self.inner.decode([i for i in ids if 0 <= i < self.pad]))
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Each number as a reader should see it: its text, or a sign for what has none."""
+        """Each token for a reader: its text, or a sign for pad, start and end."""
         signs = {self.pad: "·", self.start: "⟨start⟩", self.end: "⟨end⟩"}
         found = []
         for sign, part in groupby(ids, signs.get):
@@ -82,37 +82,48 @@ class Tokeniser:
         return found
 
     def save(self, path: Path) -> None:
-        """Write it as a tokenizer.json, which other libraries read too."""
+        """Write a tokenizer.json, which other libraries can read too."""
         path.write_text(self.inner.to_str(), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> "Tokeniser":
+    def load(cls, path: Path) -> Tokeniser:
         """Read a tokenizer.json that `save` wrote."""
+        tokenizers = _tokenizers()
         try:
-            text = path.read_text(encoding="utf-8")
-            json.loads(text)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is no tokeniser: {error}") from error
-        return cls(tokenizers.Tokenizer.from_str(text))
+            return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        except Exception as error:  # tokenizers raises plain Exceptions
+            raise ValueError(f"{path} is not a tokeniser: {error}") from error
 
 
 def whole(text: str) -> str:
-    """The text, unless it holds half a character: such a string has no bytes to encode."""
+    """The text itself; ValueError if it contains half a character, which can't be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text has a lone surrogate at character {error.start}, which is no character; "
+            f"the text has a lone surrogate at character {error.start}, which can't be encoded; "
             "read the file with errors='replace'"
         ) from error
     return text
 
 
 def chunks(text: str, characters: int = 1 << 16) -> Iterator[str]:
-    """A long text in parts that end at the end of a line, or of the part where no line ends."""
+    """A long text in parts of at most `characters`, cut after a line if possible."""
     start = 0
     while start < len(text):
         end = text.rfind("\n", start, start + characters) + 1
         end = end if end > start else start + characters
         yield text[start:end]
         start = end
+
+
+def _tokenizers() -> ModuleType:
+    """The optional package, which `import headwise` must do without."""
+    try:
+        import tokenizers
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "tokenisers need the package tokenizers: pip install 'headwise[train]'",
+            name=missing.name,
+        ) from missing
+    return tokenizers

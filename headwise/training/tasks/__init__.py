@@ -1,1 +1,1 @@
-"""What a model is trained for: language, translation, vision, and how good it is at it."""
+"""The tasks a model can be trained for: language, translation and vision, and their metrics."""

@@ -1,9 +1,9 @@
-"""The task of continuing text: the next token from those before it."""
+"""Language modelling: predict each token from those before it."""
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,13 @@ from headwise.training.tasks.metrics import bits_per_byte
 
 
 class TextBatch(NamedTuple):
-    """tokens (B, context + 1): all but the last are read, all but the first predicted."""
+    """tokens (B, context + 1): all but the last are inputs, all but the first are targets."""
 
     tokens: Tensor
 
 
 def numbers(text: str, tokeniser: Tokeniser, together: int = 256) -> Tensor:
-    """A long text as one tensor (N,) int32, a start before it so that every token is predicted."""
+    """The token ids (N,) int32 of a long text, after a start token so that all are predicted."""
     parts = [torch.tensor([tokeniser.start], dtype=torch.int32)]
     waiting: list[str] = []
     for chunk in chunks(text):
@@ -42,7 +42,7 @@ def _flat(lists: list[list[int]]) -> Tensor:
 
 @dataclass
 class Language:
-    """Learn to continue this text, `context` tokens at a time, `size` of them a batch."""
+    """Learn to continue this text; a batch is `size` windows of `context` tokens."""
 
     text: Text
     tokeniser: Tokeniser
@@ -50,29 +50,30 @@ class Language:
     context: int
     size: int
     seed: int
+    unit: ClassVar[str] = "tokens"
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The text to learn from, (N,)."""
+        """The training text, (N,)."""
         return numbers(self.text.train, self.tokeniser)
 
     @cached_property
     def order(self) -> Shuffled:
-        """Which stretches of the text make up which batch."""
+        """The windows that make up each batch."""
         blocks = (len(self.tokens) - 1) // self.context - 1  # one less: every epoch is shifted
         if blocks < 1:
             raise ValueError(
-                f"the text to learn from has {len(self.tokens) - 1} tokens, too few for two "
-                f"stretches of {self.context}: take a shorter context or a longer text"
+                f"the training text has {len(self.tokens) - 1} tokens, too few for two windows of "
+                f"{self.context}; use a longer text or a shorter context"
             )
         return Shuffled(blocks, self.size, self.seed)
 
     def build(self) -> nn.Module:
-        """A GPT that knows nothing."""
+        """A new GPT."""
         return GPT(self.config)
 
     def batch(self, number: int, device: torch.device) -> TextBatch:
-        """Stretches of the text; each epoch cuts it at other places."""
+        """Windows of the text; each epoch cuts it in different places."""
         if self.tokens.device != device:
             self.tokens = self.tokens.to(device)
         shift = generator(self.seed, self.order.epoch_of(number), 1)
@@ -82,7 +83,7 @@ class Language:
         return TextBatch(self.tokens[index.to(device, non_blocking=True)].long())
 
     def count(self, batch: TextBatch) -> int:
-        """One prediction a token."""
+        """One prediction per token."""
         return batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
 
     def loss(self, model: nn.Module, batch: TextBatch, smoothing: float) -> Tensor:
@@ -96,7 +97,7 @@ class Language:
         )
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """Bits a byte of the first part of a text never learnt from."""
+        """Bits per byte of the first part of the validation text."""
         text = self.text.valid[: max(100_000, 16 * self.context)]
         tokens = numbers(text, self.tokeniser)
         nats = text_loss(model, tokens.to(device), self.context, stride=self.context)
@@ -106,7 +107,7 @@ class Language:
         }
 
     def judge(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
-        """Bits a byte of the whole test text, read with at least half a context before."""
+        """Bits per byte of the test text; each token is predicted from at least half a context."""
         tokens = numbers(self.text.test, self.tokeniser)
         nats = text_loss(model, tokens.to(device), self.context, stride=max(1, self.context // 2))
         return {
@@ -122,10 +123,10 @@ class Language:
 def text_loss(
     model: nn.Module, tokens: Tensor, context: int, stride: int, together: int = 8
 ) -> float:
-    """The loss of all tokens (N,) but the first, in nats: windows of `context`, each token once.
+    """The summed loss, in nats, of all tokens (N,) but the first, by windows of `context` tokens.
 
-    A window starts `stride` after the one before and counts only what that one did not reach, so
-    every token but those of the first window is predicted from at least context - stride others.
+    A window starts `stride` after the one before and counts only the tokens that one did not reach,
+    so every token after the first window is predicted from at least context - stride others.
     """
     total = 0.0
     last = len(tokens) - 1

@@ -1,4 +1,4 @@
-"""How good a model is, in figures others report too."""
+"""Metrics as others report them: BLEU, chrF, bits per byte."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 def bleu(said: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Any]:
     """BLEU and chrF of translations, each against all its references, with sacrebleu's signatures.
 
-    `single` is BLEU against the first reference of each alone. Without sacrebleu: no figures.
+    `single` is BLEU against the first reference of each. If sacrebleu is missing, "bleu" is None.
 
     >>> scores = bleu(["le chat dort sur le tapis ."], [["le chat dort sur le tapis ."]])
     >>> round(scores["bleu"], 1)
@@ -20,7 +20,7 @@ def bleu(said: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, 
     except ModuleNotFoundError:
         return {"bleu": None, "why": "sacrebleu is not installed: pip install 'headwise[train]'"}
     most = max(map(len, references))
-    # sacrebleu wants the n-th references of all sentences together, None where there is none.
+    # sacrebleu expects the n-th references of all sentences together, None if there are fewer.
     streams: Any = [
         [each[n] if n < len(each) else None for each in references] for n in range(most)
     ]
@@ -37,7 +37,7 @@ def bleu(said: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, 
 
 
 def bits_per_byte(nats: float, text: str) -> float:
-    """The loss of a whole text, in nats, as bits a byte of it: the same unit for any tokeniser.
+    """The summed loss of a text, in nats, as bits per byte: comparable across tokenisers.
 
     >>> bits_per_byte(4 * math.log(2), "four")
     1.0

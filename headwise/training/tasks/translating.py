@@ -1,4 +1,4 @@
-"""From a sentence to its translation."""
+"""Translate sentences with a trained Transformer."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from headwise.models import Beam, Strategy, Transformer
 from headwise.training.data.tokenisers import Tokeniser
 
 MOST = 1000
-"""Tokens of a sentence beyond which it is none."""
+"""The longest sentence, in tokens."""
 
 
 def translate(
@@ -18,19 +18,19 @@ def translate(
     strategy: Strategy | None = None,
     together: int = 64,
 ) -> list[str]:
-    """Translate sentences, those of similar length together; the order is kept.
+    """Translate sentences in batches of similar length; the results keep the order.
 
-    A translation has at most twice as many tokens as the sentence, and ten.
+    A translation has at most 2 n + 10 tokens, where n is the longest sentence of its batch.
     """
     device = next(model.parameters()).device
     sources = [[*ids, tokeniser.end] for ids in tokeniser.encode_all(sentences)]
     longest = max(map(len, sources), default=0)
     if longest > MOST:
         raise ValueError(
-            f"a sentence of {longest:,} tokens can't be translated, {MOST:,} are the most"
+            f"a sentence of {longest:,} tokens can't be translated; at most {MOST:,} can"
         )
     order = sorted(range(len(sources)), key=lambda number: len(sources[number]))
-    said = [""] * len(sources)
+    translations = [""] * len(sources)
     for first in range(0, len(order), together):
         chosen = order[first : first + together]
         lengths = torch.tensor([len(sources[number]) for number in chosen])
@@ -45,5 +45,5 @@ def translate(
             strategy=strategy or Beam(),
         )
         for number, ids in zip(chosen, out.tolist(), strict=True):
-            said[number] = tokeniser.decode(ids)
-    return said
+            translations[number] = tokeniser.decode(ids)
+    return translations

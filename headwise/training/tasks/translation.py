@@ -1,10 +1,10 @@
-"""The task of translating: pairs in, the next word of the translation out."""
+"""Translation: predict each token of a translation from the sentence and the tokens before it."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from headwise.training.tasks.translating import translate
 
 
 class SentenceBatch(NamedTuple):
-    """source (B, S), ended and padded; lengths (B,); target (B, T + 1), from start to end."""
+    """source (B, S) with end tokens, padded; lengths (B,); target (B, T + 1), from start to end."""
 
     source: Tensor
     lengths: Tensor
@@ -28,7 +28,7 @@ class SentenceBatch(NamedTuple):
 
 
 class Sentences:
-    """Pairs as numbers, ready to be taken out in batches; none longer than `longest`."""
+    """Pairs as token ids, ready for batching; pairs longer than `longest` are left out."""
 
     def __init__(self, pairs: Sequence[Pair], tokeniser: Tokeniser, longest: int) -> None:
         sources = tokeniser.encode_all([source for source, _ in pairs])
@@ -49,7 +49,7 @@ class Sentences:
         self.lengths = [(len(target) + 1, len(source) + 1) for source, target in both]
 
     def batch(self, examples: list[int], device: torch.device) -> SentenceBatch:
-        """These pairs, padded to the longest of them."""
+        """A batch of these pairs, padded to the longest of them."""
         chosen = torch.tensor(examples)
         count = sum(self.lengths[example][0] for example in examples)
         source, target = (
@@ -59,7 +59,7 @@ class Sentences:
 
 
 class Flat:
-    """Lists of numbers end to end in one tensor."""
+    """Lists of integers, concatenated in one tensor."""
 
     def __init__(self, lists: Iterable[list[int]]) -> None:
         lists = list(lists)
@@ -78,7 +78,7 @@ class Flat:
 
 @dataclass
 class Translation:
-    """Learn to translate these pairs; `tokens` padded tokens a batch."""
+    """Learn to translate these pairs; `tokens` padded tokens per batch."""
 
     split: Split
     tokeniser: Tokeniser
@@ -86,24 +86,25 @@ class Translation:
     tokens: int
     longest: int
     seed: int
+    unit: ClassVar[str] = "tokens"
 
     @cached_property
     def train(self) -> Sentences:
-        """The pairs to learn from."""
+        """The training pairs."""
         return Sentences(self.split.train, self.tokeniser, self.longest)
 
     @cached_property
     def valid(self) -> Sentences:
-        """The pairs to choose by."""
+        """The validation pairs."""
         return Sentences(self.split.valid, self.tokeniser, self.longest)
 
     @cached_property
     def order(self) -> ByLength:
-        """Which pairs make up which batch."""
+        """The pairs that make up each batch."""
         return ByLength(self.train.lengths, self.tokens, self.seed)
 
     def build(self) -> nn.Module:
-        """A Transformer that knows nothing."""
+        """A new Transformer."""
         return Transformer(self.config)
 
     def batch(self, number: int, device: torch.device) -> SentenceBatch:
@@ -111,7 +112,7 @@ class Translation:
         return self.train.batch(self.order.batch(number), device)
 
     def count(self, batch: SentenceBatch) -> int:
-        """One prediction a token of the translation, its end included."""
+        """One prediction per token of the translation, its end included."""
         return batch.predictions
 
     def loss(self, model: nn.Module, batch: SentenceBatch, smoothing: float) -> Tensor:
@@ -126,17 +127,17 @@ class Translation:
         )
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
-        """The loss a token on pairs never learnt from, and what the model makes of some of them."""
+        """The loss per token on the validation pairs, and the translations of some of them."""
         assert isinstance(model, Transformer)
         some = list(by_sentence(self.split.valid))[:: max(1, len(self.split.valid) // 3)][:3]
-        said = translate(model, self.tokeniser, some, Greedy())
+        translations = translate(model, self.tokeniser, some, Greedy())
         return {
             "valid_loss": self.mean_loss(model, self.valid, device),
-            "samples": list(zip(some, said, strict=True)),
+            "samples": list(zip(some, translations, strict=True)),
         }
 
     def mean_loss(self, model: nn.Module, sentences: Sentences, device: torch.device) -> float:
-        """Nats a token."""
+        """Nats per token."""
         order = ByLength(sentences.lengths, self.tokens, seed=0)
         total, count = 0.0, 0
         for number in range(order.epoch_length):
@@ -146,22 +147,22 @@ class Translation:
         return total / count
 
     def judge(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
-        """Loss and BLEU on the test sentences, every translation of a sentence as a reference."""
+        """Loss and BLEU on the test sentences; all translations of a sentence are references."""
         assert isinstance(model, Transformer)
         test = Sentences(self.split.test, self.tokeniser, self.longest)
         loss = self.mean_loss(model, test, device)
         references = by_sentence(self.split.test)
-        said = translate(model, self.tokeniser, list(references))
+        translations = translate(model, self.tokeniser, list(references))
         return {
             "loss": loss,
             "perplexity": math.exp(loss),
             "sentences": len(references),
-            **bleu(said, list(references.values())),
+            **bleu(translations, list(references.values())),
         }
 
 
 def by_sentence(pairs: Iterable[Pair]) -> dict[str, list[str]]:
-    """Every English sentence once, with all its translations.
+    """Each English sentence with all its translations.
 
     >>> by_sentence([("Go.", "Va !"), ("Hi.", "Salut."), ("Go.", "Marche.")])
     {'Go.': ['Va !', 'Marche.'], 'Hi.': ['Salut.']}

@@ -1,7 +1,7 @@
-"""The task of naming what an image shows."""
+"""Image classification."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from headwise.training.data.labelled_images import Images
 
 
 class ImageBatch(NamedTuple):
-    """images (B, C, H, W), and what they show as shares (B, classes) that sum to one."""
+    """images (B, C, H, W) and their classes as shares (B, classes) that sum to one."""
 
     images: Tensor
     shares: Tensor
@@ -21,7 +21,7 @@ class ImageBatch(NamedTuple):
 
 @dataclass
 class Vision:
-    """Learn to name these images; photographs are also mirrored and mixed, digits only moved."""
+    """Learn to classify these images; all are shifted, photographs also mirrored and mixed."""
 
     images: Images
     config: ViTConfig
@@ -29,6 +29,7 @@ class Vision:
     size: int
     seed: int
     photographs: bool
+    unit: ClassVar[str] = "images"
     order: Shuffled = field(init=False, repr=False)
     mean: Tensor = field(init=False, repr=False)
     deviation: Tensor = field(init=False, repr=False)
@@ -36,7 +37,7 @@ class Vision:
     def __post_init__(self) -> None:
         pixels, labels = self.images.train
         if not len(labels):
-            raise ValueError("there are no images to learn from: the corpus is empty")
+            raise ValueError("there are no training images: the corpus is empty")
         self.order = Shuffled(len(labels), self.size, self.seed)
         some = pixels[:5000].float() / 255
         self.mean, self.deviation = (
@@ -45,14 +46,14 @@ class Vision:
 
     @property
     def pixels(self) -> dict[str, list[float]]:
-        """What scales pixels of 0 to 1, a number a channel: without it the model is of no use."""
+        """Mean and deviation of each channel, for pixels from 0 to 1, which any use needs."""
         return {
             "mean": self.mean.flatten().tolist(),
             "deviation": self.deviation.flatten().tolist(),
         }
 
     def build(self) -> nn.Module:
-        """A ViT that knows nothing."""
+        """A new ViT."""
         return ViT(self.config)
 
     def _to(self, device: torch.device) -> None:
@@ -62,11 +63,11 @@ class Vision:
             self.images = Images(*((x.to(device), y.to(device)) for x, y in parts))
 
     def scaled(self, pixels: Tensor) -> Tensor:
-        """From bytes to numbers around zero."""
+        """Bytes, normalised by mean and deviation."""
         return (pixels.float() / 255 - self.mean) / self.deviation
 
     def batch(self, number: int, device: torch.device) -> ImageBatch:
-        """Images moved a little; photographs also mirrored and mixed."""
+        """Shifted images; photographs also mirrored and mixed."""
         self._to(device)
         random = generator(self.seed, number, 2)
         chosen = self.order.batch(number).to(device)
@@ -82,7 +83,7 @@ class Vision:
         return ImageBatch(*patched(images, shares, torch.rand(4, generator=random).tolist()))
 
     def count(self, batch: ImageBatch) -> int:
-        """One prediction an image."""
+        """One prediction per image."""
         return len(batch.images)
 
     def loss(self, model: nn.Module, batch: ImageBatch, smoothing: float) -> Tensor:
@@ -92,27 +93,27 @@ class Vision:
         )
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """The share of images never learnt from that are named rightly."""
+        """The accuracy on the validation images."""
         self._to(device)
         return {"valid_accuracy": self.accuracy(model, *self.images.valid)}
 
     def judge(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
-        """The same of the test images."""
+        """The accuracy on the test images."""
         self._to(device)
         images, labels = self.images.test
         return {"accuracy": self.accuracy(model, images, labels), "images": len(labels)}
 
     def accuracy(self, model: nn.Module, images: Tensor, labels: Tensor) -> float:
-        """The share of images whose likeliest name is theirs."""
+        """The share of images whose likeliest class is the right one."""
         right = sum(
-            int((model(self.scaled(some)).argmax(-1) == names).sum())
-            for some, names in zip(images.split(1000), labels.split(1000), strict=True)
+            int((model(self.scaled(some)).argmax(-1) == classes).sum())
+            for some, classes in zip(images.split(1000), labels.split(1000), strict=True)
         )
         return right / len(labels)
 
 
 def moved(images: Tensor, by: Tensor) -> Tensor:
-    """Each image (B, C, H, W) cut from a wider one with an empty margin, at its own place (B, 2).
+    """Shift each image (B, C, H, W) within an empty margin, by its own offset (B, 2).
 
     >>> moved(torch.ones(1, 1, 8, 8), torch.tensor([[0, 1]]))[0, 0].sum()
     tensor(56.)
@@ -128,8 +129,8 @@ def moved(images: Tensor, by: Tensor) -> Tensor:
 
 
 def patched(images: Tensor, shares: Tensor, random: list[float]) -> tuple[Tensor, Tensor]:
-    """Every second batch: a rectangle of each image comes from another image (CutMix), and so much
-    of its name.
+    """CutMix, in every second batch: a rectangle of each image, and that share of its class, comes
+    from another image.
     """
     coin, area, top, left = random
     if coin < 0.5:

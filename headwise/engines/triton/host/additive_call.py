@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
-from headwise.core.sums import Sums
+from headwise.core.sums import RowTotals, Sums
 from headwise.engines.operators import Gradients
+from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.triton.host.decoding_call import join, parts_for, processors, shares
 from headwise.engines.triton.host.launches import Kind, Launches, kind_of
 from headwise.engines.triton.host.operands import (
@@ -26,7 +27,7 @@ from headwise.engines.triton.kernels.additive.additive_grads import (
     additive_grad_queries,
 )
 from headwise.engines.triton.kernels.additive.powers import Powers, prepare
-from headwise.engines.triton.kernels.gradients import Rows, sink_share
+from headwise.engines.triton.kernels.gradients import Rows
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.split_keys import Merged
 
@@ -133,19 +134,16 @@ def differentiate_additive(
     _: bool,  # there is no bias
 ) -> Gradients:
     """Gradients of every input from those of out, lse and entropy."""
-    shared = (out.float() * grad_out.float()).sum(-1)
-    shared = shared if grad_lse is None else shared - grad_lse
-    share = None if terms.sinks is None else sink_share(terms.sinks, lse)
+    totals = RowTotals.of_lse(lse)
+    share = None if terms.sinks is None else sink_share(terms.sinks, totals)
+    products = (out.float() * grad_out.float()).sum(-1)
+    shared = row_constant(products, share, entropy, grad_lse, grad_entropy)
     if grad_entropy is not None:
-        shared = shared + grad_entropy * (entropy + (0.0 if share is None else share))
         grad_entropy = grad_entropy.contiguous()
     rows = Rows(lse, shared.contiguous(), grad_entropy)
     call = operands(q, k, v, terms)
     grad_q, grad_k, grad_v, grad_weight = _launch(call, rows, grad_out)
-    sinks = None
-    if share is not None:
-        row = -shared if grad_entropy is None else grad_entropy - shared
-        sinks = (share * row).sum((0, 2))
+    sinks = None if share is None else sinks_gradient(share, shared, grad_entropy)
     return Gradients(grad_q, grad_k, grad_v, grad_weight, None, None, None, sinks)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.core import statistics
 from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import wanted
-from headwise.core.sums import Sums
+from headwise.core.sums import LOG_TOTAL, Sums
 from headwise.engines.contract import Results
 from headwise.engines.operators import Gradients, operators
 from headwise.engines.triton.host.additive_call import differentiate_additive, run_additive
@@ -105,6 +105,7 @@ def results(
         if out is not None:
             return (out,)
     terms = problem.terms(banded=True)
-    sums = run(launches, problem.q, problem.k, problem.v, terms, wanted(names))
+    wants = wanted(names) & ~LOG_TOTAL
+    sums = run(launches, problem.q, problem.k, problem.v, terms, wants)
     out, values = complete(problem, terms, sums, names, sink_keys, launches)
     return (out, *(values[name] for name in names))

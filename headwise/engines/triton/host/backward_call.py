@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
+from headwise.core.sums import RowTotals
 from headwise.engines.operators import Gradients
+from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.launches import Kind, Launches, kind_of
 from headwise.engines.triton.host.operands import (
@@ -28,7 +30,7 @@ from headwise.engines.triton.host.tile_shapes import Shape, fit, loads_pairs
 from headwise.engines.triton.kernels.grad_keys import grad_keys, row_blocks
 from headwise.engines.triton.kernels.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.kernels.grad_small import grad_bias, grad_distance
-from headwise.engines.triton.kernels.gradients import WHOLE, Rows, fill_rows, sink_share
+from headwise.engines.triton.kernels.gradients import WHOLE, Rows, fill_rows
 
 
 def differentiate_dot(
@@ -47,14 +49,12 @@ def differentiate_dot(
     """Return the gradients of every input from those of out, lse and entropy."""
     with on(q.device):
         call = BackwardCall(q, k, v, terms, out, grad_out)
-        share = None if terms.sinks is None else sink_share(terms.sinks, lse)
+        totals = RowTotals.of_lse(lse)
+        share = None if terms.sinks is None else sink_share(terms.sinks, totals)
         rows = call.numbers(out, lse)
         shared = rows.shared[..., : call.rows]
-        if grad_lse is not None:
-            shared -= grad_lse
+        row_constant(shared, share, entropy, grad_lse, grad_entropy)
         if grad_entropy is not None:
-            seen = 1.0 if share is None else 1 - share
-            shared += grad_entropy * (entropy + 1 - seen)
             past = rows.shared.shape[-1] - call.rows
             padded = torch.nn.functional.pad(grad_entropy.contiguous(), (0, past))
             rows = rows._replace(entropy=padded)
@@ -68,14 +68,8 @@ def differentiate_dot(
             call.bias(rows) if bias_learns else None,
             None if sums.slopes is None else -sums.slopes.sum((0, 2)),
             None if terms.relative is None else call.relative(rows, sums),
-            None if share is None else _sinks(share, rows),
+            None if share is None else sinks_gradient(share, shared, grad_entropy),
         )
-
-
-def _sinks(share: Tensor, rows: Rows) -> Tensor:
-    """Return the sinks' gradient: without a value dP is 0; the entropy term sums visible keys."""
-    row = -rows.shared if rows.entropy is None else rows.entropy - rows.shared
-    return (share * row[..., : share.shape[-1]]).sum((0, 2))
 
 
 class BackwardCall:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,11 +27,6 @@ class Rows(NamedTuple):
     lse: Tensor
     shared: Tensor  # subtracted from every dP of the row
     entropy: Tensor | None  # the entropy's gradient
-
-
-def sink_share(sinks: Tensor, lse: Tensor) -> Tensor:
-    """Return the weight on each row's sink, (B, Hq, N): 0 if the row's lse is -inf."""
-    return torch.exp(sinks.float()[:, None] - lse).masked_fill_(lse == -torch.inf, 0)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The training loop: batches in, updates out, and every so often a measurement and a checkpoint."""
+"""The training loop: updates, and every so often a measurement and a checkpoint."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.training import checkpoints
-from headwise.training.head_watch import watched
+from headwise.training.head_watch import HeadWatch, watched
 from headwise.training.meter import Meter
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import Run
@@ -20,18 +20,21 @@ Answer = TypeVar("Answer")
 
 
 class Task(Protocol[Batch]):
-    """What is learnt. Batch number n must be the same whenever it is asked for."""
+    """Something to learn. Batch number n must be the same every time it is requested."""
+
+    unit: str
+    """The name of its predictions: tokens, images."""
 
     def build(self) -> nn.Module:
-        """A new model, from the random numbers as they stand."""
+        """A new model, initialised from the current random state."""
         ...
 
     def batch(self, number: int, device: torch.device) -> Batch:
-        """Batch number n to learn from."""
+        """Training batch number n."""
         ...
 
     def count(self, batch: Batch) -> int:
-        """How many predictions the batch asks for."""
+        """The number of predictions in a batch."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
@@ -39,11 +42,11 @@ class Task(Protocol[Batch]):
         ...
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
-        """What to watch while training, on the part to choose by."""
+        """Figures to follow during training, on the validation data."""
         ...
 
     def judge(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
-        """The final figures, on the part to be judged by."""
+        """The final figures, on the test data."""
         ...
 
 
@@ -55,14 +58,14 @@ def _silent(measured: dict[str, Any]) -> None:
     return None
 
 
-@dataclass
-class Loop(Generic[Batch]):
-    """One run of a task by a recipe, in a folder."""
+@dataclass(frozen=True)
+class Trainer(Generic[Batch]):
+    """One run of a task by a recipe, in a folder; `settings` are those a resumed run must share."""
 
     task: Task[Batch]
     recipe: Recipe
     run: Run
-    asked: dict[str, Any]
+    settings: dict[str, Any]
     device: torch.device
     report: Callable[[dict[str, Any]], None] = _silent
     should_stop: Callable[[], bool] = _never
@@ -71,27 +74,37 @@ class Loop(Generic[Batch]):
     def train(self) -> nn.Module | None:
         """Train from the run's last checkpoint, or from the start, to the end of the recipe.
 
-        None if it was asked to stop before the end; a checkpoint is there to go on from.
+        None if `should_stop` ended the run early; its checkpoint can be resumed from.
         """
         model, optimizer, start = self.begin()
-        with watched(model, self.run, self.watch_every, start) as looking:
-            return self.steps(model, optimizer, start, looking)
+        self.report(
+            {
+                "step": start,
+                "steps": self.recipe.steps,
+                "parameters": sum(each.numel() for each in model.parameters()),
+                "unit": self.task.unit,
+                "device": str(self.device),
+                "settings": self.settings,
+            }
+        )
+        with watched(model, self.run, self.watch_every, start) as heads:
+            return self.steps(model, optimizer, start, heads)
 
     def steps(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         start: int,
-        looking: Callable[[], AbstractContextManager[bool]],
+        heads: HeadWatch,
     ) -> nn.Module | None:
-        """The steps from `start` to the end, each inside what `looking()` gives."""
+        """Take the steps from `start` to the end of the recipe."""
         call = torch.compile(model) if self.recipe.compile else model
         assert isinstance(call, nn.Module)
         meter = Meter(self.device)
         saved = start
         for step in range(start, self.recipe.steps):
-            with looking() as looked:
-                loss, norm, count = self.step(model if looked else call, optimizer, step)
+            with heads.step() as watched_now:
+                loss, norm, count = self.step(model if watched_now else call, optimizer, step)
             meter.add(loss, norm, count)
             done = step + 1
             last = done == self.recipe.steps
@@ -104,6 +117,7 @@ class Loop(Generic[Batch]):
             if done % self.recipe.checkpoint_every == 0 or last or stopping:
                 meter.check(saved)
                 with meter.away():
+                    heads.flush()  # first: a resumed run repeats no step before its checkpoint
                     self.save(model, optimizer, done)
                 saved = done
             if stopping and not last:
@@ -112,14 +126,15 @@ class Loop(Generic[Batch]):
         return model
 
     def begin(self) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-        """The model, its optimiser, and the step to go on from."""
+        """The model, its optimiser, and the step to start from."""
         torch.manual_seed(self.recipe.seed)
         model = self.task.build().to(self.device)
         optimizer = self.recipe.optimizer(model)
         if not self.run.state.exists():
+            self.run.forget_after(0)  # a run killed before its first checkpoint starts again
             return model, optimizer, 0
         tensors, about = checkpoints.load(self.run.state)
-        refuse_another_run(self.asked, about["asked"], self.run)
+        refuse_another_run(self.settings, about["asked"], self.run)
         checkpoints.restore(model, optimizer, tensors, self.run.state)
         self.run.forget_after(about["step"])
         return model, optimizer, int(about["step"])
@@ -127,7 +142,7 @@ class Loop(Generic[Batch]):
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
     ) -> tuple[Tensor, Tensor, int]:
-        """One update: the mean loss, the gradient's norm before clipping, how many predictions."""
+        """One update: the mean loss, the gradient norm before clipping, the predictions made."""
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = self.recipe.rate(step)
@@ -148,32 +163,34 @@ class Loop(Generic[Batch]):
         return total, norm, count
 
     def evaluated(self, model: nn.Module) -> dict[str, Any]:
-        """What the task says of the model; training goes on as if it had not been asked."""
+        """Evaluate the model without any effect on training."""
         return undisturbed(lambda: self.task.evaluate(model, self.device), model, self.device)
 
     def measured(self, step: int, values: dict[str, Any]) -> None:
-        """Write a line and show it."""
+        """Record a measurement and report it."""
         self.run.record({"step": step, **values})
         self.report({"step": step, "steps": self.recipe.steps, **values})
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Checkpoint."""
+        """Write a checkpoint."""
         tensors = checkpoints.capture(model, optimizer)
-        checkpoints.save(self.run.state, tensors, {"step": step, "asked": self.asked})
+        checkpoints.save(self.run.state, tensors, {"step": step, "asked": self.settings})
 
     def finish(self, model: nn.Module) -> None:
-        """Judge the model and leave its weights alone in a file."""
-        checkpoints.save(
-            self.run.model,
-            checkpoints.weights(model),
-            {"step": self.recipe.steps, "asked": self.asked},
-        )
+        """Write the weights alone and score the model; a run that was finished is only reported."""
+        steps = self.recipe.steps
+        finished = [line for line in self.run.measured() if "test" in line]
+        if finished and self.run.model.exists():
+            self.report({"steps": steps, **finished[-1]})
+            return
+        about = {"step": steps, "asked": self.settings}
+        checkpoints.save(self.run.model, checkpoints.weights(model), about)
         judged = undisturbed(lambda: self.task.judge(model, self.device), model, self.device)
-        self.measured(self.recipe.steps, {"test": judged})
+        self.measured(steps, {"test": judged})
 
 
 def undisturbed(ask: Callable[[], Answer], model: nn.Module, device: torch.device) -> Answer:
-    """Ask a model something in eval mode; its mode and the random numbers stay as they were."""
+    """Use a model in eval mode, and leave its mode and the random state as they were."""
     training = model.training
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad(), autocast(device):
@@ -185,24 +202,24 @@ def undisturbed(ask: Callable[[], Answer], model: nn.Module, device: torch.devic
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bf16 where the GPU has it, float32 elsewhere."""
+    """bf16 on a GPU that has it, float32 elsewhere."""
     if device.type == "cuda" and torch.cuda.is_bf16_supported():
         return torch.autocast("cuda", torch.bfloat16)
     return nullcontext()
 
 
-def refuse_another_run(asked: dict[str, Any], before: dict[str, Any], run: Run) -> None:
-    """A checkpoint goes on with what it was started with, to the letter."""
-    if asked == before:
+def refuse_another_run(settings: dict[str, Any], before: dict[str, Any], run: Run) -> None:
+    """Raise ValueError unless a checkpoint was made with exactly these settings."""
+    if settings == before:
         return
-    flat, other = flatten(asked), flatten(before)
+    flat, other = flatten(settings), flatten(before)
     names = [name for name in sorted(flat | other) if flat.get(name) != other.get(name)]
     some = "; ".join(f"{name} was {other.get(name)} and is {flat.get(name)}" for name in names[:3])
     raise ValueError(f"{run.state} is a checkpoint of another run: {some}")
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names.
+    """Nested settings by dotted name.
 
     >>> flatten({"recipe": {"steps": 3}})
     {'recipe.steps': 3}
@@ -216,23 +233,23 @@ def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def steps_within(loop: Loop[Batch], minutes: float, warm: int = 20, timed: int = 30) -> int:
-    """How many steps fit into this time, by the speed of the first ones; nothing is kept of them.
+def steps_within(trainer: Trainer[Batch], minutes: float, warm: int = 20, timed: int = 30) -> int:
+    """Estimate how many steps fit into this time from a trial whose results are discarded.
 
-    A tenth of the time is left for evaluation and checkpoints.
+    A tenth of the time is reserved for evaluation and checkpoints.
     """
     started = time.perf_counter()
-    torch.manual_seed(loop.recipe.seed)
-    model = loop.task.build().to(loop.device)
-    optimizer = loop.recipe.optimizer(model)
-    call = torch.compile(model) if loop.recipe.compile else model
+    torch.manual_seed(trainer.recipe.seed)
+    model = trainer.task.build().to(trainer.device)
+    optimizer = trainer.recipe.optimizer(model)
+    call = torch.compile(model) if trainer.recipe.compile else model
     assert isinstance(call, nn.Module)
-    trial = replace(loop, recipe=replace(loop.recipe, steps=warm + timed))
+    trial = replace(trainer, recipe=replace(trainer.recipe, steps=warm + timed))
     for step in range(warm + timed):
         if step == warm:
-            begun = _now(loop.device)
+            begun = _now(trainer.device)
         trial.step(call, optimizer, step)
-    seconds = (_now(loop.device) - begun) / timed
+    seconds = (_now(trainer.device) - begun) / timed
     left = minutes * 60 - (time.perf_counter() - started)
     return max(1, int(0.9 * left / seconds))
 

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from headwise.training import checkpoints
 from headwise.training.data.batches import generator
-from headwise.training.loop import Loop, steps_within
 from headwise.training.meter import DivergedError
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import Run
+from headwise.training.trainer import Trainer, steps_within
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
     steps=12, warmup=3, learning_rate=0.05, accumulate=2, seed=7, log_every=2, evaluate_every=5,
     checkpoint_every=4,
 )  # fmt: skip
-ASKED = {"task": "toy", "recipe": RECIPE.to_dict()}
+SETTINGS = {"task": "toy", "recipe": RECIPE.to_dict()}
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Toy:
     """Learn to add up eight numbers, with dropout, so that random numbers matter."""
 
     broken_at: int | None = None
+    unit = "examples"
 
     def build(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
@@ -57,12 +58,12 @@ class Toy:
         return {"loss": float(self.loss(model, self.batch(10**7, device), 0.0))}
 
 
-def loop(
+def trainer(
     folder: Path, recipe: Recipe = RECIPE, task: Toy | None = None, **more: Any
-) -> Loop[Tensor]:
+) -> Trainer[Tensor]:
     folder.mkdir(exist_ok=True)
-    asked = {**ASKED, "recipe": recipe.to_dict()}
-    return Loop(task or Toy(), recipe, Run(folder), asked, CPU, **more)
+    settings = {**SETTINGS, "recipe": recipe.to_dict()}
+    return Trainer(task or Toy(), recipe, Run(folder), settings, CPU, **more)
 
 
 def state(folder: Path) -> dict[str, Tensor]:
@@ -80,19 +81,19 @@ def without_speed(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stop", range(1, 12))
 def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path: Path, stop: int) -> None:
-    assert loop(tmp_path / "whole").train() is not None
+    assert trainer(tmp_path / "whole").train() is not None
     seen = iter(range(1, 100))
-    stopped = loop(tmp_path / "parts", should_stop=lambda: next(seen) == stop)
+    stopped = trainer(tmp_path / "parts", should_stop=lambda: next(seen) == stop)
     assert stopped.train() is None
     torch.rand(17)  # the world goes on meanwhile
-    assert loop(tmp_path / "parts").train() is not None
+    assert trainer(tmp_path / "parts").train() is not None
     assert same(state(tmp_path / "whole"), state(tmp_path / "parts"))
     last = without_speed(tmp_path / "whole")[-1]
     assert without_speed(tmp_path / "parts")[-1] == last
 
 
 def test_a_crash_between_checkpoints_loses_only_what_followed_the_last(tmp_path: Path) -> None:
-    loop(tmp_path / "whole").train()
+    trainer(tmp_path / "whole").train()
 
     class CrashError(Exception):
         pass
@@ -102,9 +103,9 @@ def test_a_crash_between_checkpoints_loses_only_what_followed_the_last(tmp_path:
             raise CrashError
 
     with pytest.raises(CrashError):
-        loop(tmp_path / "parts", report=crash).train()
+        trainer(tmp_path / "parts", report=crash).train()
     assert checkpoints.load(tmp_path / "parts/last.safetensors")[1]["step"] == 8
-    loop(tmp_path / "parts").train()
+    trainer(tmp_path / "parts").train()
     assert same(state(tmp_path / "whole"), state(tmp_path / "parts"))
     assert without_speed(tmp_path / "whole") == without_speed(tmp_path / "parts")
 
@@ -119,15 +120,15 @@ def test_accumulating_equals_one_large_batch(tmp_path: Path) -> None:
             both = [super(Large, self).batch(2 * number + n, device) for n in range(2)]
             return torch.cat(both)
 
-    loop(tmp_path / "small", RECIPE, Sure()).train()
-    loop(tmp_path / "large", replace(RECIPE, accumulate=1), Large()).train()
+    trainer(tmp_path / "small", RECIPE, Sure()).train()
+    trainer(tmp_path / "large", replace(RECIPE, accumulate=1), Large()).train()
     for name, tensor in checkpoints.load(tmp_path / "small/model.safetensors")[0].items():
         other = checkpoints.load(tmp_path / "large/model.safetensors")[0][name]
         torch.testing.assert_close(tensor, other)
 
 
 def test_the_loss_falls_and_the_metrics_say_so(tmp_path: Path) -> None:
-    loop(tmp_path, replace(RECIPE, steps=200, log_every=20)).train()
+    trainer(tmp_path, replace(RECIPE, steps=200, log_every=20)).train()
     lines = list(Run(tmp_path).measured())
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0] / 3
@@ -137,15 +138,15 @@ def test_the_loss_falls_and_the_metrics_say_so(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_stops_the_run_and_spares_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match="step 4, is untouched"):
-        loop(tmp_path, task=Toy(broken_at=11)).train()
+        trainer(tmp_path, task=Toy(broken_at=11)).train()
     assert checkpoints.load(tmp_path / "last.safetensors")[1]["step"] == 4
 
 
 def test_a_checkpoint_of_another_config_is_refused_and_the_difference_named(tmp_path: Path) -> None:
-    loop(tmp_path).train()
+    trainer(tmp_path).train()
     before = (tmp_path / "last.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"recipe\.learning_rate was 0\.05 and is 0\.01"):
-        loop(tmp_path, replace(RECIPE, learning_rate=0.01)).train()
+        trainer(tmp_path, replace(RECIPE, learning_rate=0.01)).train()
     assert (tmp_path / "last.safetensors").read_bytes() == before
 
 
@@ -235,15 +236,15 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
     with run.locked():
         with pytest.raises(ValueError, match="another process is training"), run.locked():
             pass
-        run.begin(ASKED)
-        with pytest.raises(ValueError, match="holds a run already"):
-            run.begin(ASKED)
-    assert run.asked() == ASKED
+        run.begin(SETTINGS)
+        with pytest.raises(ValueError, match="already holds a run"):
+            run.begin(SETTINGS)
+    assert run.settings() == SETTINGS
     run.config.write_text("{")
     with pytest.raises(ValueError, match="is damaged"):
-        run.asked()
-    with pytest.raises(ValueError, match="holds no run"):
-        Run(tmp_path / "other").asked()
+        run.settings()
+    with pytest.raises(ValueError, match="does not hold a run"):
+        Run(tmp_path / "other").settings()
 
 
 def test_a_line_of_the_metrics_cut_short_is_passed_over(tmp_path: Path) -> None:
@@ -255,7 +256,7 @@ def test_a_line_of_the_metrics_cut_short_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_steps_are_fitted_into_a_time(tmp_path: Path) -> None:
-    steps = steps_within(loop(tmp_path), minutes=0.02, warm=2, timed=5)
+    steps = steps_within(trainer(tmp_path), minutes=0.02, warm=2, timed=5)
     assert steps >= 1
     assert not list(tmp_path.iterdir())
 

@@ -1,0 +1,214 @@
+"""Facts about this machine: versions, devices, engines and known problems."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headwise.engines import plan
+
+PACKAGES = ("headwise", "torch", "triton", "numpy", "torchvision", "transformers")
+"""The packages whose versions matter when something goes wrong."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A device that torch can compute on."""
+
+    name: str
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A known problem and its cure."""
+
+    name: str
+    what: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything `headwise doctor` reports.
+
+    `versions` maps a package to its version, None if it is not installed; `engines` maps an engine
+    to None if it is usable, otherwise to the reason why it is not.
+    """
+
+    versions: dict[str, str | None]
+    devices: tuple[Processor, ...]
+    engines: dict[str, str | None]
+    traps: tuple[Trap, ...]
+
+
+def gather() -> Facts:
+    """Collect the facts.
+
+    >>> facts = gather()
+    >>> facts.engines["reference"] is None
+    True
+    """
+    versions = installed_versions()
+    return Facts(
+        versions=versions,
+        devices=(cpu_device(), *gpu_devices()),
+        engines=plan.engines(),
+        traps=known_traps(
+            flags=cpu_flags(),
+            environ=os.environ,
+            versions=versions,
+            threads=torch.get_num_threads(),
+            cores=usable_cores(),
+            torchvision_error=import_error("torchvision") if versions["torchvision"] else None,
+        ),
+    )
+
+
+def installed_versions() -> dict[str, str | None]:
+    """The versions of Python and of the packages that matter, None for missing ones."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    # Unlike its metadata, torch names its build (+cpu, +cu130), which decides what it can do.
+    versions["torch"] = torch.__version__
+    return versions
+
+
+def usable_cores() -> int:
+    """The number of cores this process may use, which may be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_info() -> str:
+    """The contents of /proc/cpuinfo, empty if it does not exist."""
+    file = Path("/proc/cpuinfo")
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets that the CPU advertises (Linux); not all of them need to work."""
+    for line in cpu_info().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def cpu_device() -> Processor:
+    """The CPU, its cores and the vector instructions torch uses on it."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in cpu_info().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor() or platform.machine(),
+    )
+    cores, threads = usable_cores(), torch.get_num_threads()
+    capability = torch.backends.cpu.get_cpu_capability()
+    detail = f"cores: {cores}, torch threads: {threads}, vector instructions: {capability}"
+    return Processor(name=model, kind="cpu", detail=detail)
+
+
+def gpu_devices() -> tuple[Processor, ...]:
+    """Every CUDA or Apple GPU that torch sees."""
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        detail = f"compute capability {properties.major}.{properties.minor}, {memory:.0f} GiB"
+        devices.append(Processor(name=properties.name, kind=f"cuda:{index}", detail=detail))
+    if torch.backends.mps.is_available():
+        devices.append(Processor(name="Apple GPU", kind="mps", detail="Metal"))
+    return tuple(devices)
+
+
+def import_error(module: str) -> str | None:
+    """The reason why a module can't be imported, None if it can; tried in another process."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit status {done.returncode}"
+
+
+def known_traps(
+    *,
+    flags: frozenset[str],
+    environ: Mapping[str, str],
+    versions: Mapping[str, str | None],
+    threads: int,
+    cores: int,
+    torchvision_error: str | None,
+) -> tuple[Trap, ...]:
+    """The known problems of a machine with these properties.
+
+    >>> traps = known_traps(flags=frozenset({"amx_bf16"}), environ={}, versions={},
+    ...                     threads=4, cores=4, torchvision_error=None)
+    >>> [trap.name for trap in traps]
+    ['amx']
+    """
+    traps = []
+    if "amx_bf16" in flags and "ONEDNN_MAX_CPU_ISA" not in environ:
+        traps.append(
+            Trap(
+                name="amx",
+                what="The CPU advertises AMX. Some virtual machines advertise it but crash with an "
+                "illegal instruction in the first bf16 matrix product.",
+                cure="If that happens: export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
+            )
+        )
+    if torchvision_error is not None:
+        traps.append(
+            Trap(
+                name="torchvision",
+                what="torchvision is installed but can't be imported with this torch, which breaks "
+                f"packages that import it, such as transformers: {torchvision_error}",
+                cure="pip uninstall torchvision, or install the build that matches torch",
+            )
+        )
+    if release(versions.get("triton")) == (3, 6) and release(versions.get("numpy")) >= (2, 4):
+        traps.append(
+            Trap(
+                name="triton-numpy",
+                what="triton 3.6's interpreter (TRITON_INTERPRET=1) fails with numpy 2.4 and newer "
+                "on loops whose bounds are known only at run time.",
+                cure="pip install 'numpy<2.4', or a newer triton",
+            )
+        )
+    if threads == 1 and cores > 1:
+        traps.append(
+            Trap(
+                name="one-thread",
+                what=f"torch uses one thread on {cores} cores, usually because OMP_NUM_THREADS "
+                "is 1: the CPU engines are slower than they could be.",
+                cure="unset OMP_NUM_THREADS, or torch.set_num_threads(...)",
+            )
+        )
+    return tuple(traps)
+
+
+def release(version: str | None) -> tuple[int, int]:
+    """The first two numbers of a version; zeros if there is none.
+
+    >>> release("2.13.0+cpu")
+    (2, 13)
+    """
+    if version is None:
+        return (0, 0)
+    major, minor, *_ = [*version.split("."), "0"]
+    return (int(major), int(minor))
