@@ -11,7 +11,16 @@ from headwise.maps.attention_map import AttentionMap
 from headwise.score import Additive, Cosine, Dot, General
 from headwise.training.loading import load
 from headwise.version import __version__
-from headwise.watching import Watch, qk_clip, watch
+from headwise.watching import Recording, Watch, qk_clip, watch
+
+
+def _show(seen: Recording, *given: object) -> object:
+    from headwise.look.show import show  # the page's server or widget is an extra
+
+    return show(seen, *given)  # type: ignore[arg-type]
+
+
+Recording.opens_page = staticmethod(_show)  # the page is built on the recording, not beneath it
 
 __all__ = [
     "STATISTICS",

@@ -53,20 +53,20 @@ def attention(
     Without a batch, (H, N, D) works too. A row that sees no key gives 0.
 
     - score: `hw.Dot()`, which is q·k/√D, or `hw.Additive`, `hw.General`, `hw.Cosine`
-    - mask: which keys a query may see, of `hw.mask`; None shows all
-    - bias: what is added to the logits: a tensor that broadcasts to (B, Hq, N, M), `hw.ALiBi` or
+    - mask: the keys that each query may see, from `hw.mask`; None shows all of them
+    - bias: added to the logits: a tensor that broadcasts to (B, Hq, N, M), `hw.ALiBi` or
       `hw.RelativeBuckets`; -inf hides a key
     - softcap: c makes each logit c · tanh(logit / c) before the bias
-    - sinks: (Hq,) logits that take weight and give no value, so that rows sum to less than one
-    - dropout: the rate at which weights are dropped; `hw.Dropout(rate, seed)` drops the same again
-    - engine: "auto", or the name of one; `hw.explain` says which can serve a call
+    - sinks: (Hq,) logits that take weight but have no value, so rows sum to less than one
+    - dropout: the rate at which weights are dropped; `hw.Dropout(rate, seed)` is repeatable
+    - engine: "auto", or the name of an engine; `hw.explain` tells which can serve a call
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind(0)
     >>> hw.attention(q, k, v, mask=hw.mask.causal()).shape
     torch.Size([2, 8, 5, 16])
     """
-    if has_torch_function_variadic(q, k, v):  # a mode such as a watch wants to see the call
+    if has_torch_function_variadic(q, k, v):  # a mode, such as a watch, handles the call
         result: Tensor = handle_torch_function(
             attention, (q, k, v), q, k, v, score=score, mask=mask, bias=bias, softcap=softcap,
             sinks=sinks, dropout=dropout, engine=engine,
@@ -93,13 +93,13 @@ def observe(
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
 ) -> tuple[Tensor, Observation]:
-    """What `attention` returns, and what each head did: entropy, largest logit, distance, ...
+    """Return the output of `attention` and statistics of each head: entropy, largest logit, ...
 
-    The options of `attention`, and what to look at; `hw.Observation` defines the statistics. `lse`
+    Takes the options of `attention` and those below. `hw.Observation` defines the statistics. `lse`
     and `entropy` have gradients.
 
     - stats: the names of the statistics; None for all of `hw.STATISTICS`
-    - rows: how many query rows to look at, or which (a tensor); `seen.rows` names them
+    - rows: how many query rows to sample, or a tensor of their indices; `seen.rows` has them
     - sink_keys: how many keys at the start of a sequence count for `sink_mass`
 
     >>> import torch, headwise as hw
@@ -110,7 +110,7 @@ def observe(
     """
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
-    _restating("observe", four, check_sink_keys, sink_keys)
+    sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
     found = with_max_logit(names)
     options = _Options(score, mask, bias, softcap, sinks, dropout)
@@ -138,9 +138,9 @@ def statistics(
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
 ) -> Observation:
-    """What `observe` sees, without gradients, where the output is computed by someone else.
+    """Return only the statistics of `observe`, without gradients, for an output from elsewhere.
 
-    With `rows`, nothing but those rows is computed.
+    With `rows`, only those rows are computed.
 
     >>> import torch, headwise as hw
     >>> from headwise.api import statistics
@@ -150,7 +150,7 @@ def statistics(
     """
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
-    _restating("observe", four, check_sink_keys, sink_keys)
+    sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     with torch.no_grad():
         problem = pose(
             "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
@@ -165,7 +165,7 @@ def statistics(
 def _observation(
     values: dict[str, Tensor], names: tuple[str, ...], rows: Tensor | None, batched: bool
 ) -> Observation:
-    """The asked-for values, and what tells which rows see a key."""
+    """Return the requested values, with max_logit, which tells the rows that see a key."""
     highest = values["max_logit"]
     if not batched:
         values = {name: value[0] for name, value in values.items()}
@@ -200,14 +200,14 @@ def _serve(
     names: tuple[str, ...] = (),
     sink_keys: int = 1,
 ) -> Results:
-    """Return out and the named statistics: by the prepared call of this description, or a new one.
+    """Return out and the named statistics, from the cache of prepared calls if possible.
 
-    The path of every call: describe it, look it up; if it is new, check it, choose an engine, let
-    the engine prepare it, and run.
+    The path of every call: describe it and look it up; if it is new, check it, choose an engine,
+    let the engine prepare it, and run.
     """
     q, k, v = tensors
     described = None
-    if q.dtype is k.dtype is v.dtype:  # autocast may make different ones one
+    if q.dtype is k.dtype is v.dtype:  # otherwise autocast may unify them
         described = calls.describe(tensors, **options._asdict(), options=(engine, names, sink_keys))
     prepared = None if described is None else calls.known(described.key)
     if described is not None and prepared is not None:
@@ -238,7 +238,7 @@ def attention_map(
     """The attention weights as a matrix that is never stored: any part of it is exact on demand.
 
     The options are those of `attention`. With v, the map can weigh by the values' norms. lse
-    (B, Hq, N), where it is known, saves a pass. Without a batch, the map has a batch of one.
+    (B, Hq, N), if known, saves a pass. Without a batch, the map has a batch of one.
 
     >>> import torch, headwise as hw
     >>> q, k = torch.randn(2, 1, 2, 100, 16).unbind(0)
@@ -268,7 +268,7 @@ def explain(
     engine: str = "auto",
     observed: bool = False,
 ) -> Plan:
-    """Which engine would serve this call, and why not the others; `observed` for `observe`.
+    """Return the plan of a call: the engine, and why not the others; `observed` for `observe`.
 
     >>> import torch, headwise as hw
     >>> q = torch.randn(1, 8, 5, 16)
@@ -303,8 +303,8 @@ def partial(
 ) -> Partial:
     """Attention of these queries over these keys, placed in the whole sequence, ready to `merge`.
 
-    Masks, biases and dropout speak of the whole sequence: row r is query first_query + r, column c
-    is key first_key + c, and `causal()` without an offset lets equal numbers stand together.
+    Masks, biases and dropout refer to the whole sequence: row r is query first_query + r, column c
+    is key first_key + c, and `causal()` without an offset lets query i see the keys j <= i.
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind(0)
@@ -323,18 +323,18 @@ def partial(
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
-    _restating("partial", four, choose, problem, STREAMING.name, True)  # which may refuse
+    _restating("partial", four, choose, problem, STREAMING.name, True)  # it may refuse
     sums = STREAMING.run(problem, EVERYTHING)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 
 def _batched(call: str, q: object, k: object, v: object) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, H, N, D) as it is; (H, N, D) with a batch of one."""
+    """Return q, k and v with a batch axis: (H, N, D) gets a batch of one."""
     if not isinstance(q, Tensor) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         raise ValueError(f"q, k and v need to be tensors\n  in {restate(call, q, k, v)}")
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         raise ValueError(
-            "q, k and v need the axes (batch, heads, length, width), or all of them without batch\n"
+            "q, k and v need the axes (batch, heads, length, width), or all three without batch\n"
             f"  in {restate(call, q, k, v)}"
         )
     return (q, k, v) if q.ndim == 4 else (q[None], k[None], v[None])
@@ -343,7 +343,7 @@ def _batched(call: str, q: object, k: object, v: object) -> tuple[Tensor, Tensor
 def _restating(
     call: str, tensors: tuple[Tensor, Tensor, Tensor], ask: Callable[..., Found], *given: object
 ) -> Found:
-    """What `ask` returns; its ValueError restates the call."""
+    """Return what `ask` returns; restate the call in its ValueError."""
     try:
         return ask(*given)
     except ValueError as error:

@@ -15,47 +15,47 @@ CHINESE: dict[str, str] = {
     "there is no head {name!r}; heads are layer.number, {first} to {last}": (
         "没有头 {name!r}；头写作 层.号，从 {first} 到 {last}"
     ),
-    "input {id} is no image": "输入 {id} 不是图片",
-    "axis={axis!r}; a map has rows and columns": "axis={axis!r}；图只有 rows 和 columns",
-    "how={how!r}; cells hold the mean or the max": "how={how!r}；每格是 mean 或 max",
-    "{name}={written!r} is no number from {low} to {high}": (
+    "input {id} is not an image": "输入 {id} 不是图片",
+    "axis={axis!r}; use rows or columns": "axis={axis!r}；可以是 rows 或 columns",
+    "how={how!r}; use mean or max": "how={how!r}；可以是 mean 或 max",
+    "{name}={written!r} is not a number from {low} to {high}": (
         "{name}={written!r} 不是 {low} 到 {high} 之间的数"
     ),
-    "{rows} rows; at most {most} are given at once": "{rows} 行；一次最多给 {most} 行",
+    "{rows} rows; ask for at most {most} at once": "{rows} 行；一次最多取 {most} 行",
     "this page is not served as {host!r}": "本页面不以 {host!r} 之名提供",
     "open http://127.0.0.1:{port}/": "请打开 http://127.0.0.1:{port}/",
     "requests from {origin!r} are refused": "来自 {origin!r} 的请求被拒绝",
     "requests from other sites are refused": "来自其他网站的请求被拒绝",
     "use the page itself": "请使用页面本身",
     "this is larger than {most} MiB": "超过了 {most} MiB",
-    "a shorter text or a smaller image would work": "较短的文本或较小的图片就可以",
+    "use a shorter text or a smaller image": "请换较短的文本或较小的图片",
     "a body of type {media!r} can't be read": "无法读取 {media!r} 类型的内容",
     "the body has no text": "内容里没有文本",
     'send {{"text": "…"}} as application/json': '请以 application/json 发送 {{"text": "…"}}',
     # inputs that can't be read
     "the model is still busy with another input": "模型还在读另一个输入",
     "wait until it is done": "请等它读完",
-    "there is no model here that could read it, only a run": "这里没有能读它的模型，只有一次运行",
-    "headwise look MODEL opens a model": "headwise look MODEL 可以打开一个模型",
+    "this is a run without its model: nothing can be read": (
+        "这里只有一次运行的记录，没有可以读入文本的模型"
+    ),
+    "open a model with headwise look MODEL": "用 headwise look MODEL 打开一个模型",
     "the model is ready for another one": "模型可以读别的输入",
-    "change what the message names, and start headwise look again": (
+    "fix what the message names, then start headwise look again": (
         "请修正上面提到的问题，再重新运行 headwise look"
     ),
-    "this is an error inside the model or headwise; the terminal may say more": (
+    "this is an error in the model or in headwise; the terminal may say more": (
         "这是模型或 headwise 内部的错误；终端里可能有更多信息"
     ),
     "this is a recording: run the model again to look at something else": (
         "这是一份记录：想看别的内容，请再运行一次模型"
     ),
-    "this model reads text, and an image was given; --text would work": (
-        "这个模型读文本，而给的是图片；可以用 --text"
+    "this model reads text, and an image was given; use --text": (
+        "这个模型读文本，给的却是图片；请用 --text"
     ),
-    "this model looks at images, and a text was given; --image would work": (
-        "这个模型看图片，而给的是文本；可以用 --image"
+    "this model reads images, and a text was given; use --image": (
+        "这个模型读图片，给的却是文本；请用 --image"
     ),
-    "this model looks at images: --image FILE gives it one": (
-        "这个模型看图片：用 --image FILE 给它一张"
-    ),
+    "this model reads images; use --image FILE": "这个模型读图片；请用 --image FILE",
     "there is no word to look at in {text!r}": "{text!r} 里没有可看的词",
     "{tokens:,} tokens are too many to look at on {device}: at most {most:,}{more}": (
         "{tokens:,} 个词元太多，在 {device} 上最多看 {most:,} 个{more}"
@@ -64,12 +64,12 @@ CHINESE: dict[str, str] = {
     "reading an image needs Pillow: pip install 'headwise[look]'": (
         "读图片需要 Pillow：pip install 'headwise[look]'"
     ),
-    "the image has {wide} × {high} pixels; at most {most:,} would work": (
-        "图片有 {wide} × {high} 个像素；最多 {most:,} 个"
+    "the image has {wide} × {high} pixels; use one of at most {most:,}": (
+        "图片有 {wide} × {high} 个像素；请换不超过 {most:,} 个像素的"
     ),
-    "this is no PNG or JPEG image: {reason}": "这不是 PNG 或 JPEG 图片：{reason}",
-    "{name} does not keep its {high} × {wide} patches as tokens; a ViT does": (
-        "{name} 没有把 {high} × {wide} 个图块当作词元；ViT 才会"
+    "this is not a PNG or JPEG image: {reason}": "这不是 PNG 或 JPEG 图片：{reason}",
+    "{name} does not keep its {high} × {wide} patches as tokens; use a ViT": (
+        "{name} 没有把 {high} × {wide} 个图块当作词元；请用 ViT"
     ),
     "transformers can't load {what}: {reason}": "transformers 无法加载 {what}：{reason}",
     "there is no checkpoint {path}": "没有检查点 {path}",
@@ -77,24 +77,29 @@ CHINESE: dict[str, str] = {
     "{tokens:,} tokens; the model was trained on {context:,} at a time": (
         "{tokens:,} 个词元；模型训练时一次只读 {context:,} 个"
     ),
-    "the first {places:,} of {tokens:,} tokens: the model has no more places": (
+    "the first {places:,} of {tokens:,} tokens: the model has no more positions": (
         "{tokens:,} 个词元中的前 {places:,} 个：模型没有更多的位置"
     ),
-    "pixels are scaled by this image's own mean and deviation: the run keeps no others": (
+    "pixels are scaled by this image's own mean and deviation: the run has saved no others": (
         "像素按这张图片自己的均值和标准差缩放：这次运行没有保存别的"
     ),
     # the experiments of "Why"
     "there is no experiment {name!r}; there are {there}": "没有实验 {name!r}；现有 {there}",
     "there is no setting {name!r}; there are {there}": "没有设置 {name!r}；现有 {there}",
-    "{name}={text!r} is no whole number; {allowed}": "{name}={text!r} 不是整数；{allowed}",
-    "{name}={number} is out of bounds; {allowed}": "{name}={number} 超出范围；{allowed}",
-    "{name}={text!r} is no choice; {allowed}": "{name}={text!r} 不是可选项；{allowed}",
-    "powers of two from {least} to {most} work": "可以是 {least} 到 {most} 之间的 2 的幂",
-    "whole numbers from {least} to {most} work": "可以是 {least} 到 {most} 之间的整数",
-    "{options} work": "可以是 {options}",
+    "{name}={text!r} is not a whole number": "{name}={text!r} 不是整数",
+    "{name}={number} is out of bounds": "{name}={number} 超出范围",
+    "{name}={text!r} is not one of the options; use {options}": (
+        "{name}={text!r} 不是可选项；可以是 {options}"
+    ),
+    "{wrong}; use a power of two from {least} to {most}": (
+        "{wrong}；可以是 {least} 到 {most} 之间的 2 的幂"
+    ),
+    "{wrong}; use a whole number from {least} to {most}": (
+        "{wrong}；可以是 {least} 到 {most} 之间的整数"
+    ),
     # watched runs
     "no run is being watched": "没有正在监视的运行",
-    "headwise look RUN_FOLDER shows one": "headwise look RUN_FOLDER 可以显示一次运行",
+    "open one with headwise look RUN_FOLDER": "用 headwise look RUN_FOLDER 打开一次运行",
     "{folder} holds no watched run: it has no {name}": "{folder} 里没有监视记录：缺少 {name}",
     "{folder} can't be read as a watched run: {reason}": (
         "无法把 {folder} 当作监视记录读取：{reason}"
@@ -111,11 +116,11 @@ CHINESE: dict[str, str] = {
     ),
     "there is no figure {name!r}; there are {there}": "没有指标 {name!r}；现有 {there}",
     # alarms
-    "its largest logit is no number any more": "它的最大 logit 已不是数",
+    "its largest logit is NaN": "它的最大 logit 是 NaN",
     "its largest logit is {largest:.4g}, above {limit:g}": (
         "它的最大 logit 是 {largest:.4g}，超过 {limit:g}"
     ),
-    "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys a row": (
+    "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys per row": (
         "它的平均熵是 {entropy:.3f} 奈特：每行 {keys:.2f} 个键"
     ),
     "its mean output norm is 0: nothing at all": "它的平均输出范数是 0：什么也没有",
@@ -127,8 +132,8 @@ CHINESE: dict[str, str] = {
     ),
     "it weights the keys as head {first} does": "它给各键的权重和头 {first} 一样",
     # the rules behind them
-    "the largest logit of a head is above {limit:g}, or no number any more": (
-        "一个头的最大 logit 超过 {limit:g}，或已不是数"
+    "the largest logit of a head is above {limit:g}, or NaN": (
+        "一个头的最大 logit 超过 {limit:g}，或为 NaN"
     ),
     "the mean entropy of a head is below {nats:g} nats, and the previous token, the token itself "
     "and the first one get less than half of its weight": (
@@ -154,7 +159,7 @@ CHINESE: dict[str, str] = {
         "Wortsman 等人（2309.14322）见到 logit 增长以发散告终"
     ),
     "Zhai and others, 2023 (2303.06296): training becomes unstable when attention entropy "
-    "collapses; the threshold is ours, e^0.1 = 1.1 keys a row": (
+    "collapses; the threshold is ours, e^0.1 = 1.1 keys per row": (
         "Zhai 等人，2023（2303.06296）：注意力熵坍缩时训练变得不稳定；阈值是我们定的，"
         "e^0.1 = 每行 1.1 个键"
     ),

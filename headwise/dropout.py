@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.core.arguments import is_integer
+
 _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 
@@ -25,6 +27,17 @@ class Dropout:
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
+        if self.seed is not None:
+            _check_seed(self.seed)
+
+    def seed_on(self, device: torch.device) -> Tensor:
+        """The seed as an int64 tensor (), drawn from PyTorch's generator if there is none."""
+        if self.seed is None:
+            return draw_seed(device)
+        if isinstance(self.seed, Tensor):
+            return self.seed.reshape(()).to(device, torch.int64)
+        signed = (int(self.seed) + 2**63) % 2**64 - 2**63  # the same 64 bits
+        return torch.tensor(signed, device=device, dtype=torch.int64)
 
 
 def check_rate(rate: float) -> None:
@@ -37,6 +50,19 @@ def check_rate(rate: float) -> None:
         raise ValueError(f"dropout={rate!r} must be in [0, 1)")
 
 
+def _check_seed(seed: object) -> None:
+    """Raise ValueError unless seed is an integer of 64 bits, or a tensor of one integer."""
+    if isinstance(seed, Tensor):
+        fits = seed.numel() == 1 and not (seed.is_floating_point() or seed.is_complex())
+        fits = fits and seed.dtype != torch.bool
+        kind = f"a {seed.dtype} tensor of shape {tuple(seed.shape)}"
+    else:
+        fits = is_integer(seed) and -(2**63) <= seed < 2**64
+        kind = repr(seed)
+    if not fits:
+        raise ValueError(f"hw.Dropout's seed is {kind}; give an integer of 64 bits")
+
+
 def draw_seed(device: torch.device) -> Tensor:
     """A new seed from PyTorch's generator, on the device, without synchronising."""
     return torch.randint(0, 2**31, (), device=device, dtype=torch.int64)
@@ -44,7 +70,8 @@ def draw_seed(device: torch.device) -> Tensor:
 
 def row_hash(seed: Tensor, batch: Tensor, head: Tensor, row: Tensor) -> Tensor:
     """The hash of a query row; arguments broadcast, int64 that holds 32 bits."""
-    place = mix(mix(seed & _WORD) ^ mix(batch * _GOLDEN & _WORD) + head & _WORD)
+    word = mix(seed & _WORD ^ mix(seed >> 32 & _WORD))  # all 64 bits of the seed
+    place = mix(word ^ mix(batch * _GOLDEN & _WORD) + head & _WORD)
     return mix(place + (row * _GOLDEN & _WORD) & _WORD)
 
 

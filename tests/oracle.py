@@ -164,7 +164,8 @@ def _kept(call: Call) -> Tensor:
 def kept(seed: int, batch: int, head: int, i: int, j: int, rate: float) -> bool:
     """The published hash, on Python's own integers."""
     word, golden = 2**32 - 1, 0x9E3779B9
-    place = _mix(_mix(seed & word) ^ ((_mix((batch * golden) & word) + head) & word))
+    seed = _mix((seed & word) ^ _mix((seed >> 32) & word))
+    place = _mix(seed ^ ((_mix((batch * golden) & word) + head) & word))
     row = _mix((place + ((i * golden) & word)) & word)
     return _mix(row ^ ((j * golden) & word)) >= int(rate * 2**32)
 

@@ -188,3 +188,22 @@ def test_a_dropped_weight_depends_on_where_it_stands_and_on_nothing_else(engine:
     whole = hw.attention(q, k, v, mask=mask, dropout=dropout, engine=engine)
     late = hw.attention(q[:, :, 8:], k, v, mask=mask, dropout=dropout, engine=engine)
     torch.testing.assert_close(late, whole[:, :, 8:])
+
+
+SEEDS = (5, 5 + 2**32, 5 + 2**33, 5 - 2**32, 2**63 + 5, -5, 2**64 - 1)
+
+
+@pytest.mark.parametrize("engine", ["streaming", "reference"])
+def test_every_bit_of_a_seed_matters(engine: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 4).unbind(0)
+    outs = [hw.attention(q, k, v, dropout=hw.Dropout(0.5, seed), engine=engine) for seed in SEEDS]
+    for (a, x), (b, y) in itertools.combinations(zip(SEEDS, outs, strict=True), 2):
+        assert not torch.equal(x, y), (a, b)
+    again = hw.attention(q, k, v, dropout=hw.Dropout(0.5, torch.tensor([5 + 2**32])), engine=engine)
+    assert torch.equal(again, outs[1])
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5, "1", torch.zeros(2).long(), True])
+def test_a_seed_is_an_integer_of_64_bits(seed: object) -> None:
+    with pytest.raises(ValueError, match="an integer of 64 bits"):
+        hw.Dropout(0.5, seed)

@@ -83,6 +83,8 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "no softcap": ({"softcap": 0.0}, "softcap=0.0 must be positive"),
     "negative softcap": ({"softcap": -2.0}, "softcap=-2.0 must be positive"),
     "softcap is not a number": ({"softcap": float("nan")}, "softcap=nan must be positive"),
+    "endless softcap": ({"softcap": float("inf")}, "softcap=inf must be positive and finite"),
+    "softcap for each head": ({"softcap": torch.ones(4)}, "must be positive and finite"),
     "sinks of key heads": ({"sinks": torch.zeros(2)}, "(2,); give one logit per query head, (4,)"),
     "sinks is a number": ({"sinks": torch.tensor(1.0)}, "give one logit per query head"),
     "dropout of one": ({"dropout": 1.0}, "dropout=1.0 must be in [0, 1)"),

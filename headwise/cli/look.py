@@ -1,59 +1,87 @@
-"""`headwise look`: what can be asked at a terminal."""
+"""`headwise look`: serves the page, writes it to a file, or draws in the terminal."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
 import stat
 import sys
+import webbrowser
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from headwise import devices
+from headwise.look import pictures, terminal_view
+from headwise.look import session as sessions
+from headwise.look.atlas import Atlas
+from headwise.look.readers import opening
+from headwise.look.readers.reader import SAMPLE_TEXT, Reader, Report, silent
+from headwise.look.serving import page_file
+from headwise.look.session import Session
+from headwise.look.show import displayed
 
 app = typer.Typer()
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="gpt, translate, a run's folder, or a transformers model by its folder or name."
-    ),
-]
-Said = Annotated[str | None, typer.Option(help="What the model reads.", show_default=False)]
-File = Annotated[
-    typer.FileText | None,
-    typer.Option(
-        help="A UTF-8 file to read instead; - is standard input.",
-        encoding="utf-8",
-        show_default=False,
-    ),
-]
-ImageFile = Annotated[
-    Path | None,
-    typer.Option(help="What a vision model looks at: PNG or JPEG.", show_default=False),
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU if there is one.")]
-Heads = Annotated[
-    list[str] | None,
-    typer.Option(help="These heads, by layer and number: 5.1, cross:0.3.", show_default=False),
-]
+
+@dataclass(frozen=True)
+class Asked:
+    """A model, its input, the heads to show, and the device to run it on."""
+
+    model: str
+    input: str | bytes | None
+    heads: tuple[str, ...] = ()
+    device: str | None = None
+
+    def open(self) -> Reader:
+        """Load the model."""
+        return opening.opened(self.model, self.device)
+
+    def check(self) -> None:
+        """ValueError if there is no such model or device, before anything is loaded."""
+        opening.find(self.model)
+        devices.chosen(self.device)
 
 
 @app.command()
 def look(
-    model: Model = "gpt",
-    text: Said = None,
-    file: File = None,
-    image: ImageFile = None,
-    head: Heads = None,
-    device: Device = None,
-    port: Annotated[int, typer.Option(help="0 is any that is free.", min=0, max=65535)] = 0,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="gpt, translate, a run's folder, or a transformers model's or its name."
+        ),
+    ] = "gpt",
+    text: Annotated[str | None, typer.Option(help="The text to read.", show_default=False)] = None,
+    file: Annotated[
+        typer.FileText | None,
+        typer.Option(
+            help="A UTF-8 file to read; - is standard input.", encoding="utf-8", show_default=False
+        ),
+    ] = None,
+    image: Annotated[
+        Path | None,
+        typer.Option(help="A PNG or JPEG for a vision model.", show_default=False),
+    ] = None,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(help="A head by layer and number: 5.1, cross:0.3.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:1; the GPU if there is one.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Write the page as one file.html.", show_default=False)
     ] = None,
-    limit: Annotated[str, typer.Option(help="The most --out writes.")] = "20MB",
+    limit: Annotated[str, typer.Option(help="The largest file that --out writes.")] = "20MB",
     picture: Annotated[
         Path | None,
         typer.Option(help="Draw --head as an .svg, .pdf or .png.", show_default=False),
@@ -61,13 +89,13 @@ def look(
     in_terminal: Annotated[bool, typer.Option("--terminal", help="Draw in the terminal.")] = False,
     every: Annotated[bool, typer.Option("--all", help="With --terminal: list every head.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Tokens, figures and, with --head, maps.")
+        bool, typer.Option("--json", help="Print tokens, figures and, with --head, maps.")
     ] = False,
 ) -> None:
-    """Look at attention: a page in your browser that shows what a model's heads do with a text.
+    """See what a model's attention heads do with a text, on a page in your browser.
 
-    The built-in [b]gpt[/b] reads English; of the built-in [b]translate[/b] you see which English
-    token each French one looks at. The page is served to this machine alone.
+    The built-in [b]gpt[/b] reads English. The built-in [b]translate[/b] shows which English token
+    each French one looks at. The page is served to this machine alone.
 
     [b]Examples[/b]
 
@@ -81,25 +109,121 @@ def look(
 
     headwise look --terminal --text 'to be or not to be' --head 5.1
     """
-    from headwise.look import request as asking
-
     if (in_terminal or as_json) and (out is not None or picture is not None):
         raise typer.BadParameter("--terminal and --json print; --out and --picture write")
-    what = given(text, file, image)
-    asked = asking.Asked(model, what, tuple(head or ()), device)
+    asked = Asked(model, given(text, file, image), tuple(head or ()), device)
     try:
+        asked.check()
         if in_terminal or as_json:
-            asking.draw(asked, every, as_json)
+            draw(asked, every, as_json)
         elif out is not None or picture is not None:
-            asking.write(asked, out, number_of_bytes(limit), picture)
+            write(asked, out, number_of_bytes(limit), picture)
         else:
-            asking.serve(asked, port, no_open)
+            serve(asked, port, no_open)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
 
 
+def draw(asked: Asked, every: bool, as_json: bool) -> None:
+    """Print the heads, as figures in the terminal or as JSON."""
+    reader = asked.open()
+    what = sessions.given(reader, asked.input)
+    if what is SAMPLE_TEXT:  # more than a screen
+        what = terminal_view.SENTENCE
+    read = reader.read(what, silent)
+    chosen = [read.find(name)[1] for name in asked.heads]
+    if as_json:
+        print(json.dumps(terminal_view.as_dictionary(read, chosen), indent=2, ensure_ascii=False))
+    else:
+        terminal_view.show(Console(), read, chosen, every)
+
+
+def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> None:
+    """Write the page as a file, or a head as a picture, or both; print their names and sizes."""
+    for path in (out, picture):
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            raise ValueError(f"{path} can't be written: name a file in an existing folder")
+    if picture is not None:
+        pictures.check(picture)
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"{out} is not a page: use a name that ends in .html")
+    with bar() as progress:
+        session = Session(sample=asked.input is None)
+        session.reader = reader = asked.open()
+        read = reader.read(sessions.given(reader, asked.input), shown_in(progress))
+        if out is not None:
+            session.atlases["0"] = Atlas(read).prepare(shown_in(progress))
+            session.progress = sessions.Progress("ready", None)
+            size, heads = page_file.write(session, out, asked.heads, limit)
+    if out is not None:
+        print(f"{out}: {size / 1e6:.1f} MB, {len(read.main.rows):,} tokens")
+        print(page_file.summary(heads, sum(len(group.heads) for group in read.groups)))
+    if picture is not None:
+        group, head = pictures.chosen(read, asked.heads)
+        pictures.save(picture, reader.description.name, group, head)
+        print(f"{picture}: head {head.name}")
+
+
+def serve(asked: Asked, port: int, no_open: bool) -> None:
+    """Serve the page until Ctrl-C."""
+    from headwise.look.serving import server  # needs the extra headwise[look]
+
+    bound = server.listening(port)
+    address = server.address(bound)
+    console = Console(stderr=True)
+    print(f"{address}   (Ctrl-C stops it)", flush=True)
+    session = Session(sample=asked.input is None)
+    with bar(console) as progress:
+        report = shown_in(progress)
+
+        def heard(now: sessions.Progress) -> None:
+            if now.stage is not None:
+                report(now.stage, now.done)
+                return
+            progress.stop()
+            if now.problem is not None:
+                console.print(now.problem.error, style="red", markup=False)
+            elif session.atlases:
+                read = next(reversed(session.atlases.values())).input
+                heads = sum(len(group.heads) for group in read.groups)
+                ready = f"{len(read.main.rows):,} tokens, {heads} heads are ready"
+                print("; ".join([ready, *read.notes]), flush=True)
+
+        session.heard = heard
+        session.run = opening.watched(asked.model)
+        if session.run is None or opening.trained_here(Path(asked.model)):
+            session.start(asked.open, asked.input)
+        else:
+            session.tell(sessions.Progress("ready", None))
+        if not no_open and displayed():
+            webbrowser.open(address)
+        with suppress(KeyboardInterrupt):
+            server.serve(server.application(session), bound)
+    if not session.stop(3):
+        # The thread is deep inside a model or a download; Python would wait for it and abort.
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def bar(console: Console | None = None) -> Progress:
+    """A progress bar that vanishes at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console or Console(stderr=True), transient=True)
+
+
+def shown_in(progress: Progress) -> Report:
+    """A report that moves a progress bar."""
+    task = progress.add_task("loading the model", total=None)
+
+    def report(stage: str, done: float | None) -> None:
+        total = None if done is None else 1.0
+        progress.update(task, description=stage, completed=done or 0, total=total)
+
+    return report
+
+
 def given(text: str | None, file: typer.FileText | None, image: Path | None) -> str | bytes | None:
-    """What the model shall read; what is piped in, where nothing else is named."""
+    """The input of the command line: --text, --file, --image, or what is piped in."""
     if sum(x is not None for x in (text, file, image)) > 1:
         raise typer.BadParameter("give one of --text, --file and --image")
     try:
@@ -111,35 +235,35 @@ def given(text: str | None, file: typer.FileText | None, image: Path | None) -> 
             return sys.stdin.buffer.read().decode() or None
     except UnicodeDecodeError as error:
         name = "standard input" if file is None else file.name
-        raise typer.BadParameter(f"{name} is no text in UTF-8: {error}") from error
+        raise typer.BadParameter(f"{name} is not text in UTF-8: {error}") from error
     except OSError as error:
         raise typer.BadParameter(f"the input can't be read: {error}") from error
     return text
 
 
 def piped() -> bool:
-    """Whether another program or a file feeds standard input, and has begun to."""
+    """True if another program or a file has begun to feed standard input."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # closed, or replaced by what has no number
+    except (OSError, ValueError):  # closed, or replaced by an object without a file descriptor
         return False
     if stat.S_ISFIFO(mode):
-        # A pipe that nobody writes to is no text, and would be waited for without end.
+        # Reading a pipe that nobody writes to would wait for ever.
         begun = sys.platform != "win32" and bool(select.select([sys.stdin], [], [], 1)[0])
         if not begun:
-            said = "standard input said nothing within a second and is passed over; --file - waits"
+            said = "standard input was silent for a second and is ignored; --file - waits for it"
             typer.echo(said, err=True)
         return begun
     return stat.S_ISREG(mode)
 
 
 def number_of_bytes(written: str) -> int:
-    """A size such as 20MB, 512kB or 1 GB.
+    """Parse a size such as 20MB, 512kB or 1 GB.
 
     >>> number_of_bytes("1.5MB")
     1500000
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)b?\s*", written, re.IGNORECASE)
     if match is None or len(match[1]) > 15:
-        raise typer.BadParameter(f"--limit {written[:40]!r} is no size; 20MB would be one")
+        raise typer.BadParameter(f"--limit {written[:40]!r} is not a size; try 20MB")
     return int(float(match[1]) * 1000 ** " kmg".index(match[2].lower() or " "))

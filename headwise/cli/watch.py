@@ -1,4 +1,4 @@
-"""`headwise watch`: what can be asked at a terminal."""
+"""`headwise watch`: the options of the command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from headwise.cli import watch_view as terminal
+from headwise.cli import watch_view
 from headwise.watching.runs.run_reader import WatchedRun, open_run
 
 app = typer.Typer()
@@ -22,13 +22,15 @@ app = typer.Typer()
 def watch(
     run: Annotated[Path, typer.Argument(help="The folder of a watched run.", show_default=False)],
     statistic: Annotated[
-        str, typer.Option(help="What colours the heads: entropy, max_logit, sink_mass_max, ...")
+        str,
+        typer.Option(help="Colour heads by it: entropy, max_logit, sink_mass_max, ..."),
     ] = "entropy",
-    once: Annotated[bool, typer.Option("--once", help="Show it as it stands, and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the run now, and exit.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The last step, the statistic's course, the alarms.")
+        bool,
+        typer.Option("--json", help="Print the last step, trends and alarms as JSON."),
     ] = False,
-    seconds: Annotated[float, typer.Option(help="Look again after so many.", min=0.1)] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 1.0,
 ) -> None:
     """Watch a run: the health of every head, layer by layer, while the model trains.
 
@@ -44,10 +46,10 @@ def watch(
     try:
         opened = open_run(run)
         if as_json:
-            said = terminal.as_dictionary(opened, statistic)
-            typer.echo(json.dumps(_plain(said), indent=2, ensure_ascii=False))
+            found = watch_view.as_dictionary(opened, statistic)
+            typer.echo(json.dumps(_plain(found), indent=2, ensure_ascii=False))
         elif once or not console.is_terminal:
-            terminal.show(console, opened, statistic)
+            watch_view.show(console, opened, statistic)
         else:
             follow(console, opened, statistic, seconds)
     except (ModuleNotFoundError, OSError, ValueError) as error:
@@ -55,12 +57,12 @@ def watch(
 
 
 def follow(console: Console, run: WatchedRun, statistic: str, seconds: float) -> None:
-    """Show a run until it ends, or until someone has seen enough."""
+    """Show a run until it ends, or until Ctrl-C."""
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         try:
             while True:
                 run.refresh()
-                live.update(terminal.view(run, statistic, console.width), refresh=True)
+                live.update(watch_view.view(run, statistic, console.width), refresh=True)
                 if run.ended:
                     return
                 time.sleep(seconds)
@@ -69,7 +71,7 @@ def follow(console: Console, run: WatchedRun, statistic: str, seconds: float) ->
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can say it: what is no number is null."""
+    """The value for JSON: NaN and infinities become null."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

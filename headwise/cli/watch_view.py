@@ -1,4 +1,4 @@
-"""A watched run in a terminal: layers by heads, coloured by a figure, its course, the alarms."""
+"""A watched run in a terminal: layers by heads, coloured by a figure, its trend, the alarms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headwise.watching.figure_names import scalars
 from headwise.watching.runs.run_reader import WatchedRun
 
 BARS = "▁▂▃▄▅▆▇█"
-"""Eight heights for a line of figures."""
+"""Eight heights for a sparkline."""
 
 SHADES = (
     ("· ", "#5a6aa8"),
@@ -24,22 +24,22 @@ SHADES = (
     ("▓▓", "#5ec962"),
     ("██", "#f9e721"),
 )
-"""From the smallest to the largest figure; without colour the characters say the same."""
+"""From the smallest to the largest figure; the characters work without colour too."""
 
 COURSE = 24
-"""Characters of a layer's course."""
+"""Characters of a layer's sparkline."""
 
 ALARMS = 8
-"""Alarms that are listed, the latest; the others are counted."""
+"""The number of alarms that are listed; the others are counted."""
 
 NAMES = {"entropy": "entropy_mean", "max_logit": "max_logit_max"}
 
 
 def view(run: WatchedRun, statistic: str, width: int) -> RenderableType:
-    """Everything there is to show of a run now."""
+    """The whole view of a run as it stands."""
     steps = run.steps
     if not steps:
-        return Text(f"{run.folder}: nothing was written yet", style="dim")
+        return Text(f"{run.folder}: nothing has been written yet", style="dim")
     figure = resolve(run, statistic)
     return Group(
         header(run, steps, figure),
@@ -51,7 +51,7 @@ def view(run: WatchedRun, statistic: str, width: int) -> RenderableType:
 
 
 def resolve(run: WatchedRun, statistic: str) -> str:
-    """The figure that a statistic's name means: entropy is entropy_mean; ValueError names all."""
+    """The figure that a statistic's name stands for: entropy is entropy_mean."""
     there = run.figures
     wanted = NAMES.get(statistic, statistic)
     for name in (wanted, f"{wanted}_mean", f"{wanted}_lower_bound", f"{wanted}_upper_bound"):
@@ -61,14 +61,14 @@ def resolve(run: WatchedRun, statistic: str) -> str:
 
 
 def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
-    """Which run this is, how far it is and what was looked at."""
+    """The run's folder and model, its last step and the options of its watch."""
     looking, model = run.manifest["looking"], run.manifest["model"]
-    rows = "all rows" if looking["rows"] is None else f"{looking['rows']} rows of each pass"
+    rows = "all rows" if looking["rows"] is None else f"{looking['rows']} rows per pass"
     every = "" if looking["every"] == 1 else f", one step in {looking['every']}"
     text = Text(f"{run.folder} ", style="bold")
     text.append(f"{model['class']}, {model['parameters']:,} parameters\n", style="dim")
     text.append(f"step {steps[-1]}", style="bold")
-    text.append(f"  {len(steps)} steps looked at, {rows}{every}\n", style="dim")
+    text.append(f"  {len(steps)} steps recorded, {rows}{every}\n", style="dim")
     text.append(figure, style="bold cyan")
     if run.damaged:
         text.append(f"\n{len(run.damaged)} damaged parts are left out", style="yellow")
@@ -76,7 +76,7 @@ def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
 
 
 def grid(run: WatchedRun, figure: str, width: int) -> Grid:
-    """A line a layer: its heads, and the course of the layer's figure over all steps."""
+    """One line per layer: its heads, and a sparkline of the layer's figure over all steps."""
     table, kinds = run.heads(), {}
     values: dict[int, dict[int, float]] = {}
     for row in table:
@@ -102,7 +102,7 @@ def grid(run: WatchedRun, figure: str, width: int) -> Grid:
 
 
 def courses(run: WatchedRun, figure: str) -> dict[int, list[float]]:
-    """Each layer's figure over all steps, reduced over heads as its name says."""
+    """Each layer's figure over all steps, reduced over heads by the end of its name."""
     steps, heads = run.history(figure)
     reduce = max if "_max" in figure else min if "_min" in figure else _mean
     layers: dict[int, list[list[float]]] = {}
@@ -116,7 +116,7 @@ def courses(run: WatchedRun, figure: str) -> dict[int, list[float]]:
 
 
 def spark(values: Sequence[float], width: int = COURSE) -> str:
-    """A line of figures in `width` characters at most, the lowest ▁ and the highest █.
+    """A sparkline of at most `width` characters, the lowest value ▁ and the highest █.
 
     >>> spark([0, 1, 2, 3])
     '▁▃▆█'
@@ -144,7 +144,7 @@ def alarm_lines(alarms: Sequence[Alarm]) -> list[RenderableType]:
 
 
 def legend(run: WatchedRun, figure: str) -> Text:
-    """What the shades mean."""
+    """The range of values that the shades cover."""
     values = [x for x in run.heads()[figure] if math.isfinite(x)]
     text = Text("\n")
     if values:
@@ -156,7 +156,7 @@ def legend(run: WatchedRun, figure: str) -> Text:
 
 
 def as_dictionary(run: WatchedRun, statistic: str) -> dict[str, Any]:
-    """The same for programs: all figures of the last step, the statistic's course, the alarms."""
+    """The same for programs: all figures of the last step, the statistic over time, the alarms."""
     steps = run.steps
     figure = resolve(run, statistic) if steps else statistic
     table = run.heads()

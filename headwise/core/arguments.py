@@ -33,6 +33,8 @@ def integers(call: str, given: Given) -> Given:
     if is_integer(given):
         return cast(Given, as_int(given))
     found = as_tensor(call, given)
+    if found.numel() == 0 and not isinstance(given, Tensor):  # an empty list has no dtype
+        return given
     if found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
         kind = f"a {found.dtype} tensor" if isinstance(given, Tensor) else repr(given)
         raise ValueError(f"{call} takes integers, not {kind}")

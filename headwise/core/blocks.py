@@ -61,7 +61,7 @@ class Blocks:
 
     def grouped(self, tensor: Tensor) -> Tensor:
         """(B|1, Hq|1, ...) as (B|1, Hkv|1, G|1, ...)."""
-        if tensor.shape[1] == 1 and self.heads * self.group > 1:
+        if tensor.shape[1] == 1 and self.heads * self.group != 1:
             return tensor[:, :, None]
         grouped: Tensor = tensor.unflatten(1, (self.heads, self.group))
         return grouped

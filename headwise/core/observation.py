@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import overload
 
 import torch
@@ -76,7 +75,7 @@ class Observation:
         self.highest = highest.detach()  # (B, Hq, N): max_logit, even if it was not asked for
         self.rows = rows  # the query rows that were sampled, (rows,); None if all were observed
 
-    @cached_property
+    @property
     def sees(self) -> Tensor:
         """True for rows that see at least one key, (B, Hq, N) bool."""
         return self.highest != -torch.inf
@@ -120,10 +119,8 @@ class Reduction:
         for name, value in seen.values.items():
             value = value.detach().double()
             sums[name] = value.masked_fill(~counted, 0).sum((0, 2))
-            if _EXTREMES.get(name) == "max":
-                extremes[name] = value.masked_fill(~counted, -torch.inf).amax((0, 2))
-            elif name in _EXTREMES:
-                extremes[name] = value.masked_fill(~counted, torch.inf).amin((0, 2))
+            if name in _EXTREMES:
+                extremes[name] = _extreme(value, counted, _EXTREMES[name])
         return cls(counted.sum((0, 2)), sums, extremes, seen.sampled)
 
     def __add__(self, other: Reduction) -> Reduction:
@@ -158,6 +155,15 @@ STATISTICS: tuple[str, ...] = tuple(
 _EXTREMES = {"max_logit": "max", "entropy": "min", "logit_var": "max", "sink_mass": "max"}
 
 
+def _extreme(value: Tensor, counted: Tensor, which: str) -> Tensor:
+    """The largest or smallest counted value of each head, (Hq,); -inf or inf if there is none."""
+    none = -torch.inf if which == "max" else torch.inf
+    flat = value.masked_fill(~counted, none).transpose(0, 1).flatten(1)  # (Hq, B·N)
+    if flat.shape[1] == 0:
+        return flat.new_full(flat.shape[:1], none)
+    return flat.amax(1) if which == "max" else flat.amin(1)
+
+
 def check_statistics(stats: Iterable[str] | None) -> tuple[str, ...]:
     """The names asked for, all of them for None; ValueError for an unknown name."""
     if stats is None:
@@ -174,10 +180,12 @@ def with_max_logit(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in STATISTICS if name in names or name == "max_logit")
 
 
-def check_sink_keys(sink_keys: int) -> None:
-    """Raise ValueError unless sink_keys is a positive integer."""
+def check_sink_keys(sink_keys: int, keys: int | None = None) -> int:
+    """The number of keys that count for `sink_mass`, at most `keys`; ValueError if below 1."""
     if not is_integer(sink_keys) or sink_keys < 1:
         raise ValueError(f"sink_keys={sink_keys!r} must be an integer, at least 1")
+    sink_keys = as_int(sink_keys)
+    return sink_keys if keys is None or sink_keys <= keys else max(1, keys)
 
 
 def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -> Tensor | None:

@@ -162,6 +162,9 @@ class Between(Mask):
     def start(self, place: Place) -> Tensor:
         first, last = self.intervals(place)[0]
         first, last = torch.broadcast_tensors(first, last)
+        if first.shape[-1] == 0:
+            nothing: Tensor = first.new_zeros(*first.shape[:-1], 1)
+            return nothing
         unseen = torch.iinfo(torch.int32).max
         start = first.masked_fill(first >= last, unseen).amin(-1, keepdim=True)
         found: Tensor = start.masked_fill(start == unseen, 0).clamp_min_(0)
@@ -205,6 +208,9 @@ class Documents(Mask):
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         bounds = self.bounds.to(place.device)
+        if bounds.shape[-1] == 0:  # no keys, so no documents
+            nothing = bounds.new_zeros(1, 1, place.queries)
+            return ((nothing, nothing),)
         starts, ends = bounds[0, 0, :, 0], bounds[0, 1, :, 0]
         stands = (place.rows() + place.offset).long()
         position = stands.clamp(0, max(0, starts.shape[-1] - 1))
@@ -241,7 +247,7 @@ class Dense(Mask):
 
 def _bounds(ids: Tensor) -> Tensor:
     """The start and end of each key's document, (1, 2, B|1, 1, M)."""
-    ids = ids.reshape(-1, ids.shape[-1]) if ids.ndim else ids.reshape(1, 1)
+    ids = torch.atleast_2d(ids).flatten(0, -2)
     change = torch.zeros_like(ids, dtype=torch.bool)
     change[:, 1:] = ids[:, 1:] != ids[:, :-1]
     number = change.cumsum(-1, dtype=torch.int32)  # of the document

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from headwise.bias import ALiBi, Bias, RelativeBuckets
+from headwise.core.arguments import is_number
 from headwise.core.intervals import Mask
 from headwise.core.place import Place, check_placed, placed
-from headwise.dropout import Dropout, draw_seed
+from headwise.dropout import Dropout
 from headwise.score import Dot, Score, rewrite
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -271,12 +273,9 @@ def check_softcap(softcap: float | None) -> None:
         raise ValueError(
             "softcap is a number, and this tensor would get no gradient; use softcap=float(softcap)"
         )
-    try:
-        fits = softcap > 0
-    except TypeError:  # not a number
-        fits = False
-    if not fits:
-        raise ValueError(f"softcap={softcap!r} must be positive, or None for no cap")
+    one = is_number(given) or (isinstance(given, Tensor) and given.numel() == 1)
+    if not one or not 0 < float(softcap) < math.inf:
+        raise ValueError(f"softcap={softcap!r} must be positive and finite, or None for no cap")
 
 
 def restate(call: str, q: object, k: object, v: object, **options: object) -> str:
@@ -384,6 +383,4 @@ def _dropout(dropout: float | Dropout, device: torch.device) -> tuple[float, Ten
     given = dropout if isinstance(dropout, Dropout) else Dropout(dropout)
     if given.rate == 0:
         return 0.0, None
-    if given.seed is None:
-        return float(given.rate), draw_seed(device)
-    return float(given.rate), torch.as_tensor(given.seed, device=device, dtype=torch.int64)
+    return float(given.rate), given.seed_on(device)

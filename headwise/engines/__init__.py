@@ -1,1 +1,1 @@
-"""The ways to compute attention. Each engine is a module with `refuses`, `attend` and `run`."""
+"""The engines, each one way to compute attention; the plan; the cache of prepared calls."""

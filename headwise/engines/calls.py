@@ -1,9 +1,9 @@
 """The cache of prepared calls, by their description.
 
-Checking and planning a call takes a processor longer than a short kernel takes a GPU, and gives the
-same result for every call of the same description: its options, and the shapes, strides, dtypes,
-devices and alignment of its tensors. So an engine prepares a call once, and the next call of that
-description runs at once.
+Checking and planning a call takes the CPU longer than a short kernel takes the GPU. The result is
+the same for all calls of one description: the options, and the shapes, strides, dtypes, devices and
+alignment of the tensors. So an engine prepares a call once, and later calls of that description run
+immediately.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PREPARED: dict[Key, Prepared] = {}
 
 
 class Description(NamedTuple):
-    """All that the plan and the launches of a call depend on, and the tensors it is made with."""
+    """Everything that the plan and the launches of a call depend on, and its tensors."""
 
     key: Key
     tensors: tuple[Tensor, ...]
-    learning: bool  # gradients follow
+    learning: bool  # some tensor requires a gradient
 
 
 def describe(
@@ -45,8 +45,8 @@ def describe(
 ) -> Description | None:
     """Return a call's description, or None if the call depends on more than that.
 
-    `tensors` are those it is made with besides sinks and the mask's; `options` is hashable: the
-    engine, the statistics, whatever else the results depend on.
+    `tensors` are those of the call except sinks and the mask's. `options` is hashable: the engine,
+    the statistics, and whatever else the results depend on.
     """
     if torch.compiler.is_compiling() or bias is not None or dropout != 0.0:
         return None
@@ -66,7 +66,7 @@ def describe(
     if is_transformed(*tensors):
         return None
     learning = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-    # The older name of this switch may raise.
+    # Reading this switch by its older name, allow_tf32, may raise.
     tf32 = torch.backends.cuda.matmul.fp32_precision if tensors[0].is_cuda else None
     parts: list[object] = [options, masked, scale, softcap, sinks is None, learning, tf32]
     for x in tensors:
@@ -80,7 +80,7 @@ def known(key: Key) -> Prepared | None:
 
 
 def keep(key: Key, prepared: Prepared) -> None:
-    """Let later calls of a description run at once, if this one can be reused."""
+    """Store a prepared call for later calls of its description, if it can be reused."""
     if not prepared.reusable:
         return
     if len(_PREPARED) >= KEPT:
@@ -89,12 +89,12 @@ def keep(key: Key, prepared: Prepared) -> None:
 
 
 def forget() -> None:
-    """Forget every prepared call: something they were prepared under has changed."""
+    """Forget every prepared call, because something they depend on has changed."""
     _PREPARED.clear()
 
 
 def is_transformed(*tensors: object) -> bool:
-    """Return whether something other than gradients comes between a call and its numbers."""
+    """Return whether a subclass, mode, transform or autocast must see the call first."""
     for x in tensors:
         if type(x) is not Tensor and type(x) is not Parameter:
             return True
@@ -109,7 +109,7 @@ def is_transformed(*tensors: object) -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-        # where autocast finds its own dtype it has nothing to do
+        # tensors of the autocast dtype need no cast
         or (torch.is_autocast_enabled(kind) and first.dtype != torch.get_autocast_dtype(kind))
     )
 

@@ -16,10 +16,10 @@ class Prepared(Protocol):
     """A call that is ready to run: it takes the tensors of any call of the same description."""
 
     reusable: bool
-    """False if it depends on more than the description: then it serves a single call."""
+    """False if it depends on more than the description and serves a single call only."""
 
     def __call__(self, *tensors: Tensor) -> Results:
-        """Compute the call; q, k, v, then the sinks and the mask's tensors, where it has them."""
+        """Compute the call from q, k, v, then the sinks and the mask's tensors, if it has any."""
         ...
 
 

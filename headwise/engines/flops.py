@@ -1,7 +1,7 @@
-"""What FlopCounterMode counts: the products of visible pairs, two operations a multiply-add.
+"""FLOP counts for FlopCounterMode: products of visible pairs, two operations per multiply-add.
 
-Where the mask's tensors hold numbers its pairs are counted one by one; where they are fake or on
-the meta device every pair counts, as PyTorch counts its own kernels.
+If the mask's tensors hold numbers, its visible pairs are counted. If they are fake or on the meta
+device, every pair counts, as in PyTorch's formulas for its own kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def register(forward: Any, backward: Any) -> None:
 
 
 def register_cpu_sdpa() -> None:
-    """PyTorch counts its fused kernels on CUDA, not the one on the CPU: add it where it lacks."""
+    """Register PyTorch's fused CPU kernel, which FlopCounterMode may lack, unlike those on CUDA."""
     aten = torch.ops.aten
     forward = aten._scaled_dot_product_flash_attention_for_cpu
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -35,7 +35,7 @@ def register_cpu_sdpa() -> None:
 
 
 def visible_pairs(q: Tensor, k: Tensor, terms: Terms) -> int:
-    """How many (query, key) pairs the mask shows, over batch and query heads."""
+    """Count the (query, key) pairs that the mask shows, over batch and query heads."""
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     every = batch * heads * queries * keys
     mask = terms.dense if terms.intervals is None else terms.intervals
@@ -65,7 +65,7 @@ def _forward(q, k, v, *given, **kwargs) -> int:  # type: ignore[no-untyped-def]
 
 
 def _backward(q, k, v, *given, **kwargs) -> int:  # type: ignore[no-untyped-def]
-    # The logits again, and two products for each of forward's: as PyTorch counts fused kernels.
+    # Recomputes the logits, then two products for each of the forward's, as in PyTorch's formulas.
     return _forward(q, k, v, *given) * 5 // 2
 
 

@@ -1,9 +1,9 @@
 """An engine's forward and backward as PyTorch operators, with shapes, gradients and FLOP counts.
 
 `torch.compile`, `torch.export` and FlopCounterMode see two nodes, whichever engine they come from.
-They are defined by schema and not by `torch.library.custom_op`, whose wrapper checks every call for
-aliases and loads all of torch's compiler with the first one. Where nothing would notice the
-operator, its implementation is called directly.
+The operators are defined by schema, because the wrapper of `torch.library.custom_op` checks every
+call for aliases and loads all of torch's compiler. If nothing needs to see the operator, its
+implementation is called directly.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def operators(
     def no_second(ctx, *grads):  # type: ignore[no-untyped-def]
         raise NotImplementedError(
             f"headwise's {engine} engine has no second derivative; "
-            "engine='reference' has all of them"
+            "use engine='reference', which has all derivatives"
         )
 
     def apart(*given: Any) -> tuple[Tensor, ...]:
@@ -122,9 +122,9 @@ def operators(
 
 
 def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `run`, or the operator where something would notice it.
+    """Return a function that calls `run`, or the operator if something must see it.
 
-    An operator call takes longer than a short kernel.
+    Calling an operator takes longer than a short kernel.
     """
 
     def call(q: Tensor, *given: Any) -> Any:
@@ -163,7 +163,7 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tenso
 
 
 def _apart(sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the same without repeats: an operator may not return one tensor twice."""
+    """Replace repeated tensors by empty ones: an operator may not return one tensor twice."""
     first = {id(x): place for place, x in reversed(list(enumerate(sums)))}
     return tuple(
         x if first[id(x)] == place else torch.empty_like(x) for place, x in enumerate(sums)

@@ -53,7 +53,7 @@ def choose(problem: Problem, engine: str = "auto", observed: bool = False) -> En
 
 def check_engine(engine: object) -> None:
     """Raise ValueError unless `engine` is "auto" or the name of an engine."""
-    if engine not in ("auto", *NAMES):
+    if not isinstance(engine, str) or engine not in ("auto", *NAMES):
         raise ValueError(
             f"engine={engine!r} is unknown; choose 'auto' or one of {', '.join(map(repr, NAMES))}"
         )
@@ -88,9 +88,9 @@ def refusal(engine: Engine, problem: Problem, observed: bool) -> str | None:
 
 
 def _transformed(engine: Engine) -> str | None:
-    """Return why an engine can't serve inside a derivative that its kernels do not have.
+    """Return why an engine can't serve inside an active derivative transform, or None if it can.
 
-    Forward mode would lose the tangents silently.
+    Without this check, forward mode would silently lose the tangents.
     """
     if torch.compiler.is_compiling():
         return None

@@ -13,7 +13,7 @@ from headwise.engines.contract import Engine
 
 
 class Reference(Engine):
-    """The specification as an engine: it serves every problem, in memory for every pair."""
+    """The specification as an engine: it serves every problem, with memory for every pair."""
 
     name = "reference"
     forward_mode = functional = True
@@ -36,7 +36,7 @@ REFERENCE = Reference()
 
 
 def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """out and every statistic."""
+    """Return out and every statistic."""
     terms = problem.terms()
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     group = problem.q.shape[1] // problem.k.shape[1]

@@ -1,4 +1,4 @@
-"""PyTorch's own fused kernels, for what they do exactly."""
+"""PyTorch's own fused kernels, for what they compute exactly."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from headwise.engines.decoding import is_decoding
 
 flops.register_cpu_sdpa()
 
-FEW = 128  # rows of a tile of cuDNN's backward
-SMALL = 1 << 22  # pairs for which a dense mask is cheaper than skipping blocks
+FEW = 128  # rows per tile of cuDNN's backward
+SMALL = 1 << 22  # pairs: up to here a dense mask is cheaper than skipping blocks
 OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FIRST = [SDPBackend.CUDNN_ATTENTION, *OTHERS]
-_NUMBERS = [kernel.value for kernel in FIRST]  # as PyTorch keeps an order: of all kernels it has
+_NUMBERS = [kernel.value for kernel in FIRST]  # PyTorch's priority order lists all its kernels
 _NUMBERS += [x for x in torch._C._get_sdp_priority_order() if x not in _NUMBERS]
-_CHOOSING = RLock()  # the order and the switches are the process'
+_CHOOSING = RLock()  # the order and the switches are global to the process
 
 
 class Sdpa(Engine):
@@ -42,17 +42,17 @@ class Sdpa(Engine):
         if problem.additive is not None:
             return "they compute dot scores only"
         if not problem.scale > 0:
-            return "a scale that is not positive turns the keys they hide into NaN"
+            return "keys they hide become NaN if the scale is not positive"
         if problem.softcap:
             return "they have no softcap"
         if problem.sinks is not None:
             return "they have no sinks"
         if problem.dropout:
-            return "their dropout is not the one every engine shares"
+            return "their dropout differs from the one that all engines share"
         return _refuses_bias(problem) or _refuses_shape(problem) or _refuses_mask(problem)
 
     def priority(self, problem: Problem) -> int:
-        """First where they need no mask tensor, except in decoding, which they serve badly."""
+        """Prefer them if they need no mask tensor, except in decoding, where they are slow."""
         q, k = problem.q, problem.k
         decoding = q.is_cuda and is_decoding(q.shape, k.shape)
         return 1 if maskless(problem) and not decoding else 4
@@ -69,7 +69,7 @@ class Sdpa(Engine):
         if added is None:
             return serve(q, k, v)
         if added.dtype == torch.bool and added.shape[-2] == 1:
-            # PyTorch turns booleans into numbers after it has expanded them to all pairs.
+            # PyTorch would expand booleans to all pairs before it converts them to numbers.
             hidden = ~added
             added = torch.zeros_like(added, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
         added = added.expand(*added.shape[:2], place.queries, place.keys)
@@ -107,20 +107,20 @@ def _refuses_bias(problem: Problem) -> str | None:
     if torch.promote_types(problem.bias.dtype, problem.q.dtype) != problem.q.dtype:
         return f"they would round the {problem.bias.dtype} bias to {problem.q.dtype}"
     if problem.bias.requires_grad and torch.is_grad_enabled():
-        return "they give a bias no gradient"
+        return "they do not compute the gradient of a bias"
     return None
 
 
 def _refuses_shape(problem: Problem) -> str | None:
     q, k, v = problem.q, problem.k, problem.v
     if 0 in (*q.shape, *k.shape, *v.shape):
-        return "they take no empty tensors"
+        return "they do not take empty tensors"
     if q.device.type == "cpu" and v.shape[-1] != k.shape[-1]:
         return "on a CPU they need values as wide as keys"
     if q.device.type not in ("cpu", "cuda"):
-        return f"whether they are fused on {q.device.type} is not known"
+        return f"they are not known to be fused on {q.device.type}"
     if q.device.type == "cuda" and q.dtype == torch.float64:
-        return "no CUDA kernel of theirs takes float64"
+        return "they have no fused CUDA kernel for float64"
     return None
 
 
@@ -132,7 +132,7 @@ def _refuses_mask(problem: Problem) -> str | None:
 
 
 def maskless(problem: Problem) -> bool:
-    """Whether the kernels need no tensor for the mask: all keys, or the causal triangle."""
+    """Return whether the kernels need no mask tensor: all keys, or the causal triangle."""
     mask = problem.mask
     triangle = isinstance(mask, Causal) and mask.is_lower_triangle(problem.place)
     return problem.bias is None and (mask is None or triangle)
@@ -166,9 +166,9 @@ def _on_hopper(
     scale: float,
     enable_gqa: bool,
 ) -> Tensor:
-    """The cuDNN kernel first, 1.5 to 1.8 times as fast as PyTorch's own, where its gradients hold.
+    """Prefer cuDNN's kernel, 1.5 to 1.8 times as fast as PyTorch's own, if its gradients are right.
 
-    Beside a mask tensor, or for few queries, those of rows whose lse is below -88 may be NaN.
+    With a mask tensor, or for few queries, its gradients may be NaN for rows with lse below -88.
     """
     learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     first = not learning or (added is None and q.shape[2] >= FEW)
@@ -179,8 +179,8 @@ def _on_hopper(
     if torch.compiler.is_compiling():
         with sdpa_kernel(FIRST if first else OTHERS, set_priority=True):
             return run()
-    # `sdpa_kernel` takes a processor longer than all else of a short call, and would switch on what
-    # a user has switched off.
+    # `sdpa_kernel` takes the CPU longer than the rest of a short call, and would enable kernels
+    # that the user has disabled.
     with _CHOOSING:
         order, allowed = torch._C._get_sdp_priority_order(), torch._C._get_cudnn_sdp_enabled()
         torch._C._set_sdp_priority_order(_NUMBERS)
@@ -193,12 +193,12 @@ def _on_hopper(
 
 
 def _existing(problem: Problem, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """k, v and the mask without the keys that no row sees, which may hold anything."""
+    """Return k, v and the mask without the keys that no row sees, which may hold anything."""
     k, v = problem.k, problem.v
     seen = seen_keys(problem.terms(), k)
     if seen is None:
         return k, v, added
-    if k.device.type == "cpu" and not torch.compiler.is_compiling():  # a look costs no wait there
+    if k.device.type == "cpu" and not torch.compiler.is_compiling():  # no GPU to wait for
         used = used_stretch(seen)
         if used.start < used.stop:
             k, v, added, seen = k[:, :, used], v[:, :, used], added[..., used], seen[..., used]
@@ -214,6 +214,6 @@ def _is_hopper(index: int) -> bool:
 
 
 _HOPPER: dict[int, bool] = {}
-# As torch.compiler.assume_constant_result, which would load all of torch's compiler, leaves it:
-# a question that compilers can't follow, with one answer.
+# Sets what torch.compiler.assume_constant_result would, without loading all of torch's compiler:
+# compilers can't trace the query, and its result never changes.
 _is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]

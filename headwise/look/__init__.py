@@ -1,1 +1,1 @@
-"""Looking at attention: what the heads of a trained model do with a text, drawn in the terminal."""
+"""Shows what the heads of a trained model do with an input: in the browser or the terminal."""

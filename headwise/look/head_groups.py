@@ -1,4 +1,4 @@
-"""From what was watched to what is shown: the layers of a recording as groups of heads."""
+"""Turns the layers of a recording into groups of heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.look.scene import Group, Head
 from headwise.maps.attention_map import AttentionMap
-from headwise.watching import Layer, Recording, head_types
+from headwise.watching import Recording, WatchedLayer, head_types
 
 NAMES = {
     "self": "self-attention",
@@ -26,11 +26,10 @@ Axes = tuple[Sequence[str], Sequence[str]]
 def groups(
     seen: Recording, axes: Mapping[str, Axes], ids: Sequence[int] | None = None, batch: int = 0
 ) -> tuple[Group, ...]:
-    """The heads of a recording; `axes` has the tokens of each group that the model may have.
+    """The heads of a recording in groups; `axes` has the tokens of each possible group.
 
-    Where a model has an encoder and a decoder, each is a group, and what looks from one to the
-    other is "cross"; else all is "self". `ids` are the numbers of a text's tokens: with them heads
-    that look at what followed the same token last time are found.
+    The groups are "encoder", "decoder" and "cross" for a model with an encoder and a decoder, else
+    "self". `ids` are the numbers of a text's tokens, which induction heads are found by.
     """
     figures = {(row["layer"], row["head"]): row for row in seen.heads()}
     tokens = seen.tokens if ids is None else torch.tensor([ids])
@@ -48,13 +47,13 @@ def groups(
 
 
 def _heads(
-    layer: Layer,
+    layer: WatchedLayer,
     number: int,
     figures: Mapping[Any, Mapping[str, Any]],
     tokens: Tensor | None,
     batch: int,
 ) -> Iterator[Head]:
-    """The heads of a layer that is the `number`-th of its group."""
+    """The heads of the `number`-th layer of a group."""
     maps, rows, scores = layer.map(), layer.observation, head_types.scores(layer, tokens)
     for head, kind in enumerate(scores.types()):
         row = figures[layer.number, head]
@@ -73,7 +72,7 @@ def _heads(
         )
 
 
-def side(layer: Layer, axes: Mapping[str, Axes]) -> str:
+def side(layer: WatchedLayer, axes: Mapping[str, Axes]) -> str:
     """The group that a layer belongs to."""
     if "self" in axes:
         return "self"
@@ -83,7 +82,7 @@ def side(layer: Layer, axes: Mapping[str, Axes]) -> str:
 
 
 def causal(amap: AttentionMap) -> bool:
-    """Whether no row of a map (1, 1, N, M) looks ahead, by a sample of its rows.
+    """True if no row of a map (1, 1, N, M) looks ahead, judged by a sample of its rows.
 
     >>> import headwise as hw
     >>> q = torch.zeros(1, 1, 5, 4)

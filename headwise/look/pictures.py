@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwise.look.notable import records
 from headwise.look.scene import Group, Head, Input
 
 MOST_LABELS = 40
-"""Axes of more tokens are numbered."""
+"""Longer axes have numbers instead of tokens."""
 
 MOST_CELLS = 256
-"""A larger map is pooled: a figure has no more dots than that."""
+"""A larger map is pooled: a figure has no more dots."""
 
 LEAST = 1e-3
-"""Where the colours of a logarithmic scale begin."""
+"""The lowest value of a logarithmic colour scale."""
 
 KINDS = (".svg", ".pdf", ".png")
 
@@ -33,16 +32,16 @@ CAPTION = (
 
 
 def check(path: Path) -> None:
-    """ValueError unless a file's name ends as a picture's."""
+    """ValueError unless a file's name ends in .svg, .pdf or .png."""
     if path.suffix.lower() not in KINDS:
-        raise ValueError(f"{path} is no picture; its name may end in {', '.join(KINDS)}")
+        raise ValueError(f"{path} is not a picture: use a name that ends in {', '.join(KINDS)}")
 
 
 def save(path: Path, model: str, group: Group, head: Head) -> None:
-    """Write a head's map: its tokens where they are few, a scale, and its figures below.
+    """Write a head's map with a colour scale, its figures below and, if they are few, its tokens.
 
-    Weights are coloured linearly from 0 to 1. Where a map is pooled, a cell holds the largest of
-    its weights and the colours are logarithmic, and the figure says so.
+    Weights are coloured linearly from 0 to 1. In a pooled map a cell holds the largest of its
+    weights and the colours are logarithmic, and the figure says so.
     """
     check(path)
     try:
@@ -84,16 +83,16 @@ def save(path: Path, model: str, group: Group, head: Head) -> None:
 
 
 def chosen(read: Input, heads: Sequence[str]) -> tuple[Group, Head]:
-    """The one head that is asked for, or else the first that leads in something."""
+    """The one head that is asked for, else the first that leads in a figure."""
     if len(heads) > 1:
-        raise ValueError(f"a picture shows one head, and {len(heads)} were named")
+        raise ValueError(f"a picture shows one head, and {len(heads)} were named; name one --head")
     if heads:
         return read.find(heads[0])
-    return read.main, records(read.main)[0][0]
+    return read.main, read.main.leaders()[0][0]
 
 
 def caption(group: Group, head: Head, pooled: bool) -> str:
-    """A head's figures in a line."""
+    """A head's figures in a few lines."""
     said = [form.format(head.figures[name]) for name, form in CAPTION if name in head.figures]
     size = f"{len(group.rows):,} × {len(group.columns):,} tokens"
     if pooled:
@@ -107,7 +106,7 @@ def label(token: str) -> str:
 
 
 def fonts() -> list[str]:
-    """The fonts that are here, of those that between them have most of the world's letters."""
+    """The installed fonts, of those that together have most of the world's letters."""
     from matplotlib.font_manager import get_font_names
 
     here = set(get_font_names())
@@ -115,5 +114,5 @@ def fonts() -> list[str]:
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """No date, so that the same head gives the same file."""
+    """Metadata without a date, so that the same head gives the same file."""
     return {"Date": None} if path.suffix.lower() == ".svg" else {}

@@ -1,4 +1,4 @@
-"""What there is to look at: a model, the inputs it has read, and the heads that read them."""
+"""What is shown: a model, the inputs it has read, and the heads that read them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from torch import Tensor
 from headwise.maps.attention_map import AttentionMap
 from headwise.messages import say
 
-Kind = Literal["text", "translation", "image"]
+InputKind = Literal["text", "translation", "image"]
+
+LEADS = (
+    ("previous_mass_mean", "looks most at the token before"),
+    ("induction_mean", "looks most at what followed the same token last time"),
+    ("self_mass_mean", "looks most at itself"),
+    ("sink_mass_mean", "looks most at the first token"),
+    ("top_prob_mean", "is most decided"),
+    ("effective_keys_mean", "spreads most widely"),
+    ("max_logit_max", "has the largest logit"),
+)
+"""The figures in which a head can lead. Only the last three apply to cross-attention."""
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A head: where it stands, its figures, what each row did, and its map (1, 1, N, M)."""
+    """One head: its place, its figures, two statistics of each row, and its map (1, 1, N, M)."""
 
     layer: int
     number: int
@@ -45,7 +56,7 @@ class Group:
 
     @property
     def square(self) -> bool:
-        """Whether the tokens look at themselves, and not at another sequence."""
+        """True if the tokens look at themselves, False if they look at another sequence."""
         return self.id != "cross"
 
     def head(self, name: str) -> Head:
@@ -53,14 +64,13 @@ class Group:
         for head in self.heads:
             if head.name == name:
                 return head
+        first, last = self.heads[0].name, self.heads[-1].name
         raise ValueError(
             say(
                 "there is no head {name!r}; heads are layer.number, {first} to {last}",
-                name=name,
-                first=self.heads[0].name,
-                last=self.heads[-1].name,
+                name=name, first=first, last=last,
             )
-        )
+        )  # fmt: skip
 
     def layers(self) -> list[tuple[int, str, int]]:
         """The number, the module and the count of heads of each layer."""
@@ -68,6 +78,16 @@ class Group:
         for head in self.heads:
             found[head.layer] = head.module, found.get(head.layer, ("", 0))[1] + 1
         return [(layer, module, heads) for layer, (module, heads) in found.items()]
+
+    def leaders(self) -> list[tuple[Head, str]]:
+        """The heads worth a look first: those that lead all others in a figure, each once."""
+        found: dict[str, tuple[Head, str]] = {}
+        for figure, reason in LEADS if self.square else LEADS[-3:]:
+            able = [head for head in self.heads if figure in head.figures]
+            if able:
+                head = max(able, key=lambda head: head.figures[figure])
+                found.setdefault(head.name, (head, reason))
+        return list(found.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +101,16 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """What a model read, and what its heads did with it."""
+    """An input that a model has read, and the heads that read it."""
 
     name: str
-    kind: Kind
+    kind: InputKind
     groups: tuple[Group, ...]
     notes: tuple[str, ...] = ()
     image: Image | None = None
 
     def group(self, id: str) -> Group:
-        """The group of this name; ValueError names those there are."""
+        """The group of this id; ValueError names those there are."""
         for group in self.groups:
             if group.id == id:
                 return group
@@ -105,7 +125,7 @@ class Input:
 
     @property
     def main(self) -> Group:
-        """The group that says most: what a text does with itself, a translation with its source."""
+        """The group to show first: self-attention of a text, cross-attention of a translation."""
         return self.groups[-1]
 
 

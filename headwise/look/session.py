@@ -1,4 +1,4 @@
-"""What is being looked at now: the model, its inputs, and how far the work on them is."""
+"""A session of the page: the model, the inputs it has read, and the progress of the next one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from headwise.core.observation import STATISTICS, Observation
 from headwise.look.atlas import Atlas
 from headwise.look.readers.reader import Reader
 from headwise.look.scene import Group
-from headwise.look.serving.watch_answers import WatchedFolder
+from headwise.look.watched_folder import WatchedFolder
 from headwise.messages import Sentence, said_by, say
 
 State = Literal["loading", "ready", "error"]
 
 MOST_INPUTS = 8
-"""An input keeps the queries and keys of every layer; the oldest go first."""
+"""The most inputs to keep, each with the queries and keys of every layer; the oldest go first."""
 
 
-class Problem(NamedTuple):
-    """Why the input of an id could not be read, and what to do about it."""
+class ReadingProblem(NamedTuple):
+    """The reason why an input could not be read, and what to do about it."""
 
     id: str
     error: Sentence
@@ -32,20 +32,20 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the work is; `done` is a share where one is known.
+    """The progress of the work; `done` is a share, None if it is unknown.
 
-    A problem is the end in the state "error"; in others what was read before can be seen.
+    In the state "error" a problem is final; in others, what was read before can be seen.
     """
 
     state: State = "loading"
     stage: str | None = "loading the model"
     done: float | None = None
-    problem: Problem | None = None
+    problem: ReadingProblem | None = None
 
 
 @dataclass
 class Session:
-    """A model that reads inputs, one after the other, while others look at those it has read."""
+    """A model that reads inputs one after the other, and the inputs it has read."""
 
     sample: bool = False
     reader: Reader | None = None
@@ -59,7 +59,7 @@ class Session:
     _thread: Thread | None = None
 
     def start(self, opened: Callable[[], Reader], what: str | bytes | None) -> None:
-        """Load a model and let it read, in the background; `progress` says how far that is."""
+        """Load a model and let it read in the background; `progress` says how far it is."""
 
         def work() -> None:
             id = self._next()
@@ -68,26 +68,26 @@ class Session:
                 self._read(id, given(self.reader, what))
             except StoppedError:
                 pass
-            except Exception as error:  # whatever is wrong with a model, the page says it
-                if self.reader is not None:  # it is the input that is wrong, and not the model
+            except Exception as error:  # any error of a model is shown on the page
+                if self.reader is not None:  # the input is wrong, not the model
                     self._refuse(id, error)
                     return
-                hint = say("change what the message names, and start headwise look again")
-                # Of a run that has only begun there is no model yet, but something to see.
+                hint = say("fix what the message names, then start headwise look again")
+                # A run that has just begun has no model yet, but it can be watched.
                 state: State = "error" if self.run is None else "ready"
-                self.tell(Progress(state, None, problem=told(id, error, hint)))
+                self.tell(Progress(state, None, problem=problem_of(id, error, hint)))
 
         self._begin(work)
 
     def add(self, what: str | bytes) -> str:
-        """Let the model read something more, in the background; the id that it will have."""
+        """Let the model read one more input in the background; returns its id."""
         with self._lock:
             if self.progress.state != "ready" or self.progress.stage:
                 hint = say("wait until it is done")
                 raise BusyError(say("the model is still busy with another input"), hint)
             if self.reader is None:
-                hint = say("headwise look MODEL opens a model")
-                raise BusyError(say("there is no model here that could read it, only a run"), hint)
+                hint = say("open a model with headwise look MODEL")
+                raise BusyError(say("this is a run without its model: nothing can be read"), hint)
             self.progress = Progress("ready", "running the model")
         id = self._next()
 
@@ -104,19 +104,19 @@ class Session:
 
     def _refuse(self, id: str, error: Exception) -> None:
         hint = say("the model is ready for another one")
-        self.tell(Progress("ready", None, problem=told(id, error, hint)))
+        self.tell(Progress("ready", None, problem=problem_of(id, error, hint)))
 
     def _begin(self, work: Callable[[], None]) -> None:
         self._thread = Thread(target=work, name="reading", daemon=True)
         self._thread.start()
 
     def stop(self, seconds: float) -> bool:
-        """End the work in the background at the model's next block; whether it did in this time."""
+        """End the background work at the model's next block; True if it ended in this time."""
         self._stopped = True
         return self.join(seconds)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the work in the background; whether it ended in this time."""
+        """Wait for the background work; True if it ended in this time."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
@@ -140,12 +140,12 @@ class Session:
         self.tell(replace(self.progress, stage=stage, done=done))
 
     def tell(self, progress: Progress) -> None:
-        """Say how far the work is."""
+        """Record the progress and pass it on."""
         self.progress = progress
         self.heard(progress)
 
     def state(self) -> dict[str, Any]:
-        """All of it in one dictionary, as `/api/state` gives it."""
+        """The whole session as one dictionary, as `/api/state` gives it."""
         progress, reader = self.progress, self.reader
         described = reader.description if reader is not None else None
         return {
@@ -175,28 +175,28 @@ class Session:
 
 
 class BusyError(Exception):
-    """What can't be read now: why, and what to do; one input is read at a time."""
+    """Raised while another input is being read, or if no model can read."""
 
 
 class StoppedError(Exception):
-    """Nobody waits for this work any more."""
+    """Raised in the background work after `stop`."""
 
 
 def given(reader: Reader, what: str | bytes | None) -> str | bytes:
-    """What to read: the model's sample where nothing is given."""
+    """The input to read; the model's sample if nothing is given."""
     if what is not None:
         return what
     if reader.sample is None:
-        raise ValueError(say("this model looks at images: --image FILE gives it one"))
+        raise ValueError(say("this model reads images; use --image FILE"))
     return reader.sample
 
 
-def told(id: str, error: Exception, hint: Sentence) -> Problem:
-    """Why an input could not be read; the hint is for what can be helped."""
+def problem_of(id: str, error: Exception, hint: Sentence) -> ReadingProblem:
+    """The problem behind an error; the hint is for errors that the user can fix."""
     if isinstance(error, ValueError | OSError | ModuleNotFoundError):
-        return Problem(id, said_by(error), hint)
-    inside = say("this is an error inside the model or headwise; the terminal may say more")
-    return Problem(id, Sentence(f"{type(error).__name__}: {error}"), inside)
+        return ReadingProblem(id, said_by(error), hint)
+    inside = say("this is an error in the model or in headwise; the terminal may say more")
+    return ReadingProblem(id, Sentence(f"{type(error).__name__}: {error}"), inside)
 
 
 def _input(id: str, atlas: Atlas) -> dict[str, Any]:

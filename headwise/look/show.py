@@ -1,4 +1,4 @@
-"""A session from Python: a recording or an input becomes something a page can show."""
+"""Shows a recording from Python: in a notebook as a widget, elsewhere as a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headwise.watching import Recording
 def show(
     seen: Recording, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None
 ) -> Any:
-    """What `seen.show()` does: a widget in a notebook; elsewhere a page, served until Ctrl-C."""
+    """Show a recording: a widget in a notebook; elsewhere a page, served until Ctrl-C."""
     session = session_of(seen, tokens, source)
     if in_notebook():
         from headwise.look.serving.widget import LookWidget
@@ -41,21 +41,21 @@ def show(
 
 
 def in_notebook() -> bool:
-    """Whether this runs in the kernel of a notebook, which can show a widget."""
+    """True in the kernel of a notebook, which can show a widget."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and hasattr(shell, "kernel")
 
 
 def displayed() -> bool:
-    """Whether a browser could show something here."""
+    """True if there is a display for a browser."""
     if sys.platform != "linux":
         return True
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The model of a recording, which reads nothing more."""
+class RecordedReader:
+    """The model of a recording, which can't read anything more."""
 
     description: Description
     sample: None = None
@@ -68,7 +68,7 @@ class Watched:
 def session_of(
     seen: Recording, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None
 ) -> Session:
-    """A session that shows what was watched; positions are numbered where tokens are not given.
+    """The session of a recording; positions are numbered if no tokens are given.
 
     `tokens` are those of the text, or of the decoder's side; `source` those of the encoder's.
 
@@ -80,11 +80,13 @@ def session_of(
     48
     """
     if not seen.layers:
-        raise ValueError("nothing was seen yet; run the model while it is watched")
+        raise ValueError("nothing was recorded yet; run the model while it is watched")
     axes = _axes(seen, tokens, source)
     read = Input("watched", "text" if "self" in axes else "translation", groups(seen, axes))
     heads = sum(layer.heads for layer in seen.layers)
-    session = Session(reader=Watched(Description("watched", 0, len(seen.layers), heads, None)))
+    session = Session(
+        reader=RecordedReader(Description("watched", 0, len(seen.layers), heads, None))
+    )
     session.atlases["0"] = Atlas(read).prepare()
     session.progress = Progress("ready", None)
     return session
@@ -106,8 +108,8 @@ def _axes(
         for words, count in zip(given, (rows, columns), strict=True):
             if words is not None and len(words) != count:
                 raise ValueError(
-                    f"{len(words)} tokens were given for the {count} of {layer.name}; as many "
-                    "tokens as the model read would work"
+                    f"{len(words)} tokens were given for {layer.name}, which read {count}; give as "
+                    "many tokens as the model read"
                 )
         numbered = (range(rows), range(columns))
         named = [

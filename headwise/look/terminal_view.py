@@ -9,17 +9,16 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from headwise.look.notable import records
 from headwise.look.scene import Group, Head, Input
 
 SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is a"
-"""What to look at when nothing is given: words that come back."""
+"""The text to read if none is given: some of its words return."""
 
 SHADES = ((0.75, "██"), (0.45, "▓▓"), (0.2, "▒▒"), (0.05, "░░"), (0.0, "· "))
-"""From this weight on, these two characters: two of them are about as wide as one is high."""
+"""The least weight of each shade; two characters are about as wide as one is high."""
 
 COLOURS = {"██": "#f9e721", "▓▓": "#5ec962", "▒▒": "#21918c", "░░": "#5a6aa8", "· ": "dim"}
-"""Brighter is more; without colour the shades alone say the same."""
+"""Brighter is more; without colours the shades say the same."""
 
 LABEL = 12
 """Columns kept for a row's number and its token."""
@@ -28,10 +27,10 @@ MOST_ROWS = 32
 """A longer text's map is pooled down to this many rows: about a screen."""
 
 MOST_TOKENS = 40
-"""How many tokens are listed before the rest is only counted."""
+"""The most tokens to list; the rest is counted."""
 
 LARGEST_MAP = 256
-"""A program gets every weight up to this many tokens, and a pooled map beyond."""
+"""JSON has every weight up to this many tokens, and a pooled map beyond."""
 
 DEFINED = """
 keys is how many tokens a row spreads over, e^entropy; top its largest weight;
@@ -59,20 +58,20 @@ COLUMNS = (
 """The columns of the table of heads."""
 
 WITHIN = ("self", "previous", "distance")
-"""Columns that mean nothing where a token of one text looks at another text."""
+"""Columns without a meaning where one text looks at another."""
 
 DRAWN = 3
-"""How many of the heads that are first in something are drawn."""
+"""The number of leading heads to draw."""
 
 
 def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool = False) -> None:
-    """Print what the heads did: the tokens, the figures of some or all heads, and some maps."""
+    """Print the tokens, the figures of some or all heads, and some maps."""
     group = read.main
     console.print(Text(f"{len(group.columns)} tokens", style="bold"))
     console.print(token_lines(group.columns, console.width))
     for note in read.notes:
         console.print(Text(note, style="italic"))
-    firsts = records(group)
+    firsts = group.leaders()
     listed = group.heads if every else chosen or [head for head, _ in firsts]
     counted = f"{len(listed)} of " if len(listed) < len(group.heads) else ""
     console.print(Text(f"\n{counted}{len(group.heads)} heads", style="bold"))
@@ -81,7 +80,7 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
     said = {head.name: reason for head, reason in firsts}
     drawn = chosen or [head for head, _ in firsts[:DRAWN]]
     if any(head.name in said for head in drawn):
-        # "looks most at" is of one head among all: it may be little, where all look elsewhere
+        # "looks most at" compares heads: it may still be little
         console.print(Text(f"of all {len(group.heads)} heads", style="dim italic"))
     console.print(maps_side_by_side(group, drawn, said, console.width))
     console.print(legend(group.square))
@@ -103,7 +102,7 @@ def token_lines(tokens: Sequence[str], width: int) -> Text:
 
 
 def head_table(heads: Sequence[Head], square: bool) -> Table:
-    """A row a head, a column a figure."""
+    """One row per head, one column per figure."""
     columns = [column for column in COLUMNS if square or column[0] not in WITHIN]
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("head", no_wrap=True)
@@ -116,7 +115,7 @@ def head_table(heads: Sequence[Head], square: bool) -> Table:
 
 
 def as_dictionary(read: Input, chosen: Sequence[Head] = ()) -> dict[str, object]:
-    """The same for programs: tokens, and for each head its figures and, of chosen ones, its map."""
+    """The same for programs: the tokens, the figures of each head, and the maps of chosen ones."""
     group = read.main
     return {
         "rows": list(group.rows),
@@ -138,7 +137,7 @@ def _map(head: Head) -> dict[str, object]:
 
 
 def head_map(head: Head, size: int) -> Tensor:
-    """A head's weights: all of them, or, where there are more, the largest of each cell."""
+    """A head's weights, pooled by their maximum to at most size × size."""
     if max(head.map.shape[2:]) > size:
         return head.map.pool(size, how="max")[0, 0]
     return head.map[0, 0]
@@ -147,7 +146,7 @@ def head_map(head: Head, size: int) -> Tensor:
 def maps_side_by_side(
     group: Group, heads: Sequence[Head], said: dict[str, str], width: int
 ) -> Table:
-    """As many maps beside each other as the terminal is wide enough for."""
+    """As many maps side by side as fit the terminal."""
     size = min(max(len(group.rows), len(group.columns)), MOST_ROWS, (width - LABEL) // 2)
     abreast = max(1, (width + 2) // (LABEL + 2 * size + 2))
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -158,7 +157,7 @@ def maps_side_by_side(
 
 
 def draw_head(group: Group, head: Head, reason: str, size: int) -> Stack:
-    """One head's map under its name and what it is first in."""
+    """One head's map under its name and the figure in which it leads."""
     weights, tokens = head_map(head, size), len(group.rows)
     if weights.shape[0] < tokens:
         labels = [f"{tokens * row // len(weights)}…" for row in range(len(weights))]
@@ -172,7 +171,7 @@ def draw_head(group: Group, head: Head, reason: str, size: int) -> Stack:
 
 
 def draw(weights: Tensor, labels: Sequence[str], causal: bool = True) -> list[Text]:
-    """A map (N, M) in characters, a line a query; what a query may not see stays empty.
+    """A map (N, M) in characters, one line per query; keys that it may not see stay empty.
 
     >>> weights = Tensor([[1.0, 0.0], [0.3, 0.7]])
     >>> for line in draw(weights, ["to", "be"]): print(line.plain)
@@ -199,7 +198,7 @@ def shade(weight: float) -> str:
 
 
 def legend(square: bool = True) -> Text:
-    """What the shades mean."""
+    """The weights that the shades stand for."""
     text = Text("" if square else "columns are the tokens above, in order\n", style="dim")
     text.append("weight  ", style="dim")
     for least, characters in reversed(SHADES):

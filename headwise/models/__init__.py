@@ -1,4 +1,4 @@
-"""Whole models, one readable file each, a frozen configuration beside each."""
+"""Whole models, one readable file per model, each with a frozen configuration."""
 
 from headwise.models.bert import Bert, BertConfig
 from headwise.models.conv import Conv, ConvConfig

@@ -11,27 +11,27 @@ from torch import Tensor, nn
 from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
-from headwise.nn.block import Block
+from headwise.nn.block import Block, PostNorm
+from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind
 from headwise.nn.feed_forward import GELU, FeedForward
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm
-from headwise.nn.residual import PostNorm
 
 
 @dataclass(frozen=True)
 class BertConfig(Config):
     """Sequences of up to `context` tokens in up to `segments` parts; the defaults are BERT base."""
 
-    vocabulary: int = 30522
-    context: int = 512
-    segments: int = 2
-    d_model: int = 768
-    layers: int = 12
-    heads: int = 12
+    vocabulary: Size = 30522
+    context: Size = 512
+    segments: Size = 2
+    d_model: Size = 768
+    layers: Count = 12
+    heads: Size = 12
     feed_forward: FeedForward = GELU(3072)
     norm: Norm = LayerNorm(1e-12)
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
+    dropout: Rate = 0.1
+    attention_dropout: Rate = 0.0
 
     def block(self) -> Block:
         """One layer of this model."""
@@ -46,7 +46,7 @@ class BertConfig(Config):
 
 
 class Bert(nn.Module):
-    """tokens (B, N) -> logits (B, N, vocabulary) of the words that stood there.
+    """tokens (B, N) -> logits (B, N, vocabulary) of the original words.
 
     >>> import torch
     >>> from headwise.models import Bert, BertConfig
@@ -57,6 +57,7 @@ class Bert(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
+        check_kind("config", config, BertConfig, "BertConfig()")
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.positions = nn.Embedding(config.context, config.d_model)
@@ -64,14 +65,14 @@ class Bert(nn.Module):
         self.norm = config.norm.build(config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(config.block() for _ in range(config.layers))
-        # The words are read out by the embedding, after one more layer.
+        # The output layer is the embedding, after one more linear layer.
         self.readout = nn.Linear(config.d_model, config.d_model)
         self.readout_norm = config.norm.build(config.d_model)
         self.readout_bias = nn.Parameter(torch.zeros(config.vocabulary))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """BERT's start: normal weights, biases zero."""
+        """Initialise as BERT does: normal weights, biases zero."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -86,7 +87,7 @@ class Bert(nn.Module):
         segments: Tensor | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
-        """Logits (B, N, vocabulary); `lengths` (B,) leaves padding out; `segments` (B, N)."""
+        """Logits (B, N, vocabulary); `lengths` (B,) hides padding, `segments` (B, N) are parts."""
         x = self.features(tokens, lengths=lengths, segments=segments, mask=mask)
         x = self.readout_norm(F.gelu(self.readout(x)))
         return F.linear(x, self.embedding.weight, self.readout_bias)
@@ -99,14 +100,18 @@ class Bert(nn.Module):
         segments: Tensor | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
-        """What the blocks make of tokens (B, N): (B, N, d_model)."""
+        """The output of the last block for tokens (B, N): (B, N, d_model)."""
+        check_integers("tokens", tokens, 0, self.config.vocabulary - 1, "batch", "length")
         count, context = tokens.shape[1], self.config.context
         if count > context:
-            raise ValueError(f"{count} tokens are more than the {context} this model was built for")
+            raise ValueError(
+                f"{count} tokens are more than this model takes; its config has context={context}"
+            )
         if lengths is not None:
-            known = masks.lengths(lengths)
-            mask = known if mask is None else known & mask
+            unpadded = masks.lengths(lengths)
+            mask = unpadded if mask is None else unpadded & mask
         part = torch.zeros_like(tokens) if segments is None else segments
+        check_integers("segments", part, 0, self.config.segments - 1, *tokens.shape)
         x = self.embedding(tokens) + self.positions.weight[:count] + self.segments(part)
         x = self.dropout(self.norm(x))
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""Configurations: frozen, comparable, and the same after a trip through JSON."""
+"""The base of all model configurations, which can be written to JSON and read back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Self
 
 from headwise import nn
+from headwise.nn.checks import Description, check_kind
 from headwise.score import Dot
 
-# What a configuration may describe a part with, by the name under which it is written down.
+# Descriptions that may be part of a configuration, by the name under which JSON knows them.
 _DESCRIPTIONS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
@@ -22,11 +23,11 @@ _DESCRIPTIONS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Config:
-    """What every model's configuration can do."""
+class Config(Description):
+    """A model's configuration: frozen, comparable, and convertible to and from JSON."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, numbers and strings, ready for JSON.
+        """The configuration as plain dictionaries, numbers and strings, ready for JSON.
 
         >>> from headwise.models import GPTConfig
         >>> config = GPTConfig(vocabulary=256)
@@ -37,7 +38,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The configuration that `to_dict` wrote; ValueError names what it does not know."""
+        """The configuration that `to_dict` wrote; ValueError if a field is unknown."""
+        check_kind("data", data, dict, "a dictionary from to_dict()")
         built: Self = _built(cls, data)
         return built
 
@@ -57,14 +59,14 @@ def _described(value: Any) -> Any:
     name = value.get("type")
     if name not in _DESCRIPTIONS:
         raise ValueError(
-            f"unknown part {name!r} in a configuration; known are {', '.join(_DESCRIPTIONS)}"
+            f"unknown type {name!r} in a configuration; use one of {', '.join(_DESCRIPTIONS)}"
         )
     return _built(_DESCRIPTIONS[name], {key: x for key, x in value.items() if key != "type"})
 
 
 def _built(kind: type[Any], data: dict[str, Any]) -> Any:
     known = {field.name for field in fields(kind)}
-    unknown = sorted(set(data) - known)
+    unknown = sorted(map(str, set(data) - known))
     if unknown:
         raise ValueError(
             f"{kind.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}"

@@ -1,4 +1,4 @@
-"""A rival: gated convolutions over the tokens so far."""
+"""An alternative to attention: gated convolutions over the tokens so far."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from torch import Tensor, nn
 
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
+from headwise.nn.block import PreNorm, Residual
+from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind
 from headwise.nn.norms import LayerNorm, Norm
-from headwise.nn.residual import PreNorm, Residual
 
 
 @dataclass(frozen=True)
 class ConvConfig(Config):
-    """A language model in which layer l looks `kernel` tokens back, `growth`^l apart.
+    """A language model in which layer l sees `kernel` tokens that are `growth`^l apart.
 
-    growth=1 is a plain convolution, whose reach grows by kernel - 1 a layer; growth=kernel is a
-    dilated one, whose reach grows kernel-fold.
+    growth=1 is a plain convolution, whose reach grows by kernel - 1 per layer; growth=kernel is a
+    dilated one, whose reach is multiplied by kernel.
     """
 
-    vocabulary: int
-    d_model: int = 384
-    layers: int = 6
-    kernel: int = 3
-    growth: int = 1
+    vocabulary: Size
+    d_model: Size = 384
+    layers: Count = 6
+    kernel: Size = 3
+    growth: Size = 1
     norm: Norm = LayerNorm()
     tied: bool = True
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     end: int | None = None
 
     @property
     def reach(self) -> int:
-        """How many tokens, itself included, an output depends on.
+        """The number of tokens, itself included, that an output depends on.
 
         >>> ConvConfig(256, layers=3, kernel=3, growth=3).reach
         27
@@ -44,11 +45,11 @@ class ConvConfig(Config):
 
 
 class GatedConvolution(nn.Module):
-    """a * sigmoid(b) of a causal convolution's two halves: (B, N, d_model) -> the same."""
+    """a * sigmoid(b), where a and b are the halves of a causal convolution: (B, N, d_model)."""
 
     def __init__(self, d_model: int, kernel: int, dilation: int) -> None:
         super().__init__()
-        self.before = (kernel - 1) * dilation  # zeros in front, so that nothing later is seen
+        self.before = (kernel - 1) * dilation  # zeros in front, so no later token is seen
         self.convolution = nn.Conv1d(d_model, 2 * d_model, kernel, dilation=dilation)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ class GatedConvolution(nn.Module):
 
 
 class Conv(nn.Module):
-    """tokens (B, N) -> logits (B, N, vocabulary) of the next ones.
+    """tokens (B, N) -> logits (B, N, vocabulary) of the next tokens.
 
     >>> import torch
     >>> from headwise.models import Conv, ConvConfig
@@ -67,6 +68,7 @@ class Conv(nn.Module):
 
     def __init__(self, config: ConvConfig) -> None:
         super().__init__()
+        check_kind("config", config, ConvConfig, "ConvConfig(vocabulary=256)")
         self.config = config
         width = config.d_model
         self.embedding = nn.Embedding(config.vocabulary, width)
@@ -82,6 +84,7 @@ class Conv(nn.Module):
         self.head = None if config.tied else nn.Linear(width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        check_integers("tokens", tokens, 0, self.config.vocabulary - 1, "batch", "length")
         x = self.embedding(tokens)
         for layer, around in zip(self.layers, self.around, strict=True):
             x = around(x, layer)
@@ -90,19 +93,20 @@ class Conv(nn.Module):
 
     def generate(self, prompt: Tensor, count: int, *, strategy: Strategy = Greedy()) -> Tensor:
         """The tokens (B, <= count) that follow prompt (B, N)."""
+        check_integers("prompt", prompt, 0, self.config.vocabulary - 1, "batch", "length")
         with evaluating(self):
             return generate(ConvDecoder(self), prompt, count, strategy, self.config.end)
 
 
 class ConvDecoder:
-    """A convolutional model in the middle of sequences, of which it keeps what it can still see."""
+    """A `Conv` that generates, with the last tokens of each sequence, as many as it can see."""
 
     def __init__(self, model: Conv) -> None:
         self.model = model
         self.tokens: Tensor | None = None  # (B, <= reach)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in tokens (B, n); the logits (B, vocabulary) of what follows them."""
+        """Append tokens (B, n) and return the logits (B, vocabulary) of the next ones."""
         seen = tokens if self.tokens is None else torch.cat((self.tokens, tokens), 1)
         self.tokens = seen[:, -self.model.config.reach :]
         logits: Tensor = self.model(self.tokens)[:, -1]

@@ -1,4 +1,4 @@
-"""A rival: a GPT whose attention weights are learned directly, whatever the text says."""
+"""An alternative: a GPT whose attention weights are learned directly and ignore the text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from headwise.models.generate import Greedy, Strategy
 from headwise.models.gpt import GPT
 from headwise.nn.block import Block
 from headwise.nn.caches.cache import Cache, GrowingCache
+from headwise.nn.checks import Count, Rate, Size, check_integers
 from headwise.nn.feed_forward import FeedForward, SwiGLU
 from headwise.nn.fixed_weights import FixedAttention
 from headwise.nn.norms import Norm, RMSNorm
@@ -20,20 +21,20 @@ from headwise.nn.norms import Norm, RMSNorm
 
 @dataclass(frozen=True)
 class FixedGPTConfig(Config):
-    """A language model for up to `context` tokens: each pair of them has a weight of its own."""
+    """A language model of up to `context` tokens with one learned weight per pair of positions."""
 
-    vocabulary: int
-    context: int = 256
-    d_model: int = 384
-    layers: int = 6
-    heads: int = 6
+    vocabulary: Size
+    context: Size = 256
+    d_model: Size = 384
+    layers: Count = 6
+    heads: Size = 6
     feed_forward: FeedForward = SwiGLU(1024)
     norm: Norm = RMSNorm()
     bias: bool = False
     tied: bool = True
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     end: int | None = None
-    position: ClassVar[None] = None  # the weights know where everything stands
+    position: ClassVar[None] = None  # each position has its own weights
 
     def block(self) -> Block:
         """One layer of this model."""
@@ -45,7 +46,7 @@ class FixedGPTConfig(Config):
 
 
 class FixedGPT(GPT):
-    """tokens (B, N), N <= context -> logits (B, N, vocabulary) of the next ones.
+    """tokens (B, N), N <= context -> logits (B, N, vocabulary) of the next tokens.
 
     >>> import torch
     >>> from headwise.models import FixedGPT, FixedGPTConfig
@@ -63,10 +64,12 @@ class FixedGPT(GPT):
         lengths: Tensor | None = None,
         cache: Cache | None = GrowingCache(),
     ) -> Tensor:
-        """The tokens (B, <= count) that follow prompt (B, N); all prompts are equally long."""
+        """The tokens (B, <= count) that follow prompt (B, N), whose prompts have one length."""
+        if lengths is not None:
+            check_integers("lengths", lengths, 1, prompt.shape[1], prompt.shape[0])
         if lengths is not None and not bool((lengths == prompt.shape[1]).all()):
             raise ValueError(
-                f"prompts of lengths {lengths.tolist()} would stand at different positions, each "
-                "with weights of its own; generate after prompts of one length at a time"
+                f"prompts of lengths {lengths.tolist()} would be at different positions, which "
+                "have different weights; generate for prompts of one length at a time"
             )
         return super().generate(prompt, count, strategy=strategy, cache=cache)

@@ -1,4 +1,4 @@
-"""One token after another: the greedy, sampled and beam strategies, for any model that can step."""
+"""Generation of tokens, one after another, with greedy, sampled or beam search."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from headwise.nn.checks import Description, check_kind, check_size
+
 
 class Decoder(Protocol):
-    """A model in the middle of a sequence."""
+    """A model that generates, with the state of the sequences so far."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in tokens (B, n); the logits (B, V) of what follows them."""
+        """Append tokens (B, n) and return the logits (B, V) of the next ones."""
 
     def reorder(self, index: Tensor) -> None:
         """Let batch entry b continue entry index[b]; index (B',)."""
 
 
 @dataclass(frozen=True)
-class Greedy:
-    """The most likely token, always."""
+class Greedy(Description):
+    """Always pick the most likely token."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A token by chance: logits / temperature, the `top_k` best, the best that make up `top_p`."""
+class Sample(Description):
+    """Draw a token from softmax(logits / temperature), among the `top_k` or `top_p` best."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -36,13 +38,16 @@ class Sample:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.temperature <= 0 or (self.top_k is not None and self.top_k < 1):
-            raise ValueError(f"{self} leaves nothing to sample from; Greedy() takes the best token")
+            raise ValueError(
+                f"{self} leaves no token to draw; Greedy() always picks the most likely one"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """(..., V) -> (..., V), what is left out being 0.
+        """Logits (..., V) -> probabilities (..., V), 0 for tokens that can't be drawn.
 
         >>> Sample(top_k=2).probabilities(torch.tensor([1.0, 3.0, 3.0, 2.0]))
         tensor([0.0000, 0.5000, 0.5000, 0.0000])
@@ -55,21 +60,22 @@ class Sample:
         if self.top_p is None or self.top_p == 1:
             return p
         ordered, index = p.sort(-1, descending=True)
-        before = ordered.cumsum(-1) - ordered  # the best token stays, however likely it is
+        before = ordered.cumsum(-1) - ordered  # the best token always stays
         kept = torch.zeros_like(p).scatter(-1, index, ordered.masked_fill(before >= self.top_p, 0))
         return kept / kept.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
-class Beam:
-    """The best of `width` sequences kept side by side; scores are divided by length^`penalty`."""
+class Beam(Description):
+    """Keep the `width` best sequences, whose scores are divided by length^`penalty`."""
 
     width: int = 4
     penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.width < 1:
-            raise ValueError(f"{self} keeps no sequence; a width of 1 is greedy, 4 or 5 is usual")
+            raise ValueError(f"{self} keeps no sequence; use a width of 1 (greedy) or more")
 
 
 Strategy = Greedy | Sample | Beam
@@ -79,12 +85,11 @@ Strategy = Greedy | Sample | Beam
 def generate(
     decoder: Decoder, prompt: Tensor, count: int, strategy: Strategy, end: int | None = None
 ) -> Tensor:
-    """The tokens (B, <= count) that follow prompt (B, N); after `end` there is only `end`."""
-    if count < 1 or prompt.ndim != 2 or prompt.shape[1] < 1:
-        raise ValueError(
-            f"generate {count} tokens after a prompt of shape {tuple(prompt.shape)}: it takes at "
-            "least one token, after a prompt (batch, length) of at least one"
-        )
+    """The tokens (B, <= count) that follow prompt (B, N); after `end` a row repeats `end`."""
+    check_size("count", count)
+    check_kind("strategy", strategy, Strategy, "Greedy(), Sample() or Beam()")
+    if prompt.shape[1] < 1:
+        raise ValueError(f"a prompt of shape {tuple(prompt.shape)} has no token to continue")
     if isinstance(strategy, Beam):
         return _beam(decoder, prompt, count, strategy, end)
     generator = None
@@ -94,7 +99,7 @@ def generate(
     done = torch.zeros(prompt.shape[0], device=prompt.device, dtype=torch.bool)
     given = prompt
     for _ in range(count):
-        token = _picked(decoder.step(given), strategy, generator)
+        token = _pick(decoder.step(given), strategy, generator)
         if end is not None:
             token = token.masked_fill(done, end)
             done = done | (token == end)
@@ -105,20 +110,20 @@ def generate(
     return torch.stack(tokens, 1)
 
 
-def _picked(logits: Tensor, strategy: Greedy | Sample, generator: torch.Generator | None) -> Tensor:
+def _pick(logits: Tensor, strategy: Greedy | Sample, generator: torch.Generator | None) -> Tensor:
     if isinstance(strategy, Greedy):
         return logits.argmax(-1)
     return torch.multinomial(strategy.probabilities(logits), 1, generator=generator)[:, 0]
 
 
 def _beam(decoder: Decoder, prompt: Tensor, count: int, beam: Beam, end: int | None) -> Tensor:
-    """A batch's beams side by side; a finished one stays as it is until better ones come."""
+    """Beam search for a batch; a finished sequence stays until better ones push it out."""
     batch, width, device = prompt.shape[0], beam.width, prompt.device
     logits = decoder.step(prompt)
     first = torch.arange(batch, device=device)
     decoder.reorder(first.repeat_interleave(width))
     logits = logits.repeat_interleave(width, 0)
-    # All beams of an entry start alike, so only the first may speak.
+    # All beams of an entry start alike, so only the first may be continued.
     total = torch.full((batch, width), -torch.inf, device=device)
     total[:, 0] = 0
     length = torch.zeros(batch, width, device=device)
@@ -129,7 +134,7 @@ def _beam(decoder: Decoder, prompt: Tensor, count: int, beam: Beam, end: int | N
             logits = decoder.step(tokens[:, :, -1].reshape(-1, 1))
         log_p = logits.float().log_softmax(-1).view(batch, width, -1)
         vocabulary = log_p.shape[-1]
-        if end is not None:  # a finished sequence has one continuation, for free
+        if end is not None:  # a finished sequence has one continuation, at no cost
             log_p = log_p.masked_fill(done[..., None], -torch.inf)
             log_p[..., end].masked_fill_(done, 0)
         grown = length + (~done).float()
@@ -150,7 +155,7 @@ def _beam(decoder: Decoder, prompt: Tensor, count: int, beam: Beam, end: int | N
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode for a while."""
+    """Switch the model to eval mode, and back to its mode at the end."""
     training = model.training
     model.eval()
     try:

@@ -1,10 +1,10 @@
-"""GPT: a decoder-only language model, from GPT-2's shape to today's."""
+"""GPT: a decoder-only language model, from GPT-2's architecture to today's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,21 @@ from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
 from headwise.nn.block import Block
-from headwise.nn.caches.cache import Cache, GrowingCache
+from headwise.nn.caches.cache import (
+    Cache,
+    GrowingCache,
+    check_cache,
+    check_caches,
+    rollback_to_shortest,
+)
+from headwise.nn.call import check_positions
+from headwise.nn.checks import Count, Positive, Rate, Size, check_integers, check_kind
 from headwise.nn.feed_forward import FeedForward, SwiGLU
+from headwise.nn.layer_options import Projections, Separate
 from headwise.nn.learned_scores import LearnedScore
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import Norm, RMSNorm
 from headwise.nn.positions import Position
-from headwise.nn.projections import Projections, Separate
 from headwise.nn.rotary import Rotary
 from headwise.score import Dot, Score
 
@@ -30,29 +38,29 @@ from headwise.score import Dot, Score
 class GPTConfig(Config):
     """A language model over `vocabulary` tokens, trained on sequences of `context` tokens.
 
-    `window` limits every layer to the last tokens; `tied` makes the output layer the embedding.
+    `window` limits every layer to the last tokens; `tied` reuses the embedding as output layer.
     """
 
-    vocabulary: int
-    context: int = 1024
-    d_model: int = 384
-    layers: int = 6
-    heads: int = 6
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    vocabulary: Size
+    context: Size = 1024
+    d_model: Size = 384
+    layers: Count = 6
+    heads: Size = 6
+    kv_heads: Size | None = None
+    head_dim: Size | None = None
     position: Position | None = Rotary()
     feed_forward: FeedForward = SwiGLU(1024)
     norm: Norm = RMSNorm()
     qk_norm: Norm | None = None
     projections: Projections = Separate()
     score: Score | LearnedScore = Dot()
-    softcap: float | None = None
+    softcap: Positive | None = None
     sinks: bool = False
-    window: int | None = None
+    window: Size | None = None
     bias: bool = False
     tied: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
+    dropout: Rate = 0.0
+    attention_dropout: Rate = 0.0
     end: int | None = None
 
     def block(self) -> Block:
@@ -78,8 +86,9 @@ class GPTConfig(Config):
         return Block(self.d_model, attention, feed_forward, norm=self.norm, dropout=self.dropout)
 
 
+@runtime_checkable
 class LanguageConfig(Protocol):
-    """What a GPT asks of its configuration: a few numbers, and how to make one layer."""
+    """The part of a configuration that a GPT reads: a few numbers, and how to make one layer."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -103,7 +112,7 @@ class LanguageConfig(Protocol):
 
 
 class GPT(nn.Module):
-    """tokens (B, N) -> logits (B, N, vocabulary) of the next ones.
+    """tokens (B, N) -> logits (B, N, vocabulary) of the next tokens.
 
     >>> import torch
     >>> from headwise.models import GPT, GPTConfig
@@ -116,6 +125,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
+        check_kind("config", config, LanguageConfig, "GPTConfig(vocabulary=256)")
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         position = config.position
@@ -131,7 +141,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's start: normal weights, those that end in the path around smaller with depth."""
+        """Initialise as GPT-2 does: normal weights, smaller with depth where a sublayer ends."""
         deep = 0.02 / (2 * max(1, self.config.layers)) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
@@ -161,22 +171,29 @@ class GPT(nn.Module):
         caches: Sequence[Cache] | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """What the blocks make of tokens (B, N): (B, N, d_model)."""
+        """The normed output of the last block for tokens (B, N): (B, N, d_model)."""
+        check_integers("tokens", tokens, 0, self.config.vocabulary - 1, "batch", "length")
+        check_caches(caches, len(self.blocks))
         x = self.embedding(tokens)
         if self.position is not None:
             if positions is None:
                 start = 0 if not caches else caches[0].length
                 positions = torch.arange(tokens.shape[1], device=tokens.device) + start
+            check_positions(self.position, x, positions)
             x, positions = self.position.add(x, positions), None
         x = self.dropout(x)
-        for layer, block in enumerate(self.blocks):
-            cache = None if caches is None else caches[layer]
-            x = block(x, mask=mask, cache=cache, positions=positions)
+        try:
+            for layer, block in enumerate(self.blocks):
+                cache = None if caches is None else caches[layer]
+                x = block(x, mask=mask, cache=cache, positions=positions)
+        except Exception:  # a pool without pages, say, after some layers have taken theirs
+            rollback_to_shortest(caches or ())
+            raise
         normed: Tensor = self.norm(x)
         return normed
 
     def logits(self, features: Tensor) -> Tensor:
-        """(..., d_model) -> (..., vocabulary)."""
+        """The output layer: (..., d_model) -> (..., vocabulary)."""
         weight = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(features, weight)
 
@@ -189,10 +206,14 @@ class GPT(nn.Module):
         lengths: Tensor | None = None,
         cache: Cache | None = GrowingCache(),
     ) -> Tensor:
-        """The tokens (B, <= count) that follow prompt (B, N), which `lengths` (B,) may cut short.
+        """The tokens (B, <= count) that follow prompt (B, N), of which `lengths` (B,) count.
 
-        `cache` is a pattern for each layer's; None computes everything anew for every token.
+        Each layer gets a fresh cache like `cache`; None recomputes everything for every token.
         """
+        check_integers("prompt", prompt, 0, self.config.vocabulary - 1, "batch", "length")
+        check_cache(cache)
+        if lengths is not None:
+            check_integers("lengths", lengths, 1, prompt.shape[1], prompt.shape[0])
         with evaluating(self):
             padding = None if lengths is None else prompt.shape[1] - lengths
             prompt = prompt if lengths is None else _left_padded(prompt, lengths)
@@ -201,16 +222,16 @@ class GPT(nn.Module):
 
 
 class GPTDecoder:
-    """A GPT in the middle of sequences that start after `padding` (B,) tokens."""
+    """A GPT that generates, for sequences that start after `padding` (B,) tokens."""
 
     def __init__(self, model: GPT, cache: Cache | None, padding: Tensor | None = None) -> None:
         self.model, self.padding = model, padding
         self.caches = None if cache is None else [cache.fresh() for _ in model.blocks]
         self.tokens: Tensor | None = None  # (B, n), all of them
-        self._turns = isinstance(model.config.position, Rotary)
+        self._rotates = isinstance(model.config.position, Rotary)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in tokens (B, n); the logits (B, vocabulary) of what follows them."""
+        """Append tokens (B, n) and return the logits (B, vocabulary) of the next ones."""
         before = 0 if self.tokens is None else self.tokens.shape[1]
         self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), 1)
         if self.caches is None:
@@ -219,9 +240,9 @@ class GPTDecoder:
         if self.padding is not None:
             start = self.padding[:, None, None]
             mask = masks.between(start, torch.full_like(start, torch.iinfo(torch.int32).max))
-            numbers = torch.arange(before, before + tokens.shape[1], device=tokens.device)
-            if self._turns or self.model.position is not None:
-                positions = (numbers - self.padding[:, None]).clamp_min(0)
+            indices = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+            if self._rotates or self.model.position is not None:
+                positions = (indices - self.padding[:, None]).clamp_min(0)
         features = self.model.features(tokens, mask=mask, caches=self.caches, positions=positions)
         return self.model.logits(features[:, -1])
 
@@ -234,13 +255,7 @@ class GPTDecoder:
 
 
 def _left_padded(prompt: Tensor, lengths: Tensor) -> Tensor:
-    """Tokens (B, N) whose first lengths[b] count, moved to the right end."""
+    """Move the first lengths[b] tokens of each row of prompt (B, N) to its right end."""
     longest = prompt.shape[1]
-    fits = tuple(lengths.shape) == prompt.shape[:1]
-    if not fits or not bool(((lengths > 0) & (lengths <= longest)).all()):
-        raise ValueError(
-            f"lengths {lengths.tolist()} do not fit a prompt of shape {tuple(prompt.shape)}; a "
-            f"number from 1 to {longest} for each entry would"
-        )
     column = torch.arange(longest, device=prompt.device) - (longest - lengths)[:, None]
     return prompt.gather(1, column % longest)

@@ -1,4 +1,4 @@
-"""A rival: two LSTMs, one that reads and one that writes, with or without Bahdanau's attention."""
+"""An alternative: an LSTM encoder and decoder, with or without Bahdanau's attention."""
 
 from __future__ import annotations
 
@@ -14,37 +14,41 @@ from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
 from headwise.nn.additive import Bahdanau
 from headwise.nn.caches.cache import Memory
+from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind
 
 
 @dataclass(frozen=True)
 class LSTMConfig(Config):
-    """Two languages over one `vocabulary`; attention=None squeezes the source into one state."""
+    """A translator with one `vocabulary`; attention=None squeezes the source into one state."""
 
-    vocabulary: int
-    d_model: int = 512
-    layers: int = 1
+    vocabulary: Size
+    d_model: Size = 512
+    layers: Size = 1
     attention: Bahdanau | None = Bahdanau(512)
-    dropout: float = 0.1
-    padding: int = 0
-    start: int = 1
+    dropout: Rate = 0.1
+    padding: Count = 0
+    start: Count = 1
     end: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.d_model % 2:
-            raise ValueError(f"d_model={self.d_model} is odd; the reader has two directions")
+            raise ValueError(
+                f"d_model={self.d_model} must be even: half of it is for each reading direction"
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Where a writer stands: its memory of the source, and its own state."""
+    """The state of the decoder: its LSTM's state, and the source that it attends to."""
 
     hidden: Tensor  # (B, d_model)
     cell: Tensor  # (B, d_model)
-    memory: Memory | None  # the source's states, to be attended to
-    lengths: Tensor | None  # (B,): how many of them there are
+    memory: Memory | None  # of the source's states
+    lengths: Tensor | None  # (B,) of the sources
 
     def reorder(self, index: Tensor) -> State:
-        """The state whose batch entry b is entry index[b] of this one."""
+        """The state in which batch entry b is entry index[b] of this one."""
         lengths = None if self.lengths is None else self.lengths.index_select(0, index)
         memory = None if self.memory is None else self.memory.reorder(index)
         hidden, cell = self.hidden.index_select(0, index), self.cell.index_select(0, index)
@@ -63,6 +67,7 @@ class LSTM(nn.Module):
 
     def __init__(self, config: LSTMConfig) -> None:
         super().__init__()
+        check_kind("config", config, LSTMConfig, "LSTMConfig(vocabulary=256)")
         self.config = config
         width = config.d_model
         self.embedding = nn.Embedding(config.vocabulary, width)
@@ -75,7 +80,8 @@ class LSTM(nn.Module):
         self.attention = None if config.attention is None else config.attention.build(width, width)
         seen = 0 if config.attention is None else width
         self.writer = nn.LSTMCell(width + seen, width)
-        self.readout = nn.Linear(2 * width + seen, width)  # its state, what it saw, the last token
+        # The output is made from the state, the attended source and the last token.
+        self.readout = nn.Linear(2 * width + seen, width)
 
     def forward(
         self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None
@@ -83,7 +89,10 @@ class LSTM(nn.Module):
         return self.write(target, self.read(source, source_lengths))[0]
 
     def read(self, source: Tensor, lengths: Tensor | None = None) -> State:
-        """source (B, S) -> the state in which writing starts."""
+        """source (B, S) -> the state before the first target token."""
+        check_integers("source", source, 0, self.config.vocabulary - 1, "batch", "length")
+        if lengths is not None:
+            check_integers("source_lengths", lengths, 1, source.shape[1], source.shape[0])
         x, total = self.dropout(self.embedding(source)), source.shape[1]
         if lengths is None:
             states, (hidden, cell) = self.reader(x)
@@ -97,7 +106,8 @@ class LSTM(nn.Module):
         return State(*first, memory, lengths)
 
     def write(self, target: Tensor, state: State) -> tuple[Tensor, State]:
-        """target (B, T) -> logits (B, T, vocabulary), and the state after it."""
+        """target (B, T) -> logits (B, T, vocabulary) and the state after the last token."""
+        check_integers("target", target, 0, self.config.vocabulary - 1, "batch", "length")
         mask = None if state.lengths is None else masks.lengths(state.lengths)
         outputs = []
         for token in self.dropout(self.embedding(target)).unbind(1):  # (B, d_model)
@@ -127,13 +137,13 @@ class LSTM(nn.Module):
 
 
 class LSTMDecoder:
-    """An LSTM that has read its sources and is in the middle of its targets."""
+    """An LSTM that has read its sources and generates its targets."""
 
     def __init__(self, model: LSTM, state: State) -> None:
         self.model, self.state = model, state
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in tokens (B, n); the logits (B, vocabulary) of what follows them."""
+        """Append tokens (B, n) and return the logits (B, vocabulary) of the next ones."""
         logits, self.state = self.model.write(tokens, self.state)
         return logits[:, -1]
 

@@ -13,33 +13,40 @@ from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
-from headwise.nn.block import Block
-from headwise.nn.caches.cache import Cache, GrowingCache, Memory
+from headwise.nn.block import Arrangement, Block, PostNorm, PreNorm, Residual
+from headwise.nn.caches.cache import (
+    Cache,
+    GrowingCache,
+    Memory,
+    check_cache,
+    check_caches,
+    rollback_to_shortest,
+)
+from headwise.nn.checks import Count, Positive, Rate, Size, check_integers, check_kind
 from headwise.nn.feed_forward import FeedForward, ReLU
+from headwise.nn.layer_options import Projections, Separate
 from headwise.nn.learned_scores import LearnedScore
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm
 from headwise.nn.positions import Position, Sinusoidal
-from headwise.nn.projections import Projections, Separate
-from headwise.nn.residual import Arrangement, PostNorm, PreNorm, Residual
 from headwise.score import Dot, Score
 
 
 @dataclass(frozen=True)
 class TransformerConfig(Config):
-    """Two languages over one `vocabulary`; the defaults are the paper's base model.
+    """A translator with one `vocabulary`; the defaults are the paper's base model.
 
-    With 37,000 tokens it has 63.1 million parameters, where the paper prints 65. `tied` shares one
+    With 37,000 tokens it has 63.1 million parameters (the paper prints 65). `tied` shares one
     matrix between both embeddings and the output.
     """
 
-    vocabulary: int
-    d_model: int = 512
-    encoder_layers: int = 6
-    decoder_layers: int = 6
-    heads: int = 8
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    vocabulary: Size
+    d_model: Size = 512
+    encoder_layers: Count = 6
+    decoder_layers: Count = 6
+    heads: Size = 8
+    kv_heads: Size | None = None
+    head_dim: Size | None = None
     position: Position | None = Sinusoidal()
     feed_forward: FeedForward = ReLU(2048)
     arrangement: Arrangement = PostNorm()
@@ -47,18 +54,18 @@ class TransformerConfig(Config):
     qk_norm: Norm | None = None
     projections: Projections = Separate()
     score: Score | LearnedScore = Dot()
-    softcap: float | None = None
+    softcap: Positive | None = None
     bias: bool = True
     tied: bool = True
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
-    padding: int = 0
-    start: int = 1
+    dropout: Rate = 0.1
+    attention_dropout: Rate = 0.0
+    padding: Count = 0
+    start: Count = 1
     end: int = 2
 
-    def attention(self, mask: Mask | None = None, placed: bool = True) -> MultiHeadAttention:
-        """One attention of this model; `placed` where it may know positions."""
-        position = self.position if placed and self.position else None
+    def attention(self, mask: Mask | None = None, positions: bool = True) -> MultiHeadAttention:
+        """One attention layer of this model, with or without `positions`."""
+        position = self.position if positions and self.position else None
         return MultiHeadAttention(
             self.d_model,
             self.heads,
@@ -75,11 +82,11 @@ class TransformerConfig(Config):
         )
 
     def residual(self) -> Residual:
-        """The path around one sublayer of this model."""
+        """The residual connection around one sublayer of this model."""
         return Residual(self.d_model, self.arrangement, self.norm, self.dropout)
 
     def encoder_block(self) -> Block:
-        """One layer of the encoder: every source token looks at every other."""
+        """One layer of the encoder: every source token attends to every other."""
         return Block(
             self.d_model,
             self.attention(),
@@ -91,12 +98,12 @@ class TransformerConfig(Config):
 
 
 class DecoderLayer(nn.Module):
-    """Target tokens look back at themselves, then at the source: (B, T, d_model) -> the same."""
+    """Target tokens attend to the target so far, then to the source: (B, T, d_model)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention = config.attention(masks.causal())
-        self.cross_attention = config.attention(placed=False)
+        self.cross_attention = config.attention(positions=False)
         self.feed_forward = config.feed_forward.build(config.d_model, config.bias)
         self.around_attention, self.around_cross = config.residual(), config.residual()
         self.around_feed_forward = config.residual()
@@ -128,6 +135,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        check_kind("config", config, TransformerConfig, "TransformerConfig(vocabulary=256)")
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.target_embedding = self.head = None
@@ -141,13 +149,15 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = nn.ModuleList(config.encoder_block() for _ in range(config.encoder_layers))
         self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
-        last = isinstance(config.arrangement, PreNorm)  # nothing else norms the last layer's sum
+        last = isinstance(
+            config.arrangement, PreNorm
+        )  # the last layer's sum is not normed otherwise
         self.encoder_norm = config.norm.build(config.d_model) if last else nn.Identity()
         self.decoder_norm = config.norm.build(config.d_model) if last else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot's uniform weights; embeddings so that √d_model of them has entries of size one."""
+        """Glorot's uniform weights; embeddings with a variance of one after × √d_model."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -165,6 +175,7 @@ class Transformer(nn.Module):
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
         """source (B, S) -> (B, S, d_model)."""
+        check_integers("source", source, 0, self.config.vocabulary - 1, "batch", "length")
         mask = None if source_lengths is None else masks.lengths(source_lengths)
         x = self._embedded(source, self.embedding, 0)
         for layer in self.encoder:
@@ -179,20 +190,26 @@ class Transformer(nn.Module):
         source_lengths: Tensor | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
-        """target (B, T) and, for each layer, the encoded source -> logits (B, T, vocabulary)."""
+        """target (B, T) and, per layer, the encoded source -> logits (B, T, vocabulary)."""
+        check_integers("target", target, 0, self.config.vocabulary - 1, "batch", "length")
+        check_caches(caches, len(self.decoder))
         mask = None if source_lengths is None else masks.lengths(source_lengths)
         embedding = self.embedding if self.target_embedding is None else self.target_embedding
         x = self._embedded(target, embedding, 0 if not caches else caches[0].length)
-        for number, layer in enumerate(self.decoder):
-            x = layer(x, memories[number], mask, None if caches is None else caches[number])
+        try:
+            for number, layer in enumerate(self.decoder):
+                x = layer(x, memories[number], mask, None if caches is None else caches[number])
+        except Exception:  # a pool without pages, say, after some layers have taken theirs
+            rollback_to_shortest(caches or ())
+            raise
         weight = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(self.decoder_norm(x), weight)
 
     def _embedded(self, tokens: Tensor, embedding: nn.Embedding, start: int | Tensor) -> Tensor:
         x = embedding(tokens) * self.config.d_model**0.5
         if self.position is not None:
-            numbers = torch.arange(tokens.shape[1], device=tokens.device) + start
-            x = self.position.add(x, numbers)
+            positions = torch.arange(tokens.shape[1], device=tokens.device) + start
+            x = self.position.add(x, positions)
         out: Tensor = self.dropout(x)
         return out
 
@@ -207,8 +224,12 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Translate source (B, S) into at most `count` tokens (B, T); `end` follows the last one.
 
-        `cache` is a pattern for each layer's; None computes everything anew for every token.
+        Each layer gets a fresh cache like `cache`; None recomputes everything for every token.
         """
+        check_cache(cache)
+        check_integers("source", source, 0, self.config.vocabulary - 1, "batch", "length")
+        if source_lengths is not None:
+            check_integers("source_lengths", source_lengths, 0, source.shape[1], source.shape[0])
         with evaluating(self), torch.no_grad():
             decoder = TransformerDecoder(self, source, source_lengths, cache)
             start = torch.full_like(source[:, :1], self.config.start)
@@ -216,7 +237,7 @@ class Transformer(nn.Module):
 
 
 class TransformerDecoder:
-    """A Transformer that has read its sources and is in the middle of its targets."""
+    """A Transformer that has read its sources and generates its targets."""
 
     def __init__(
         self, model: Transformer, source: Tensor, lengths: Tensor | None, cache: Cache | None
@@ -229,7 +250,7 @@ class TransformerDecoder:
         self.tokens: Tensor | None = None  # (B, n), all of them
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in tokens (B, n); the logits (B, vocabulary) of what follows them."""
+        """Append tokens (B, n) and return the logits (B, vocabulary) of the next ones."""
         self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), 1)
         tokens = tokens if self.caches is not None else self.tokens
         return self.model.decode(tokens, self.memories, self.lengths, self.caches)[:, -1]

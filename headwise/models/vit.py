@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.nn.block import Block
+from headwise.nn.call import check_dtype
+from headwise.nn.checks import Count, Rate, Size, check_kind, check_tensor
 from headwise.nn.feed_forward import GELU, FeedForward
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm
@@ -17,36 +19,37 @@ from headwise.nn.norms import LayerNorm, Norm
 
 @dataclass(frozen=True)
 class ViTConfig(Config):
-    """Square images of `image` pixels a side in patches of `patch` a side; the defaults fit CIFAR.
+    """Square images, `image` pixels wide, in patches `patch` wide; the defaults are for CIFAR.
 
     ViT-B/16 is image=224, patch=16, classes=1000, d_model=768, layers=12, heads=12,
     feed_forward=GELU(3072).
     """
 
-    image: int = 32
-    patch: int = 4
-    channels: int = 3
-    classes: int = 10
-    d_model: int = 192
-    layers: int = 6
-    heads: int = 6
-    kv_heads: int | None = None
+    image: Size = 32
+    patch: Size = 4
+    channels: Size = 3
+    classes: Size = 10
+    d_model: Size = 192
+    layers: Count = 6
+    heads: Size = 6
+    kv_heads: Size | None = None
     feed_forward: FeedForward = GELU(768)
     norm: Norm = LayerNorm(1e-6)
     qk_norm: Norm | None = None
     bias: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
+    dropout: Rate = 0.0
+    attention_dropout: Rate = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.image % self.patch:
             raise ValueError(
-                f"images of {self.image} pixels do not divide into patches of {self.patch}"
+                f"image={self.image} does not divide into patches of patch={self.patch} pixels"
             )
 
     @property
     def patches(self) -> int:
-        """How many patches an image has."""
+        """The number of patches of an image."""
         return (self.image // self.patch) ** 2
 
     def block(self) -> Block:
@@ -75,10 +78,11 @@ class ViT(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        check_kind("config", config, ViTConfig, "ViTConfig()")
         self.config = config
-        # A convolution whose steps are as long as its kernel is a matrix on each patch.
+        # With a stride as wide as its kernel, a convolution is one matrix applied to each patch.
         self.patches = nn.Conv2d(config.channels, config.d_model, config.patch, config.patch)
-        self.summary = nn.Parameter(torch.zeros(1, 1, config.d_model))  # the token that is read out
+        self.summary = nn.Parameter(torch.zeros(1, 1, config.d_model))  # the class token
         self.positions = nn.Parameter(torch.empty(1, config.patches + 1, config.d_model))
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(config.block() for _ in range(config.layers))
@@ -87,7 +91,7 @@ class ViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The paper's start: truncated normal weights, biases and the read-out token zero."""
+        """Initialise as the paper does: truncated normal weights; biases and class token zero."""
         nn.init.trunc_normal_(self.positions, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
@@ -100,14 +104,10 @@ class ViT(nn.Module):
         return logits
 
     def features(self, images: Tensor, mask: Mask | None = None) -> Tensor:
-        """(B, 1 + patches, d_model): the read-out token, then the patches row by row."""
+        """(B, 1 + patches, d_model): the class token, then the patches row by row."""
         config = self.config
-        wanted = (config.channels, config.image, config.image)
-        if images.ndim != 4 or tuple(images.shape[1:]) != wanted:
-            raise ValueError(
-                f"images have shape {tuple(images.shape)}; (batch, {', '.join(map(str, wanted))}) "
-                "would fit this configuration"
-            )
+        check_tensor("images", images, "batch", config.channels, config.image, config.image)
+        check_dtype(self.patches, images=images)
         x = self.patches(images).flatten(2).transpose(1, 2)  # (B, patches, d_model)
         x = torch.cat((self.summary.expand(x.shape[0], -1, -1), x), 1) + self.positions
         x = self.dropout(x)

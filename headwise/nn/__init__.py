@@ -1,7 +1,7 @@
-"""Layers made of attention: `MultiHeadAttention`, its parts, its caches and its rivals."""
+"""Attention layers: `MultiHeadAttention`, its parts, its caches, and its alternatives."""
 
 from headwise.nn.additive import AdditiveAttention, Bahdanau
-from headwise.nn.block import Block
+from headwise.nn.block import Arrangement, Block, PostNorm, PreNorm, Residual
 from headwise.nn.caches.cache import Cache, GrowingCache, Memory
 from headwise.nn.caches.fixed_cache import FixedCache
 from headwise.nn.caches.int8_cache import Int8Cache
@@ -12,14 +12,13 @@ from headwise.nn.caches.sliding_cache import SlidingCache
 from headwise.nn.call import Call
 from headwise.nn.feed_forward import GELU, FeedForward, ReLU, SwiGLU
 from headwise.nn.fixed_weights import FixedAttention
+from headwise.nn.layer_options import Projections, Separate, Shared, Unprojected
 from headwise.nn.learned_scores import Additive, Cosine, General, LearnedScore
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm, RMSNorm
 from headwise.nn.positions import ALiBi, Learned, Position, RelativeBuckets, Sinusoidal
-from headwise.nn.projections import Projections, Separate, Shared, Unprojected
-from headwise.nn.residual import Arrangement, PostNorm, PreNorm, Residual
 from headwise.nn.rotary import Rotary
-from headwise.nn.scalings import DynamicNTK, LinearScaling, Llama3Scaling, Scaling, YaRN
+from headwise.nn.rotary_scaling import DynamicNTK, LinearScaling, Llama3Scaling, Scaling, YaRN
 from headwise.nn.swap import TorchCall, restore_attention, swap_attention
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Bahdanau's attention: one head, a small network as the score, the values as they come."""
+"""Bahdanau's attention: one head, a small network as the score, unprojected values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from headwise.api import attention, observe
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.nn.caches.cache import Memory
-from headwise.nn.call import Call
+from headwise.nn.call import Call, check_dtype
+from headwise.nn.checks import Description, Size, check_sizes, check_tensor
 from headwise.score import Additive
 
 
 @dataclass(frozen=True)
-class Bahdanau:
-    """A model's wish for additive attention that compares in `width` dimensions."""
+class Bahdanau(Description):
+    """A description of additive attention that compares queries and keys in `width` dimensions."""
 
-    width: int
+    width: Size
 
     def build(self, query_dim: int, key_dim: int) -> AdditiveAttention:
         """The module for queries and keys of these widths."""
@@ -30,8 +31,8 @@ class Bahdanau:
 class AdditiveAttention(nn.Module):
     """Σ_d w_d tanh(W_q q + W_k k)_d: queries (B, N, query_dim), keys (B, M, key_dim) -> (B, N, Dv).
 
-    query_dim · width + key_dim · width + width parameters. The values are the keys themselves
-    unless others are given.
+    query_dim · width + key_dim · width + width parameters. The values are the keys unless others
+    are given.
 
     >>> import torch, headwise as hw
     >>> attn = hw.nn.AdditiveAttention(query_dim=32, key_dim=48, width=24)
@@ -43,6 +44,7 @@ class AdditiveAttention(nn.Module):
 
     def __init__(self, query_dim: int, key_dim: int, width: int) -> None:
         super().__init__()
+        check_sizes(query_dim=query_dim, key_dim=key_dim, width=width)
         self.query = nn.Linear(query_dim, width, bias=False)
         self.key = nn.Linear(key_dim, width, bias=False)
         self.weight = nn.Parameter(torch.empty(width))
@@ -56,7 +58,7 @@ class AdditiveAttention(nn.Module):
         *,
         mask: Mask | None = None,
     ) -> Tensor:
-        """What each query sees in the values (B, M, Dv), by default the keys: (B, N, Dv)."""
+        """Attend from queries (B, N, query_dim) to values (B, M, Dv), or the keys: (B, N, Dv)."""
         call = self.prepare(queries, keys, values, mask=mask)
         return self.join(attention(call.q, call.k, call.v, **call.options()))
 
@@ -70,7 +72,7 @@ class AdditiveAttention(nn.Module):
         stats: Iterable[str] | None = None,
         rows: int | Tensor | None = None,
     ) -> tuple[Tensor, Observation]:
-        """What a call returns, and what its one head did: statistics are (B, 1, N)."""
+        """The output of a call and the statistics of its one head, (B, 1, N)."""
         call = self.prepare(queries, keys, values, mask=mask)
         out, seen = observe(call.q, call.k, call.v, **call.options(), stats=stats, rows=rows)
         return self.join(out), seen
@@ -83,15 +85,21 @@ class AdditiveAttention(nn.Module):
         *,
         mask: Mask | None = None,
     ) -> Call:
-        """What a call hands to `hw.attention`: one head."""
+        """The call of `hw.attention` that a forward makes, with one head."""
+        check_tensor("queries", queries, "batch", "length", self.query.in_features)
         memory = keys if isinstance(keys, Memory) else self.remember(keys, values)
+        check_dtype(self.query, queries=queries)
         q, score = self.query(queries)[:, None], Additive(self.weight)
         return Call(q, memory.keys, memory.values, score, mask, None, None, None, 0.0, "auto")
 
     def join(self, out: Tensor) -> Tensor:
-        """The one head's output (B, 1, N, Dv) without its axis."""
+        """Drop the axis of the one head: (B, 1, N, Dv) -> (B, N, Dv)."""
         return out[:, 0]
 
     def remember(self, keys: Tensor, values: Tensor | None = None) -> Memory:
-        """Project keys (B, M, key_dim) once, for a decoder that asks at every step."""
+        """Project keys (B, M, key_dim) once, for a decoder that attends to them at every step."""
+        check_tensor("keys", keys, "batch", "length", self.key.in_features)
+        if values is not None:
+            check_tensor("values", values, *keys.shape[:2], "width")
+        check_dtype(self.key, keys=keys, values=values)
         return Memory(self.key(keys)[:, None], (keys if values is None else values)[:, None])

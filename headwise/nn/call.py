@@ -1,21 +1,23 @@
-"""From projected heads to a call of `hw.attention`: positions, and what a cache held before."""
+"""From a layer's inputs to a call of `hw.attention`: checks, positions and the cache."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
-from headwise.nn.caches.cache import Cache, Memory
-from headwise.nn.placement import PositionModule
+from headwise.core.problem import autocasting, describe
+from headwise.nn.caches.cache import Cache, Memory, check_cache
+from headwise.nn.layer_options import Widths
+from headwise.nn.positions import PositionModule
 from headwise.score import Score
 
 
 class Call(NamedTuple):
-    """A call of `hw.attention`: q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv), options."""
+    """The arguments of `hw.attention`: q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv), …"""
 
     q: Tensor
     k: Tensor
@@ -29,43 +31,130 @@ class Call(NamedTuple):
     engine: str
 
     def options(self) -> dict[str, Any]:
-        """All but q, k and v, by keyword."""
+        """Every argument but q, k and v, by keyword."""
         return dict(zip(self._fields[3:], self[3:], strict=True))
 
 
-def placed(
+def position_and_cache(
     position: PositionModule | None,
     heads: tuple[Tensor, Tensor, Tensor],
     at: Tensor | None,
     context: Tensor | Memory | None,
     cache: Cache | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys turned to where they stand, with what the cache held before them.
+    """Rotate queries and keys to their positions, and put the cache's keys and values before them.
 
-    q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv); the queries stand `at` (N,) or (B, N), a
-    context's keys at 0, 1, ...; a `Memory`'s keys are turned already.
+    q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv). The queries are at positions `at`, (N,) or
+    (B, N); the keys of a context at 0, 1, …; those of a `Memory` are rotated already.
     """
     q, k, v = heads
-    if position is None or not position.turns:
+    if position is None or not position.rotates:
         return (q, k, v) if cache is None else (q, *cache.append(k, v))
     assert at is not None
-    length = at.max() + 1 if position.turns_late else None
+    length = at.max() + 1 if position.rotates_late else None
     waves = position.waves(at, length)
-    q = position.turn(q, waves)
-    if cache is not None and position.turns_late:
+    q = position.rotate(q, waves)
+    if cache is not None and position.rotates_late:
         k, v = cache.append(k, v)
-        return q, position.turn(k, position.waves(numbers(k) + cache.first, length)), v
+        return q, position.rotate(k, position.waves(indices(k) + cache.first, length)), v
     if context is None:
-        k = position.turn(k, waves)
+        k = position.rotate(k, waves)
     elif isinstance(context, Tensor):
-        k = position.turn(k, position.waves(numbers(k), length))
+        k = position.rotate(k, position.waves(indices(k), length))
     return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
 
-def numbers(x: Tensor) -> Tensor:
-    """0, 1, ... for the positions of x (..., N, width).
+def indices(x: Tensor) -> Tensor:
+    """0, 1, … for the tokens of x (..., N, width).
 
-    >>> numbers(torch.zeros(2, 3, 8))
+    >>> indices(torch.zeros(2, 3, 8))
     tensor([0, 1, 2])
     """
     return torch.arange(x.shape[-2], device=x.device)
+
+
+def check_inputs(
+    widths: Widths,
+    x: Tensor,
+    context: Tensor | Memory | None,
+    values: Tensor | None,
+    cache: Cache | None,
+) -> None:
+    """Raise ValueError if a layer of these widths can't take these inputs."""
+    check_sequence("x", x)
+    check_cache(cache)
+    if x.shape[-1] != widths.d_model:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; this attention takes (batch, length, {widths.d_model}) "
+            f"or (length, {widths.d_model})"
+        )
+    if not isinstance(context, Memory):
+        check_source(widths, "context", x if context is None else context, values)
+    for name, given in (("context", context), ("values", values)):
+        if isinstance(given, Tensor) and given.ndim != x.ndim:
+            raise ValueError(
+                f"{name} {tuple(given.shape)} must have as many axes as x {tuple(x.shape)}"
+            )
+    if cache is not None and (context is not None or x.ndim == 2):
+        raise ValueError(
+            "a cache holds the keys and values of a batch's own tokens, (batch, length, width); "
+            "attn.remember(context) keeps those of a context"
+        )
+
+
+def check_source(widths: Widths, name: str, keys: Tensor, values: Tensor | None) -> None:
+    """Raise ValueError unless keys and values can be made from (..., M, context_dim)."""
+    check_sequence(name, keys)
+    if values is not None:
+        check_sequence("values", values)
+    made = (keys.shape[-1], (keys if values is None else values).shape[-1])
+    if made != widths.context:
+        shapes = [tuple(x.shape) for x in (keys, keys if values is None else values)]
+        raise ValueError(
+            f"keys would be made from {shapes[0]} and values from {shapes[1]}, but this attention "
+            f"was built with context_dim={widths.context}"
+        )
+
+
+def check_sequence(name: str, given: object) -> None:
+    """Raise ValueError unless `given` is a tensor (length, width) or (batch, length, width)."""
+    if not isinstance(given, Tensor) or given.ndim not in (2, 3):
+        raise ValueError(
+            f"{name} must be a tensor (batch, length, width) or (length, width), not "
+            f"{describe(given)}"
+        )
+
+
+def check_positions(position: PositionModule | None, x: Tensor, positions: object) -> None:
+    """Raise ValueError if `positions` are of no use, or do not fit x (..., N, d_model)."""
+    if position is None or not (position.rotates or position.at_input):
+        raise ValueError(
+            f"positions= would be ignored: the position of this attention is {position}"
+        )
+    shapes = (x.shape[:-1], x.shape[-2:-1])
+    if not isinstance(positions, Tensor) or positions.shape not in shapes:
+        raise ValueError(
+            f"positions={describe(positions)} must be a tensor {tuple(x.shape[-2:-1])} or "
+            f"{tuple(x.shape[:-1])} for x {tuple(x.shape)}"
+        )
+    if (
+        positions.dtype.is_complex
+        or positions.dtype == torch.bool
+        or (position.at_input and positions.is_floating_point())
+    ):
+        raise ValueError(f"positions={describe(positions)} must be integers")
+
+
+def check_dtype(layer: nn.Module, **inputs: Tensor | Memory | None) -> None:
+    """Raise ValueError if a plain layer could not take an input's dtype.
+
+    Layers that were quantised or wrapped by others choose their own dtypes.
+    """
+    weight = getattr(layer, "weight", None)
+    if type(layer) not in (nn.Linear, nn.Conv2d) or type(weight) is not nn.Parameter:
+        return
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and x.dtype != weight.dtype and not autocasting(x.device.type):
+            raise ValueError(
+                f"{name} is {x.dtype} and the layer {weight.dtype}; use {name}.to({weight.dtype})"
+            )

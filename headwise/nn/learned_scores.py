@@ -1,6 +1,6 @@
-"""Scores with something to learn: descriptions, from which a module makes the parameters.
+"""Scores with learned parameters: descriptions, from which a module makes the parameters.
 
-`hw.Additive(weight)` is what a function takes; `hw.nn.Additive()` is a module's wish for one.
+`hw.attention` takes `hw.Additive(weight)`; a module takes `hw.nn.Additive()` and makes the weight.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise import score
+from headwise.nn.checks import Description, Positive, check_sizes
 
 
 @dataclass(frozen=True)
-class Additive:
-    """Σ_d w_d tanh(q_d + k_d) with a learned w for each head: heads · head_dim parameters."""
+class Additive(Description):
+    """Σ_d w_d tanh(q_d + k_d) with a learned w per head: heads · head_dim parameters."""
 
     def build(self, heads: int, head_dim: int) -> LearnedAdditive:
         """The parameters for this many heads of this width."""
@@ -23,8 +24,8 @@ class Additive:
 
 
 @dataclass(frozen=True)
-class General:
-    """(q W)·k with a learned W for each head, heads · head_dim² parameters; starts scaled dot."""
+class General(Description):
+    """(q W)·k with a learned W per head: heads · head_dim² parameters; starts as scaled dot."""
 
     def build(self, heads: int, head_dim: int) -> LearnedGeneral:
         """The parameters for this many heads of this width."""
@@ -32,10 +33,10 @@ class General:
 
 
 @dataclass(frozen=True)
-class Cosine:
-    """t · cos(q, k) with a learned temperature t for each head, which starts at `temperature`."""
+class Cosine(Description):
+    """t · cos(q, k) with a learned temperature t per head, which starts at `temperature`."""
 
-    temperature: float = 10.0
+    temperature: Positive = 10.0
 
     def build(self, heads: int, head_dim: int) -> LearnedCosine:
         """The parameters for this many heads of this width."""
@@ -51,6 +52,7 @@ class LearnedAdditive(nn.Module):
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()
+        check_sizes(heads=heads, head_dim=head_dim)
         self.weight = nn.Parameter(torch.empty(heads, head_dim))
         nn.init.uniform_(self.weight, -(head_dim**-0.5), head_dim**-0.5)
 
@@ -63,6 +65,7 @@ class LearnedGeneral(nn.Module):
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()
+        check_sizes(heads=heads, head_dim=head_dim)
         start: Tensor = torch.eye(head_dim) * head_dim**-0.5
         self.weight = nn.Parameter(start.repeat(heads, 1, 1))
 
@@ -75,6 +78,7 @@ class LearnedCosine(nn.Module):
 
     def __init__(self, heads: int, temperature: float) -> None:
         super().__init__()
+        check_sizes(heads=heads)
         self.temperature = nn.Parameter(torch.full((heads,), temperature))
 
     def forward(self) -> score.Score:

@@ -1,4 +1,4 @@
-"""Multi-head attention as a layer: projections around `hw.attention`, and nothing in between."""
+"""Multi-head attention as a layer: projections around `hw.attention`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,30 @@ from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
 from headwise.maps.attention_map import AttentionMap
-from headwise.nn.caches.cache import Cache, Memory, Undoing
-from headwise.nn.caches.packed_cache import Packed, Unread
-from headwise.nn.call import Call, numbers, placed
+from headwise.nn.caches.cache import Cache, Memory, RollbackOnError
+from headwise.nn.caches.packed_cache import Packed, WriteOnly
+from headwise.nn.call import (
+    Call,
+    check_dtype,
+    check_inputs,
+    check_positions,
+    check_source,
+    indices,
+    position_and_cache,
+)
+from headwise.nn.checks import check_flag
 from headwise.nn.dropped_heads import DroppedHeads, gate_without
-from headwise.nn.head_sizes import Widths, check_call
-from headwise.nn.layer_options import check_options
+from headwise.nn.layer_options import (
+    Projections,
+    Separate,
+    Shared,
+    Unprojected,
+    Widths,
+    check_options,
+)
 from headwise.nn.learned_scores import LEARNED, LearnedScore
 from headwise.nn.norms import Norm
-from headwise.nn.placement import PositionModule
-from headwise.nn.positions import Position
-from headwise.nn.projections import Projections, Separate, Shared, Unprojected
+from headwise.nn.positions import Position, PositionModule
 from headwise.nn.state_dicts import translate
 from headwise.score import Dot, Score
 
@@ -32,12 +45,11 @@ from headwise.score import Dot, Score
 class MultiHeadAttention(nn.Module):
     """Attention with learned projections: x (B, N, d_model) -> (B, N, d_model).
 
-    Heads are d_model / heads wide unless `head_dim` says otherwise (`head_dim=d_model`: full-width
-    heads); values are as wide unless `value_dim` does. `kv_heads` key and value heads are shared by
-    groups of query heads. `context_dim` is the width of another sequence to attend to, or a pair
-    where keys and values are made from different ones. `mask` is what every call may see at most; a
-    call's own mask narrows it. Weights of nn.MultiheadAttention, and of BERT, GPT-2, Llama and Qwen
-    layers of transformers, load with `load_state_dict`.
+    A head has width d_model / heads unless `head_dim` is given, and its values the same width if
+    `value_dim` is not. Groups of query heads share `kv_heads` key and value heads. `context_dim` is
+    the width of another sequence to attend to, or a pair if keys and values are made from different
+    ones. `mask` applies to every call; a call's own mask narrows it further. `load_state_dict` also
+    takes the weights of nn.MultiheadAttention and of transformers' BERT, GPT-2, Llama and Qwen.
 
     >>> import torch, headwise as hw
     >>> attn = hw.nn.MultiHeadAttention(64, 8, mask=hw.mask.causal(), position=hw.nn.Rotary())
@@ -72,18 +84,20 @@ class MultiHeadAttention(nn.Module):
         widths = Widths.of(d_model, heads, kv_heads, head_dim, value_dim, context_dim)
         widths.check(projections)
         check_options(score, position, qk_norm, mask, softcap, sinks, dropout, engine)
+        out_bias = bias if out_bias is None else out_bias
+        check_flag("bias", bias)
+        check_flag("out_bias", out_bias)
         self.widths, self.projections = widths, projections
         self.d_model, self.heads, self.kv_heads = d_model, heads, widths.kv_heads
         self.head_dim, self.value_dim = widths.head_dim, widths.value_dim
         self.mask, self.softcap, self.dropout, self.engine = mask, softcap, dropout, engine
         self.query: nn.Module = nn.Identity()
-        self.key: nn.Module | None = None  # None: as queries are made
+        self.key: nn.Module | None = None  # None if keys are made like queries
         if isinstance(projections, Separate | Shared):
             self.query = nn.Linear(d_model, heads * self.head_dim, bias=bias)
         if isinstance(projections, Separate):
             self.key = nn.Linear(widths.context[0], self.kv_heads * self.head_dim, bias=bias)
         self.value = nn.Linear(widths.context[1], self.kv_heads * self.value_dim, bias=bias)
-        out_bias = bias if out_bias is None else out_bias
         self.out = nn.Linear(heads * self.value_dim, d_model, bias=out_bias)
         self.score: nn.Module | Score
         self.score = score.build(heads, self.head_dim) if isinstance(score, LEARNED) else score
@@ -93,18 +107,21 @@ class MultiHeadAttention(nn.Module):
         self.query_norm = None if qk_norm is None else qk_norm.build(self.head_dim)
         self.key_norm = None if qk_norm is None else qk_norm.build(self.head_dim)
         self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
-        self.head_gate: Tensor | None  # (heads,): what each head's output is multiplied with
+        self.head_gate: Tensor | None  # (heads,): each head's output is multiplied by its entry
         self.register_buffer("head_gate", None, persistent=False)
-        self.register_load_state_dict_pre_hook(translate)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start the projections anew: Glorot's uniform weights, biases zero."""
+        """Draw the projections anew: Glorot's uniform weights, biases zero."""
         for module in (self.query, self.key, self.value, self.out):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
+        translate(self.widths, self.projections, state, prefix, errors=others[-1])
+        super()._load_from_state_dict(state, prefix, *others)
 
     def forward(
         self,
@@ -119,11 +136,11 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """x (B, N, d_model) or (N, d_model) attends to itself, or to `context` (B, M, context_dim).
 
-        `values` (B, M, context_dim) replace the context where values are made. `mask` and `bias`
-        speak of the whole sequence, what the `cache` holds included. `positions` (N,) or (B, N)
-        number x where it does not simply go on.
+        Values are made from `values` (B, M, context_dim) if given. `mask` and `bias` refer to the
+        whole sequence, including the tokens in the `cache`. `positions` (N,) or (B, N) number the
+        tokens of x if they do not simply continue the sequence.
         """
-        late = self.position is not None and self.position.turns_late
+        late = self.position is not None and self.position.rotates_late
         packed = cache if isinstance(cache, Packed) and not late else None
         call = self.prepare(
             x,
@@ -131,11 +148,11 @@ class MultiHeadAttention(nn.Module):
             values=values,
             mask=mask,
             bias=bias,
-            cache=cache if packed is None else Unread(packed),
+            cache=cache if packed is None else WriteOnly(packed),
             positions=positions,
         )
-        with Undoing(cache, x.shape[-2]):
-            if packed is not None:  # it need not be read to be attended to
+        with RollbackOnError(cache, x.shape[-2]):
+            if packed is not None:  # its kernel reads the pages or the int8 numbers directly
                 out = packed.attend(call.q, **call.options())
             else:
                 out = attention(call.q, call.k, call.v, **call.options())
@@ -155,7 +172,7 @@ class MultiHeadAttention(nn.Module):
         rows: int | Tensor | None = None,
         sink_keys: int = 1,
     ) -> tuple[Tensor, Observation]:
-        """What a call returns, and what each head did; `hw.observe` explains the other options.
+        """The output of a call and the statistics of each head, as from `hw.observe`.
 
         >>> import torch, headwise as hw
         >>> out, seen = hw.nn.MultiHeadAttention(64, 8).observe(torch.randn(2, 10, 64))
@@ -171,9 +188,9 @@ class MultiHeadAttention(nn.Module):
             cache=cache,
             positions=positions,
         )
-        looked: dict[str, Any] = {"stats": stats, "rows": rows, "sink_keys": sink_keys}
-        with Undoing(cache, x.shape[-2]):
-            out, seen = observe(call.q, call.k, call.v, **call.options(), **looked)
+        statistics: dict[str, Any] = {"stats": stats, "rows": rows, "sink_keys": sink_keys}
+        with RollbackOnError(cache, x.shape[-2]):
+            out, seen = observe(call.q, call.k, call.v, **call.options(), **statistics)
         return self.join(out), seen
 
     def attention_map(
@@ -185,7 +202,7 @@ class MultiHeadAttention(nn.Module):
         bias: Bias | None = None,
         positions: Tensor | None = None,
     ) -> AttentionMap:
-        """The weights of a call as a matrix that is never stored; `hw.attention_map` explains it.
+        """The weights of a call as a lazy matrix, as from `hw.attention_map`.
 
         >>> import torch, headwise as hw
         >>> amap = hw.nn.MultiHeadAttention(64, 8).attention_map(torch.randn(2, 10, 64))
@@ -194,11 +211,11 @@ class MultiHeadAttention(nn.Module):
         """
         call = self.prepare(x, context, mask=mask, bias=bias, positions=positions)
         options = call.options()
-        del options["dropout"], options["engine"]  # a map is of the weights before dropout
+        del options["dropout"], options["engine"]  # a map shows the weights before dropout
         return attention_map(call.q, call.k, call.v, **options)
 
     def remember(self, context: Tensor, values: Tensor | None = None) -> Memory:
-        """Project a context (B, M, context_dim) once, to be attended to many times.
+        """Project a context (B, M, context_dim) once, for many calls that attend to it.
 
         >>> import torch, headwise as hw
         >>> attn = hw.nn.MultiHeadAttention(64, 8)
@@ -206,18 +223,19 @@ class MultiHeadAttention(nn.Module):
         >>> torch.equal(attn(x, attn.remember(context)), attn(x, context))
         True
         """
+        check_source(self.widths, "context", context, values)
+        check_dtype(self.value, context=context, values=values)
         projection = self.query if self.key is None else self.key
         k = self._compared(projection(context), self.key_norm)
         v = _split(self.value(context if values is None else values), self.value_dim)
-        if self.position is not None and self.position.turns:
-            k = self.position.turn(k, self.position.waves(numbers(k), k.shape[-2]))
+        if self.position is not None and self.position.rotates:
+            k = self.position.rotate(k, self.position.waves(indices(k), k.shape[-2]))
         return Memory(k, v)
 
-    def drop_heads(self, heads: Iterable[int]) -> DroppedHeads:
-        """Switch heads off: what they saw no longer reaches the output, until `restore()`.
+    def drop_heads(self, heads: int | Iterable[int] | Tensor) -> DroppedHeads:
+        """Switch heads off: they add nothing to the output until `restore()`, or in a `with` block.
 
-        As a context manager it restores by itself. For importance by gradient, set `head_gate` to
-        ones (heads,) that require one.
+        To measure importance by gradient, set `head_gate` to ones (heads,) that require a gradient.
 
         >>> import torch, headwise as hw
         >>> attn, x = hw.nn.MultiHeadAttention(64, 8), torch.randn(1, 4, 64)
@@ -243,7 +261,7 @@ class MultiHeadAttention(nn.Module):
         cache: Cache | None = None,
         positions: Tensor | None = None,
     ) -> Call:
-        """What a call hands to `hw.attention`: q, k, v as they are projected, placed and cached.
+        """The call of `hw.attention` that a forward makes: projected, with positions, cached.
 
         >>> import torch, headwise as hw
         >>> attn, x = hw.nn.MultiHeadAttention(64, 8), torch.randn(2, 10, 64)
@@ -252,11 +270,14 @@ class MultiHeadAttention(nn.Module):
         >>> torch.equal(attn.out(out.transpose(1, 2).flatten(2)), attn(x))
         True
         """
-        check_call(self, x, context, values, cache, positions)
+        check_inputs(self.widths, x, context, values, cache)
+        check_dtype(self.value, x=x, context=context, values=values)
+        if positions is not None:
+            check_positions(self.position, x, positions)
         bias, at = self._bias(bias), positions
-        if self.position is not None and (self.position.turns or self.position.at_input):
+        if self.position is not None and (self.position.rotates or self.position.at_input):
             if at is None:
-                at = numbers(x) + (0 if cache is None else cache.length)
+                at = indices(x) + (0 if cache is None else cache.length)
             x = self.position.add(x, at)
         projected = self.query(x)
         q = self._compared(projected, self.query_norm)
@@ -273,9 +294,9 @@ class MultiHeadAttention(nn.Module):
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
         check_mask(mask)
-        q, k, v = placed(self.position, (q, k, v), at, context, cache)
+        q, k, v = position_and_cache(self.position, (q, k, v), at, context, cache)
         if cache is not None:
-            with Undoing(cache, q.shape[-2]):
+            with RollbackOnError(cache, q.shape[-2]):
                 mask = cache.place(mask, q.shape[-2])
                 bias = cache.place_bias(bias) if isinstance(bias, Tensor) else bias
         return Call(
@@ -292,7 +313,7 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _compared(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Queries or keys: (..., N, H·D) as (..., H, N, D), with their norm."""
+        """Queries or keys (..., N, H·D) as (..., H, N, D), normed if asked for."""
         x = _split(x, self.head_dim)
         if isinstance(self.projections, Unprojected) and self.head_dim == self.d_model:
             x = x.expand(*x.shape[:-3], self.heads, -1, -1)  # every head sees the whole input
@@ -302,28 +323,28 @@ class MultiHeadAttention(nn.Module):
         own = None if self.position is None else self.position.bias()
         if own is not None and bias is not None:
             raise ValueError(
-                f"bias= can't join the bias that {self.position} is; add them up as one tensor, "
-                "and build the module without position="
+                f"bias= can't be combined with the bias of {self.position}; build the module "
+                "without position=, and pass the sum of both as one tensor"
             )
         return bias if own is None else own
 
     def join(self, out: Tensor) -> Tensor:
-        """The heads' outputs (..., Hq, N, Dv) side by side, through the last projection."""
+        """Concatenate the heads' outputs (..., Hq, N, Dv) and apply the output projection."""
         if self.head_gate is not None:
             out = out * self.head_gate.to(out.dtype)[:, None, None]
         joined: Tensor = self.out(out.transpose(-2, -3).flatten(-2))
         return joined
 
     def extra_repr(self) -> str:
-        said = [f"d_model={self.d_model}, heads={self.heads}"]
+        parts = [f"d_model={self.d_model}, heads={self.heads}"]
         if self.kv_heads != self.heads:
-            said.append(f"kv_heads={self.kv_heads}")
+            parts.append(f"kv_heads={self.kv_heads}")
         if self.mask is not None:
-            said.append(f"mask={self.mask}")
-        return ", ".join(said)
+            parts.append(f"mask={self.mask}")
+        return ", ".join(parts)
 
 
 def _split(x: Tensor, width: int) -> Tensor:
-    """(..., N, H·width) as (..., H, N, width). H is read from the tensor: it may be a shard."""
+    """(..., N, H·width) as (..., H, N, width). H comes from the tensor, which may be a shard."""
     heads: Tensor = x.unflatten(-1, (-1, width))
     return heads.transpose(-2, -3)

@@ -1,4 +1,4 @@
-"""How a vector is brought to a standard size: descriptions that a module builds layers from."""
+"""Descriptions of the two usual norms, from which a module builds its layers."""
 
 from __future__ import annotations
 
@@ -6,35 +6,39 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from headwise.nn.checks import Description, Positive, check_size
+
 
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(Description):
     """Subtract the mean, divide by the standard deviation; then a learned scale and shift.
 
     >>> LayerNorm().build(64)
     LayerNorm((64,), eps=1e-05, elementwise_affine=True, bias=True)
     """
 
-    eps: float = 1e-5
+    eps: Positive = 1e-5
     bias: bool = True
 
     def build(self, width: int) -> nn.Module:
         """The layer for vectors of this width."""
+        check_size("width", width)
         return nn.LayerNorm(width, eps=self.eps, bias=self.bias)
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(Description):
     """Divide by the root of the mean square; then a learned scale.
 
     >>> RMSNorm().build(64)
     RMSNorm((64,), eps=1e-06, elementwise_affine=True)
     """
 
-    eps: float = 1e-6
+    eps: Positive = 1e-6
 
     def build(self, width: int) -> nn.Module:
         """The layer for vectors of this width."""
+        check_size("width", width)
         return nn.RMSNorm(width, eps=self.eps)
 
 

@@ -1,4 +1,4 @@
-"""Every `torch.nn.MultiheadAttention` of a model made one of ours, and back."""
+"""Replace every `torch.nn.MultiheadAttention` of a model by ours, and back."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.core.place import Place
 from headwise.nn.call import Call
-from headwise.nn.head_sizes import Widths
+from headwise.nn.checks import check_flag, check_kind
+from headwise.nn.layer_options import Separate, Widths
 from headwise.nn.multi_head import MultiHeadAttention
-from headwise.nn.projections import Separate
 
 
 def swap_attention(model: nn.Module) -> nn.Module:
-    """Replace every nn.MultiheadAttention in the model by ours, in place; the model is returned.
+    """Replace every nn.MultiheadAttention of the model by ours, in place, and return the model.
 
-    Weights are copied, calls stay as they were (`TorchCall` takes their arguments and masks), and
-    adapters and hooks on the projections start to work. Make the optimiser afterwards.
+    Weights are copied, calls stay the same (`TorchCall` takes their arguments and masks), and
+    adapters and hooks on the projections start to work. Create the optimiser afterwards.
 
     >>> import torch, headwise as hw
     >>> model = torch.nn.TransformerEncoderLayer(64, 8, batch_first=True).eval()
@@ -31,9 +31,10 @@ def swap_attention(model: nn.Module) -> nn.Module:
     >>> type(hw.nn.restore_attention(model).self_attn).__name__
     'MultiheadAttention'
     """
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and not hasattr(module, "nested_before"):
-            # Its fast path would hand nested tensors to layers it takes for its own.
+            # Its fast path would pass nested tensors, which only PyTorch's own layers take.
             module.__dict__["nested_before"] = module.use_nested_tensor
             module.use_nested_tensor = False
     return _replaced(model, nn.MultiheadAttention, TorchCall.of)
@@ -41,6 +42,7 @@ def swap_attention(model: nn.Module) -> nn.Module:
 
 def restore_attention(model: nn.Module) -> nn.Module:
     """Undo `swap_attention`: nn.MultiheadAttention with the weights as they are now, in place."""
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and hasattr(module, "nested_before"):
             module.use_nested_tensor = module.__dict__.pop("nested_before")
@@ -48,25 +50,28 @@ def restore_attention(model: nn.Module) -> nn.Module:
 
 
 class TorchCall(nn.Module):
-    """Our attention behind nn.MultiheadAttention's call: its arguments, masks and results."""
+    """Our attention with nn.MultiheadAttention's interface: its arguments, masks and results."""
 
-    # What PyTorch's encoder layers ask for; without a packed bias they leave their fast path alone.
+    # PyTorch's encoder layers read these; without a packed bias they don't take their fast path.
     in_proj_bias: None = None
     in_proj_weight: None = None
     _qkv_same_embed_dim = False
 
     def __init__(self, attention: MultiHeadAttention, batch_first: bool) -> None:
         super().__init__()
+        check_kind("attention", attention, MultiHeadAttention, "hw.nn.MultiHeadAttention(64, 8)")
+        check_flag("batch_first", batch_first)
         self.attention, self.batch_first = attention, batch_first
         self.embed_dim, self.num_heads = attention.d_model, attention.heads
 
     @classmethod
     def of(cls, theirs: nn.MultiheadAttention, name: str = "") -> TorchCall:
-        """Ours with the weights, dropout, mode, dtype and device of one of theirs."""
+        """Our attention with the weights, dropout, mode, dtype and device of PyTorch's."""
         if theirs.bias_k is not None or theirs.add_zero_attn:
             option = "add_zero_attn" if theirs.bias_k is None else "add_bias_kv"
-            said = name or "this attention"
-            raise ValueError(f"{said} uses {option}, which has no equal in headwise")
+            raise ValueError(
+                f"{name or 'this attention'} uses {option}, which headwise does not support"
+            )
         weight = theirs.out_proj.weight
         with torch.device("meta"):
             ours = MultiHeadAttention(
@@ -82,14 +87,16 @@ class TorchCall(nn.Module):
         return cls(ours, theirs.batch_first).train(theirs.training)
 
     def back(self, name: str = "") -> nn.MultiheadAttention:
-        """One of theirs with our weights; ValueError where it could not compute the same."""
+        """PyTorch's attention with our weights; ValueError if it could not compute the same."""
         ours = self.attention
         plain = MultiHeadAttention(ours.d_model, ours.heads, context_dim=ours.widths.context)
         extra = set(dict(ours.named_modules())) - set(dict(plain.named_modules()))
         wanted = Widths.of(ours.d_model, ours.heads, context_dim=ours.widths.context)
         if extra or ours.widths != wanted or not isinstance(ours.projections, Separate):
-            said = name or "this attention"
-            raise ValueError(f"{said} has become what nn.MultiheadAttention has no equal for")
+            raise ValueError(
+                f"{name or 'this attention'} was changed to something that nn.MultiheadAttention "
+                "can't compute"
+            )
         weight, (keys, values) = ours.out.weight, ours.widths.context
         theirs = nn.MultiheadAttention(
             ours.d_model,
@@ -117,12 +124,12 @@ class TorchCall(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """nn.MultiheadAttention's call; in its masks True means hidden."""
+        """The forward of nn.MultiheadAttention; in its boolean masks True means hidden."""
         batch_second = query.ndim == 3 and not self.batch_first
         if batch_second:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal=True is a hint about attn_mask, and there is none")
+            raise ValueError("is_causal=True is a hint about attn_mask, but attn_mask is None")
         mask, bias = _read_masks(attn_mask, key_padding_mask, is_causal, self.num_heads)
         same = key is query and value is query
         context, values = None if same else key, None if value is key else value
@@ -135,7 +142,7 @@ class TorchCall(nn.Module):
 
 
 def _weights(call: Call) -> Tensor:
-    """The weights (..., H, N, M) before dropout: all at once, and with gradients, as theirs."""
+    """The weights (..., H, N, M) before dropout, whole and with gradients, like PyTorch's."""
     s = call.q @ call.k.mT * call.q.shape[-1] ** -0.5
     seen = torch.ones_like(s, dtype=torch.bool)
     if isinstance(call.bias, Tensor):
@@ -151,12 +158,12 @@ def _weights(call: Call) -> Tensor:
 
 
 def _replaced(model: nn.Module, kind: type[nn.Module], make: Callable[..., nn.Module]) -> nn.Module:
-    """The model with each module of a kind made anew; one that is used twice stays one."""
+    """Replace each module of a kind; one that is used in two places stays one."""
     made: dict[int, nn.Module] = {}
     places = [
         (parent, f"{path}.{name}" if path else name, name, child)
         for path, parent in model.named_modules()
-        for name, child in parent._modules.items()  # named_children() leaves out a second place
+        for name, child in parent._modules.items()  # named_children() omits a second place
         if isinstance(child, kind)
     ]
     for parent, path, name, child in places:

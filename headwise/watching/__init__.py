@@ -1,8 +1,8 @@
-"""Watching a model: the health of every head, while it trains or runs."""
+"""Watching a model: the health of every attention head, while it trains or runs."""
 
 from headwise.watching.alarms import Alarm
 from headwise.watching.clipping import Clip, qk_clip
-from headwise.watching.layer import Layer
+from headwise.watching.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES
 from headwise.watching.runs.run_reader import WatchedRun, open_run
@@ -14,10 +14,10 @@ __all__ = [
     "Alarm",
     "Clip",
     "Entry",
-    "Layer",
     "Recording",
     "Table",
     "Watch",
+    "WatchedLayer",
     "WatchedRun",
     "open_run",
     "qk_clip",

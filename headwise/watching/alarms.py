@@ -1,4 +1,4 @@
-"""Alarms: what the rules found in a run, each head and rule once."""
+"""Alarms: the findings of the rules in a run, each head and rule once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headwise.messages import with_chinese
-from headwise.watching.layer import Layer
+from headwise.watching.layer import WatchedLayer
 from headwise.watching.rules import RULES, Rule
 from headwise.watching.table import Table
 
@@ -17,7 +17,7 @@ log = logging.getLogger("headwise")
 
 @dataclass(frozen=True)
 class Alarm:
-    """A rule that began to hold: when, where (None: the whole model), and what was found."""
+    """A rule that began to hold: the step, the head (None for the whole model), the finding."""
 
     step: int
     rule: str
@@ -27,11 +27,11 @@ class Alarm:
 
     @property
     def where(self) -> str:
-        """The head in words: 5.1 is the second head of the sixth layer."""
+        """The head by its number: 5.1 is the second head of the sixth layer."""
         return "the model" if self.layer is None else f"head {self.layer}.{self.head}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can say it."""
+        """The alarm as a dictionary for JSON."""
         return with_chinese(asdict(self))
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Alarm:
 
 @dataclass
 class Alarms:
-    """The rules that look at each step of a run, and what they raised so far.
+    """The rules that check each step of a run, and the alarms they raised so far.
 
     >>> table = Table([{"layer": 0, "kind": "self", "head": 1, "max_logit_max": 120.0}])
     >>> print(*Alarms().look(7, table, []))
@@ -49,15 +49,15 @@ class Alarms:
 
     rules: tuple[Rule, ...] = RULES
     raised: list[Alarm] = field(default_factory=list)
-    looked: int = 0  # at so many steps
+    looked: int = 0  # steps that were checked
     _known: set[tuple[str, int | None, int | None]] = field(default_factory=set)
 
     def look(
-        self, step: int, table: Table, layers: Sequence[Layer], last: bool = False
+        self, step: int, table: Table, layers: Sequence[WatchedLayer], last: bool = False
     ) -> list[Alarm]:
-        """The alarms that this step raises for the first time; the log hears of them too.
+        """The alarms that this step raises for the first time; they are logged too.
 
-        Where it is the last look, rules that look now and then do so too.
+        On the `last` look the rules that look only now and then are checked too.
         """
         self.looked += 1
         new = []
@@ -80,7 +80,7 @@ class Alarms:
 def chosen(
     asked: bool | Rule | Iterable[Rule], stats: Sequence[str], maps: bool
 ) -> tuple[Rule, ...]:
-    """The rules of `alarms=`; ValueError where the watch leaves out what one of them reads.
+    """The rules of `alarms=`; ValueError if the watch leaves out what one of them reads.
 
     >>> [rule.name for rule in chosen(True, ("entropy",), maps=True)]
     Traceback (most recent call last):
@@ -93,7 +93,8 @@ def chosen(
     for rule in rules:
         if not hasattr(rule, "check"):
             raise ValueError(
-                f"alarms={asked!r}: True, or rules such as headwise.watching.RULES[:2], would work"
+                f"alarms={asked!r} is not a rule; use True, or rules such as "
+                "headwise.watching.RULES[:2]"
             )
         missing = [name for name in rule.needs if name not in stats]
         if missing:
@@ -103,7 +104,7 @@ def chosen(
             )
         if not rule.needs and not maps:
             raise ValueError(
-                f"the alarm for {rule.name} compares weights, and maps=False keeps none; leave it "
-                "out, or give alarms= only the rules you want"
+                f"the alarm for {rule.name} compares weights, and maps=False keeps none; leave "
+                "maps=False out, or give alarms= only the rules you want"
             )
     return rules

@@ -1,8 +1,8 @@
-"""One line for other people's training loops: transformers' Trainer and Lightning.
+"""Callbacks for transformers' Trainer and for Lightning.
 
-Neither is imported before its callback is asked for. Both watch the model in the steps that are
-looked at and at no other time: evaluation leaves no trace in the figures, the batches of one
-accumulated step make one entry, and the steps between cost what they always did.
+Neither package is imported before its callback is made. Both callbacks watch the model only in the
+steps that are looked at: evaluation leaves no trace in the figures, the batches of one accumulated
+step make one entry, and the steps between cost nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 
-class Follower:
-    """A watch that follows a loop which is not ours: told when steps begin and end."""
+class LoopFollower:
+    """A watch that follows somebody else's loop, which tells it when steps begin and end."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Follower:
         self.writer: RunWriter | None = None
 
     def begin(self, model: nn.Module, step: int) -> None:
-        """Training begins, with this many steps behind it.
+        """Training begins, after this many steps.
 
-        A training before it that was interrupted may never have ended; its folder is gone on with.
+        If an earlier training was interrupted, its folder is continued.
         """
         again = self.writer is not None
         self.end()
@@ -57,13 +57,13 @@ class Follower:
             self.writer = self.watch.record(self.run, **options)
 
     def before_step(self) -> None:
-        """A step begins; further batches of the same one may say so again."""
+        """A step begins; it may be called again for further batches of the same step."""
         due = self.watch is not None and self.watch.steps % self.every == 0
         if due and self.watch is not None and not self.watch.attached:
             self.watch.attach()
 
     def after_step(self) -> dict[str, float]:
-        """A step ended: its figures as scalars, where it was looked at."""
+        """A step ended: its figures as scalars, if it was looked at."""
         if self.watch is None:
             return {}
         looked = self.watch.attached
@@ -72,7 +72,7 @@ class Follower:
         return self.watch.scalars(self.figures) if looked else {}
 
     def end(self) -> None:
-        """Training ends, well or not."""
+        """Training ends, with or without an error."""
         if self.watch is not None:
             self.watch.detach()
         if self.writer is not None and not self.writer.closed:
@@ -82,11 +82,11 @@ class Follower:
 def trainer(every: int = 100, run: Path | str | None = None, **options: Any) -> TrainerCallback:
     """A callback for transformers' Trainer: `Trainer(..., callbacks=[trainer(every=100)])`.
 
-    It looks at each `every`-th step, writes a run's folder where `run` names one, and adds what it
-    saw to the next logs: attn/layer_03/entropy_mean, ... The Trainer calls its reporters
-    (TensorBoard, Weights & Biases) before the callbacks it was given; `callback.first(trainer)`
-    moves this one to the front, so that they hear of it. `rows`, `stats`, `layers` and `alarms` are
-    those of `hw.watch`, `figures` chooses the scalars, `recorded` has options of `RunWriter`.
+    It looks at every `every`-th step, writes a run folder if `run` names one, and adds its figures
+    to the next logs: attn/layer_03/entropy_mean, ... The Trainer calls its reporters (TensorBoard,
+    Weights & Biases) before the callbacks it was given; `callback.first(trainer)` moves this one to
+    the front, so that they get the figures too. `rows`, `stats`, `layers` and `alarms` are those of
+    `hw.watch`, `figures` chooses the scalars, `recorded` holds options of `RunWriter`.
     """
     from transformers import TrainerCallback
 
@@ -94,12 +94,12 @@ def trainer(every: int = 100, run: Path | str | None = None, **options: Any) -> 
         """Watches the model that a Trainer trains."""
 
         def __init__(self) -> None:
-            self.follower = Follower(every, run, **options)
+            self.follower = LoopFollower(every, run, **options)
             self.seen: dict[str, float] = {}
 
         @property
         def watch(self) -> Watch | None:
-            """What was seen, once training has begun."""
+            """The watch, once training has begun."""
             return self.follower.watch
 
         def first(self, trainer: Any) -> Any:
@@ -133,7 +133,7 @@ def trainer(every: int = 100, run: Path | str | None = None, **options: Any) -> 
 def lightning(every: int = 100, run: Path | str | None = None, **options: Any) -> LightningCallback:
     """A callback for Lightning: `Trainer(..., callbacks=[lightning(every=100)])`.
 
-    Its scalars go to the module's `log_dict`, and so to every logger. The options are those of
+    Its scalars go to the module's `log_dict`, and so to every logger. It takes the options of
     `trainer`.
     """
     from lightning.pytorch import Callback
@@ -142,12 +142,12 @@ def lightning(every: int = 100, run: Path | str | None = None, **options: Any) -
         """Watches the module that a Lightning Trainer fits."""
 
         def __init__(self) -> None:
-            self.follower = Follower(every, run, **options)
+            self.follower = LoopFollower(every, run, **options)
             self.steps = 0  # that the optimiser has taken
 
         @property
         def watch(self) -> Watch | None:
-            """What was seen, once fitting has begun."""
+            """The watch, once fitting has begun."""
             return self.follower.watch
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:

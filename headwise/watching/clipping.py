@@ -1,4 +1,4 @@
-"""QK-clip: the known remedy for logits that grow without end."""
+"""QK-clip: the known remedy for attention logits that keep growing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from headwise.watching.figure_names import figure
-from headwise.watching.head_weights import Made, made_by
-from headwise.watching.layer import Layer
-from headwise.watching.proportional import why_not
+from headwise.watching.head_weights import QueryKeyWeights, query_key_weights
+from headwise.watching.layer import WatchedLayer
 from headwise.watching.recording import Recording
+
+HARMLESS = ("out", "o_", "v_", "value", "post", "final", "pre_", "input", "attn_sub", "inner_attn")
+"""Prefixes of norms that come before the queries and keys, or after the output."""
+
+OF_OUTPUT = "LayerNorm"
+"""transformers' name of the norm after the output in BERT and its relatives."""
 
 _used: weakref.WeakKeyDictionary[Recording, int] = weakref.WeakKeyDictionary()
 
@@ -23,8 +28,8 @@ _used: weakref.WeakKeyDictionary[Recording, int] = weakref.WeakKeyDictionary()
 class Clip:
     """A head that was clipped: its logits are now `factor` times what they were.
 
-    `lower_bound` is True where only some rows were looked at: the largest of all logits was at
-    least `max_logit`, and may still be above the limit.
+    `lower_bound` is True if only some rows were looked at: the largest logit was at least
+    `max_logit`, and may still be above the limit.
     """
 
     layer: int
@@ -37,17 +42,17 @@ class Clip:
 
 @torch.no_grad()
 def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> list[Clip]:
-    """Shrink the queries and keys of each head whose largest logit passed the limit.
+    """Shrink the queries and keys of each head whose largest logit exceeds the limit.
 
     The rows of W_q and W_k that belong to such a head, and of their biases, are multiplied by
-    √(limit / max), so that the same input gives it `limit` as its largest logit. Keys that several
-    heads share are multiplied by what all of these need at least, their queries by the rest: every
-    head gets its own factor exactly, and no weight grows. Call it after the optimiser's step and
-    `seen.step()`; the figures of a step are used once. The optimiser's state stays as it is.
+    √(limit / max), so that its largest logit for the same input is `limit`. Keys that several heads
+    share shrink as little as the head with the smallest excess needs, and the queries make up the
+    rest: every head gets its own factor exactly, and no weight grows. Call it after the optimiser's
+    step; the figures of a step are used once. The optimiser's state stays as it is.
 
     With torch.distributed the processes agree on the largest logits, so all of them must call it.
-    ValueError where weights don't set the logits: with QK-norm, cosine or additive scores, a
-    softcap, a position bias; or where they are not known. Nothing is changed then.
+    ValueError if scaling the weights does not scale the logits (QK-norm, cosine or additive scores,
+    a softcap, a position bias), or if the weights are not known. Nothing is changed then.
 
     >>> import torch, headwise as hw
     >>> model = hw.nn.MultiHeadAttention(64, 8)
@@ -60,14 +65,16 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> list[Cli
     (True, 50.0)
     """
     if not limit > 0:
-        raise ValueError(f"hw.qk_clip(limit={limit}): a positive limit would work")
+        raise ValueError(f"hw.qk_clip(limit={limit}): the limit must be positive")
     step = _step(seen)
     if _used.get(seen, -1) >= step:
         return []
     largest, lower_bound = _largest(seen)
     agreed = _agreed(largest)
-    _refuse_what_is_no_number(agreed, seen)
-    made = {path: _made(model, path, seen) for path in agreed}  # all, or nothing is changed
+    _refuse_infinite(agreed, seen)
+    made = {
+        path: _made(model, path, seen) for path in agreed
+    }  # all of them first: if one fails nothing is changed
     done = []
     for path, heads in agreed.items():
         factors = {head: limit / value for head, value in heads.items() if value > limit}
@@ -82,8 +89,8 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> list[Cli
     return done
 
 
-def scale(made: Made, factors: Mapping[int, float]) -> None:
-    """Multiply the logits of some heads, by what makes their queries and keys."""
+def scale(made: QueryKeyWeights, factors: Mapping[int, float]) -> None:
+    """Multiply the logits of some heads, by scaling the weights of their queries and keys."""
     weight = made.queries[0]
     factor = torch.ones(weight.shape[0], dtype=torch.float64)
     for head, value in factors.items():
@@ -92,14 +99,14 @@ def scale(made: Made, factors: Mapping[int, float]) -> None:
         _multiply(made.queries, factor.sqrt().to(weight.device))
         return
     groups = made.keys[0].shape[0]
-    of_keys = factor.reshape(groups, -1).amax(1).sqrt()  # the least that all its heads need
+    of_keys = factor.reshape(groups, -1).amax(1).sqrt()  # the least reduction among its heads
     of_queries = factor / of_keys.repeat_interleave(len(factor) // groups)
     _multiply(made.queries, of_queries.to(weight.device))
     _multiply(made.keys, of_keys.to(weight.device))
 
 
 def find(model: nn.Module, path: str) -> nn.Module:
-    """A watched module by its name, in the model or in what DDP or the compiler wrapped."""
+    """A watched module by its name, in the model or in what DDP or the compiler wraps."""
     for wrapper in ("", "module.", "_orig_mod."):
         for name in (path.removeprefix(wrapper), wrapper + path):
             try:
@@ -115,25 +122,25 @@ def _multiply(parameters: list[Tensor], factor: Tensor) -> None:
 
 
 def _step(seen: Recording) -> int:
-    """The number of the step whose figures the recording has now."""
+    """The number of the step whose figures the recording holds now."""
     if any(layer.figures() for layer in seen.layers):
         return int(getattr(seen, "steps", 0))
     return seen.series[-1].step if seen.series else -1
 
 
 def _largest(seen: Recording) -> tuple[dict[str, dict[int, float]], bool]:
-    """The largest logit of each head, by the path of its module, and whether rows were sampled.
+    """The largest logit of each head, by the path of its module, and True if rows were sampled.
 
-    What is no number any more is infinite here, which no other process's logit can hide.
+    NaN becomes infinite, so that no other process's logit hides it.
     """
     table = seen.heads()
     values = figure(table, "max_logit_max")
     if len(table) and not values:
-        raise ValueError("hw.qk_clip reads max_logit, which was not looked at; name it in stats=")
+        raise ValueError("hw.qk_clip reads max_logit, which was not recorded; name it in stats=")
     found: dict[str, dict[int, float]] = {}
     for row, value in zip(table, values, strict=True):
         value = math.inf if math.isnan(value) else value
-        heads = found.setdefault(_path(str(row["name"])), {})
+        heads = found.setdefault(str(row["name"]).partition("#")[0], {})
         heads[int(row["head"])] = max(value, heads.get(int(row["head"]), value))
     return found, "max_logit_max" not in table.columns
 
@@ -152,33 +159,50 @@ def _agreed(largest: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]
     return {path: {head: next(agreed) for head in heads} for path, heads in largest.items()}
 
 
-def _refuse_what_is_no_number(largest: dict[str, dict[int, float]], seen: Recording) -> None:
+def _refuse_infinite(largest: dict[str, dict[int, float]], seen: Recording) -> None:
     for path, heads in largest.items():
         for head, value in heads.items():
             if value == math.inf:
                 raise ValueError(
                     f"hw.qk_clip: head {_layers(seen, path)[0].number}.{head} has a logit that is "
-                    "infinite or no number; no scaling helps there, the last checkpoint may"
+                    "infinite or NaN, which no scaling repairs; go back to the last checkpoint"
                 )
 
 
-def _made(model: nn.Module, path: str, seen: Recording) -> Made:
-    """What makes the queries and keys of a module; ValueError where it does not set the logits."""
+def _made(model: nn.Module, path: str, seen: Recording) -> QueryKeyWeights:
+    """The weights of a module's queries and keys; ValueError if they do not set the logits."""
     module, layers = find(model, path), _layers(seen, path)
     reasons = [reason for layer in layers if (reason := why_not(module, layer)) is not None]
     if reasons:
         raise ValueError(f"hw.qk_clip can't clip {path or 'the model'}: {reasons[0]}")
     try:
-        return made_by(module, path, layers[0].heads)
+        return query_key_weights(module, path, layers[0].heads)
     except ValueError as unknown:
         raise ValueError(f"hw.qk_clip can't clip {unknown}") from unknown
 
 
-def _layers(seen: Recording, path: str) -> list[Layer]:
+def _layers(seen: Recording, path: str) -> list[WatchedLayer]:
     """The layers of a module: one that runs at several depths has several."""
-    return [layer for layer in seen.layers if _path(layer.name) == path]
+    return [layer for layer in seen.layers if layer.module == path]
 
 
-def _path(name: str) -> str:
-    """The module of a layer's name, without its depth."""
-    return name.partition("#")[0]
+def why_not(module: nn.Module, layer: WatchedLayer) -> str | None:
+    """The reason why scaling the weights does not scale the logits; None if it does.
+
+    A norm of queries and keys undoes a scaling, and a bias or a cap does not scale along. A norm
+    whose name does not tell its place is taken for one of queries and keys.
+    """
+    for name, child in module.named_children():
+        if _is_norm(name, child) and name != OF_OUTPUT and not name.lower().startswith(HARMLESS):
+            return f"it normalises queries and keys ({name}), which undoes a scaling"
+    for owner in (module, getattr(module, "config", None)):
+        if getattr(owner, "clip_qkv", None):
+            return "its queries and keys are clamped (clip_qkv)"
+    if layer.last is None:
+        return "the recording holds its figures only, and not how its logits were made"
+    return layer.last.bent
+
+
+def _is_norm(name: str, child: nn.Module) -> bool:
+    named = "norm" in name.lower() or "norm" in type(child).__name__.lower()
+    return named and not isinstance(child, nn.Identity)

@@ -1,6 +1,6 @@
-"""A table of heads as plain dictionaries, under the names TensorBoard and Weights & Biases expect.
+"""A table of heads as plain dictionaries, under names that suit TensorBoard and Weights & Biases.
 
-`writer.add_scalar(name, value, step)` for each, or `wandb.log(scalars, step=step)`.
+Use `writer.add_scalar(name, value, step)` for each, or `wandb.log(scalars, step=step)`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SCALARS = (
     "sink_mass_mean",
     "output_norm_mean",
 )
-"""What is written unless something else is asked for: few enough to look at for every layer."""
+"""The figures that are written by default: few enough to look at for every layer."""
 
 PLACES = ("layer", "name", "kind", "head")
 """The columns that say which head a row is of."""
@@ -33,7 +33,7 @@ def figure_names(table: Table) -> list[str]:
 def scalars(
     table: Table, figures: Iterable[str] | None = None, prefix: str = "attn"
 ) -> dict[str, float]:
-    """A number for each layer and figure, and for the whole model.
+    """One number for each layer and figure, and one for the whole model.
 
     Over heads a figure is reduced as its name ends: the mean of means, the max of maxima, the min
     of minima. A figure of sampled rows keeps saying that it is a bound.
@@ -72,7 +72,7 @@ def per_head(
 
 
 def wanted(table: Table, figures: Iterable[str] | None) -> list[str]:
-    """The asked-for figures by the names that the table has; ValueError for one it has not."""
+    """The names in the table of the figures asked for; ValueError if one is not there."""
     there = figure_names(table)
     if figures is None:
         return [name for name in there if _exact(name) in SCALARS]
@@ -85,7 +85,7 @@ def wanted(table: Table, figures: Iterable[str] | None) -> list[str]:
 
 
 def figure(table: Table, name: str) -> list[float]:
-    """A column, whether it is of all rows or of sampled ones, as far as the table has it.
+    """A column, of all rows or of sampled ones; empty if the table has neither.
 
     >>> figure(Table([{"head": 0, "max_logit_max_lower_bound": 7.5}]), "max_logit_max")
     [7.5]
@@ -109,7 +109,7 @@ def _add(values: list[float], value: object) -> None:
 
 
 def _exact(name: str) -> str:
-    """A figure's name without what sampling adds to it."""
+    """A figure's name without the suffix of sampled rows."""
     for bound in _BOUNDS:
         name = name.removesuffix(bound)
     return name

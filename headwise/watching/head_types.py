@@ -1,4 +1,4 @@
-"""What a head is for, by a stated rule each, from what was seen of it."""
+"""Types of heads, each by a stated rule, from what was seen of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from headwise.maps.attention_map import AttentionMap
-from headwise.watching.layer import Layer
+from headwise.watching.layer import WatchedLayer
 
 HALF = 0.5
-"""A head is of a type when at least this much of its weight is there, in the mean."""
+"""A head is of a type if at least this much of its weight is there, on average."""
 
 REPEATED = 0.3
-"""Enough of it on what followed the same token earlier: elsewhere such a head rests."""
+"""The threshold for induction: on tokens that did not occur before such a head rests."""
 
 NEAR = 8
 """Keys this close are local."""
@@ -23,7 +23,7 @@ FEW = 4 * NEAR
 """Rows that see fewer keys can't tell near from far."""
 
 QUIET = 0.1
-"""The output of a dormant head, as a part of what its layer's heads put out in the mean."""
+"""A dormant head's output norm is below this share of the mean of its layer's heads."""
 
 SAMPLE = 64
 """Rows of a layer whose weights are looked at one by one."""
@@ -42,7 +42,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Scores:
-    """What the rules look at, a number a head (Hq,) each; NaN where nothing could be told."""
+    """The numbers that the rules read, one per head (Hq,) each; NaN if unknown."""
 
     dormant: Tensor
     induction: Tensor
@@ -67,16 +67,16 @@ class Scores:
         ]
 
 
-def scores(layer: Layer, tokens: Tensor | None) -> Scores:
-    """The scores of a layer's heads; tokens (B, N), where known, show induction."""
+def scores(layer: WatchedLayer, tokens: Tensor | None) -> Scores:
+    """The scores of a layer's heads; tokens (B, N), if known, show induction."""
     seen = layer.observation
     within = layer.kind == "self"
     needed = ["sink_mass", "output_norm", *(["self_mass", "previous_mass"] if within else [])]
     missing = [name for name in needed if name not in seen.values]
     if missing:
         raise ValueError(
-            f"types need {', '.join(missing)}, which this watch was not asked for; "
-            "hw.watch(model) without stats= sees everything"
+            f"types need {', '.join(missing)}, which this watch left out; use hw.watch(model) "
+            "without stats="
         )
     counted = seen.sees & ~_early(layer)[:, None]
     means = {name: _mean(seen.values[name], counted) for name in needed}
@@ -98,10 +98,10 @@ def scores(layer: Layer, tokens: Tensor | None) -> Scores:
     )
 
 
-def sampled_weights(layer: Layer) -> tuple[Tensor, Tensor]:
+def sampled_weights(layer: WatchedLayer) -> tuple[Tensor, Tensor]:
     """Weights (Hq, R, M) of some rows of the first sequence, and the rows' positions (R,).
 
-    The rows are spread evenly over those that see enough to tell heads apart.
+    The rows are spread evenly over those that see enough keys to tell heads apart.
     """
     amap = layer.map()
     _, _, queries, keys = amap.shape
@@ -113,7 +113,7 @@ def sampled_weights(layer: Layer) -> tuple[Tensor, Tensor]:
     return weights, chosen + keys - queries
 
 
-def similarity(layer: Layer) -> Tensor:
+def similarity(layer: WatchedLayer) -> Tensor:
     """How alike a layer's heads are, (Hq, Hq): 1 minus the mean distance of their rows.
 
     The distance of two rows is the total variation ½ Σ |p − p'|, as Bhojanapalli et al. (2021) take
@@ -124,7 +124,7 @@ def similarity(layer: Layer) -> Tensor:
     return 1 - distance.mean(0)
 
 
-def _early(layer: Layer) -> Tensor:
+def _early(layer: WatchedLayer) -> Tensor:
     """The first rows, which see too little to tell types apart, and padding: (B, rows seen)."""
     seen = layer.observation
     batch, _, count = seen.sees.shape

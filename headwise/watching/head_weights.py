@@ -1,20 +1,21 @@
-"""Where a layer's queries and keys are made: the rows of its weights that belong to each head."""
+"""The weights that make a layer's queries and keys, split by head, and how symmetric they are."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from headwise.nn import MultiHeadAttention
-from headwise.nn.projections import Unprojected
+from headwise.nn.layer_options import Unprojected
 
 
-class Made(NamedTuple):
-    """Views of the parameters that make the vectors of each head, the heads on the first axis.
+class QueryKeyWeights(NamedTuple):
+    """Views of the parameters that make the queries and keys of each head, heads first.
 
-    queries and keys: (H, width, inputs) of a weight, (H, width) of its bias. Where `shared`, keys
-    are made by the queries' parameters, and `keys` is empty.
+    queries and keys: (H, width, inputs) of a weight, (H, width) of its bias. If `shared`, keys are
+    made by the queries' parameters, and `keys` is empty.
     """
 
     queries: list[Tensor]
@@ -30,14 +31,14 @@ SEPARATE = (
     ("wq", "wk"),
     ("q", "k"),
 )
-"""What separate layers for queries and keys are called."""
+"""Names of separate layers for queries and keys."""
 
 STACKED = ("qkv_proj", "Wqkv", "qkv", "in_proj", "c_attn")
 """Layers that give all queries, then all keys, then all values."""
 
 
-def made_by(module: nn.Module, name: str, heads: int) -> Made:
-    """The parameters that make a layer's queries and keys; ValueError where none are known."""
+def query_key_weights(module: nn.Module, name: str, heads: int) -> QueryKeyWeights:
+    """The parameters that make a layer's queries and keys; ValueError if they are not known."""
     for find in (_ours, _torch, _columns, _separate, _interleaved, _stacked):
         found = find(module, name, heads)
         if found is not None:
@@ -45,28 +46,52 @@ def made_by(module: nn.Module, name: str, heads: int) -> Made:
     children = ", ".join(child for child, _ in module.named_children()) or "none"
     raise _unknown(
         name,
-        f"{type(module).__name__} makes its queries and keys in a way that is not known here; its "
-        f"layers are {children}",
+        f"it is not known how {type(module).__name__} makes its queries and keys; its layers are "
+        f"{children}",
     )
 
 
-def _ours(module: nn.Module, name: str, heads: int) -> Made | None:
+@torch.no_grad()
+def symmetry(made: QueryKeyWeights) -> Tensor:
+    """Σ M_ij M_ji / Σ M_ij² of each head's M = W_qᵀ W_k, (Hq,): 1 symmetric, −1 antisymmetric.
+
+    Saponati et al. (2025): models that see both sides become symmetric, models that predict the
+    next token do not. Unrelated weights give 0; NaN if queries and keys are made from inputs of
+    different widths.
+
+    >>> w = torch.randn(1, 4, 16)
+    >>> symmetry(QueryKeyWeights([w], [], shared=True))
+    tensor([1.], dtype=torch.float64)
+    """
+    q = made.queries[0].double()  # (Hq, D, inputs)
+    if made.shared:
+        return torch.ones(len(q), dtype=torch.float64)
+    k = made.keys[0].double().repeat_interleave(len(q) // len(made.keys[0]), 0)
+    if q.shape != k.shape:
+        return torch.full((len(q),), torch.nan, dtype=torch.float64)
+    crossed = k @ q.mT  # (Hq, D, D): M has rank D, so sums over its entries are small traces
+    both = (crossed * crossed.mT).sum((1, 2))
+    size = ((q @ q.mT) * (k @ k.mT)).sum((1, 2))
+    return both / size.clamp_min(1e-300)
+
+
+def _ours(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
     if not isinstance(module, MultiHeadAttention):
         return None
     if isinstance(module.projections, Unprojected):
-        raise _unknown(name, "Unprojected queries and keys are made by no weights")
+        raise _unknown(name, "Unprojected queries and keys have no weights")
     queries = _linear(module.query, name, heads)
     if module.key is None:
-        return Made(queries, [], shared=True)
-    return Made(queries, _linear(module.key, name, module.kv_heads))
+        return QueryKeyWeights(queries, [], shared=True)
+    return QueryKeyWeights(queries, _linear(module.key, name, module.kv_heads))
 
 
-def _torch(module: nn.Module, name: str, heads: int) -> Made | None:
+def _torch(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
     if not isinstance(module, nn.MultiheadAttention):
         return None
     held = dict(module.named_parameters(recurse=False))
     if "bias_k" in held:
-        raise _unknown(name, "add_bias_kv adds a key that no weights make")
+        raise _unknown(name, "add_bias_kv adds a key that is not made by weights")
     parts = []
     for packed in ("in_proj_weight", "in_proj_bias"):
         if packed in held:
@@ -74,11 +99,11 @@ def _torch(module: nn.Module, name: str, heads: int) -> Made | None:
     if "q_proj_weight" in held:
         parts.append((held["q_proj_weight"], held["k_proj_weight"]))
     queries, keys = ([_by_head(x[which], name, heads) for x in parts] for which in (0, 1))
-    return Made(queries, keys)
+    return QueryKeyWeights(queries, keys)
 
 
-def _columns(module: nn.Module, name: str, heads: int) -> Made | None:
-    """GPT-2's: a matrix with a column for each output; in cross-attention, without queries."""
+def _columns(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
+    """GPT-2's matrix, with a column for each output; in cross-attention without queries."""
     fused: Any = getattr(module, "c_attn", None)
     alone: Any = getattr(module, "q_attn", None)
     if type(fused).__name__ != "Conv1D":
@@ -87,10 +112,10 @@ def _columns(module: nn.Module, name: str, heads: int) -> Made | None:
     parts = [x.chunk(pieces) for x in _transposed(fused, name)]
     keys = [_by_head(part[pieces - 2], name, heads) for part in parts]
     queries = [part[0] for part in parts] if alone is None else _transposed(alone, name)
-    return Made([_by_head(x, name, heads) for x in queries], keys)
+    return QueryKeyWeights([_by_head(x, name, heads) for x in queries], keys)
 
 
-def _separate(module: nn.Module, name: str, heads: int) -> Made | None:
+def _separate(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
     for first, second in SEPARATE:
         query, key = getattr(module, first, None), getattr(module, second, None)
         if isinstance(query, nn.Module) and isinstance(key, nn.Module):
@@ -100,29 +125,29 @@ def _separate(module: nn.Module, name: str, heads: int) -> Made | None:
             if rest or not groups or heads % groups:
                 raise _unknown(
                     name,
-                    f"{keys[0].shape[0]} outputs of {second} are no keys of {heads} heads of "
-                    f"{queries[0].shape[1]}",
+                    f"the {keys[0].shape[0]} outputs of {second} are not keys for {heads} heads of "
+                    f"width {queries[0].shape[1]}",
                 )
-            return Made(queries, [_by_head(x, name, groups) for x in keys])
+            return QueryKeyWeights(queries, [_by_head(x, name, groups) for x in keys])
     return None
 
 
-def _interleaved(module: nn.Module, name: str, heads: int) -> Made | None:
-    """GPT-NeoX's and Bloom's: a head's queries, keys and values, then the next head's."""
+def _interleaved(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
+    """GPT-NeoX's and BLOOM's matrix: a head's queries, keys and values, then the next head's."""
     fused = getattr(module, "query_key_value", None)
     if getattr(module, "multi_query", None) is False:  # GPT-BigCode's, where keys are not shared
         fused = getattr(module, "c_attn", fused)
     if not isinstance(fused, nn.Linear):
         return None
     if fused.out_features != 3 * fused.in_features:
-        raise _unknown(name, "its one layer shares keys among heads, in an order of its own")
+        raise _unknown(name, "its one layer shares keys among heads, in an unknown order")
     parts = [
         _by_head(x, name, 3 * heads).unflatten(0, (heads, 3)) for x in _parameters(fused, name)
     ]
-    return Made([x[:, 0] for x in parts], [x[:, 1] for x in parts])
+    return QueryKeyWeights([x[:, 0] for x in parts], [x[:, 1] for x in parts])
 
 
-def _stacked(module: nn.Module, name: str, heads: int) -> Made | None:
+def _stacked(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
     fused = next((x for part in STACKED if isinstance(x := getattr(module, part, None), nn.Linear)),
                  None)  # fmt: skip
     if fused is None:
@@ -130,10 +155,10 @@ def _stacked(module: nn.Module, name: str, heads: int) -> Made | None:
     width = getattr(module, "head_dim", fused.in_features // heads)
     groups = (fused.out_features // width - heads) // 2 if width else 0
     if groups < 1 or heads % groups or (heads + 2 * groups) * width != fused.out_features:
-        raise _unknown(name, f"{fused.out_features} outputs are no {heads} heads of {width}")
+        raise _unknown(name, f"{fused.out_features} outputs are not {heads} heads of width {width}")
     sizes = [heads * width, groups * width, groups * width]
     queries, keys, _ = zip(*(x.split(sizes) for x in _parameters(fused, name)), strict=True)
-    return Made(
+    return QueryKeyWeights(
         [_by_head(x, name, heads) for x in queries], [_by_head(x, name, groups) for x in keys]
     )
 
@@ -145,28 +170,28 @@ def _linear(layer: nn.Module, name: str, heads: int) -> list[Tensor]:
 def _parameters(layer: nn.Module, name: str) -> list[Tensor]:
     """A linear layer's weight and bias, outputs on the first axis."""
     if not isinstance(layer, nn.Linear):
-        raise _unknown(name, f"{type(layer).__name__} is no plain linear layer")
+        raise _unknown(name, f"{type(layer).__name__} is not a plain linear layer")
     return _stored(layer, name)
 
 
 def _transposed(layer: nn.Module, name: str) -> list[Tensor]:
-    """The same of GPT-2's layer, whose weight is (inputs, outputs)."""
+    """The weight and bias of GPT-2's layer, whose weight is (inputs, outputs)."""
     return [x.T if x.ndim == 2 else x for x in _stored(layer, name)]
 
 
 def _stored(layer: nn.Module, name: str) -> list[Tensor]:
-    """A layer's weight and, where it has one, its bias; what is computed anew can't be changed."""
+    """A layer's weight and, if it has one, its bias; computed weights can't be changed."""
     held: tuple[object, ...] = (layer.weight, layer.bias)
     found = [x for x in held if isinstance(x, nn.Parameter) and x.dtype.is_floating_point]
     if len(found) < sum(x is not None for x in held):
-        raise _unknown(name, "its weights are quantised, or computed from others")
+        raise _unknown(name, "its weights are quantised, or computed from other tensors")
     return [*found]
 
 
 def _by_head(x: Tensor, name: str, heads: int) -> Tensor:
     """Outputs (heads · width, ...) as (heads, width, ...)."""
     if x.shape[0] % heads:
-        raise _unknown(name, f"{x.shape[0]} outputs are no whole number for each of {heads} heads")
+        raise _unknown(name, f"{x.shape[0]} outputs can't be split evenly into {heads} heads")
     split: Tensor = x.unflatten(0, (heads, -1))
     return split
 

@@ -1,4 +1,4 @@
-"""How much a head matters: what becomes of the loss without it."""
+"""The importance of a head: how the loss changes without it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from headwise.watching.layer import Layer
-from headwise.watching.recorder import Recorder
+from headwise.watching.call_recorder import CallRecorder
+from headwise.watching.layer import WatchedLayer
 from headwise.watching.table import Table, Value
 
 Measure = Callable[[], float | Tensor]
 Head = tuple[str, int]
 
 
-def importance(model: nn.Module, recorder: Recorder, measure: Measure) -> Table:
-    """A row a head: the measure without its output, and how much that is above the measure with it.
+def importance(model: nn.Module, recorder: CallRecorder, measure: Measure) -> Table:
+    """One row per head: the measure without its output, and by how much that is larger.
 
     The model runs once more for every head that is watched. A module that runs at several depths is
     switched off at all of them at once: its heads have one row each, under the first depth's name.
     """
-    layers: dict[str, Layer] = {}
+    layers: dict[str, WatchedLayer] = {}
     for layer in recorder.layers.values():
-        layers.setdefault(layer.name.partition("#")[0], layer)
+        layers.setdefault(layer.module, layer)
     if not layers:
         raise ValueError("no layer was seen yet: run the model once, then ask for importance")
     active, recorder.active = recorder.active, False
@@ -33,7 +33,7 @@ def importance(model: nn.Module, recorder: Recorder, measure: Measure) -> Table:
         with torch.no_grad():
             whole = float(measure())
             without: dict[Head, float] = {}
-            for name, head in _shown(_wanted(layers, recorder.looking.heads)):
+            for name, head in _shown(_wanted(layers, recorder.options.heads)):
                 with _off(model, recorder, name, head):
                     without[name, head] = float(measure())
     finally:
@@ -45,7 +45,7 @@ def importance(model: nn.Module, recorder: Recorder, measure: Measure) -> Table:
     return Table(rows)
 
 
-def _wanted(layers: Mapping[str, Layer], numbers: Sequence[int] | None) -> list[Head]:
+def _wanted(layers: Mapping[str, WatchedLayer], numbers: Sequence[int] | None) -> list[Head]:
     return [
         (name, head)
         for name, layer in layers.items()
@@ -55,11 +55,11 @@ def _wanted(layers: Mapping[str, Layer], numbers: Sequence[int] | None) -> list[
 
 
 @contextmanager
-def _off(model: nn.Module, recorder: Recorder, name: str, head: int) -> Iterator[None]:
-    """A head without output, for a while."""
+def _off(model: nn.Module, recorder: CallRecorder, name: str, head: int) -> Iterator[None]:
+    """Switch off the output of a head for a while."""
     module = model.get_submodule(name)
     if isinstance(module, nn.MultiheadAttention):
-        # Its heads meet the last projection inside PyTorch: there they are multiplied with zeros.
+        # Its last projection runs inside PyTorch: the head's part of that weight becomes 0.
         weight = module.out_proj.weight
         part = weight[:, head * module.head_dim : (head + 1) * module.head_dim]
         before = part.clone()
@@ -77,7 +77,7 @@ def _off(model: nn.Module, recorder: Recorder, name: str, head: int) -> Iterator
 
 
 def _shown(heads: list[Head]) -> Iterator[Head]:
-    """The heads, with a progress bar where someone waits for it."""
+    """The heads, with a progress bar if this is a terminal."""
     listed: Iterable[Head] = heads
     if sys.stderr.isatty():
         try:

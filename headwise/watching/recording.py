@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from headwise.maps.attention_map import AttentionMap
 from headwise.watching import figure_names as naming
 from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
-from headwise.watching.layer import Layer
+from headwise.watching.layer import WatchedLayer
 from headwise.watching.table import Table, Value
 
 NAN = float("nan")
@@ -32,25 +32,27 @@ class Recording:
 
     series: list[Entry]
     alarms: list[Alarm]
+    opens_page: ClassVar[Callable[..., Any]]
+    """Opens the page of `show`; handed in by headwise/__init__, as the page is built on this."""
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[WatchedLayer]:
         """The layers that were seen, in the order in which they ran."""
         raise NotImplementedError
 
     @property
     def tokens(self) -> Tensor | None:
-        """The tokens (B, N) of the last pass, where they are known."""
+        """The tokens (B, N) of the last pass; None if they are not known."""
         return None
 
     def heads(self) -> Table:
-        """A row a head: layer, name, kind, head and the figures of every statistic.
+        """One row per head: layer, name, kind, head and the figures of every statistic.
 
-        They are means over all rows that see a key and are no padding, and the largest or smallest
-        value where the name says so, since the last step of a training or else of all there was.
+        Figures are means over all rows that see a key and are not padding, or the largest or
+        smallest value where the name says so, since the last training step, or else of all passes.
         """
         rows: list[dict[str, Value]] = []
-        # One transfer a layer: a figure at a time would wait for a GPU a thousand times.
+        # One transfer per layer: one per figure would wait for a GPU a thousand times.
         found = [(layer, list(figures), torch.stack(list(figures.values())).tolist())
                  for layer in self.layers if (figures := layer.figures())]  # fmt: skip
         columns = list(dict.fromkeys(name for _, names, _ in found for name in names))
@@ -62,7 +64,7 @@ class Recording:
             return self.series[-1].table
         return Table(rows)
 
-    def layer(self, which: int | str) -> Layer:
+    def layer(self, which: int | str) -> WatchedLayer:
         """A layer by its number, -1 being the last, or by its name."""
         layers = self.layers
         for layer in layers:
@@ -78,15 +80,16 @@ class Recording:
         found = self.layer(layer)
         if not -found.heads <= head < found.heads:
             raise ValueError(
-                f"layer {layer!r} ({found.name}) has heads 0 to {found.heads - 1}; {head} is none"
+                f"there is no head {head} in layer {layer!r} ({found.name}); its heads are 0 to "
+                f"{found.heads - 1}"
             )
         return found.map().head(batch, head % found.heads)
 
     def types(self) -> Table:
-        """What each head is for, by the first of `head_types.RULES` that fits, and its scores.
+        """The type of each head, by the first of `head_types.RULES` that fits, and its scores.
 
         dormant, induction, previous-token, self, sink, local or content. Induction needs the
-        tokens, which are known where the model was called with them.
+        tokens, which are known if the model was called with them.
         """
         rows: list[dict[str, Value]] = []
         for layer in self.layers:
@@ -110,14 +113,12 @@ class Recording:
         return naming.scalars(self.heads(), figures)
 
     def show(self, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None) -> Any:
-        """Look at the heads' last pass: in a notebook a widget, else a page, until Ctrl-C.
+        """Show the heads' last pass: a widget in a notebook, else a page, until Ctrl-C.
 
-        `tokens` are the text's, as many as the model read, or those of the decoder's side;
-        `source` those of the encoder's. Positions are numbered where they are not given.
+        `tokens` are those of the text, as many as the model read, or of the decoder; `source`
+        those of the encoder. Without them positions are numbered.
         """
-        from headwise.look.show import show  # the page's server or widget is an extra
-
-        return show(self, tokens, source)
+        return type(self).opens_page(self, tokens, source)
 
     def __repr__(self) -> str:
         heads = sum(layer.heads for layer in self.layers)

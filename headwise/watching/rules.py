@@ -1,4 +1,4 @@
-"""When a head is worth an alarm: five rules, each with its threshold and where it comes from."""
+"""Five rules for alarms, each with its threshold and the source of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from headwise.messages import Sentence, say
 from headwise.watching.figure_names import figure
 from headwise.watching.head_types import sampled_weights
-from headwise.watching.layer import Layer
+from headwise.watching.layer import WatchedLayer
 from headwise.watching.table import Table, Value
 
 
 class Finding(NamedTuple):
-    """What a rule found: in a layer and a head, or in the whole model where both are None."""
+    """A finding of a rule: in a layer and a head, or in the whole model if both are None."""
 
     layer: int | None
     head: int | None
@@ -34,7 +34,7 @@ class Rule(Protocol):
 
     @property
     def every(self) -> int:
-        """It looks at each one of so many steps that are looked at."""
+        """The rule is checked in one of this many recorded steps."""
         ...
 
     @property
@@ -42,14 +42,14 @@ class Rule(Protocol):
         """The rule in words."""
         ...
 
-    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
-        """The heads of a closed step that it holds for; `layers` have the maps of its last pass."""
+    def check(self, table: Table, layers: Sequence[WatchedLayer]) -> Iterator[Finding]:
+        """The heads of a closed step that it holds for; `layers` hold the maps of its last pass."""
         ...
 
 
 @dataclass(frozen=True)
 class LogitGrowth:
-    """A head's largest logit has passed `limit`."""
+    """A head's largest logit exceeds `limit`."""
 
     limit: float = 100.0
     name: ClassVar[str] = "logit growth"
@@ -65,15 +65,15 @@ class LogitGrowth:
     def says(self) -> str:
         """The rule in words."""
         return say(
-            "the largest logit of a head is above {limit:g}, or no number any more",
+            "the largest logit of a head is above {limit:g}, or NaN",
             limit=self.limit,
         )
 
-    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
-        """The heads whose largest logit is above the limit; a sampled one is so all the more."""
+    def check(self, table: Table, layers: Sequence[WatchedLayer]) -> Iterator[Finding]:
+        """The heads whose largest logit is above the limit; of sampled rows it is a lower bound."""
         for row, largest in zip(table, figure(table, "max_logit_max"), strict=False):
             if math.isnan(largest):
-                yield _of(row, say("its largest logit is no number any more"))
+                yield _of(row, say("its largest logit is NaN"))
             elif largest > self.limit:
                 said = say(
                     "its largest logit is {largest:.4g}, above {limit:g}",
@@ -85,17 +85,16 @@ class LogitGrowth:
 
 @dataclass(frozen=True)
 class EntropyCollapse:
-    """A head looks at one key a row, and not at one that its position alone would name.
+    """A head looks at one key per row, and its position alone does not explain which.
 
-    Heads that look at the token before, at themselves or at the first token are decided for a
-    reason, and are left out.
+    Heads that look at the token before, at themselves or at the first token are left out.
     """
 
     nats: float = 0.1
     name: ClassVar[str] = "entropy collapse"
     source: ClassVar[str] = say(
         "Zhai and others, 2023 (2303.06296): training becomes unstable when attention entropy "
-        "collapses; the threshold is ours, e^0.1 = 1.1 keys a row"
+        "collapses; the threshold is ours, e^0.1 = 1.1 keys per row"
     )
     needs: ClassVar[tuple[str, ...]] = ("entropy", "self_mass", "previous_mass", "sink_mass")
     every: ClassVar[int] = 1
@@ -109,8 +108,8 @@ class EntropyCollapse:
             nats=self.nats,
         )
 
-    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
-        """The heads whose entropy is below the threshold without such a reason."""
+    def check(self, table: Table, layers: Sequence[WatchedLayer]) -> Iterator[Finding]:
+        """The heads whose entropy is below the threshold for no such reason."""
         entropies = figure(table, "entropy_mean")
         placed = [figure(table, f"{name}_mean") for name in self.needs[1:]]
         for number, (row, entropy) in enumerate(zip(table, entropies, strict=False)):
@@ -118,7 +117,7 @@ class EntropyCollapse:
             explained = sum(mass for mass in masses if not math.isnan(mass))
             if entropy < self.nats and explained < 0.5:
                 said = say(
-                    "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys a row",
+                    "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys per row",
                     entropy=entropy,
                     keys=math.exp(entropy),
                 )
@@ -127,7 +126,7 @@ class EntropyCollapse:
 
 @dataclass(frozen=True)
 class DeadHead:
-    """A head gives far less than the others of its layer."""
+    """A head's output is far smaller than that of the others in its layer."""
 
     share: float = 0.1
     name: ClassVar[str] = "dead head"
@@ -145,10 +144,10 @@ class DeadHead:
             "a head's mean output norm is at most {share:g} of its layer's mean", share=self.share
         )
 
-    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
-        """The heads whose output is small beside their neighbours', or zero.
+    def check(self, table: Table, layers: Sequence[WatchedLayer]) -> Iterator[Finding]:
+        """The heads whose output is small compared with their neighbours', or zero.
 
-        A head whose logits are no numbers any more has no output to speak of, and is left out.
+        Heads with NaN logits have no meaningful output, and are left out.
         """
         norms = figure(table, "output_norm_mean")
         logits = figure(table, "max_logit_max") or [0.0] * len(norms)
@@ -165,10 +164,10 @@ class DeadHead:
 
 @dataclass(frozen=True)
 class SinkTakeOver:
-    """Most heads rest on the first token.
+    """Most heads put their weight on the first token.
 
-    Where few keys are seen the first one gets much of any weight: of M keys an even causal row mean
-    is about (1 + log M)/M, and a head must have three times that.
+    With few keys the first one gets much weight in any case: with M keys and even causal weights
+    about (1 + log M)/M on average, and a head must have three times that.
     """
 
     mass: float = 0.3
@@ -192,8 +191,8 @@ class SinkTakeOver:
             mass=self.mass,
         )
 
-    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
-        """The model, where the share of its sinking heads is above the threshold."""
+    def check(self, table: Table, layers: Sequence[WatchedLayer]) -> Iterator[Finding]:
+        """The model, if the share of its sinking heads is above the threshold."""
         least = {layer.number: max(self.mass, 3 * _even_mass(layer)) for layer in layers}
         sunk = [
             mass > least.get(int(row["layer"]), self.mass)
@@ -209,11 +208,11 @@ class SinkTakeOver:
 
 @dataclass(frozen=True)
 class DuplicatedHeads:
-    """Two heads of a layer weight the same keys alike.
+    """Two heads of a layer give the same weights to the same keys.
 
-    Looked at in some rows of the last pass's first sequence, and not in every step: it takes longer
-    than the others. Heads that look everywhere alike, as all do before they have learnt anything,
-    and heads that rest on the first token have nothing to copy, and are left out.
+    Checked in some rows of the last pass's first sequence, and not in every step: it takes longer
+    than the others. Heads with even weights, as all have before training, and heads that rest on
+    the first token are left out.
     """
 
     distance: float = 0.05
@@ -236,7 +235,7 @@ class DuplicatedHeads:
             every=self.every,
         )
 
-    def check(self, table: Table, layers: Sequence[Layer]) -> Iterator[Finding]:
+    def check(self, table: Table, layers: Sequence[WatchedLayer]) -> Iterator[Finding]:
         """The later head of each pair."""
         for layer in layers:
             if layer.last is None or layer.last.call is None:
@@ -261,7 +260,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _small(norm: float, mean: float) -> Sentence:
-    """What to say of a head whose output is small beside the mean of its layer."""
+    """The finding for a head whose output is small compared with the mean of its layer."""
     if not mean:
         return say("its mean output norm is 0: nothing at all")
     share = norm / mean
@@ -276,8 +275,8 @@ def _of(row: dict[str, Value], says: str) -> Finding:
     return Finding(int(row["layer"]), int(row["head"]), says)
 
 
-def _even_mass(layer: Layer) -> float:
-    """The mean weight of the first key if every causal row weighted all it sees alike."""
+def _even_mass(layer: WatchedLayer) -> float:
+    """The mean weight of the first key if every causal row had even weights."""
     if layer.last is None:
         return 0.0
     keys = layer.last.start + layer.last.queries
@@ -285,10 +284,10 @@ def _even_mass(layer: Layer) -> float:
 
 
 def _from_even(weights: Tensor) -> Tensor:
-    """How far heads are from weighting all keys alike: the mean total variation, (heads,).
+    """How far heads are from even weights: the mean total variation, (heads,).
 
-    Keys that no head gives any weight are taken for hidden. Where only one is left the heads agree
-    on it to the last bit, which is as decided as can be.
+    Keys to which no head gives any weight are taken for hidden. If only one key is left, the
+    distance is 1: such a row could not be more decided.
     """
     seen = (weights > 0).any(1, keepdim=True)  # (rows, 1, keys)
     count = seen.sum(-1, keepdim=True)

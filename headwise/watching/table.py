@@ -1,4 +1,4 @@
-"""A small table with a row a head: for people, notebooks and programs."""
+"""A small table with one row per head: for people, notebooks and programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # optional packages
     from pandas import DataFrame  # type: ignore[import-untyped]
     from rich.table import Table as RichTable
 
@@ -18,7 +18,9 @@ MOST_ROWS = 60
 
 
 class Table:
-    """Rows of named values, every row with the same names; without rows they may be given.
+    """Rows of named values, every row with the same names; it works without pandas.
+
+    `columns` names them where there may be no rows.
 
     >>> table = Table([{"layer": 0, "head": 1, "entropy_mean": 2.5},
     ...                {"layer": 1, "head": 0, "entropy_mean": 0.5}])
@@ -55,14 +57,12 @@ class Table:
             return self._rows[wanted]
         if isinstance(wanted, slice):
             return Table(self._rows[wanted], self._columns)
-        if wanted not in self._columns:
-            raise KeyError(self._lacks(wanted))
+        self._check(wanted, KeyError)
         return [row[wanted] for row in self._rows]
 
     def sort(self, column: str, descending: bool = False) -> Table:
-        """The rows in the order of a column, NaN last; ValueError where there is no such column."""
-        if column not in self._columns:
-            raise ValueError(self._lacks(column))
+        """The rows in the order of a column, NaN last; ValueError if there is no such column."""
+        self._check(column)
         last = -math.inf if descending else math.inf
         keys = [last if isinstance(x, float) and math.isnan(x) else x for x in self[column]]
         order = sorted(range(len(self)), key=lambda i: keys[i], reverse=descending)
@@ -71,8 +71,7 @@ class Table:
     def where(self, **values: Value) -> Table:
         """The rows that have these values, such as where(layer=3); ValueError as in `sort`."""
         for column in values:
-            if column not in self._columns:
-                raise ValueError(self._lacks(column))
+            self._check(column)
         kept = (row for row in self._rows if all(row[k] == v for k, v in values.items()))
         return Table(list(kept), self._columns)
 
@@ -85,45 +84,43 @@ class Table:
     def __repr__(self) -> str:
         if not self._columns:
             return "(an empty table)"
-        cells = [
-            self.columns,
-            *([_short(value) for value in row.values()] for row in self._shown()),
-        ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(map(str.rjust, line, widths)) for line in cells)
-        return "\n".join([*lines, *self._left_out()])
+        lines, footer = self._cells()
+        lines = [self._columns, *lines]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join([*("  ".join(map(str.rjust, line, widths)) for line in lines), *footer])
 
     def __rich__(self) -> RichTable:
         from rich.table import Table as RichTable
 
-        table = RichTable(box=None, header_style="bold", caption="".join(self._left_out()))
-        for name in self.columns:
+        lines, footer = self._cells()
+        table = RichTable(box=None, header_style="bold", caption="\n".join(footer))
+        for name in self._columns:
             table.add_column(name, justify="right", no_wrap=True)
-        for row in self._shown():
-            table.add_row(*map(_short, row.values()))
+        for line in lines:
+            table.add_row(*line)
         return table
 
     def _repr_html_(self) -> str:
         def line(tag: str, values: Sequence[str]) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in values) + "</tr>"
 
-        body = "".join(line("td", list(map(_short, row.values()))) for row in self._shown())
-        rest = "".join(f"<p>{html.escape(said)}</p>" for said in self._left_out())
-        head = line("th", self.columns)
+        lines, footer = self._cells()
+        head, body = line("th", self._columns), "".join(line("td", values) for values in lines)
+        rest = "".join(f"<p>{html.escape(note)}</p>" for note in footer)
         return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{rest}"
 
-    def _shown(self) -> list[dict[str, Value]]:
-        half = MOST_ROWS // 2
-        few = len(self) <= MOST_ROWS
-        return self._rows if few else self._rows[:half] + self._rows[-half:]
+    def _cells(self) -> tuple[list[list[str]], list[str]]:
+        """The rows that are shown, as text, and the lines below them."""
+        hidden, half = len(self) - MOST_ROWS, MOST_ROWS // 2
+        rows = self._rows if hidden <= 0 else self._rows[:half] + self._rows[-half:]
+        footer = [f"({hidden} rows in the middle not shown)"] if hidden > 0 else []
+        return [[_short(value) for value in row.values()] for row in rows], footer
 
-    def _lacks(self, column: object) -> str:
-        there = f"there are {', '.join(self._columns)}" if self._columns else "the table is empty"
-        return f"there is no column {column!r}; {there}"
-
-    def _left_out(self) -> list[str]:
-        hidden = len(self) - MOST_ROWS
-        return [f"({hidden} rows in the middle not shown)"] if hidden > 0 else []
+    def _check(self, column: object, error: type[Exception] = ValueError) -> None:
+        if column not in self._columns:
+            there = ", ".join(self._columns)
+            there = f"there are {there}" if there else "the table is empty"
+            raise error(f"there is no column {column!r}; {there}")
 
 
 def _short(value: Value) -> str:

@@ -1,4 +1,4 @@
-"""What was seen, for other people's viewers: HeadVis and Neuronpedia's folder, BertViz's arrays."""
+"""Recordings for other viewers: the folder of HeadVis and Neuronpedia, the arrays of BertViz."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from headwise.version import __version__
 from headwise.watching import head_types
-from headwise.watching.layer import Layer
+from headwise.watching.layer import WatchedLayer
 from headwise.watching.recording import Recording
 
 KEYS_A_ROW, LEAST = 8, 0.005
-"""Of each row the viewer gets at most this many weights, and none that is smaller."""
+"""The viewer gets at most this many weights per row, and none smaller than this."""
 
 INTERVALS = 5
-"""Into how many parts sequences are sorted, by their largest weight."""
+"""Sequences are sorted into this many parts, by their largest weight."""
 
 DISTANCES = [0, *(1 << power for power in range(13))]
 TOKENS = 50
@@ -46,11 +46,11 @@ def headvis(
     """Write the last pass as the folder that HeadVis and Neuronpedia's tools read.
 
     `tokens` are the texts of the pass, a list of strings each. Every weight comes from the maps, so
-    the model ran with whatever kernel it has, at whatever length.
+    the model may run with any kernel, at any length.
     """
     layers = [layer for layer in seen.layers if layer.kind == "self"]
     if not layers:
-        raise ValueError("no layer looks at its own sequence, which is all that HeadVis shows")
+        raise ValueError("HeadVis shows self-attention, and no layer of this recording is that")
     _, heads, queries, _ = layers[0].map().shape
     if any(layer.heads != heads for layer in layers):
         raise ValueError("HeadVis shows models whose layers all have the same number of heads")
@@ -89,10 +89,10 @@ def headvis(
 
 
 def attentions(seen: Recording, kind: str = "self") -> tuple[Tensor, ...]:
-    """Every weight of the last pass, (B, H, N, M) a layer: what BertViz takes, for small inputs.
+    """Every weight of the last pass, (B, H, N, M) per layer, as BertViz takes them.
 
-    The same as a transformers model's output_attentions=True; ValueError where a layer has more
-    weights than fit into memory comfortably.
+    The same as a transformers model's output_attentions=True; ValueError if a layer has too many
+    weights to hold in memory.
     """
     return tuple(layer.map().to_tensor() for layer in seen.layers if layer.kind == kind)
 
@@ -149,10 +149,10 @@ class Weight(NamedTuple):
     value: float
 
 
-def _head(layer: Layer, head: int, texts: list[list[str]]) -> dict[str, Any]:
+def _head(layer: WatchedLayer, head: int, texts: list[list[str]]) -> dict[str, Any]:
     """The sequences as one head reads them: sparse weights, and sums over them."""
     read = [_weights(layer, number, head) for number in range(len(texts))]
-    # The first token outshines all others, so it is left out of the largest.
+    # The first token has the largest weights of all, so it is left out.
     largest = [max((x.value for x in some if x.row and x.key), default=0.0) for some in read]
     counts = torch.histc(torch.tensor(largest), BINS, 0, 1).int().tolist()
     both = [(text, x) for text, some in zip(texts, read, strict=True) for x in some]
@@ -175,7 +175,7 @@ def _head(layer: Layer, head: int, texts: list[list[str]]) -> dict[str, Any]:
     }
 
 
-def _weights(layer: Layer, number: int, head: int) -> list[Weight]:
+def _weights(layer: WatchedLayer, number: int, head: int) -> list[Weight]:
     """The largest weights of each row of a sequence, row by row."""
     values, keys = (x[0, 0] for x in layer.map().head(number, head).top(KEYS_A_ROW))
     rows, kept = torch.arange(len(keys))[:, None].expand_as(keys), values >= LEAST

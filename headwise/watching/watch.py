@@ -10,21 +10,23 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from headwise.core.observation import check_sink_keys, check_statistics
-from headwise.watching.adapters import headwise_calls as own
-from headwise.watching.adapters import torch_calls, transformers_calls
-from headwise.watching.adapters.headwise_calls import Undo
-from headwise.watching.adapters.hooks import Hook
+from headwise.watching.adapters import (
+    flex_calls,
+    headwise_calls,
+    multi_head_calls,
+    torch_calls,
+    transformers_calls,
+)
+from headwise.watching.adapters.patching import Hook, Undo
 from headwise.watching.alarms import Alarm, Alarms, chosen
-from headwise.watching.head_weights import made_by
+from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
+from headwise.watching.head_weights import query_key_weights, symmetry
 from headwise.watching.importance import importance
-from headwise.watching.layer import Layer
-from headwise.watching.recorder import Looking, Recorder, matches
+from headwise.watching.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import Rule
 from headwise.watching.runs import manifest
-from headwise.watching.runs import run_reader as runs
-from headwise.watching.runs.run_writer import RunWriter
-from headwise.watching.symmetry import symmetry
+from headwise.watching.runs.run_writer import RunWriter, save_recording
 from headwise.watching.table import Table, Value
 
 IN_MEMORY = 1000
@@ -45,17 +47,17 @@ def watch(
     sink_keys: int = 1,
     alarms: bool | Rule | Iterable[Rule] = False,
 ) -> Watch:
-    """Watch every attention of a model while it trains or runs: any model, and unchanged.
+    """Watch every attention layer of any model while it trains or runs; the model is unchanged.
 
-    As a context manager it looks until the block ends; `attach()` and `detach()` do the same in a
-    loop, where `step()` ends a training step and `every=100` looks at each hundredth only. `stats`
-    names some of the statistics, `rows=64` looks at a sample of the query rows, `layers` are
-    numbers or names, with * for any part of them, `heads` numbers. `maps=False` keeps no queries
-    and keys for `seen.map`. `alarms=True` looks at each step by the rules of `headwise.watching`,
-    or give it some of them; what they find is in `seen.alarms` and in the log.
+    As a context manager it watches until the block ends; `attach()` and `detach()` do the same in a
+    loop, where `step()` ends a training step and `every=100` looks at every hundredth step only.
+    `stats` names some of the statistics, `rows=64` looks at a sample of the query rows, `layers`
+    are numbers or names (* matches any part of a name), `heads` are numbers. `maps=False` keeps no
+    queries and keys for `seen.map`. `alarms=True` checks each step by the rules of
+    `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in the log.
 
-    A model's own attention goes on computing its output; headwise looks beside it. Attention that
-    is headwise's own is observed in the same pass.
+    The model's own attention still computes its output; headwise observes beside it. headwise's own
+    attention is observed in the same pass.
 
     >>> import headwise as hw
     >>> gpt = hw.load("gpt")
@@ -74,8 +76,8 @@ def watch(
     numbers: tuple[tuple[str, object], ...] = (("rows", rows), ("every", every))
     for name, value in numbers:
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"hw.watch({name}={value!r}): a whole number from 1 on would work")
-    looking = Looking(
+            raise ValueError(f"hw.watch({name}={value!r}): it must be a whole number, at least 1")
+    options = WatchOptions(
         check_statistics(stats),
         rows,
         _several("layers", layers, int | str, "numbers or names of layers"),
@@ -84,34 +86,36 @@ def watch(
         maps,
         sink_keys,
     )
-    return Watch(model, looking, chosen(alarms, looking.stats, maps))
+    return Watch(model, options, chosen(alarms, options.stats, maps))
 
 
 def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:
-    """One or more things of a kind as a tuple; ValueError for anything else."""
+    """One or more values of a type as a tuple; ValueError for anything else."""
     if given is None:
         return None
     many = (given,) if isinstance(given, kind) or not isinstance(given, Iterable) else tuple(given)
     if not many or not all(isinstance(one, kind) for one in many):
-        raise ValueError(f"hw.watch({name}={given!r}): {wanted} would work")
+        raise ValueError(f"hw.watch({name}={given!r}): use {wanted}")
     return many
 
 
 class Watch(Recording):
     """A model being watched, and what was seen of it so far; `hw.watch` makes one."""
 
-    def __init__(self, model: nn.Module, looking: Looking, rules: tuple[Rule, ...] = ()) -> None:
-        self.model, self.looking = model, looking
+    def __init__(
+        self, model: nn.Module, options: WatchOptions, rules: tuple[Rule, ...] = ()
+    ) -> None:
+        self.model, self.options = model, options
         self._alarms = Alarms(rules)
         self.series: list[Entry] = []
         self.steps = 0  # training steps that ended
-        self._recorder = Recorder(looking)
+        self._recorder = CallRecorder(options)
         self._undo: list[Undo] = []
         self._modules: set[nn.Module] = set()
         self._runs: list[RunWriter] = []
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[WatchedLayer]:
         return list(self._recorder.layers.values())
 
     @property
@@ -120,16 +124,16 @@ class Watch(Recording):
 
     @property
     def alarms(self) -> list[Alarm]:  # type: ignore[override]
-        """What the rules found, each head and rule once."""
+        """The findings of the rules, each head and rule once."""
         return self._alarms.raised
 
     @property
     def attached(self) -> bool:
-        """Whether the model is being watched now."""
+        """True while the model is watched."""
         return bool(self._undo)
 
     def attach(self) -> Self:
-        """Begin to watch; ValueError where the model is watched already."""
+        """Begin to watch; ValueError if the model is watched already."""
         modules = set(self.model.modules())
         if modules & set(_watched):
             raise ValueError(
@@ -140,7 +144,7 @@ class Watch(Recording):
             if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
                 raise ValueError(
                     f"{name or 'the model'} is compiled, and compiled code can't be looked into; "
-                    "watch the model itself: hw.watch(model._orig_mod), or compile it afterwards"
+                    "watch the model itself, hw.watch(model._orig_mod), or compile it afterwards"
                 )
         try:
             self._attach()
@@ -158,11 +162,14 @@ class Watch(Recording):
         before = self.model.register_forward_pre_hook(begin, with_kwargs=True)
         after = self.model.register_forward_hook(end, always_call=True)
         self._undo += [before.remove, after.remove]
-        for adapter in (own, torch_calls, transformers_calls):
-            self._undo += adapter.attach(self.model, recorder)
+        listener = torch_calls.Listener(recorder)
+        self._undo += headwise_calls.attach(self.model, recorder)
+        for adapter in (torch_calls, multi_head_calls, flex_calls):
+            self._undo += adapter.attach(self.model, listener)
+        self._undo += transformers_calls.attach(self.model, recorder)
 
     def detach(self) -> None:
-        """End it; the model is as it was before."""
+        """End watching; the model is as it was before."""
         while self._undo:
             self._undo.pop()()
         _watched.difference_update(self._modules)
@@ -175,11 +182,11 @@ class Watch(Recording):
         self.detach()
         if kind is None:
             self.check()
-            if any(layer.figures() for layer in self.layers):  # of no step: look at it all the same
+            if any(layer.figures() for layer in self.layers):  # after the last step, or without any
                 self._alarms.look(self.steps, self.heads(), self.layers, last=True)
 
     def step(self) -> None:
-        """End a training step: what was seen since the last one joins the series."""
+        """End a training step: the figures since the last one join the series."""
         if self._recorder.active:
             self.check()
             if any(layer.figures() for layer in self.layers):
@@ -190,7 +197,7 @@ class Watch(Recording):
         for layer in self.layers:
             layer.close()
         self.steps += 1
-        self._recorder.active = self.steps % self.looking.every == 0
+        self._recorder.active = self.steps % self.options.every == 0
 
     def _write(self, entry: Entry, raised: list[Alarm]) -> None:
         self._runs = [run for run in self._runs if not run.closed]
@@ -202,7 +209,7 @@ class Watch(Recording):
     def record(self, folder: Path | str, **options: Any) -> RunWriter:
         """Write every closed step into a folder, until the writer is closed; see `RunWriter`.
 
-        The series in memory keeps the last 1000 steps then.
+        The series in memory then keeps the last 1000 steps.
 
         >>> import tempfile, torch, headwise as hw
         >>> model, folder = hw.nn.MultiHeadAttention(64, 8), tempfile.mkdtemp()
@@ -214,46 +221,46 @@ class Watch(Recording):
         >>> hw.watching.open_run(folder)
         <WatchedRun of 1 layers, 8 heads, 3 steps>
         """
-        about = manifest.describe(self.model, self.looking, self._alarms.rules)
+        about = manifest.describe(self.model, self.options, self._alarms.rules)
         writer = RunWriter(folder, about, **options)
         self._runs.append(writer)
         return writer
 
     def save(self, folder: Path | str, maps: Iterable[tuple[int, int]] = ()) -> None:
-        """Write what was seen into a folder that `hw.watching.open_run` reads.
+        """Write the recording into a folder that `hw.watching.open_run` reads.
 
-        `maps` lists the (layer, head) whose queries, keys and lse go with it.
+        `maps` lists the (layer, head) whose maps are saved with it.
         """
-        about = manifest.describe(self.model, self.looking, self._alarms.rules)
-        runs.save(self, about, folder, maps)
+        about = manifest.describe(self.model, self.options, self._alarms.rules)
+        save_recording(self, self.steps, about, folder, maps)
 
     def heads(self) -> Table:
         self.check()
         if not self.layers and not self.series:
             raise ValueError(
                 f"nothing was seen of this {type(self.model).__name__}: it did not run while it "
-                "was watched, or runs code that was compiled before"
+                "was watched, or it runs compiled code"
             )
         table = super().heads()
-        wanted = self.looking.heads
+        wanted = self.options.heads
         return table if wanted is None else Table([row for row in table if row["head"] in wanted])
 
     def symmetry(self) -> Table:
-        """How symmetric W_qᵀ W_k is, a row a head: 1 where i sees in j what j sees in i, −1 where
-        it sees the opposite, 0 where the two have nothing to do with each other.
+        """How symmetric W_qᵀ W_k is, one row per head: 1 if i scores j as j scores i, −1 if it
+        scores the opposite, 0 if the two are unrelated.
         """
         rows: list[dict[str, Value]] = []
         for layer in self.layers:
-            path = layer.name.partition("#")[0]
-            found = symmetry(made_by(self.model.get_submodule(path), path, layer.heads))
+            module = self.model.get_submodule(layer.module)
+            found = symmetry(query_key_weights(module, layer.module, layer.heads))
             rows += [layer.place(head) | {"symmetry": x} for head, x in enumerate(found.tolist())]
         return Table(rows)
 
     def importance(self, measure: Callable[[], float | Tensor]) -> Table:
-        """What each head is worth: `measure()`, such as a loss, with its output switched off.
+        """The importance of each head: `measure()`, such as a loss, with its output switched off.
 
-        A row a head: the measure without it, and by how much that is larger. A module that runs at
-        several depths has one row a head: it is switched off at all of them.
+        One row per head: the measure without it, and by how much that is larger. A module that runs
+        at several depths is switched off at all of them, and has one row per head.
 
         >>> import torch, headwise as hw
         >>> gpt = hw.load("gpt")
@@ -267,27 +274,27 @@ class Watch(Recording):
         ['layer', 'name', 'kind', 'head', 'without', 'importance']
         """
         if not self.attached:
-            raise ValueError("heads are switched off while the model is watched; attach() first")
+            raise ValueError("importance switches heads off in a watched model; attach() first")
         if not self._recorder.layers:
-            measure()  # to know the layers
+            measure()  # shows the layers
         self.check()
         return importance(self.model, self._recorder, measure)
 
     def check(self) -> None:
-        """ValueError where the model ran and no attention, or not the one asked for, was seen."""
+        """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""
         recorder, known = self._recorder, self._recorder.known()
         if recorder.ran and not known and recorder.active and not self.series:
             raise ValueError(
-                f"no attention was found in this {type(self.model).__name__}. headwise sees its "
+                f"no attention was found in this {type(self.model).__name__}. headwise reads its "
                 "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, "
                 "flex_attention, transformers' attention interface, and a softmax that is "
                 "multiplied with values"
             )
         most = max((layer.heads for layer in self.layers), default=0)
-        for head in self.looking.heads or () if most else ():
+        for head in self.options.heads or () if most else ():
             if not 0 <= head < most:
                 raise ValueError(f"there is no head {head}; heads are 0 to {most - 1}")
-        for wanted in self.looking.layers or () if known else ():
+        for wanted in self.options.layers or () if known else ():
             if not any(matches(number, name, (wanted,)) for number, name in enumerate(known)):
                 there = ", ".join(f"{number} {name}" for number, name in enumerate(known))
                 raise ValueError(f"there is no layer {wanted!r} in this model; there are {there}")

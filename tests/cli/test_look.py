@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from headwise.cli.look import given, number_of_bytes, piped
 from headwise.cli.main import app
-from headwise.look.serving.bundle import STATIC
+from headwise.look.serving.page_file import STATIC
 
 
 def run(*words: str, stdin: str | None = None) -> str:
@@ -54,17 +54,17 @@ def test_a_head_of_another_group_can_be_named(tmp_path: Path) -> None:
         (("--image", "no/such.png", "--terminal"), "No such file"),
         (("--text", "a", "--terminal", "--head", "nine"), "no head 'nine'; heads are layer.number"),
         (("--text", "a", "--terminal", "--head", "up:0.0"), "no group 'up'; there are self"),
-        (("--text", "a", "--picture", "head.doc"), "its name may end in .svg, .pdf, .png"),
-        (("--text", "a", "--out", "x.html", "--limit", "big"), "20MB would be one"),
+        (("--text", "a", "--picture", "head.doc"), "use a name that ends in .svg, .pdf, .png"),
+        (("--text", "a", "--out", "x.html", "--limit", "big"), "try 20MB"),
         (("--image", __file__, "--terminal"), "this model reads text, and an image was given"),
         (("runs/no/where",), "no model 'runs/no/where'"),
-        (("--text", "a", "--out", "no/where/x.html"), "name a file in a folder that is there"),
-        (("--text", "a", "--out", "."), "name a file in a folder that is there"),
+        (("--text", "a", "--out", "no/where/x.html"), "name a file in an existing folder"),
+        (("--text", "a", "--out", "."), "name a file in an existing folder"),
         (("--text", "a", "--terminal", "--out", "x.html"), "--out and --picture write"),
         (("--text", "a", "--terminal", "--device", "toaster"), "no device 'toaster' to compute on"),
         (("--text", "a", "--terminal", "--device", "meta"), "no device 'meta' to compute on here"),
-        (("--text", "a", "--out", "x.txt"), "x.txt is no page; its name may end in .html"),
-        (("--text", "a", "--out", "x.html", "--limit", "9" * 400), "20MB would be one"),
+        (("--text", "a", "--out", "x.txt"), "x.txt is not a page: use a name that ends in .html"),
+        (("--text", "a", "--out", "x.html", "--limit", "9" * 400), "try 20MB"),
     ],
 )
 def test_what_can_not_be_is_refused_with_what_would(words: tuple[str, ...], said: str) -> None:
@@ -75,7 +75,7 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
     file = tmp_path / "old.txt"
     file.write_bytes("café".encode("latin-1"))
     said = refused("--terminal", "--file", str(file)).replace(" ", "")
-    assert f"{file}isnotextinUTF-8" in said
+    assert f"{file}isnottextinUTF-8" in said
 
 
 def test_a_folder_that_holds_nothing_to_look_at_is_said_to(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def refused(*words: str) -> str:
 
 def test_watch_shows_layers_heads_courses_and_alarms(folder: Path) -> None:
     output = run("watch", str(folder), "--once", "--statistic", "max_logit")
-    assert "step 3  4 steps looked at, all rows" in output
+    assert "step 3  4 steps recorded, all rows" in output
     assert "max_logit_max" in output
     layers = [line.split() for line in output.splitlines() if line.strip()[:2] in ("0 ", "1 ")]
     assert [len(line) for line in layers] == [6, 6]  # the number, four heads, the course
@@ -129,7 +129,7 @@ def test_a_run_that_has_written_nothing_says_so(tmp_path: Path) -> None:
     watch = hw.watch(hw.nn.MultiHeadAttention(16, 4))
     watch.record(tmp_path / "run")
     output = run("watch", str(tmp_path / "run"), "--once")
-    assert "nothing was written yet" in " ".join(output.split())
+    assert "nothing has been written yet" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.core.problem import pose
-from headwise.engines import plan
+from headwise.engines.triton.hopper import HOPPER
 from tests.engines import test_agreement as agreement
 from tests.engines import test_triton as kernels
 from tests.problems import Call, Recipe, every_pair
 
 pytest.importorskip("triton", reason="the engine's kernel is written in Gluon, a part of Triton")
 
-from headwise.engines.triton import hopper
+from headwise.engines.triton.host import attention_call
 from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-on_hopper = pytest.mark.skipif(not HOPPER, reason="its kernel runs on Hopper GPUs only")
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not HERE, reason="its kernel runs on Hopper GPUs only")
 
 
 def test_every_variant_compiles_within_a_multiprocessors_memory() -> None:
@@ -52,7 +52,7 @@ def test_without_a_hopper_gpu_it_refuses_and_another_engine_serves() -> None:
 
 def test_an_amd_gpu_of_the_same_number_is_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "NVIDIA" in str(plan._missing("hopper", torch.device("cuda")))
+    assert "NVIDIA" in str(HOPPER.absent(torch.device("cuda")))
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -60,9 +60,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 REFUSED = {
-    "float32": ({"dtype": torch.float32}, {}, "16-bit"),
+    "float32": ({"dtype": torch.float32}, {}, "float16"),
     "wide": ({"width": 192}, {}, "wide"),
-    "odd": ({"width": 20}, {}, "16 bytes"),
+    "odd": ({"width": 20}, {}, "multiples of 8"),
     "no values": ({"values": 0}, {}, "wide"),
     "tiny cap": ({}, {"softcap": 1e-7}, "caps between"),
     "huge cap": ({}, {"softcap": 1e7}, "caps between"),
@@ -83,9 +83,9 @@ def test_what_it_cannot_do_it_refuses_with_the_reason(case: str) -> None:
     q = torch.randn(1, 2, given["queries"], given["width"]).to(given["dtype"])
     k = torch.randn(1, 2, given["keys"], given["width"]).to(given["dtype"])
     v = k[..., : given.get("values")]
-    assert word in str(hopper.refuses(pose("attention", q, k, v, **options), False))
+    assert word in str(HOPPER.refuses(pose("attention", q, k, v, **options), False))
     assert (
-        hopper.refuses(pose("attention", *torch.randn(3, 1, 2, 200, 64).bfloat16()), True) is None
+        HOPPER.refuses(pose("attention", *torch.randn(3, 1, 2, 200, 64).bfloat16()), True) is None
     )
 
 
@@ -94,7 +94,7 @@ def test_what_it_cannot_do_it_refuses_with_the_reason(case: str) -> None:
 def test_caps_are_served(scale: float, observed: bool) -> None:
     q, k, v = torch.randn(3, 1, 2, 200, 64).bfloat16()
     problem = pose("attention", q, k, v, score=hw.Dot(scale), softcap=30.0)
-    assert hopper.refuses(problem, observed) is None
+    assert HOPPER.refuses(problem, observed) is None
 
 
 @pytest.mark.parametrize("ratio", [1e-3, -0.03, 2.0, 1e3])
@@ -170,16 +170,18 @@ def test_generated_problems_agree_with_the_reference(
 
 def refusal(recipe: Recipe, device: str = "cpu") -> str | None:
     call = recipe.call().copy(device=device)
-    return hopper.refuses(pose("attention", call.q, call.k, call.v, **call.options()), True)
+    return HOPPER.refuses(pose("attention", call.q, call.k, call.v, **call.options()), True)
 
 
 def test_all_but_a_few_generated_problems_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     # as on a GPU, where tiles are wider and few queries are worth a split with more keys only
-    monkeypatch.setattr(hopper, "pad", lambda x: max(64, 1 << (x.shape[-1] - 1).bit_length()))
-    monkeypatch.setattr(hopper, "few", lambda q, k: False)
+    monkeypatch.setattr(
+        attention_call, "pad", lambda x: max(64, 1 << (x.shape[-1] - 1).bit_length())
+    )
+    monkeypatch.setattr(attention_call, "few", lambda q, k: False)
     reasons = [refusal(pair.values[0]) for pair in pairs]
     assert reasons.count(None) >= len(reasons) - 4
-    masks = ("its masks are bands", "some keys are seen by no row")
+    masks = ("it takes masks that are bands", "some keys are seen by no row")
     assert all(reason is None or reason.startswith(masks) for reason in reasons)
 
 

@@ -215,7 +215,7 @@ def test_a_second_derivative_is_refused_in_words() -> None:
     [
         ({"dtype": torch.float64}, "float64"),
         ({"width": 257}, "257"),
-        ({"width": 129, "score": hw.Additive(torch.ones(129))}, "heads of 1 to 128"),
+        ({"width": 129, "score": hw.Additive(torch.ones(129))}, "head widths of 1 to 128"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_with_a_reason(

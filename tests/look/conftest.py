@@ -20,7 +20,10 @@ from tests.look.browser import MISSING, chromium
 pytest.importorskip("playwright", reason="the page's tests drive a browser with playwright")
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-expect.set_options(timeout=15_000)  # two cores may be busy with other tests
+PATIENCE = 60
+"""Seconds after which a test gives up; a busy machine must not fail a test."""
+
+expect.set_options(timeout=1000 * PATIENCE)
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-background-networking", "--disable-gpu"]
 
@@ -37,9 +40,9 @@ class Served:
     def stop(self) -> None:
         """Stop as Ctrl-C does."""
         self.server.should_exit = True
-        self.thread.join(timeout=10)
+        self.thread.join(PATIENCE)
 
-    def wait_until_read(self, seconds: float = 60) -> Served:
+    def wait_until_read(self, seconds: float = 10 * PATIENCE) -> Served:
         """Wait until the model has read all it was given."""
         deadline = time.monotonic() + seconds
         while self.session.progress.state == "loading" or self.session.progress.stage:
@@ -48,25 +51,37 @@ class Served:
         return self
 
 
-def start(model: str | None = "gpt", text: str | None = None, port: int = 0) -> Served:
-    """Serve a model that reads a text, the sample unless told, as `headwise look` does.
+def eventually(page: Page, holds: Callable[[], bool]) -> None:
+    """Wait, while the page goes on, until something holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline
+        page.wait_for_timeout(20)
 
-    Without a model the server waits for one for ever.
+
+def start(model: str | Session | None = "gpt", text: str | None = None, port: int = 0) -> Served:
+    """Serve a model that reads a text, by default the sample, as `headwise look` does.
+
+    A session is served as it is; without a model the server waits for one for ever.
     """
-    session = Session(sample=text is None)
+    session = model if isinstance(model, Session) else Session(sample=text is None)
     bound = listening(port)
     config = uvicorn.Config(application(session), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
-    if model is not None:
+    if isinstance(model, str):
         session.start(lambda: opened(model, "cpu"), text)
     return Served(session, f"http://127.0.0.1:{bound.getsockname()[1]}", server, thread)
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """Start a server of one's own: `serve("translate", "The cat is black.")`."""
+    """Start a server of one's own: `serve("translate", "The cat is black.")`.
+
+    It outlives the pages of `visit`: a page that is open asks its server for the state again and
+    again, and one that has stopped would be an error of the page.
+    """
     started: list[Served] = []
 
     def started_here(*given: Any) -> Served:
@@ -125,6 +140,7 @@ class Visits:
             "color_scheme": "light",
         }
         context = self.browser.new_context(**(defaults | options))
+        context.set_default_timeout(1000 * PATIENCE)
         self.contexts.append(context)
         page = context.new_page()
 
@@ -151,7 +167,7 @@ class Visits:
 
 
 @pytest.fixture
-def visit(browser: Browser, served: Served) -> Iterator[Visits]:
+def visit(browser: Browser, served: Served, serve: Callable[..., Served]) -> Iterator[Visits]:
     """Open the page on the built-in GPT: `page = visit("#/heads")`."""
     visits = Visits(browser, served.url)
     yield visits

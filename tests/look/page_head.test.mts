@@ -1,6 +1,7 @@
 /** The arithmetic of the head's map, without a browser; test_page_head.py runs it with Node. */
 
 import assert from 'node:assert/strict';
+import { once } from 'node:events';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { test } from 'node:test';
 import { Cache } from '../../page/src/views/head/cache.ts';
@@ -75,34 +76,41 @@ test('the least recently used go first, and the bytes stay below their limit', (
 test('six requests run at once, and those no longer wanted are cancelled', async () => {
   const [running, done, cancelled] = [new Set<string>(), [] as string[], [] as string[]];
   let most = 0;
+  let end = () => {};
+  const open = new Promise<void>((resolve) => (end = resolve));
   const request = (key: string) => ({
     key,
     run: async (signal: AbortSignal) => {
       running.add(key);
       most = Math.max(most, running.size);
       signal.addEventListener('abort', () => cancelled.push(key));
-      await sleep(30, undefined, { signal }).finally(() => running.delete(key));
-      done.push(key);
+      await Promise.race([open, once(signal, 'abort')]);
+      running.delete(key);
+      if (!signal.aborted) done.push(key);
     },
   });
   const queue = new Queue((error) => assert.fail(String(error)));
   queue.want(Array.from({ length: 20 }, (_, number) => request(String(number))), 0);
   while (running.size < 6) await sleep(1);
   queue.want(['4', '18', '19'].map(request), 0);
+  while (!running.has('19')) await sleep(1);
+  end();
   while (queue.busy) await sleep(1);
   assert.equal(most, 6);
   assert.deepEqual(done.sort(), ['18', '19', '4']);
   assert.deepEqual(cancelled.sort(), ['0', '1', '2', '3', '5']);
 });
 
-test('what a zoom passes through is never asked for', async () => {
+test('what a zoom passes through is never asked for', async ({ mock }) => {
+  mock.timers.enable({ apis: ['setTimeout'] });
   const asked: string[] = [];
   const queue = new Queue((error) => assert.fail(String(error)));
   for (let level = 0; level < 12; level++) {
     queue.want([{ key: String(level), run: async () => void asked.push(String(level)) }], 400);
-    await sleep(2);
+    mock.timers.tick(2);
   }
-  while (queue.busy) await sleep(10);
+  assert.deepEqual(asked, []);
+  mock.timers.tick(400);
   assert.deepEqual(asked, ['11']);
 });
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.look.packing import decoded
+from headwise.look.atlas import PackedCells
 from headwise.look.serving import answers
 from headwise.look.serving.answers import answer
 from headwise.look.session import Session
@@ -67,7 +67,7 @@ def test_every_head_has_its_figures_and_a_type(session: Session) -> None:
 def test_thumbnails_are_those_of_every_head_in_order(session: Session) -> None:
     given = answer(session, "/api/inputs/0/thumbnails?group=self&how=max&size=16&drop=0")
     assert (given.headers["X-Rows"], given.headers["X-Columns"]) == ("16", "16")
-    cells = decoded(given.body, 48, 16, 16)
+    cells = PackedCells(given.body, 48 * 16, 16).weights().view(48, 16, 16)
     atlas = session.atlases["0"]
     for number, head in enumerate(atlas.input.main.heads):
         alone = atlas.thumbnail(atlas.input.main, head, 16, "max")
@@ -84,7 +84,7 @@ def test_a_map_is_told_by_its_tiles_rows_columns_and_single_weights(session: Ses
     tall, wide = (int(tile.headers[name]) for name in ("X-Rows", "X-Columns"))
     assert (tall, wide) == (rows - 256, 256)
     torch.testing.assert_close(
-        decoded(tile.body, tall, wide), weights[256:, :256], rtol=0.012, atol=1e-12
+        PackedCells(tile.body, tall, wide).weights(), weights[256:, :256], rtol=0.012, atol=1e-12
     )
     torch.testing.assert_close(numbers(answer(session, f"{at}/row/100").body), weights[100])
     torch.testing.assert_close(numbers(answer(session, f"{at}/column/7").body), weights[:, 7])
@@ -125,13 +125,13 @@ def test_lines_are_the_largest_weights_of_a_row(session: Session) -> None:
         ("/api/inputs/0/map/cross/0/0", 404, "no group 'cross'; there are self"),
         ("/api/inputs/0/map/self/0/0/tile/9/0/0", 404, "levels 0 to 1"),
         ("/api/inputs/0/map/self/0/0/tile/1/5/5", 404, "tiles x < 2, y < 2"),
-        ("/api/inputs/0/map/self/0/0/tile/0/0/0?how=sum", 400, "the mean or the max"),
-        ("/api/inputs/0/map/self/0/0/tile/0/0/0?drop=-1", 400, "drop='-1' is no number"),
+        ("/api/inputs/0/map/self/0/0/tile/0/0/0?how=sum", 400, "use mean or max"),
+        ("/api/inputs/0/map/self/0/0/tile/0/0/0?drop=-1", 400, "drop='-1' is not a number"),
         ("/api/inputs/0/map/self/0/0/row/100000", 404, "out of range for an axis"),
-        ("/api/inputs/0/map/self/0/0/top?row_stop=600&k=3", 400, "no number from 0 to"),
-        ("/api/inputs/0/thumbnails?size=100000", 400, "no number from 1 to 256"),
-        ("/api/inputs/0/tokens?axis=diagonal", 400, "rows and columns"),
-        ("/api/inputs/0/image", 404, "no image"),
+        ("/api/inputs/0/map/self/0/0/top?row_stop=600&k=3", 400, "not a number from 0 to"),
+        ("/api/inputs/0/thumbnails?size=100000", 400, "not a number from 1 to 256"),
+        ("/api/inputs/0/tokens?axis=diagonal", 400, "use rows or columns"),
+        ("/api/inputs/0/image", 404, "not an image"),
         ("/api/inputs/../../etc/passwd", 404, "nothing at"),
         ("/api/watch", 404, "no run is being watched"),
     ],
@@ -148,7 +148,7 @@ def test_a_question_without_an_answer_is_told_why(
 def test_too_many_lines_are_refused(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "MOST_LINES", 10)
     path = "/api/inputs/0/map/self/0/0/top?row_start=0&row_stop=11&k=3"
-    assert "11 rows; at most 10" in asked(session, path, 400)["error"]
+    assert "11 rows; ask for at most 10" in asked(session, path, 400)["error"]
 
 
 def test_a_translation_has_three_groups_with_their_own_axes() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look.atlas import Atlas, Kept, Picture
+from headwise.look.atlas import Atlas, PackedCells, TileCache
 from headwise.look.scene import Group, Head, Input
 from headwise.maps.pooling import How
 
@@ -84,12 +84,12 @@ def test_what_receives_most_is_the_sum_of_its_column() -> None:
 def test_pictures_are_made_once_and_the_longest_unused_is_forgotten() -> None:
     made: list[str] = []
 
-    def make(name: str) -> Picture:
+    def make(name: str) -> PackedCells:
         made.append(name)
-        return Picture(bytes(10), 1, 5)
+        return PackedCells(bytes(10), 1, 5)
 
-    kept = Kept(most=25)
+    cache = TileCache(most=25)
     for name in ("a", "b", "a", "c", "a", "b"):
-        kept.get((name,), lambda name=name: make(name))  # type: ignore[misc]
+        cache.get((name,), lambda name=name: make(name))  # type: ignore[misc]
     assert made == ["a", "b", "c", "b"]
-    assert kept.size == 20
+    assert cache.size == 20

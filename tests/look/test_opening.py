@@ -11,7 +11,6 @@ import torch
 
 import headwise as hw
 from headwise.look.readers import opening
-from headwise.look.readers import transformers_reader as foreign
 from headwise.look.readers.builtin import ImageReader
 from headwise.look.readers.image_bytes import MOST_PIXELS, pixels
 from headwise.look.readers.reader import silent
@@ -144,7 +143,7 @@ def test_a_vit_that_was_trained_here_sees_an_image(tmp_path: Path) -> None:
     assert read.image is not None
     assert read.image.grid == (4, 4)
     assert len(read.main.rows) == 17
-    assert "the run keeps no others" in read.notes[0]
+    assert "the run has saved no others" in read.notes[0]
     assert shown.mean((1, 2)).abs().max() < 1e-5  # by its own mean
     asked["pixels"] = {"mean": [0.5, 0.4, 0.3], "deviation": [0.2, 0.1, 0.2]}
     (tmp_path / "config.json").write_text(json.dumps(asked))
@@ -169,7 +168,7 @@ def seen_by(folder: Path) -> tuple[Input, torch.Tensor]:
 def test_what_is_no_image_is_refused(tmp_path: Path, content: bytes) -> None:
     from headwise.look.readers import image_bytes as images
 
-    with pytest.raises(ValueError, match="no PNG or JPEG"):
+    with pytest.raises(ValueError, match="not a PNG or JPEG"):
         images.opened(content)
 
 
@@ -193,7 +192,9 @@ def test_a_name_that_can_not_be_looked_up_says_why(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_path_that_is_no_name_is_never_looked_up() -> None:
-    with pytest.raises(ValueError, match=r"no folder here, and no name on the hub.*gpt and transl"):
+    with pytest.raises(
+        ValueError, match=r"not a folder here, and it is not a name on the hub.*gpt and transl"
+    ):
         opening.find("runs/no/where")
 
 
@@ -202,7 +203,7 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, transformers.BertModel(config))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="transformers can't load"):
-        foreign.opened(folder, torch.device("cpu"))
+        opening.opened(folder, "cpu")
 
 
 def test_a_watched_run_is_found_in_its_folder(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.look.conftest import Visits
+from tests.look.conftest import Visits, eventually
 
 WIDTHS = (360, 420, 640, 768)
 LANGUAGES = ("en-GB", "zh-CN")
@@ -34,8 +34,8 @@ def try_widths(page: Page) -> None:
     """Nothing may stick out of a window of any width."""
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 800})
-        page.wait_for_timeout(100)  # charts follow the width in the next frames
-        assert page.evaluate(STICKING_OUT) == [], f"at {width} pixels"
+        # charts follow the width in the next frames
+        eventually(page, lambda: not page.evaluate(STICKING_OUT))
 
 
 def box_of(page: Page, selector: str) -> dict[str, float]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from playwright.sync_api import Page, expect
 
-from headwise.look.serving.server import application, listening
-from headwise.look.serving.watch_answers import WatchedFolder
 from headwise.look.session import Progress, Session
+from headwise.look.watched_folder import WatchedFolder
 from tests.look.conftest import Served, Visits
 from tests.look.test_page_narrow import LANGUAGES, try_widths
 from tests.look.test_watch_api import Training
@@ -27,22 +24,15 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 
 @pytest.fixture
-def address(training: Training) -> Iterator[str]:
-    """Where the run is served, without a model, as `headwise look RUN` does."""
+def address(training: Training, serve: Callable[..., Served]) -> str:
+    """The address of the run, served without a model, as `headwise look RUN` does."""
     session = Session(run=WatchedFolder(training.writer.folder), progress=Progress("ready", None))
-    bound = listening(0)
-    config = uvicorn.Config(application(session), log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    served = Served(session, f"http://127.0.0.1:{bound.getsockname()[1]}", server, thread)
-    yield served.url
-    served.stop()
+    return serve(session).url
 
 
 def choose(page: Page, layer: int, head: int) -> None:
     """Choose a head in the grid by its keys, as someone without a mouse would."""
-    grid = page.get_by_role("application", name="Heads: a row a layer, a column a head")
+    grid = page.get_by_role("application", name="Heads: one row per layer, one column per head")
     grid.focus()
     for key in ("ArrowDown",) * (layer + 1) + ("ArrowRight",) * head + ("Enter",):
         grid.press(key)

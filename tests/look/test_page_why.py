@@ -68,8 +68,8 @@ def test_number_keys_go_through_the_experiments_and_back_leads_back(visit: Visit
     expect(page.get_by_role("table", name="Figures")).to_be_visible()
     for key, name, shown in (
         ("2", "heads", "Parameters"),
-        ("3", "scores", "Time a pair"),
-        ("4", "sharing", "Separate W_q, W_k"),
+        ("3", "scores", "Time per pair"),
+        ("4", "sharing", "Separate Q and K"),
         ("1", "scale", "Entropy"),
     ):
         page.keyboard.press(key)
@@ -120,12 +120,12 @@ def test_additive_scores_are_drawn_with_weights_of_both_sizes(visit: Visits) -> 
     ):
         said = readout.locator("p", has_text=name).locator("b")
         expect(said).to_have_text(written(curves[score][-1]["top_weight"]))
-    expect(page.get_by_text("with weights of variance 1 it saturates as well")).to_be_visible()
+    expect(page.get_by_text("with weights of variance 1 it saturates too")).to_be_visible()
 
 
 def test_shared_logits_are_drawn_symmetric(visit: Visits) -> None:
     page = visit("#/why/sharing?tokens=12")
-    shared = page.get_by_role("region", name="Shared W").locator("canvas").first
+    shared = page.get_by_role("region", name="Shared by Q and K").locator("canvas").first
     pixels = shared.evaluate(
         "canvas => Array.from(new Uint32Array(canvas.getContext('2d')"
         ".getImageData(0, 0, canvas.width, canvas.height).data.buffer))"
@@ -151,7 +151,7 @@ def test_a_chart_says_the_number_under_the_pointer(visit: Visits) -> None:
 def test_a_bad_address_says_what_works_and_leads_back(visit: Visits) -> None:
     page = visit("#/why/scale?d=48", allowed="400")
     expect(page.get_by_role("alert")).to_contain_text("d=48 is out of bounds")
-    expect(page.get_by_role("alert")).to_contain_text("powers of two from 1 to 1024 work")
+    expect(page.get_by_role("alert")).to_contain_text("use a power of two from 1 to 1024")
     page.get_by_role("button", name="Back to the defaults").click()
     expect(figure(page, "variance")).to_have_text(written(found("scale")["logit_variance"]))
 

@@ -242,7 +242,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {port} can't be had"):
+        with pytest.raises(ValueError, match=f"port {port} is not available"):
             listening(port)
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look.serving import watch_answers as watch_api
+from headwise.look import watched_folder as watch_api
 from headwise.look.serving.answers import answer
-from headwise.look.serving.watch_answers import WatchedFolder, stride
 from headwise.look.session import Session
+from headwise.look.watched_folder import WatchedFolder, stride
 
 
 class Training:
@@ -159,7 +159,7 @@ class TestAsking:
     def test_without_a_run_the_answer_says_how_to_get_one(self) -> None:
         status, said = self.ask(None, "/api/watch")
         assert status == 404
-        assert said["hint"] == "headwise look RUN_FOLDER shows one"
+        assert said["hint"] == "open one with headwise look RUN_FOLDER"
 
     def test_what_is_wrong_is_named(self, training: Training, tmp_path: Path) -> None:
         training.go_on(1)

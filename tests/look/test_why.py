@@ -11,7 +11,7 @@ import torch
 
 import headwise as hw
 from headwise.look.experiments import dot_and_additive as comparing
-from headwise.look.experiments import reading_task as reading
+from headwise.look.experiments import many_heads as reading
 from headwise.look.experiments import shared_projection as sharing
 from headwise.look.experiments import why_scale as scale
 from headwise.look.serving import why_answers as why
@@ -230,12 +230,16 @@ class TestAsking:
     @pytest.mark.parametrize(
         ("query", "error", "hint"),
         [
-            ("scale?d=many", "d='many' is no whole number", "powers of two from 1 to 1024 work"),
-            ("scale?d=2048", "d=2048 is out of bounds", "powers of two from 1 to 1024 work"),
-            ("scale?d=48", "d=48 is out of bounds", "powers of two from 1 to 1024 work"),
-            ("scale?scaling=log", "scaling='log' is no choice", "root, none, width work"),
+            ("scale?d=many", "d='many' is not a whole number", "use a power of two from 1 to 1024"),
+            ("scale?d=2048", "d=2048 is out of bounds", "use a power of two from 1 to 1024"),
+            ("scale?d=48", "d=48 is out of bounds", "use a power of two from 1 to 1024"),
+            (
+                "scale?scaling=log",
+                "scaling='log' is not one of the options",
+                "use root, none, width",
+            ),
             ("scale?depth=3", "there is no setting 'depth'", "there are d, keys, scaling, seed"),
-            ("sharing?tokens=49", "tokens=49 is out of bounds", "whole numbers from 4 to 48 work"),
+            ("sharing?tokens=49", "tokens=49 is out of bounds", "use a whole number from 4 to 48"),
             ("shape", "there is no experiment 'shape'", "there are scale, heads, scores, sharing"),
         ],
     )

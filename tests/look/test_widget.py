@@ -38,7 +38,9 @@ def test_a_recording_becomes_a_session(seen: Any) -> None:
     (given,) = session.state()["inputs"]
     assert (given["rows"], given["groups"][0]["causal"]) == (7, True)
     assert session_of(seen).atlases["0"].input.main.rows == ("0", "1", "2", "3", "4", "5", "6")
-    with pytest.raises(ValueError, match="3 tokens were given for the 7"):
+    with pytest.raises(
+        ValueError, match=r"3 tokens were given for blocks\.0\.attention, which read 7"
+    ):
         session_of(seen, ["a", "b", "c"])
 
 

@@ -415,6 +415,23 @@ def test_tensors_of_inference_mode_have_maps() -> None:
     torch.testing.assert_close(sums, torch.ones(5))
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_map_made_in_inference_mode_can_be_read_outside_of_it(mode: Callable[[], object]) -> None:
+    with torch.inference_mode():
+        q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
+        amap = hw.attention_map(q, k, v, mask=hw.mask.causal())
+        top = amap[0, 0, :2]
+    with mode():
+        whole = amap[0, 0]
+    torch.testing.assert_close(whole[:2], top)
+    torch.testing.assert_close(whole.sum(-1), torch.ones(5))
+    torch.testing.assert_close(amap.head(0, 1).pool(5)[0, 0], amap[0, 1])
+    torch.testing.assert_close(amap.received().sum(-1), torch.full((1, 2), 5.0))
+    assert amap.weighted().top(2)[0].isfinite().all()
+    with torch.inference_mode():
+        torch.testing.assert_close(amap.lse, hw.attention_map(q, k, mask=hw.mask.causal()).lse)
+
+
 LARGE = hw.attention_map(torch.zeros(1, 4, 9000, 1), torch.zeros(1, 2, 9000, 1))
 K = torch.zeros(1, 1, 9, 4)
 SMALL = hw.attention_map(torch.zeros(1, 2, 9, 4), K)

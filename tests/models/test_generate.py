@@ -226,7 +226,7 @@ def test_generating_leaves_the_model_in_its_mode() -> None:
     prompt = torch.randint(V, (B, N))
     assert torch.equal(model.generate(prompt, COUNT), model.generate(prompt, COUNT))
     assert model.training
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="count=0 must be a positive integer"):
         model.generate(prompt, 0)
     assert model.training
 
@@ -235,7 +235,7 @@ def test_bad_wishes_are_refused() -> None:
     model, prompt = gpt(), torch.randint(V, (B, N))
     with pytest.raises(ValueError, match=r"prompt of shape \(3, 0\)"):
         model.generate(prompt[:, :0], 3)
-    with pytest.raises(ValueError, match=r"lengths \[6, 0, 4\] do not fit"):
+    with pytest.raises(ValueError, match="lengths must lie between 1 and 6, not 0"):
         model.generate(prompt, 3, lengths=torch.tensor([6, 0, 4]))
     with pytest.raises(ValueError, match="is full"):
         model.generate(prompt, COUNT, cache=hw.nn.FixedCache(N + 2))
@@ -247,3 +247,35 @@ def test_bad_wishes_are_refused() -> None:
     fixed = FixedGPT(FixedGPTConfig(V, 20, d_model=32, layers=1, heads=4))
     with pytest.raises(ValueError, match="prompts of one length at a time"):
         fixed.generate(prompt, 3, lengths=LENGTHS)
+
+
+@torch.no_grad()
+def test_a_step_that_some_layers_refuse_leaves_all_caches_as_they_were() -> None:
+    """Layers that share a pool take pages one after the other, until there are none."""
+    model, tokens = gpt(), torch.randint(V, (1, 9))
+    pool = hw.nn.PagePool(pages=3, page=8)
+    caches = [hw.nn.PagedCache(pool) for _ in model.blocks]
+    expected = model(tokens)
+    first = model(tokens[:, :8], caches=caches)
+    with pytest.raises(ValueError, match="does not have 1 free pages"):
+        model(tokens[:, 8:], caches=caches)
+    assert [cache.length for cache in caches] == [8, 8]
+    pool.give_back(pool.take(1))  # the page that the first layer took is free again
+    for cache in caches:
+        cache.rollback(4)
+    rest = model(tokens[:, 4:8], caches=caches)
+    torch.testing.assert_close(torch.cat((first[:, :4], rest), 1), expected[:, :8])
+
+
+@torch.no_grad()
+def test_a_compiled_step_of_a_model_equals_eager() -> None:
+    torch._dynamo.reset()
+    model, tokens = gpt(), torch.randint(V, (B, N))
+    caches = [hw.nn.FixedCache(N) for _ in model.blocks]
+    for cache in caches:
+        cache.reserve(*torch.zeros(2, B, 4, 0, 8))
+    step = torch.compile(lambda t: model(t, caches=caches), backend="aot_eager", fullgraph=True)
+    steps = [step(tokens[:, i : i + 1]) for i in range(N)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(tokens))
+    with pytest.raises(ValueError, match="is full"):
+        step(tokens[:, :1])

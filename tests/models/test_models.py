@@ -143,7 +143,7 @@ def test_configurations_survive_json(name: str) -> None:
 def test_a_configuration_names_what_it_does_not_know() -> None:
     with pytest.raises(ValueError, match="GPTConfig has no field depth; it has attention_dropout"):
         GPTConfig.from_dict({"vocabulary": 10, "depth": 3})
-    with pytest.raises(ValueError, match="unknown part 'Spiral' in a configuration"):
+    with pytest.raises(ValueError, match="unknown type 'Spiral' in a configuration"):
         GPTConfig.from_dict({"vocabulary": 10, "position": {"type": "Spiral"}})
     with pytest.raises(ValueError, match="Rotary has no field speed"):
         GPTConfig.from_dict({"vocabulary": 10, "position": {"type": "Rotary", "speed": 2}})
@@ -238,13 +238,13 @@ def test_a_compiled_model_equals_the_eager_one(name: str) -> None:
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     bert, vit = SMALL["bert"][0](SMALL["bert"][1]), SMALL["vit"][0](SMALL["vit"][1])
-    with pytest.raises(ValueError, match="17 tokens are more than the 16"):
+    with pytest.raises(ValueError, match=r"17 tokens are more than .*context=16"):
         bert(torch.randint(30, (1, 17)))
-    with pytest.raises(ValueError, match=r"\(2, 3, 9, 9\); \(batch, 3, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"\(batch, 3, 8, 8\), not float32 \(2, 3, 9, 9\)"):
         vit(torch.randn(2, 3, 9, 9))
-    with pytest.raises(ValueError, match="do not divide into patches of 5"):
+    with pytest.raises(ValueError, match="does not divide into patches of patch=5"):
         ViTConfig(image=32, patch=5)
-    with pytest.raises(ValueError, match="d_model=7 is odd"):
+    with pytest.raises(ValueError, match="d_model=7 must be even"):
         LSTMConfig(30, 7)
     with pytest.raises(ValueError, match="does not divide into 5 heads"):
         GPT(GPTConfig(30, d_model=32, heads=5))

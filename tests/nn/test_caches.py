@@ -148,7 +148,7 @@ def test_padding_masks_and_documents_hold_over_steps(kind: str) -> None:
     ids = torch.tensor([[0] * 6 + [1] * 8])
     cache = cache.fresh()
     if isinstance(cache, FixedCache):
-        with pytest.raises(ValueError, match="a growing cache can"):
+        with pytest.raises(ValueError, match="use a GrowingCache"):
             attn(x[:, :1], cache=cache, mask=hw.mask.documents(ids[:, :1]))
         return
     parts = [
@@ -288,7 +288,7 @@ def test_a_refused_call_leaves_the_cache_as_it_was(kind: str, case: str) -> None
 @torch.no_grad()
 def test_what_a_cache_can_not_place_is_refused_before_it_is_held() -> None:
     attn, x, cache = layer(CAUSAL), torch.randn(B, N, D), FixedCache(20)
-    with pytest.raises(ValueError, match="a fixed-size cache can't place"):
+    with pytest.raises(ValueError, match="a FixedCache does not support"):
         attn(x, mask=hw.mask.documents(torch.zeros(1, N, dtype=torch.int64)), cache=cache)
     assert int(cache.length) == 0
     fixed, held = hw.nn.FixedAttention(D, HEADS, length=N).eval(), GrowingCache()
@@ -312,9 +312,9 @@ def test_a_cache_of_another_shape_says_so(kind: str) -> None:
     cache = CACHES[kind][0].fresh()
     attn, x = layer(CAUSAL), torch.randn(B, N, D)
     attn(x[:, :3], cache=cache)
-    with pytest.raises(ValueError, match=r"\(2, 2, 8, float32\) and was given \(3, 2, 8, fl"):
+    with pytest.raises(ValueError, match=r"\(2, 2, 8, float32\), not \(3, 2, 8, fl"):
         attn(torch.randn(3, 1, D), cache=cache)
-    with pytest.raises(ValueError, match=r"was given \(2, 4, 8, float32\)"):
+    with pytest.raises(ValueError, match=r"not \(2, 4, 8, float32\)"):
         MultiHeadAttention(D, HEADS).eval()(x[:, :1], cache=cache)
     with pytest.raises(ValueError, match="float64"):
         MultiHeadAttention(D, HEADS, kv_heads=2).double().eval()(x[:, :1].double(), cache=cache)
@@ -324,15 +324,49 @@ def test_a_cache_of_another_shape_says_so(kind: str) -> None:
 def test_bad_rollbacks_and_sizes_say_so() -> None:
     cache = GrowingCache()
     cache.append(*torch.zeros(2, 1, 1, 4, 8))
-    with pytest.raises(ValueError, match="can't forget 5 tokens; it has 4"):
+    with pytest.raises(ValueError, match="can't roll back 5 tokens; it has 4"):
         cache.rollback(5)
     sliding = SlidingCache(4)
     for _ in range(20):
         sliding.append(*torch.zeros(2, 1, 1, 1, 8))
-    with pytest.raises(ValueError, match=r"SlidingCache\(4, spare=9\) would"):
+    with pytest.raises(ValueError, match=r"use SlidingCache\(4, spare=9\)"):
         sliding.rollback(9)
     for make in (lambda: FixedCache(0), lambda: SlidingCache(0), lambda: SlidingCache(3, -1)):
-        with pytest.raises(ValueError, match="no token"):
+        with pytest.raises(ValueError, match="must be"):
             make()
     with pytest.raises(ValueError, match=r"\(batch, heads, length, width\)"):
         GrowingCache().append(torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_full_cache_says_so_in_compiled_code(backend: str) -> None:
+    torch._dynamo.reset()
+    attn, x, cache = layer(CAUSAL), torch.randn(B, N, D), FixedCache(2)
+    cache.reserve(torch.zeros(B, 2, 0, D // HEADS), torch.zeros(B, 2, 0, D // HEADS))
+    step = torch.compile(lambda y: attn(y, cache=cache), backend=backend, fullgraph=True)
+    steps = [step(x[:, i : i + 1]) for i in range(2)]
+    with pytest.raises(ValueError, match=r"length=2\) is full: 1 more tokens .* capacity of 2"):
+        step(x[:, 2:3])
+    assert int(cache.length) == 2
+    same(torch.cat(steps, 1), attn(x)[:, :2])
+
+
+@caches
+@torch.no_grad()
+def test_masks_and_biases_for_other_numbers_of_keys_are_refused(kind: str) -> None:
+    cache, mask = CACHES[kind]
+    cache, attn, x = cache.fresh(), layer(mask), torch.randn(B, N, D)
+    attn(x[:, :10], cache=cache)
+    for keys in (2, 9, 11, 19, 33):  # there are 12
+        given: list[dict[str, object]] = [
+            {"bias": torch.zeros(2, keys)},
+            {"mask": hw.mask.dense(torch.ones(2, keys, dtype=torch.bool))},
+        ]
+        if not isinstance(cache, FixedCache):
+            given.append({"mask": hw.mask.documents(torch.zeros(1, keys, dtype=torch.int64))})
+        for options in given:
+            with pytest.raises(ValueError, match=rf"{keys}\)"):
+                attn(x[:, 10:12], cache=cache, **options)
+    one = torch.randn(())
+    same(attn(x[:, 10:12], cache=cache, bias=one), attn(x)[:, 10:12])

@@ -79,7 +79,7 @@ def test_dynamic_frequencies_follow_the_length(length: int) -> None:
 
 def turned(rotary: Rotary, x: Tensor, positions: Tensor) -> Tensor:
     module = rotary.build(D, HEADS, HEAD)
-    return module.turn(x, module.waves(positions))
+    return module.rotate(x, module.waves(positions))
 
 
 def test_both_layouts_turn_as_transformers_does() -> None:
@@ -113,7 +113,7 @@ def test_part_of_a_head_may_turn() -> None:
     out = turned(Rotary(width=6), x, torch.arange(N))
     assert torch.equal(out[..., 6:], x[..., 6:])
     expected = Rotary().build(D, HEADS, 6)
-    expected = expected.turn(x[..., :6], expected.waves(torch.arange(N)))
+    expected = expected.rotate(x[..., :6], expected.waves(torch.arange(N)))
     torch.testing.assert_close(out[..., :6], expected)
 
 
@@ -132,7 +132,7 @@ def test_a_model_in_half_precision_keeps_its_angles() -> None:
     half = copy.deepcopy(rotary).bfloat16()
     assert torch.equal(half.frequencies, rotary.frequencies)
     x = torch.zeros(1, 1, 1, HEAD, dtype=torch.bfloat16)
-    assert half.turn(x, half.waves(torch.arange(1))).dtype == torch.bfloat16
+    assert half.rotate(x, half.waves(torch.arange(1))).dtype == torch.bfloat16
 
 
 def test_alibi_and_buckets_are_those_of_the_core() -> None:
@@ -168,9 +168,9 @@ def test_sinusoids_are_the_papers() -> None:
 
 def test_positions_beyond_those_learned_are_refused() -> None:
     attn = MultiHeadAttention(D, HEADS, position=hw.nn.Learned(N))
-    with pytest.raises(ValueError, match=r"position 9 has no learned vector; there are 9"):
+    with pytest.raises(ValueError, match=r"position 9 has no learned vector: Learned\(9\)"):
         attn(torch.randn(B, N + 1, D))
-    with pytest.raises(ValueError, match="d_model=7 is odd"):
+    with pytest.raises(ValueError, match="d_model must be even; it is 7"):
         hw.nn.Sinusoidal().build(7, 1, 7)
-    with pytest.raises(ValueError, match="more than one turning pair"):
+    with pytest.raises(ValueError, match="more than one rotating pair"):
         Rotary(width=2, scaling=DynamicNTK(2.0, 10)).build(D, HEADS, HEAD)

@@ -83,7 +83,7 @@ def test_fixed_weights_decode_step_by_step(cache: hw.nn.Cache) -> None:
 
 
 def test_positions_without_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="17 positions need weights and 16 have learned any"):
+    with pytest.raises(ValueError, match="17 positions are more than the 16 that have"):
         fixed()(torch.randn(B, 17, 32))
     with pytest.raises(ValueError, match="does not divide into 5 heads"):
         hw.nn.FixedAttention(32, 5, 16)

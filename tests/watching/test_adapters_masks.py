@@ -25,13 +25,14 @@ from transformers.masking_utils import (
 )
 
 import headwise as hw
+from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask
 from headwise.core.patterns import Dense
 from headwise.core.place import Place
 from headwise.mask import Mask
+from headwise.watching.adapters.implementation import MaskTensor
 from headwise.watching.adapters.implementation import mask as mask_function
 from headwise.watching.adapters.mask_functions import by_rows
-from headwise.watching.adapters.mask_intervals import Memory, Stretches, read, split
-from headwise.watching.adapters.mask_tensor import MaskTensor
+from headwise.watching.adapters.scaled_dot_product import MaskMemo
 
 B, N = 2, 12
 PACKED = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])
@@ -120,7 +121,7 @@ def test_a_long_sequence_takes_memory_for_its_rows_only() -> None:
     n = 100_000  # a mask of all pairs would take 10 GB
     padding = torch.arange(n) >= torch.tensor([[0], [n // 2]])
     found = made(RULES["window"], padding, q_length=n, kv_length=n, q_offset=0)
-    assert isinstance(found.mask, Stretches)
+    assert isinstance(found.mask, PlacedIntervals)
     assert found.mask.start(Place(B, 1, n, n)).flatten().tolist() == [0, n // 2]
 
 
@@ -131,7 +132,7 @@ def test_any_intervals_are_found_in_a_tensor(data: st.DataObject) -> None:
     first, last = torch.tensor(data.draw(bound)), torch.tensor(data.draw(bound))
     column = torch.arange(keys)
     seen = (column >= first[:, None]) & (column < last[:, None])
-    found = read(seen)
+    found = read_mask(seen)
     assert found.pieces > 0
     place = Place(1, 1, queries, keys, offset=keys - queries)
     assert torch.equal(found.to_dense(place).expand(1, 1, queries, keys)[0, 0], seen)
@@ -140,34 +141,34 @@ def test_any_intervals_are_found_in_a_tensor(data: st.DataObject) -> None:
 @given(st.lists(st.booleans(), min_size=12, max_size=12))
 def test_any_tensor_is_read_exactly(bits: list[bool]) -> None:
     seen = torch.tensor(bits).reshape(3, 4)
-    found = read(seen, stands=False)
+    found = read_mask(seen, stands=False)
     place = Place(1, 1, 3, 4, offset=1)
     assert torch.equal(found.to_dense(place).expand(1, 1, 3, 4)[0, 0], seen)
 
 
 def test_where_queries_stand_in_a_static_cache_is_read_from_the_mask() -> None:
     seen = torch.arange(20) <= torch.arange(3)[:, None] + 6
-    assert read(seen).alignment(Place(1, 1, 3, 20, offset=17)) == 6
-    assert read(seen, stands=False).alignment(Place(1, 1, 3, 20, offset=17)) is None
+    assert read_mask(seen).alignment(Place(1, 1, 3, 20, offset=17)) == 6
+    assert read_mask(seen, stands=False).alignment(Place(1, 1, 3, 20, offset=17)) is None
 
 
 def test_what_is_added_is_split_into_mask_and_bias() -> None:
     lowest = torch.finfo(torch.bfloat16).min
-    seen, bias = split(torch.tensor([[0.0, lowest], [0.5, -torch.inf]], dtype=torch.bfloat16))
+    seen, bias = split_mask(torch.tensor([[0.0, lowest], [0.5, -torch.inf]], dtype=torch.bfloat16))
     assert seen is not None
     assert bias is not None
     assert seen.tolist() == [[True, False], [True, False]]
     assert bias.tolist() == [[0.0, 0.0], [0.5, 0.0]]
-    seen, bias = split(torch.tensor([[-1e4, 0.0], [-1e9, -9e3]]))  # as people write it by hand
+    seen, bias = split_mask(torch.tensor([[-1e4, 0.0], [-1e9, -9e3]]))  # as people write it by hand
     assert seen is not None
     assert bias is not None
     assert seen.tolist() == [[False, True], [False, True]]
     assert bias.tolist() == [[0.0, 0.0], [0.0, -9e3]]
-    assert split(torch.zeros(2, 2)) == (None, None)
+    assert split_mask(torch.zeros(2, 2)) == (None, None)
 
 
 def test_a_mask_is_read_once_for_all_layers_and_again_when_it_changed() -> None:
-    memory, mask, asked = Memory(), torch.ones(3, 3).bool(), []
+    memory, mask, asked = MaskMemo(), torch.ones(3, 3).bool(), []
     for _ in range(3):
         memory.recall(lambda: asked.append("made") or hw.mask.causal(), mask)
     assert len(asked) == 1
@@ -200,8 +201,8 @@ def test_a_mask_in_the_dress_of_a_tensor_survives_what_models_do_with_one() -> N
 
 
 def test_nothing_is_remembered_of_tensors_that_are_gone_or_do_not_count_their_changes() -> None:
-    memory, mask = Memory(), torch.ones(3, 3).bool()
-    made = read(mask.detach())
+    memory, mask = MaskMemo(), torch.ones(3, 3).bool()
+    made = read_mask(mask.detach())
     memory.recall(lambda: made, mask)
     assert len(memory._made) == 1
     del mask

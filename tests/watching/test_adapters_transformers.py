@@ -485,12 +485,15 @@ def test_padding_inside_a_sequence_is_no_interval_and_still_exact() -> None:
 def test_flex_attention_is_read_from_its_block_mask() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    from headwise.watching.adapters.interface import Given, to_call
-    from headwise.watching.adapters.mask_intervals import Memory
+    from headwise.watching.adapters.interface import InterfaceCall, to_call
+    from headwise.watching.adapters.scaled_dot_product import MaskMemo
 
     q = torch.randn(1, 2, 130, 8)
     blocks = create_block_mask(lambda b, h, i, j: (j <= i) & (j > i - 40), 1, None, 130, 130, "cpu")
     call = to_call(
-        Given("flex_attention", nn.Identity(), q, q, q, blocks, {}), "self", None, Memory()
+        InterfaceCall("flex_attention", nn.Identity(), q, q, q, blocks, {}),
+        "self",
+        None,
+        MaskMemo(),
     )
     assert repr(call.mask) == "(causal(offset=0) & window(39, offset=0))"

@@ -55,7 +55,7 @@ def test_a_logit_above_the_limit_is_an_alarm_of_its_head() -> None:
 def test_logits_that_are_no_numbers_any_more_are_an_alarm() -> None:
     found = raised(attention(), inputs() * float("nan"), LogitGrowth(), DeadHead())
     assert [alarm.head for alarm in found] == [0, 1, 2, 3]
-    assert {alarm.says for alarm in found} == {"its largest logit is no number any more"}
+    assert {alarm.says for alarm in found} == {"its largest logit is NaN"}
 
 
 def test_a_head_without_numbers_is_not_called_dead_and_hides_no_other() -> None:
@@ -73,7 +73,7 @@ def test_a_head_that_looks_at_one_key_for_no_reason_of_place_has_collapsed() -> 
         model.query.weight[16:24] *= 400  # head 2
     (alarm,) = raised(model, inputs(), EntropyCollapse())
     assert alarm.head == 2
-    assert "keys a row" in alarm.says
+    assert "keys per row" in alarm.says
 
 
 def positions() -> Tensor:

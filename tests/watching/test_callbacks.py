@@ -114,7 +114,7 @@ def test_accumulated_batches_are_one_entry_and_evaluation_leaves_no_trace(tmp_pa
 
 
 def test_the_batches_of_an_accumulated_step_all_count() -> None:
-    model, follower = hw.nn.MultiHeadAttention(16, 4), callbacks.Follower(every=1, rows=None)
+    model, follower = hw.nn.MultiHeadAttention(16, 4), callbacks.LoopFollower(every=1, rows=None)
     batches = torch.randn(2, 1, 6, 16) * torch.tensor([0.1, 9.0]).reshape(2, 1, 1, 1)
     follower.begin(model, 0)
     for batch in batches:
@@ -191,7 +191,7 @@ def test_lightning_logs_what_the_heads_do(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_leaves_what_it_saw_and_the_model_as_it_was(tmp_path: Path) -> None:
-    follower = callbacks.Follower(every=1, run=tmp_path / "run")
+    follower = callbacks.LoopFollower(every=1, run=tmp_path / "run")
     model = hw.nn.MultiHeadAttention(16, 4)
     follower.begin(model, 0)
     follower.before_step()

@@ -215,7 +215,7 @@ def test_one_plain_layer_for_queries_keys_and_values_keeps_its_values(bias: bool
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"outputs": 3 * WIDTH + 5}, "101 outputs are no 4 heads of 8"),
+        ({"outputs": 3 * WIDTH + 5}, "101 outputs are not 4 heads of width 8"),
         ({"norm": "q_ln"}, r"normalises queries and keys \(q_ln\)"),
         ({"norm": "qk_norm"}, r"normalises queries and keys \(qk_norm\)"),
     ],
@@ -231,7 +231,7 @@ def test_weights_that_are_not_understood_are_refused_in_words(
 def test_weights_that_are_computed_from_others_are_refused() -> None:
     model, x = grown(Fused()), torch.randn(2, 12, WIDTH)
     nn.utils.parametrizations.weight_norm(model.c_attn)
-    with pytest.raises(ValueError, match="quantised, or computed from others"):
+    with pytest.raises(ValueError, match="quantised, or computed from other"):
         qk_clip(model, largest(model, lambda: model(x)), LIMIT)
 
 
@@ -304,12 +304,12 @@ def test_gradients_and_optimisers_go_on_with_the_clipped_weights() -> None:
 def test_bad_calls_are_refused_in_words() -> None:
     model = hw.nn.MultiHeadAttention(WIDTH, HEADS)
     x = torch.randn(1, 4, WIDTH)
-    with pytest.raises(ValueError, match="a positive limit would work"):
+    with pytest.raises(ValueError, match="the limit must be positive"):
         qk_clip(model, largest(model, lambda: model(x)), 0)
-    with pytest.raises(ValueError, match="reads max_logit, which was not looked at"):
+    with pytest.raises(ValueError, match="reads max_logit, which was not recorded"):
         qk_clip(model, largest(model, lambda: model(x), stats=("entropy",)))
     wrapped = nn.Sequential(model)
     with pytest.raises(ValueError, match="there is no '0' in this MultiHeadAttention"):
         qk_clip(model, largest(wrapped, lambda: wrapped(x)))
-    with pytest.raises(ValueError, match=r"head 0\.0 has a logit that is infinite or no n"):
+    with pytest.raises(ValueError, match=r"head 0\.0 has a logit that is infinite or NaN"):
         qk_clip(model, largest(model, lambda: model(x * float("nan"))))

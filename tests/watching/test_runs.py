@@ -18,7 +18,7 @@ import headwise as hw
 from headwise.watching import Alarm, Entry, Table, open_run
 from headwise.watching.runs import parts
 from headwise.watching.runs import run_writer as writing
-from headwise.watching.runs.parts import Part
+from headwise.watching.runs.parts import SeriesPart
 from headwise.watching.runs.run_writer import RunWriter
 
 ABOUT = {
@@ -155,13 +155,13 @@ def test_maps_that_are_not_there_are_refused_before_anything_is_written(tmp_path
     model = hw.nn.MultiHeadAttention(16, 4)
     with hw.watch(model, maps=False) as seen:
         model(torch.randn(1, 5, 16))
-    for maps, said in (([(9, 0)], "there is no layer 9"), ([(0, 4)], "4 is none"),
+    for maps, said in (([(9, 0)], "there is no layer 9"), ([(0, 4)], "there is no head 4"),
                        ([(0, 0)], "no map of the model was kept")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             seen.save(tmp_path / "run", maps=maps)
     with pytest.raises(ValueError, match=r"keep=\[\(0, 1\)\]: the watch has maps=False"):
         seen.record(tmp_path / "run", keep=[(0, 1)])
-    with pytest.raises(ValueError, match="keep_every=0: at least 1 would work"):
+    with pytest.raises(ValueError, match="keep_every=0: it must be at least 1"):
         seen.record(tmp_path / "run", keep_every=0)
     assert not (tmp_path / "run").exists()
 
@@ -221,7 +221,7 @@ def test_a_kill_while_parts_are_joined_counts_no_row_twice(tmp_path: Path) -> No
     for path, content in alone.items():  # as if they had not been deleted yet
         path.write_bytes(content)
     assert len(open_run(tmp_path).series) == 4
-    assert parts.parts_in(tmp_path) == [Part(0, 1, 4)]
+    assert parts.parts_in(tmp_path) == [SeriesPart(0, 1, 4)]
 
 
 def test_many_small_parts_are_joined_while_the_run_goes_on(
@@ -231,11 +231,11 @@ def test_many_small_parts_are_joined_while_the_run_goes_on(
     writer = RunWriter(tmp_path, dict(ABOUT), steps=1)
     for step in range(11):
         writer.add(entry(step))
-    small = [Part(0, number, number) for number in (9, 10, 11)]
-    assert parts.parts_in(tmp_path) == [Part(0, 1, 4), Part(0, 5, 8), *small]
+    small = [SeriesPart(0, number, number) for number in (9, 10, 11)]
+    assert parts.parts_in(tmp_path) == [SeriesPart(0, 1, 4), SeriesPart(0, 5, 8), *small]
     assert open_run(tmp_path).steps == list(range(11))
     writer.close()
-    assert parts.parts_in(tmp_path) == [Part(0, 1, 11)]
+    assert parts.parts_in(tmp_path) == [SeriesPart(0, 1, 11)]
     assert open_run(tmp_path).steps == list(range(11))
 
 
@@ -356,7 +356,7 @@ def test_a_file_is_no_run(tmp_path: Path) -> None:
 
 def test_a_run_that_resumes_forgets_what_it_will_see_again(tmp_path: Path) -> None:
     watched(tmp_path, steps=5, keep=[(0, 1)], keep_every=2)
-    with pytest.raises(ValueError, match="holds a watched run already; resume=True goes on"):
+    with pytest.raises(ValueError, match="holds a watched run already; resume=True continues"):
         watched(tmp_path)
     model = hw.nn.MultiHeadAttention(16, 4)
     watch = hw.watch(model)
@@ -447,7 +447,7 @@ with hw.watch(model.module) as seen:
 try:
     hw.qk_clip(model.module, seen)  # one has no numbers any more: no other waits for it
 except ValueError as error:
-    assert "infinite or no number" in str(error)
+    assert "infinite or NaN" in str(error)
 else:
     raise AssertionError("both refuse")
 largest = [max(row["max_logit_max"] for row in entry.table) for entry in watch.series]

@@ -48,7 +48,5 @@ def test_norms_and_caps_do_not_matter_to_it() -> None:
 
 def test_weights_that_are_not_found_are_named_without_a_word_of_clipping() -> None:
     model = hw.nn.MultiHeadAttention(32, 4, projections=hw.nn.Unprojected())
-    with pytest.raises(
-        ValueError, match=r"^the model: Unprojected queries and keys are made by no"
-    ):
+    with pytest.raises(ValueError, match=r"^the model: Unprojected queries and keys have no"):
         score(model)

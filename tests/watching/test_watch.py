@@ -268,7 +268,7 @@ def test_an_engine_asked_for_by_name_still_computes_the_output() -> None:
 
 def test_an_unlawful_wish_is_refused_before_anything_runs(model: GPT) -> None:
     for wish in ({"rows": 2.5}, {"layers": []}, {"heads": "one"}, {"alarms": "all"}, {"every": 0}):
-        with pytest.raises(ValueError, match="would work"):
+        with pytest.raises(ValueError, match=r"use |must be"):
             hw.watch(model, **wish)
 
 
@@ -406,7 +406,7 @@ def test_a_map_of_a_model_that_computes_in_place_is_refused() -> None:
 
     with hw.watch(Mine()) as seen, torch.no_grad():
         seen.model(torch.randn(1, 9, 16))
-    with pytest.raises(ValueError, match="was written over: the model computes in place"):
+    with pytest.raises(ValueError, match="were written over: the model computes in place"):
         seen.map(0, 0)
 
 

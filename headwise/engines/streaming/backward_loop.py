@@ -1,4 +1,4 @@
-"""The streaming engine's backward: the weights of one block at a time are computed again."""
+"""The streaming engine's backward: recomputes the weights, one block at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradi
 from headwise.engines.streaming.forward_loop import row_totals
 from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop
 
-COARSE = 1e-4  # relative error of weights from which lse is not used as it is
+COARSE = 1e-4  # relative error of weights above which lse alone is not precise enough
 
 
 class Backward(Loop):

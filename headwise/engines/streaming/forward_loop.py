@@ -13,7 +13,7 @@ from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, RowTotals,
 from headwise.engines.streaming.key_moments import KeyMoments, logit_moments
 from headwise.engines.streaming.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
 
-HEADROOM = 20.0  # how far above its base a logit may rise: exp(20) is far from overflow
+HEADROOM = 20.0  # how far a logit may rise above its base: exp(20) is far from overflow
 
 
 class Forward(Loop):
@@ -39,7 +39,7 @@ class Forward(Loop):
         self.key_moments = KeyMoments(self.k)
 
     def run(self) -> Sums:
-        """Every row, unit by unit."""
+        """Compute every row, unit by unit."""
         for unit in self.schedule.units():
             self.enter(unit)
             self.key_moments = KeyMoments(self.k)
@@ -49,7 +49,7 @@ class Forward(Loop):
         return self.finish()
 
     def keep(self, unit: Unit, rows: slice, part: Partial | None, moments: Moments | None) -> None:
-        """Write a block of rows' mean values, and its sums into the table."""
+        """Write the weighted mean of the values of a block of rows, and its sums into the table."""
         out = self.places[1][unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
         if part is None:  # no row sees a key, which is what the table starts with
             out.zero_()
@@ -63,7 +63,7 @@ class Forward(Loop):
         place.copy_(torch.stack(sums).view(place.shape))
 
     def finish(self) -> Sums:
-        """Divide every row's sums."""
+        """Turn every row's sums into results."""
         found = dict(zip(self.names, self.table, strict=True))
         base, maximum, total = found["base"], found["maximum"], found["total"]
         sinks = None if self.terms.sinks is None else self.terms.sinks.to(total.dtype)[:, None]
@@ -120,7 +120,7 @@ class _Rows:
         return self
 
     def meet(self, segment: Segment) -> None:
-        """Merge the block of these keys into the part."""
+        """Merge the keys of a segment into the part."""
         loop, wants = self.loop, self.loop.wants
         s = loop.logits(self.unit, self.rows, segment, self.q)
         seen = loop.seen(self.unit, self.rows, segment)

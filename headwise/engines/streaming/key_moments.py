@@ -10,7 +10,7 @@ from headwise.core.schedule import KEYS
 
 
 def logit_moments(s: Tensor, seen: Tensor | None, room: Tensor) -> Moments:
-    """The moments of each row of a block (b, h, G, R, C) over its visible logits, (b·h, G·R) each.
+    """Return each row's moments of visible logits in a block s (b, h, G, R, C), (b·h, G·R) each.
 
     `room` is working memory of s's size. Hidden logits may be -inf if `seen` has the shape of s.
     """
@@ -60,7 +60,7 @@ class KeyMoments:
 def _join_keys(
     a: tuple[int, Tensor, Tensor], b: tuple[int, Tensor, Tensor]
 ) -> tuple[int, Tensor, Tensor]:
-    """Chan's formula for vectors."""
+    """Join count, mean and scatter by Chan's formula for vectors."""
     count = a[0] + b[0]
     gap = b[1] - a[1]
     outer = gap[:, :, None] * gap[:, None, :]

@@ -20,8 +20,8 @@ NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and times 0 it is 0, un
 class Loop:
     """The blocks of a problem, their order, and the buffers that they reuse.
 
-    Differences of logits are turned into base 2 before they are exponentiated: PyTorch's exp2 takes
-    the same time for any argument, its exp up to a hundred times as long for those that underflow.
+    Exponentials are taken in base 2: PyTorch's exp2 takes the same time for any argument, while its
+    exp takes up to a hundred times as long for arguments that underflow.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
@@ -53,7 +53,7 @@ class Loop:
         return view
 
     def logits(self, unit: Unit, rows: slice, segment: Segment, q: Tensor) -> Tensor:
-        """The block's logits before the mask, (heads, G·R, C)."""
+        """Return the block's logits before the mask, (heads, G·R, C)."""
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         return self.blocks.bend(unit, rows, segment.columns, s)
@@ -66,9 +66,9 @@ class Loop:
     def log_weights(
         self, unit: Unit, rows: slice, s: Tensor, base: Tensor, log_total: Tensor
     ) -> Tensor:
-        """log₂ p of a block's logits, in place."""
+        """Turn a block's logits into log₂ p, in place."""
         s.sub_(self.per_row(unit, rows, base)[..., None])
-        s.clamp_max_(0)  # no weight is above 1, whatever rounding does
+        s.clamp_max_(0)  # no weight is above 1, despite rounding
         log_total = self.per_row(unit, rows, log_total)[..., None]
         return torch.add(-log_total, s, alpha=LOG2_E, out=s)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise.core.problem import Problem
 from headwise.core.statistics import wanted
+from headwise.core.sums import LOG_TOTAL
 from headwise.engines.contract import Engine, Prepared
 from headwise.engines.operators import noticed
 from headwise.engines.triton.limits import (
@@ -21,11 +22,11 @@ from headwise.engines.triton.limits import (
     interpreting,
 )
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None  # compilers can't follow the question
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # torch.compile can't trace this
 
 
 class Triton(Engine):
-    """Triton is imported by the host code only, which is loaded when a call needs it."""
+    """The engine of `kernels`. Only `host` imports Triton, and is loaded when a call needs it."""
 
     name = "triton"
 
@@ -47,9 +48,9 @@ class Triton(Engine):
             if problem.bias is not None:
                 return "its additive kernels take no bias"
             if max(q.shape[-1], v.shape[-1]) > WIDEST_ADDITIVE:
-                return f"its additive kernels take heads of 1 to {WIDEST_ADDITIVE}"
+                return f"its additive kernels take head widths of 1 to {WIDEST_ADDITIVE}"
         if q.dtype == torch.float64:
-            return "it computes in float32 and float64 would lose precision"
+            return "it computes in float32, so float64 would lose precision"
         if not 1 <= q.shape[-1] <= WIDEST or not 1 <= v.shape[-1] <= WIDEST:
             return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
         if not fits_grid(q.shape):
@@ -59,7 +60,7 @@ class Triton(Engine):
         return None
 
     def priority(self, problem: Problem) -> int | None:
-        """The interpreter serves only callers that ask for it by name."""
+        """Return None on a CPU: the interpreter serves only callers that ask for it by name."""
         return None if problem.q.device.type == "cpu" else 3
 
     def attend(self, problem: Problem) -> Tensor:
@@ -71,7 +72,8 @@ class Triton(Engine):
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         terms = problem.terms(banded=True)
-        sums = self._forward(problem.q, problem.k, problem.v, *terms, wanted(names))
+        wants = wanted(names) & ~LOG_TOTAL
+        sums = self._forward(problem.q, problem.k, problem.v, *terms, wants)
         found: tuple[Tensor, dict[str, Tensor]] = self._host().complete(
             problem, terms, sums, names, sink_keys
         )
@@ -92,7 +94,7 @@ class Triton(Engine):
 
     @property
     def _run(self) -> Any:
-        """What the operator computes, on given `Launches`."""
+        """The function behind the operator, which takes `Launches` first."""
         return self._host().run
 
     def _host(self) -> Any:

@@ -1,6 +1,6 @@
 """The Hopper forward: the Triton engine with a faster forward kernel, in Gluon, for some problems.
 
-It has a name of its own in the plan; gradients and statistics are the Triton engine's.
+In the plan it is an engine of its own; gradients and statistics are the Triton engine's.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from headwise.core.problem import Problem
 from headwise.engines.triton.engine import Triton
 
-WIDEST = 128  # head width: two groups' sums of wider values don't fit the registers
+WIDEST = 128  # head width: wider accumulators don't fit the registers
 HOPPER_GENERATION = 9
-LONG = 4096  # rows and keys from which this forward is ahead of cuDNN's (docs/gpu.md)
+LONG = 4096  # queries and keys from which this forward is faster than cuDNN's (docs/gpu.md)
 
 
 class Hopper(Triton):
-    """Plain and capped scores of 16-bit heads, under masks that are bands."""
+    """Plain and capped dot scores in 16-bit dtypes, under masks that are bands."""
 
     name = "hopper"
 
@@ -35,15 +35,15 @@ class Hopper(Triton):
     def refuses(self, problem: Problem, observed: bool) -> str | None:
         q, v = problem.q, problem.v
         if q.dtype not in (torch.bfloat16, torch.float16):
-            return f"it multiplies 16-bit numbers, and these are {q.dtype}"
+            return f"it takes bfloat16 and float16, and this is {q.dtype}"
         host = self._host()
         if host.pad(q) != host.pad(v) or host.pad(q) > WIDEST:
             widths = f"heads are {q.shape[-1]} and {v.shape[-1]} wide"
-            return f"{widths}; it takes both up to 64, or to 128"
+            return f"{widths}; it takes both up to 64, or both from 65 to 128"
         if v.shape[-1] % 8 or v.shape[-1] == 0:
-            return f"values are {v.shape[-1]} wide, and rows leave in steps of 16 bytes"
+            return f"values are {v.shape[-1]} wide; it takes multiples of 8"
         if problem.additive is not None or problem.bias is not None:
-            return "its scores are plain or capped: no additive ones, no bias"
+            return "it takes dot scores, plain or capped, without a bias"
         if problem.dropout:
             return "it has no dropout"
         return self._refuses_mask(problem) or self._refuses_scale(problem)
@@ -52,18 +52,18 @@ class Hopper(Triton):
         q, k = problem.q, problem.k
         band, rest = problem.band()
         if band is None or rest is not None:
-            return "its masks are bands, such as causal() and window()"
+            return "it takes masks that are bands, such as causal() and window()"
         if k.shape[2] == 0:
             return "there are no keys, so there is nothing to compute"
         if self._host().leaves_keys(q, k, band):
             return "some keys are seen by no row, and it would read them"
         if self._host().few(q, k):
-            return "few queries meet many keys, which are better split over the chip"
+            return "few queries meet many keys, which is faster with the keys split over the GPU"
         return None
 
     def _refuses_scale(self, problem: Problem) -> str | None:
         scale, cap = problem.scale, problem.softcap
-        if not 1e-6 < (cap or scale) < 1e6:  # as in Triton's kernel: FAR must stay far and finite
+        if not 1e-6 < (cap or scale) < 1e6:  # as in Triton's kernel: FAR times it must be finite
             name, value = ("caps", cap) if cap else ("scales", scale)
             return f"it takes {name} between a millionth and a million, and this is {value:g}"
         if self._host().cap_of(scale, cap) == 2:
@@ -71,7 +71,7 @@ class Hopper(Triton):
         return None
 
     def priority(self, problem: Problem) -> int | None:
-        """Ahead of PyTorch's kernels for long inputs of wide heads, unless gradients follow."""
+        """Come before PyTorch's kernels for long inputs of wide heads without gradients."""
         q, k = problem.q, problem.k
         if not q.is_cuda:
             return None
@@ -81,7 +81,7 @@ class Hopper(Triton):
 
     @property
     def _forward(self) -> Any:
-        from headwise.engines.triton.host import hopper_call  # Gluon is for such a GPU only
+        from headwise.engines.triton.host import hopper_call  # needs Gluon, used on Hopper only
 
         return hopper_call.FORWARD
 

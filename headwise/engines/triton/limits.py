@@ -8,7 +8,7 @@ import torch
 
 WIDEST = 256  # head width: beyond it a tile no longer fits beside its accumulators
 WIDEST_ADDITIVE = 128  # beyond it a gradient no longer fits beside its tile
-GRID = 65535  # programs along the second and third axis of a grid
+GRID = 65535  # programs along the second and the third axis of a grid, at most
 OLDEST = 8  # Ampere: the first with bfloat16 products and asynchronous copies
 
 

@@ -1,4 +1,4 @@
-"""Attention to what a cache stores, by the decoding kernels, which read it as it lies there."""
+"""Attention over a KV cache by the decoding kernels, which read pages and int8 directly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attend_stored(
     dropout: object = 0.0,
     engine: str = "auto",
 ) -> Tensor | None:
-    """Return attention of the last tokens' queries q (B, Hq, N, D) to all that a cache stores.
+    """Return attention of the last tokens' queries q (B, Hq, N, D) over everything in a KV cache.
 
     The options are those of `hw.attention`. None if the decoding kernels do not serve the call.
     """
@@ -61,7 +61,7 @@ def attend_stored(
 
 
 def _serves(q: Tensor, stored: Stored, mask: object, softcap: object, sinks: object) -> bool:
-    """Return whether shapes, dtypes and mask are the kernels'; `hw.attention` checks the rest."""
+    """Return whether the kernels take shapes, dtypes and mask; `hw.attention` checks the rest."""
     if torch.compiler.is_compiling() or type(q) is not Tensor or q.ndim != 4:
         return False
     if TRITON.absent(q.device) is not None or not fits_grid(q.shape):
@@ -85,13 +85,13 @@ def _serves(q: Tensor, stored: Stored, mask: object, softcap: object, sinks: obj
 
 
 def _fits(sinks: object, q: Tensor) -> bool:
-    """Return whether sinks are what `hw.attention` would take: one number for each head."""
+    """Return whether `hw.attention` would take the sinks: one number per head."""
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         return False
     return sinks.shape == q.shape[1:2] and sinks.device == q.device
 
 
 def _dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of queries; NumPy, which the interpreter uses, has no bfloat16."""
+    """Return the dtypes for queries; NumPy, which the interpreter uses, has no bfloat16."""
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     return half, torch.float16

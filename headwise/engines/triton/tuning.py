@@ -1,4 +1,4 @@
-"""`headwise doctor --tune`: a few block shapes, measured on the GPU at hand."""
+"""`headwise doctor --tune`: measures a few tile shapes on the GPU at hand."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _TRIED = {
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found for one kernel and one width of heads."""
+    """The fastest shape found for one kernel and one head width."""
 
     kernel: str
     width: int
     chosen: Shape
     usual: float  # milliseconds with the table's shape
-    best: float  # and with the chosen one
+    best: float  # milliseconds with the chosen shape
 
 
 def tune(
     device: torch.device, widths: tuple[int, ...] = WIDTHS, tokens: int = TOKENS
 ) -> Iterator[Tuned]:
-    """Measure a few shapes of each kernel in bfloat16; the fastest serve this process at once."""
+    """Measure a few shapes of each kernel in bfloat16; this process uses the fastest at once."""
     here = card(device)
     for width in widths:
         shape = (max(1, tokens // 4096), max(1, 2048 // width), min(tokens, 4096), width)
@@ -62,7 +62,7 @@ def tune(
             for _ in range(3)
         )
         for kernel in KERNELS:
-            times: dict[Shape, float] = {}  # the first of them is the table's, or what of it fits
+            times: dict[Shape, float] = {}  # the first is the table's, or the smaller one that fits
             for tried in dict.fromkeys((default(kernel, width, 2, here), *_TRIED[kernel])):
                 use(kernel, width, 2, here, tried)
                 took = _milliseconds(_RUNS.get(kernel, _step), q, k, v)
@@ -74,7 +74,7 @@ def tune(
 
 
 def keep(device: torch.device, found: list[Tuned]) -> Path:
-    """Store what was found for the processes to come."""
+    """Store the results for later processes."""
     return remember(card(device), {(x.kernel, x.width, 2): x.chosen for x in found})
 
 
@@ -103,7 +103,7 @@ _RUNS: dict[str, Callable[..., object]] = {
 
 
 def _milliseconds(run: Callable[..., object], *given: Tensor) -> float:
-    """The median of a few runs after one that compiles."""
+    """Return the median time of a few runs, after one that compiles."""
     run(*given)
     found: list[float] = []
     for _ in range(7):

@@ -1,1 +1,1 @@
-"""Small live experiments behind the page's "Why": a file each, numbers from the library alone."""
+"""The small live experiments behind the page's "Why", one file each, computed by the library."""

@@ -1,4 +1,4 @@
-"""Dot product against Bahdanau's additive score: time and memory a pair, and the width's effect."""
+"""Dot product against Bahdanau's additive score: time and memory per pair, and effect of width."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.look.experiments.draws import normals
-from headwise.look.experiments.settings import SEED, Setting, Whole
+from headwise.look.experiments.settings import SEED, Setting, Whole, normals
 
 WIDEST, MOST_TOKENS = 256, 1024
 SWEEP_KEYS = 64
 SWEEP_HEADS = 8
-"""Draws of the additive score's weights behind each point: one of width 1 is a single number."""
+"""Draws of the additive score's weights per point: at width 1 a draw is a single number."""
 REPEATS = 5
 MOST_PRODUCTS = 1 << 22
-"""Products q_d k_d in a timed call: where there are more, fewer query rows are timed."""
+"""The most products q_d k_d in a timed call; beyond it fewer query rows are timed."""
 
 SETTINGS: Mapping[str, Setting] = {
     "d": Whole(64, 1, WIDEST, doubling=True),
     "tokens": Whole(256, 16, MOST_TOKENS, doubling=True),
     "seed": SEED,
 }
-# The time of this thread alone, which other programs hardly change, where it is counted finely.
+# The time of this thread alone, which other programs hardly change, if its clock is fine enough.
 _fine = time.get_clock_info("thread_time").resolution < 1e-6
 _clock = time.thread_time if _fine else time.perf_counter
 SCORES = ("scaled", "unscaled", "additive", "additive_unscaled")
@@ -38,8 +37,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Scored], Tensor]
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What one score takes: time, operations, and bytes kept for the backward pass, a pair."""
+class ScoreCost:
+    """Time, operations and bytes kept for the backward pass of one score, per pair."""
 
     nanoseconds: float
     flops: float
@@ -49,7 +48,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Sharpness:
-    """What softmax makes of a score at one width: the logits' deviation, the largest weight."""
+    """The logits' deviation and the largest weight at one width."""
 
     d: int
     deviation: float
@@ -60,15 +59,15 @@ class Sharpness:
 class Comparison:
     """Both scores at one size, and both against the width, scaled and unscaled."""
 
-    dot: Cost
-    additive: Cost
+    dot: ScoreCost
+    additive: ScoreCost
     ratio: float  # additive's time over dot's
     sweep_keys: int
     curves: dict[str, list[Sharpness]]
 
 
 def measure(d: int, tokens: int, seed: int) -> Comparison:
-    """Run both scores on the same tensors, in turns, and count what they do and keep.
+    """Run both scores on the same tensors, in turns, and count their operations and kept bytes.
 
     >>> found = measure(d=16, tokens=32, seed=0)
     >>> found.dot.flops, found.additive.flops
@@ -79,7 +78,7 @@ def measure(d: int, tokens: int, seed: int) -> Comparison:
     few = q[:, :, : max(1, MOST_PRODUCTS // (tokens * d))]
     dot, slow = _in_turns([partial(hw.attention, few, k, v, score=score) for score in scores])
     dot_cost, additive_cost = (
-        Cost(
+        ScoreCost(
             nanoseconds=1e9 * seconds / (few.shape[2] * tokens),
             flops=_flops(q, k, v, score) / tokens**2,
             textbook_bytes=_kept_bytes(textbook, q, k, v, score) / tokens**2,
@@ -91,10 +90,10 @@ def measure(d: int, tokens: int, seed: int) -> Comparison:
 
 
 def additive(d: int, seed: int, heads: int = 1) -> hw.Additive:
-    """Bahdanau's score with weights as a layer starts with them: uniform within ±1/√d.
+    """Bahdanau's score with freshly initialised weights: uniform within ±1/√d.
 
-    Their variance is 1/(3d): a sum of d terms of variance about one is divided by about √d, as the
-    scaled dot product is.
+    Their variance is 1/(3d), so a sum of d terms of variance about one is divided by about √d, as
+    in the scaled dot product.
     """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.empty(heads, d)
@@ -103,11 +102,11 @@ def additive(d: int, seed: int, heads: int = 1) -> hw.Additive:
 
 
 def _in_turns(calls: list[Callable[[], Tensor]]) -> list[float]:
-    """The fewest seconds of each; in turns, to be fair."""
+    """The fewest seconds of each call, measured in turns to be fair."""
     taken: list[list[float]] = [[] for _ in calls]
     with torch.no_grad():
         for call in calls:
-            call()  # the first pays for what later ones find prepared
+            call()  # the first one pays for preparation
         for _ in range(REPEATS):
             for call, seconds in zip(calls, taken, strict=True):
                 start = _clock()
@@ -144,7 +143,7 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> int:
 
 
 def _kept_bytes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, score: Scored) -> int:
-    """The bytes that autograd keeps between forward and backward, a storage counted once."""
+    """The bytes that autograd keeps between forward and backward, each storage counted once."""
     kept: dict[int, int] = {}
 
     def note(x: Tensor) -> Tensor:
@@ -161,7 +160,7 @@ def _kept_bytes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, score: Scored) 
 def _without_numbers(
     q: Tensor, k: Tensor, v: Tensor, score: Scored
 ) -> tuple[Tensor, Tensor, Tensor, Scored]:
-    """The same call on the meta device: counting what it does takes no time."""
+    """The same call on the meta device, where counting takes no time."""
     if isinstance(score, hw.Additive):
         score = hw.Additive(score.weight.to("meta"))
     return q.to("meta"), k.to("meta"), v.to("meta"), score
@@ -189,12 +188,12 @@ def _score(name: str, d: int, seed: int, heads: int) -> Scored:
     if name == "unscaled":
         return hw.Dot(1.0)
     start = additive(d, seed, heads)
-    # the same weights without their division: of variance one, whatever the width
+    # the same weights without the division: variance one at every width
     return start if name == "additive" else hw.Additive(math.sqrt(3 * d) * start.weight)
 
 
 def drawn(d: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (1, 1, tokens, d), N(0, 1), in float32 as models use it."""
+    """q, k and v (1, 1, tokens, d), N(0, 1), float32."""
     q, k, v = (
         normals(seed, stream, MOST_TOKENS, WIDEST)[:tokens, :d].float()[None, None]
         for stream in (6, 7, 8)

@@ -1,7 +1,8 @@
-"""Why many heads: what they cost, what each head's matrix becomes, and what one head can't do."""
+"""Why many heads: their cost, the rank of each head's matrix, and a task that one head can't do."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.look.experiments.reading_task import unread
-from headwise.look.experiments.settings import SEED, Setting, Whole
+from headwise.look.experiments.settings import SEED, Setting, Whole, normals
 
 WIDEST, MOST_HEADS = 512, 64
+TASK_TOKENS = 128
+SHARP = 60.0
+"""The logit of a place that is looked at; exp(−60) of the weight goes anywhere else."""
 SETTINGS: Mapping[str, Setting] = {
     "width": Whole(256, 64, WIDEST, doubling=True),
     "heads": Whole(8, 1, MOST_HEADS, doubling=True),
@@ -25,8 +28,8 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer of this many heads, counted on the module: narrow heads, and full-width ones."""
+class LayerCount:
+    """The size of a layer with this many heads, counted on a module: narrow or full-width heads."""
 
     heads: int
     head_width: int
@@ -37,17 +40,17 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Heads:
+class ManyHeads:
     """Layers of one width cut into 1 to 64 heads; one head's matrix; reading several places."""
 
-    layers: list[Layer]
+    layers: list[LayerCount]
     singular_values: list[float]  # of W_q W_kᵀ of the first head, the largest first
     rank: int
-    unread: list[float]  # the share of what was to be read that is lost, in each of the layers
+    unread: list[float]  # the share of the asked content that is lost, for each of the layers
 
 
-def measure(width: int, heads: int, tokens: int, places: int, seed: int) -> Heads:
-    """Count layers of every number of heads, and look at the matrix of one head of the chosen one.
+def measure(width: int, heads: int, tokens: int, places: int, seed: int) -> ManyHeads:
+    """Count layers with every number of heads; take the matrix of one head of the chosen one.
 
     >>> found = measure(width=64, heads=4, tokens=16, places=4, seed=0)
     >>> {layer.parameters for layer in found.layers}, found.rank
@@ -55,7 +58,7 @@ def measure(width: int, heads: int, tokens: int, places: int, seed: int) -> Head
     """
     counts = [1 << step for step in range(MOST_HEADS.bit_length())]
     values = singular_values(width, heads, seed)
-    return Heads(
+    return ManyHeads(
         layers=[count_layer(width, number, tokens) for number in counts],
         singular_values=values.tolist(),
         rank=int((values > values[0] * width * torch.finfo(values.dtype).eps).sum()),
@@ -64,14 +67,14 @@ def measure(width: int, heads: int, tokens: int, places: int, seed: int) -> Head
 
 
 @lru_cache(maxsize=1024)
-def count_layer(width: int, heads: int, tokens: int) -> Layer:
-    """Parameters and operations of a real layer; on the meta device, so nothing is computed."""
+def count_layer(width: int, heads: int, tokens: int) -> LayerCount:
+    """Count the parameters and operations of a real layer, on the meta device."""
     with torch.device("meta"):
         layer = hw.nn.MultiHeadAttention(width, heads)
         full_width = hw.nn.MultiHeadAttention(width, heads, head_dim=width)
         with FlopCounterMode(display=False) as counter:
             layer(torch.empty(1, tokens, width))
-    return Layer(
+    return LayerCount(
         heads=heads,
         head_width=layer.head_dim,
         parameters=size(layer),
@@ -82,7 +85,7 @@ def count_layer(width: int, heads: int, tokens: int) -> Layer:
 
 
 def singular_values(width: int, heads: int, seed: int) -> Tensor:
-    """Of the first head's W_q W_kᵀ (width, width) in a freshly initialised layer, all of them.
+    """Singular values of the first head's W_q W_kᵀ (width, width) in a freshly initialised layer.
 
     >>> values = singular_values(64, 8, seed=0)
     >>> len(values), int((values > 1e-12).sum())
@@ -103,5 +106,42 @@ def singular_values(width: int, heads: int, seed: int) -> Tensor:
 
 
 def size(module: nn.Module) -> int:
-    """How many parameters a module has."""
+    """The number of parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+@lru_cache(maxsize=1024)
+def unread(heads: int, places: int, seed: int) -> float:
+    """The share of what was asked for that no linear readout recovers, 0 to 1.
+
+    Token i has to recover the content of tokens i−1, i−2, …, i−places separately. Head p mod heads
+    looks at place p, so a head with several places gives their mean. The error is that of the best
+    readout (least squares), relative to the variance of what was asked for.
+
+    >>> round(unread(heads=1, places=2, seed=0), 6), round(unread(heads=2, places=2, seed=0), 6)
+    (0.5, 0.0)
+    """
+    content = _white(seed)
+    asked = torch.stack([content.roll(place + 1) for place in range(places)], 1)  # (N, places)
+    working = min(heads, places)  # further heads have nothing to do
+    logits = torch.zeros(1, working, TASK_TOKENS, TASK_TOKENS, dtype=content.dtype)
+    row = torch.arange(TASK_TOKENS)
+    for place in range(places):
+        logits[0, place % working, row, (row - place - 1) % TASK_TOKENS] = SHARP
+    blank = logits.new_zeros(1, working, TASK_TOKENS, 1)  # q·k = 0: the logits come as a bias
+    values = content[:, None].expand(1, working, TASK_TOKENS, 1)
+    given = hw.attention(blank, blank, values, bias=logits)[0, :, :, 0].T  # (N, working)
+    readout = torch.linalg.lstsq(given, asked).solution
+    return float((given @ readout - asked).square().sum() / asked.square().sum())
+
+
+def _white(seed: int) -> Tensor:
+    """Noise (N,) that is uncorrelated with every shift of itself, exactly: a flat spectrum.
+
+    Ordinary noise is uncorrelated only on average, and a fitted readout would recover some of it.
+    """
+    phases = normals(seed, 5, 1, TASK_TOKENS // 2 + 1)[0] * math.pi
+    spectrum = torch.polar(torch.ones_like(phases), phases)
+    spectrum[0] = spectrum[-1] = 1.0  # real for a real sequence
+    noise: Tensor = torch.fft.irfft(spectrum, TASK_TOKENS)
+    return noise

@@ -1,17 +1,21 @@
-"""What an experiment can be asked: whole numbers within bounds, and choices of a word."""
+"""The settings of an experiment, and random numbers that stay put while a slider moves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from headwise.messages import Sentence, say
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number from `least` to `most`; `doubling`: only powers of two."""
+    """A whole number from `least` to `most`; only powers of two if `doubling`."""
 
     default: int
     least: int
@@ -19,36 +23,28 @@ class Whole:
     doubling: bool = False
 
     def read(self, name: str, text: str) -> int:
-        """The number that a text says; ValueError names what would work."""
+        """Parse a number; ValueError names the allowed ones."""
         try:
             number = int(text)
         except ValueError:
-            raise ValueError(
-                say(
-                    "{name}={text!r} is no whole number; {allowed}",
-                    name=name,
-                    text=text,
-                    allowed=self.allowed(),
-                )
-            ) from None
+            said = say("{name}={text!r} is not a whole number", name=name, text=text)
+            raise ValueError(self.instead(said)) from None
         if not self.least <= number <= self.most or (self.doubling and number & (number - 1)):
-            raise ValueError(
-                say(
-                    "{name}={number} is out of bounds; {allowed}",
-                    name=name,
-                    number=number,
-                    allowed=self.allowed(),
-                )
-            )
+            said = say("{name}={number} is out of bounds", name=name, number=number)
+            raise ValueError(self.instead(said))
         return number
 
-    def allowed(self) -> Sentence:
-        """What would work, in words."""
+    def instead(self, wrong: Sentence) -> Sentence:
+        """The error, and after it the allowed numbers."""
         if self.doubling:
             return say(
-                "powers of two from {least} to {most} work", least=self.least, most=self.most
-            )
-        return say("whole numbers from {least} to {most} work", least=self.least, most=self.most)
+                "{wrong}; use a power of two from {least} to {most}",
+                wrong=wrong, least=self.least, most=self.most,
+            )  # fmt: skip
+        return say(
+            "{wrong}; use a whole number from {least} to {most}",
+            wrong=wrong, least=self.least, most=self.most,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,36 +55,29 @@ class Choice:
     options: tuple[str, ...]
 
     def read(self, name: str, text: str) -> str:
-        """The word, if it is one of them; ValueError names them all."""
+        """The word, if it is one of the options; ValueError names them all."""
         if text not in self.options:
-            raise ValueError(
-                say(
-                    "{name}={text!r} is no choice; {allowed}",
-                    name=name,
-                    text=text,
-                    allowed=self.allowed(),
-                )
-            )
+            said = say(
+                "{name}={text!r} is not one of the options; use {options}",
+                name=name, text=text, options=", ".join(self.options),
+            )  # fmt: skip
+            raise ValueError(said)
         return text
-
-    def allowed(self) -> Sentence:
-        """What would work, in words."""
-        return say("{options} work", options=", ".join(self.options))
 
 
 Setting = Whole | Choice
 SEED = Whole(0, 0, 999)
-"""Which random numbers are drawn."""
+"""Selects the random numbers."""
 
 
 def read(settings: Mapping[str, Setting], asked: Mapping[str, str]) -> dict[str, Any]:
-    """Every setting's value: what was asked, else the default; ValueError for what is neither.
+    """The value of every setting: what was asked, else the default; ValueError for any other name.
 
     >>> read({"width": Whole(64, 1, 1024), "seed": SEED}, {"width": "16"})
     {'width': 16, 'seed': 0}
     >>> read({"width": Whole(64, 1, 1024)}, {"width": "many"})
     Traceback (most recent call last):
-    ValueError: width='many' is no whole number; whole numbers from 1 to 1024 work
+    ValueError: width='many' is not a whole number; use a whole number from 1 to 1024
     """
     unknown = [name for name in asked if name not in settings]
     if unknown:
@@ -100,3 +89,17 @@ def read(settings: Mapping[str, Setting], asked: Mapping[str, str]) -> dict[str,
         name: setting.read(name, asked[name]) if name in asked else setting.default
         for name, setting in settings.items()
     }
+
+
+@lru_cache(maxsize=32)
+def normals(seed: int, stream: int, rows: int, columns: int) -> Tensor:
+    """Independent N(0, 1), float64 (rows, columns); each `stream` of a seed is a separate draw.
+
+    An experiment draws the largest table once and slices its sizes from it, so that a slider adds
+    or removes numbers instead of changing them all, and only its own effect is seen.
+
+    >>> torch.equal(normals(0, 1, 4, 8), normals(0, 1, 4, 8))
+    True
+    """
+    generator = torch.Generator().manual_seed(1000 * stream + seed)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)

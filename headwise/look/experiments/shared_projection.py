@@ -1,4 +1,4 @@
-"""Why Q and K are made apart: with one matrix for both the logits are symmetric."""
+"""Why Q and K have separate matrices: with one matrix for both, the logits are symmetric."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.look.experiments.draws import normals
 from headwise.look.experiments.many_heads import size
-from headwise.look.experiments.settings import SEED, Setting, Whole
+from headwise.look.experiments.settings import SEED, Setting, Whole, normals
 
 WIDTH, MOST_TOKENS = 128, 48
 SWEEP_DRAWS = 6
@@ -32,8 +31,8 @@ KINDS: Mapping[str, hw.nn.Projections] = {
 
 
 @dataclass(frozen=True)
-class Head:
-    """One head's logits and weights, row by row, and what they say of the diagonal."""
+class HeadMatrices:
+    """One head's logits and weights, row by row, and figures on symmetry and the diagonal."""
 
     logits: list[list[float]]
     weights: list[list[float]]
@@ -49,14 +48,14 @@ class Sharing:
     """The same input through separate and through shared projections."""
 
     parameters: dict[str, int]
-    heads: dict[str, Head]
+    heads: dict[str, HeadMatrices]
     lengths: list[float]  # ‖x_i‖ / √width of the input's tokens
     curves: dict[str, list[float]]  # the share of rows won by the diagonal, against the spread
     spreads: list[float]
 
 
 def measure(head_width: int, tokens: int, spread: int, seed: int) -> Sharing:
-    """Send random tokens, of lengths that differ by e^spread, through both kinds of layer.
+    """Send random tokens, whose lengths differ by e^spread, through both kinds of layer.
 
     >>> found = measure(head_width=32, tokens=16, spread=0, seed=0)
     >>> found.heads["shared"].asymmetry < 1e-12, found.heads["separate"].asymmetry > 1
@@ -74,7 +73,7 @@ def measure(head_width: int, tokens: int, spread: int, seed: int) -> Sharing:
 
 
 def inputs(tokens: int, spread: float, seed: int) -> Tensor:
-    """Tokens (1, tokens, width): directions at random, lengths e^(spread · N(0, 1))."""
+    """Tokens (1, tokens, width) with random directions and lengths e^(spread · N(0, 1))."""
     x = normals(seed, 9, MOST_TOKENS, WIDTH)[:tokens]
     lengths = (spread * normals(seed, 10, MOST_TOKENS, 1)[:tokens]).exp()
     return (x * lengths)[None]
@@ -94,14 +93,14 @@ def layer(kind: str, head_width: int, seed: int) -> hw.nn.MultiHeadAttention:
     return attn.requires_grad_(False)
 
 
-def head(attn: hw.nn.MultiHeadAttention, x: Tensor) -> Head:
-    """What the layer's head does with tokens (1, N, width)."""
+def head(attn: hw.nn.MultiHeadAttention, x: Tensor) -> HeadMatrices:
+    """Measure the layer's one head on tokens (1, N, width)."""
     _, seen = attn.observe(x, stats=("self_mass",))
     amap = attn.attention_map(x)
     weights, call = amap[0, 0], attn.prepare(x)
-    # not from the weights, whose logarithm is lost where they are below the smallest float
+    # not from the weights: one below the smallest float has no logarithm
     logits = (call.q @ call.k.transpose(-1, -2) / attn.head_dim**0.5)[0, 0]
-    return Head(
+    return HeadMatrices(
         logits=_drawable(logits),
         weights=_drawable(weights),
         asymmetry=_asymmetry(logits),
@@ -118,7 +117,7 @@ def _diagonal_wins(attn: hw.nn.MultiHeadAttention, x: Tensor) -> float:
 
 
 def _drawable(matrix: Tensor) -> list[list[float]]:
-    """The numbers to as many digits as a picture can show, and a hundred of them fit a kilobyte."""
+    """Numbers rounded to what a picture can show, so that a hundred fit into a kilobyte."""
     return [[round(number, 4) for number in row] for row in matrix.tolist()]
 
 

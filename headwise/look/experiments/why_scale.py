@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.look.experiments.draws import normals
-from headwise.look.experiments.settings import SEED, Choice, Setting, Whole
+from headwise.look.experiments.settings import SEED, Choice, Setting, Whole, normals
 
 WIDEST, MOST_KEYS, VALUE_WIDTH = 1024, 1024, 16
 ROWS = 256
@@ -32,7 +31,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over rows: its median, and what nine rows in ten lie above and below."""
+    """A figure over rows: its median, its lowest and its highest tenth."""
 
     low: float
     median: float
@@ -51,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Point:
-    """One width of a curve: the rows' mean entropy, and how much gradient softmax lets through."""
+    """One width of a curve: the rows' mean entropy, and the gradient that softmax lets through."""
 
     d: int
     entropy: float
@@ -60,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured at one setting, beside what theory says of it."""
+    """Measurements at one setting, beside the values that theory predicts."""
 
     rows: int
     logit_mean: float
@@ -115,7 +114,7 @@ def measure(d: int, keys: int, scaling: str, seed: int) -> Scale:
 
 
 def factor_of(scaling: str, d: int) -> float:
-    """What the products are multiplied with.
+    """The factor that multiplies the products.
 
     >>> factor_of("root", 64), factor_of("none", 64), factor_of("width", 64)
     (0.125, 1.0, 0.015625)
@@ -134,8 +133,8 @@ def drawn(d: int, keys: int, seed: int, rows: int) -> tuple[Tensor, Tensor, Tens
 def jacobian_norm(weights: Tensor) -> Tensor:
     """The Frobenius norm of ∂p/∂s = diag(p) − p pᵀ for weights (rows, keys).
 
-    Written without differences of nearly equal numbers: a saturated row has a norm of 1e-20 or so,
-    and 1 − p² − … would round it to 1e-8.
+    It avoids differences of nearly equal numbers: a saturated row has a norm of about 1e-20, which
+    1 − p² − … would round to 1e-8.
 
     >>> jacobian_norm(torch.full((1, 4), 0.25, dtype=torch.float64))  # √3 / 4
     tensor([0.4330], dtype=torch.float64)
@@ -170,5 +169,5 @@ def _points(d: int, keys: int, seed: int) -> dict[str, Point]:
 
 
 def _asked(seed: int, rows: int) -> Tensor:
-    """The gradient that arrives at the output: N(0, 1) as well, (rows, 16)."""
+    """The gradient that arrives at the output, N(0, 1) as well: (rows, 16)."""
     return normals(seed, 4, ROWS, VALUE_WIDTH)[:rows]

@@ -10,6 +10,8 @@ from torch import Tensor
 from headwise.look.head_groups import groups
 from headwise.look.readers import image_bytes as images
 from headwise.look.readers.reader import (
+    SAMPLE_SENTENCE,
+    SAMPLE_TEXT,
     Report,
     check_length,
     checked_text,
@@ -31,12 +33,12 @@ class TextReader:
 
     name: str
     loaded: LanguageModel
-    sample: str | None = None
+    sample: str = SAMPLE_TEXT
 
     @property
     def description(self) -> Description:
         model, config = self.loaded.model, self.loaded.model.config
-        context = getattr(config, "context", None)  # a rival may know no limit
+        context = getattr(config, "context", None)  # a rival architecture may have no limit
         return described(self.name, model, config.layers, config.heads, context)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
@@ -52,7 +54,9 @@ class TextReader:
         ids = tensor[0].tolist()
         check_length(len(ids), tensor.device)
         with watch(loaded.model) as seen, running(loaded.model, report):
-            loaded.model.features(tensor)  # the logits of a long text would fill the memory
+            loaded.model.features(
+                tensor
+            )  # without logits: those of a long text would fill the memory
         tokens = loaded.tokeniser.pieces(ids)
         notes = too_long(len(ids), self.description.context)
         return Input(title(text), "text", groups(seen, {"self": (tokens, tokens)}, ids), notes)
@@ -60,11 +64,11 @@ class TextReader:
 
 @dataclass(frozen=True)
 class TranslationReader:
-    """A translator that reads a sentence, and then its own translation of it."""
+    """A translator that reads a text, and then its own translation of it."""
 
     name: str
     loaded: Translator
-    sample: str | None = None
+    sample: str = SAMPLE_SENTENCE
 
     @property
     def description(self) -> Description:
@@ -95,7 +99,7 @@ class TranslationReader:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """A ViT that looks at an image."""
+    """A ViT that reads an image."""
 
     name: str
     loaded: Classifier
@@ -107,7 +111,7 @@ class ImageReader:
         return described(self.name, model, config.layers, config.heads)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
-        """Run the model on an image, cut and scaled to the size that it knows."""
+        """Run the model on an image, cropped and scaled to the size it was trained on."""
         model, config = self.loaded.model, self.loaded.model.config
         pixels = images.pixels(what, config.image, config.channels)  # (C, H, W), 0 to 1
         device = model.summary.device
@@ -117,13 +121,13 @@ class ImageReader:
         tokens = images.patch_names(1, side, side)
         shown = Image(images.png(pixels), (side, side), 1)
         own = say(
-            "pixels are scaled by this image's own mean and deviation: the run keeps no others"
+            "pixels are scaled by this image's own mean and deviation: the run has saved no others"
         )
         notes = () if self.loaded.mean else (own,)
         return Input("image", "image", groups(seen, {"self": (tokens, tokens)}), notes, shown)
 
     def _scaled(self, pixels: Tensor) -> Tensor:
-        """As the model learnt to see them, (C, H, W); by their own measure where none was kept."""
+        """Normalise pixels (C, H, W) as in training; by their own mean if the run kept none."""
         if not self.loaded.mean:
             return images.centred(pixels)
         mean, deviation = (

@@ -1,4 +1,4 @@
-"""Images in and out: the bytes of a file as numbers a model reads, and back as a PNG."""
+"""Images in and out: a file's bytes as the tensor that a model reads, and back as a PNG."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 from headwise.messages import say
 
 MOST_PIXELS = 1 << 25
-"""A larger picture is refused before it is unpacked."""
+"""A larger image is refused before it is decoded."""
 
 
 def opened(what: str | bytes) -> Any:
-    """The image of a PNG or JPEG file's bytes, as Pillow has it; ValueError where it is none."""
+    """The Pillow image of a PNG or JPEG file's bytes; ValueError if they are not one."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError as missing:
         said = say("reading an image needs Pillow: pip install 'headwise[look]'")
         raise ValueError(said) from missing
     if isinstance(what, str):
-        said = say("this model looks at images, and a text was given; --image would work")
+        said = say("this model reads images, and a text was given; use --image")
         raise ValueError(said)
     try:
         image = Image.open(io.BytesIO(what), formats=("PNG", "JPEG"))
         if image.width * image.height > MOST_PIXELS:
             raise ValueError(
                 say(
-                    "the image has {wide} × {high} pixels; at most {most:,} would work",
+                    "the image has {wide} × {high} pixels; use one of at most {most:,}",
                     wide=image.width,
                     high=image.height,
                     most=MOST_PIXELS,
@@ -37,12 +37,12 @@ def opened(what: str | bytes) -> Any:
             )
         return image.convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        said = say("this is no PNG or JPEG image: {reason}", reason=error)
+        said = say("this is not a PNG or JPEG image: {reason}", reason=error)
         raise ValueError(said) from error
 
 
 def pixels(what: str | bytes, side: int, channels: int) -> Tensor:
-    """The middle square of an image at the size of a model, (channels, side, side), 0 to 1."""
+    """The middle square of an image, scaled to a model's size: (channels, side, side), 0 to 1."""
     from PIL import Image
 
     image = opened(what)
@@ -56,7 +56,7 @@ def pixels(what: str | bytes, side: int, channels: int) -> Tensor:
 
 
 def centred(image: Tensor) -> Tensor:
-    """Numbers around zero: each channel (C, H, W) less its mean, by its deviation.
+    """Subtract each channel's mean and divide by its deviation, (C, H, W).
 
     >>> centred(torch.tensor([[[0.0, 1.0]]]))
     tensor([[[-0.7071,  0.7071]]])
@@ -79,7 +79,7 @@ def png(image: Tensor) -> bytes:
 
 
 def patch_names(first: int, rows: int, columns: int) -> list[str]:
-    """The tokens of an image: `first` that summarise it, then its patches row by row.
+    """Names of an image's tokens: `first` summary tokens, then the patches row by row.
 
     >>> patch_names(1, 1, 2)
     ['⟨class⟩', '0,0', '0,1']

@@ -1,23 +1,24 @@
-"""What `headwise look MODEL` means: a model by its name or its folder, ready to read."""
+"""Finds and opens the model that `headwise look MODEL` names: built in, a folder, or on the hub."""
 
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from headwise import devices
-from headwise.look.readers import sample
-from headwise.look.readers import transformers_reader as foreign
+from headwise.look.readers import transformers_reader
 from headwise.look.readers.builtin import ImageReader, TextReader, TranslationReader
 from headwise.look.readers.reader import Reader
-from headwise.look.serving.watch_answers import WatchedFolder
+from headwise.look.watched_folder import WatchedFolder
 from headwise.training.loading import Classifier, LanguageModel, built_in, load
 from headwise.watching.runs.manifest import NAME
 from headwise.watching.runs.run_reader import INSIDE
 
 
 def opened(what: str, device: str | None = None) -> Reader:
-    """The model of this name or folder, ready to read; ValueError says what would work.
+    """Open the model of this name or folder; ValueError says what is wrong.
 
     >>> opened("gpt").description
     Description(name='gpt', parameters=5573888, layers=6, heads=48, context=4096, device='cpu')
@@ -26,48 +27,87 @@ def opened(what: str, device: str | None = None) -> Reader:
     if what not in built_in() and not trained_here(Path(what)):
         if recorded(Path(what)):
             raise ValueError(
-                f"{what} is a watched run, without its model: headwise look {what} shows it in the "
+                f"{what} is a watched run without its model: headwise look {what} shows it in the "
                 f"browser, and headwise watch {what} in the terminal"
             )
-        return foreign.opened(what, place)
+        return transformers_reader.opened(what, place, _here(what))
     loaded, name = load(what, place), Path(what).name
     if isinstance(loaded, LanguageModel):
-        return TextReader(name, loaded, sample.TEXT)
+        return TextReader(name, loaded)
     if isinstance(loaded, Classifier):
         return ImageReader(name, loaded)
-    return TranslationReader(name, loaded, sample.ENGLISH)
+    return TranslationReader(name, loaded)
 
 
 def find(what: str) -> None:
-    """ValueError where there is no such model, before anything is loaded."""
+    """ValueError if there is no such model, before anything is loaded."""
     folder = Path(what)
     if what in built_in() or recorded(folder):
         return
     if not folder.is_dir():
-        foreign.find(what)
+        _here(what)
     elif not (folder / "config.json").is_file():
         raise ValueError(
-            f"{what} holds no model: it has no config.json, as a run of headwise train and a model "
-            "of transformers have, and nothing that hw.watch wrote"
+            f"{what} holds no model: it has no config.json, as a run of headwise train or a model "
+            "of transformers has, and no recording of hw.watch"
         )
 
 
 def watched(what: str) -> WatchedFolder | None:
-    """The run that was watched in this folder; None where it holds none."""
+    """The watched run in this folder; None if there is none."""
     folder = Path(what)
-    if what in built_in() or not recorded(folder):
-        return None
-    return WatchedFolder(folder)
+    return None if what in built_in() or not recorded(folder) else WatchedFolder(folder)
 
 
 def recorded(folder: Path) -> bool:
-    """Whether a folder holds what a watch recorded."""
+    """True if a folder holds the recording of a watch."""
     return any((x / NAME).is_file() for x in (folder, folder / INSIDE))
 
 
 def trained_here(folder: Path) -> bool:
-    """Whether a folder is a run of `headwise train`."""
+    """True if a folder is a run of `headwise train`."""
     try:
         return "task" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
+
+
+def _here(what: str) -> bool:
+    """True if a transformers model is on this machine; ValueError if the hub can't be asked."""
+    if Path(what).is_dir():
+        return True
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError as missing:
+        reason = "a name on the hub needs transformers: pip install transformers"
+        raise _missing(what, reason) from missing
+    try:
+        if isinstance(try_to_load_from_cache(what, "config.json"), str):
+            return True
+    except HFValidationError as error:
+        raise _missing(what, "it is not a name on the hub either") from error
+    _reach_hub(what)
+    return False
+
+
+def _reach_hub(what: str) -> None:
+    """ValueError if the hub is out of reach: at once, not after five retries."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    host = urlsplit(ENDPOINT)
+    reason = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
+    if not reason:
+        try:
+            socket.create_connection((host.hostname or "", host.port or 443), timeout=5).close()
+        except OSError as error:
+            reason = f"{host.hostname} can't be reached: {error.strerror or error}"
+    if reason:
+        raise _missing(what, f"the hub can't be asked for it ({reason})")
+
+
+def _missing(what: str, reason: str) -> ValueError:
+    return ValueError(
+        f"there is no model {what!r}: it is not a folder here, and {reason}. The built-in models "
+        "are gpt and translate"
+    )

@@ -1,4 +1,4 @@
-"""Models that read: what is asked of one, and what is checked before it reads."""
+"""The protocol of a model that reads an input, the checks before it, and the sample texts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,49 @@ from headwise.look.scene import Description, Input
 from headwise.messages import say
 
 Report = Callable[[str, float | None], None]
-"""Told what is being done, and how much of it is: `report("running the model", 0.5)`."""
+"""Called with the stage and the share of it that is done: `report("running the model", 0.5)`."""
 
 MOST_TOKENS = {"cpu": 32_768, "cuda": 262_144}
-"""A longer input would take more than some minutes before anything is seen."""
+"""Reading a longer input would take more than a few minutes."""
+
+SAMPLE_TEXT = """\
+The lighthouse of Saint Marlow stands on a rock at the mouth of the river Tamsin. It was built in \
+1821 by the engineer Edmund Harrowgate, who had never seen the sea before. Edmund Harrowgate came \
+from a family of clockmakers, and the lamp of the lighthouse of Saint Marlow turns to this day on \
+a clockwork that he made himself.
+
+The first keeper was Johanna Pell. Johanna Pell lived on the rock for forty-one years with two \
+goats, a telescope and a library of three hundred books, all of which she had read at least \
+twice. In her diary she wrote down the weather, the ships, and what the goats had eaten. In the \
+winter of 1838 the goats had eaten a chart of the river Tamsin, and the ships that asked for the \
+chart were sent away with a goat.
+
+On the night of 9 November 1844 the ship Northern Crown, with a cargo of oranges, lost its way in \
+the fog. The captain of the Northern Crown saw no light, because there was no light: the \
+clockwork had stopped. Johanna Pell climbed the one hundred and twelve steps, found a moth \
+between two wheels of the clockwork, and took it out with a hairpin. The light turned again. The \
+Northern Crown turned too, and for a week the children of Saint Marlow ate oranges on the beach.
+
+The moth was kept. It can be seen in the museum of Saint Marlow, in a glass case, beside the \
+hairpin of Johanna Pell and the spectacles of Edmund Harrowgate. The label says: "The moth that \
+stopped the lighthouse." Visitors ask for the moth more often than for the spectacles, and more \
+often for the oranges than for the moth.
+
+In 1921, one hundred years after Edmund Harrowgate had lit the lamp for the first time, the \
+lighthouse of Saint Marlow was given electric light. The clockwork was left in its place. Every \
+year, on 9 November, the electric light is turned off for an hour, the clockwork is wound up by \
+hand, and the lamp turns as it turned for Johanna Pell. The ships on the river Tamsin sound their \
+horns, and someone always brings a goat.
+"""
+"""What a language model reads if nothing is given: it has never met these names, and they return,
+so heads can only find them in the text before."""
+
+SAMPLE_SENTENCE = "She has never seen such a big black dog in her life."
+"""What a translator reads if nothing is given: its French has another word order."""
 
 
 class Reader(Protocol):
-    """A model that is ready to be looked at while it reads."""
+    """A loaded model that reads inputs while its heads are watched."""
 
     @property
     def description(self) -> Description:
@@ -28,19 +63,19 @@ class Reader(Protocol):
 
     @property
     def sample(self) -> str | None:
-        """What to read when nothing is given; None: it must be given something."""
+        """The text to read if none is given; None if there is no default (images)."""
 
     def read(self, what: str | bytes, report: Report) -> Input:
         """Read a text, or the bytes of an image."""
 
 
 def silent(stage: str, done: float | None) -> None:
-    """A report that nobody hears."""
+    """A report that is ignored."""
 
 
 @contextmanager
 def running(model: nn.Module, report: Report) -> Iterator[None]:
-    """Report how many of a model's blocks have run, and keep no gradients."""
+    """Report how many of a model's blocks have run; no gradients are kept."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = [block for blocks in lists for block in blocks]
     ran = 0
@@ -71,16 +106,16 @@ def described(
 
 
 def checked_text(what: str | bytes) -> str:
-    """The text; ValueError where there is no word in it."""
+    """The text; ValueError if it is an image or has no word in it."""
     if isinstance(what, bytes):
-        raise ValueError(say("this model reads text, and an image was given; --text would work"))
+        raise ValueError(say("this model reads text, and an image was given; use --text"))
     if not what.strip():
         raise ValueError(say("there is no word to look at in {text!r}", text=what[:20]))
     return what
 
 
 def check_length(tokens: int, device: torch.device) -> None:
-    """ValueError where so many tokens would take too long on their device."""
+    """ValueError if so many tokens would take too long on their device."""
     most = MOST_TOKENS.get(device.type, MOST_TOKENS["cpu"])
     if tokens > most:
         more = say("; a GPU takes more") if device.type == "cpu" else ""
@@ -93,7 +128,7 @@ def check_length(tokens: int, device: torch.device) -> None:
 
 
 def too_long(tokens: int, context: int | None) -> tuple[str, ...]:
-    """What to say of an input that is longer than those the model was trained on.
+    """A note on an input that is longer than those the model was trained on.
 
     >>> too_long(5000, 4096)
     ('5,000 tokens; the model was trained on 4,096 at a time',)

@@ -1,21 +1,20 @@
-"""transformers models as readers: text, translation and images, from a folder or the hub."""
+"""transformers models as readers of text, translations and images."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 
 from headwise.look.head_groups import groups
 from headwise.look.readers import image_bytes as images
-from headwise.look.readers import sample
 from headwise.look.readers.reader import (
+    SAMPLE_SENTENCE,
+    SAMPLE_TEXT,
     Reader,
     Report,
     check_length,
@@ -31,14 +30,15 @@ from headwise.messages import say
 from headwise.training.data.characters import whole_characters
 from headwise.watching import watch
 
-SAID = 128
-"""How many tokens an encoder–decoder answers with at most."""
+MOST_ANSWER = 128
+"""The most tokens that an encoder–decoder answers with."""
 
 
-def opened(what: str, device: torch.device) -> Reader:
-    """A transformers model by its folder or its name on the hub; ValueError says what is wrong.
+def opened(what: str, device: torch.device, local: bool) -> Reader:
+    """Load a transformers model by its folder or name on the hub; ValueError says what is wrong.
 
-    Only safetensors are read and no code of the model's own is run.
+    Only safetensors are read, and no code that comes with the model is run. `local` means that it
+    is on this machine, and that the hub is not asked.
     """
     try:
         import transformers
@@ -47,9 +47,9 @@ def opened(what: str, device: torch.device) -> Reader:
             f"{what} is read by transformers, which is not installed: pip install transformers"
         ) from missing
     auto: Any = transformers  # whose classes are partly untyped
-    here = {"local_files_only": find(what)}
+    here = {"local_files_only": local}
     talk = auto.utils.logging.get_verbosity()
-    auto.utils.logging.set_verbosity_error()  # that the head of a model is not needed is no news
+    auto.utils.logging.set_verbosity_error()  # an unused output head is not worth a warning
     try:
         config = auto.AutoConfig.from_pretrained(what, **here)
         both = bool(config.is_encoder_decoder)
@@ -57,9 +57,12 @@ def opened(what: str, device: torch.device) -> Reader:
         model = kind.from_pretrained(what, use_safetensors=True, dtype=torch.float32, **here)
         name, model = Path(what).name, model.to(device).eval()
         if hasattr(config, "patch_size"):
-            return ImageReader(name, model, auto.AutoImageProcessor.from_pretrained(what, **here))
+            processor = auto.AutoImageProcessor.from_pretrained(what, **here)
+            return TransformersImageReader(name, model, processor)
         tokeniser = auto.AutoTokenizer.from_pretrained(what, **here)
-        return (TranslationReader if both else TextReader)(name, model, tokeniser)
+        if both:
+            return TransformersTranslationReader(name, model, tokeniser)
+        return TransformersTextReader(name, model, tokeniser)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(str(error).split())
         said = say("transformers can't load {what}: {reason}", what=what, reason=reason)
@@ -68,67 +71,21 @@ def opened(what: str, device: torch.device) -> Reader:
         auto.utils.logging.set_verbosity(talk)
 
 
-def find(what: str) -> bool:
-    """Whether a model lies on this machine; ValueError where the hub can't be asked for it."""
-    here = Path(what).is_dir() or _cached(what)
-    if not here:
-        _reach_hub(what)
-    return here
-
-
-def _cached(name: str) -> bool:
-    """Whether a model of the hub is on this machine."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ModuleNotFoundError as missing:
-        raise ValueError(
-            f"there is no model {name!r}: it is no folder here. The built-in models are gpt and "
-            "translate; a name on the hub needs transformers: pip install transformers"
-        ) from missing
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError as error:
-        raise ValueError(
-            f"there is no model {name!r}: it is no folder here, and no name on the hub. The "
-            "built-in models are gpt and translate"
-        ) from error
-
-
-def _reach_hub(name: str) -> None:
-    """ValueError where the hub is out of reach: at once, not after five retries."""
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-
-    host = urlsplit(ENDPOINT)
-    reason = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
-    if not reason:
-        try:
-            socket.create_connection((host.hostname or "", host.port or 443), timeout=5).close()
-        except OSError as error:
-            reason = f"{host.hostname} can't be reached: {error.strerror or error}"
-    if reason:
-        raise ValueError(
-            f"there is no model {name!r}: it is no folder here, and the hub can't be asked for it "
-            f"({reason}). The built-in models are gpt and translate"
-        )
-
-
 @dataclass(frozen=True)
-class TextReader:
+class TransformersTextReader:
     """A language model or an encoder that reads a text."""
 
     name: str
     model: Any
     tokeniser: Any
-    sample: str = sample.TEXT
+    sample: str = SAMPLE_TEXT
 
     @property
     def description(self) -> Description:
         return from_config(self.name, self.model)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
-        """Run the model on a text; on its beginning, where it has no positions for the rest."""
+        """Run the model on a text, or on its beginning if there are no positions for the rest."""
         text = checked_text(what)
         ids = self.tokeniser(text, verbose=False)["input_ids"]
         if not ids:
@@ -137,7 +94,7 @@ class TextReader:
         places = positions(self.model)
         if places is not None and len(ids) > places:
             said = say(
-                "the first {places:,} of {tokens:,} tokens: the model has no more places",
+                "the first {places:,} of {tokens:,} tokens: the model has no more positions",
                 places=places,
                 tokens=len(ids),
             )
@@ -151,13 +108,13 @@ class TextReader:
 
 
 @dataclass(frozen=True)
-class TranslationReader:
+class TransformersTranslationReader:
     """An encoder–decoder that reads a text, and then its own answer to it."""
 
     name: str
     model: Any
     tokeniser: Any
-    sample: str = sample.ENGLISH
+    sample: str = SAMPLE_SENTENCE
 
     @property
     def description(self) -> Description:
@@ -171,7 +128,9 @@ class TranslationReader:
         source = source.to(self.model.device)
         report("running the model", None)
         with torch.no_grad():
-            target = self.model.generate(source, max_new_tokens=SAID, num_beams=1, do_sample=False)
+            target = self.model.generate(
+                source, max_new_tokens=MOST_ANSWER, num_beams=1, do_sample=False
+            )
         with watch(self.model) as seen, running(self.model, report):
             self.model(source, decoder_input_ids=target)
         theirs, ours = (pieces(self.tokeniser, x[0].tolist()) for x in (target, source))
@@ -181,8 +140,8 @@ class TranslationReader:
 
 
 @dataclass(frozen=True)
-class ImageReader:
-    """A vision transformer that looks at an image."""
+class TransformersImageReader:
+    """A vision transformer that reads an image."""
 
     name: str
     model: Any
@@ -194,7 +153,7 @@ class ImageReader:
         return from_config(self.name, self.model)
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
-        """Run the model on an image, cut and scaled as its processor says."""
+        """Run the model on an image, cropped and scaled by its processor."""
         values = self.processor(images=images.opened(what), return_tensors="pt")["pixel_values"]
         with watch(self.model) as seen, running(self.model, report):
             self.model(values.to(self.model.device))
@@ -205,7 +164,7 @@ class ImageReader:
         if first < 0:
             raise ValueError(
                 say(
-                    "{name} does not keep its {high} × {wide} patches as tokens; a ViT does",
+                    "{name} does not keep its {high} × {wide} patches as tokens; use a ViT",
                     name=self.name,
                     high=grid[0],
                     wide=grid[1],
@@ -216,7 +175,7 @@ class ImageReader:
         return Input("image", "image", groups(seen, {"self": (tokens, tokens)}), (), shown)
 
     def _pixels(self, values: torch.Tensor) -> torch.Tensor:
-        """What the model was shown, as it looked before it was normalised."""
+        """The pixels that the model was given, before they were normalised."""
         if not getattr(self.processor, "do_normalize", False):
             return values
         mean, deviation = self.processor.image_mean, self.processor.image_std
@@ -237,7 +196,7 @@ def from_config(name: str, model: Any) -> Description:
 
 
 def positions(model: nn.Module) -> int | None:
-    """How many places a model has learnt positions for; None: it has no such table."""
+    """The number of learnt positions of a model; None if it has no such table."""
     context = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
@@ -247,12 +206,11 @@ def positions(model: nn.Module) -> int | None:
 
 
 def pieces(tokeniser: Any, ids: Sequence[int]) -> list[str]:
-    """Each token as a reader should see it: with the space before it, without the signs for one."""
+    """Each token as people read it: a tokeniser's sign for a space becomes a space."""
     decode: Callable[[list[int]], str] = tokeniser.decode
     raw = tokeniser.convert_ids_to_tokens(ids)
-    if any(
-        x.startswith(("▁", "##")) for x in raw
-    ):  # SentencePiece's space, WordPiece's lack of one
+    # SentencePiece's sign for a space, WordPiece's for the lack of one
+    if any(x.startswith(("▁", "##")) for x in raw):
         return [
             x.replace("▁", " ") if x.startswith(("▁", "##")) else decode([id]) or x
             for id, x in zip(ids, raw, strict=True)

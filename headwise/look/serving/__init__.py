@@ -1,1 +1,1 @@
-"""How the page gets its answers: over HTTP, in one file, in a notebook."""
+"""The ways the page gets its answers: over HTTP, from its own file, from a notebook's kernel."""

@@ -1,4 +1,4 @@
-"""The questions a page asks and their answers, whatever carries them: HTTP, a file, a notebook."""
+"""Answers the page's requests, whether they come over HTTP, from a file or from a notebook."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from headwise.look.atlas import Atlas, Picture
-from headwise.look.packing import plain
+from headwise.look.atlas import Atlas, PackedCells
 from headwise.look.scene import Group, Head
 from headwise.look.serving import why_answers as why
-from headwise.look.serving.query import Query
-from headwise.look.serving.reply import Answer, Refusal, as_json, number
-from headwise.look.serving.watch_answers import WatchedFolder
+from headwise.look.serving.reply import Answer, Query, Refusal, as_json, number
 from headwise.look.session import Session
+from headwise.look.watched_folder import WatchedFolder
 from headwise.maps.attention_map import TILE
 from headwise.maps.pooling import Cells
 from headwise.messages import halves, said_by, say, with_chinese
 
 MOST_TOKENS = 20_000  # in one answer
-MOST_LINES = 512  # rows whose largest weights are given at once
+MOST_LINES = 512  # rows whose largest weights are given in one answer
 
 
 def answer(session: Session, address: str) -> Answer:
-    """What the session answers to a path and query such as /api/inputs/0/heads.
+    """Answer a path and query such as /api/inputs/0/heads.
 
     >>> answer(Session(), "/api/nowhere").status
     404
@@ -43,12 +41,12 @@ def answer(session: Session, address: str) -> Answer:
         raise Refusal(404, nothing, say("see docs/look.md"))
     except Refusal as refusal:
         return refusal.answer()
-    except ValueError as error:  # the library restates the call, and says what would work
+    except ValueError as error:  # the library restates the call and says what to do
         return Refusal(404, said_by(error)).answer()
 
 
 def state(session: Session, query: Query) -> Answer:
-    """How far things are, the model and its inputs."""
+    """The progress, the model and its inputs."""
     return as_json(with_chinese(session.state()))
 
 
@@ -57,7 +55,7 @@ def tokens(session: Session, query: Query, id: str) -> Answer:
     group = _atlas(session, id).input.group(query.given.get("group", "self"))
     axis = query.given.get("axis", "rows")
     if axis not in ("rows", "columns"):
-        raise Refusal(400, say("axis={axis!r}; a map has rows and columns", axis=axis[:40]))
+        raise Refusal(400, say("axis={axis!r}; use rows or columns", axis=axis[:40]))
     all_tokens = group.rows if axis == "rows" else group.columns
     start = query.number("start", 0)
     stop = min(query.number("stop", MOST_TOKENS), start + MOST_TOKENS)
@@ -90,16 +88,16 @@ def thumbnails(session: Session, query: Query, id: str) -> Answer:
     group = atlas.input.group(query.given.get("group", atlas.input.main.id))
     how, drop = query.how(), query.number("drop", 0)
     size = query.number("size", 32, 1, TILE)
-    pictures = [atlas.thumbnail(group, head, size, how, drop) for head in group.heads]
-    first = pictures[0]
-    return _binary(Picture(b"".join(p.cells for p in pictures), first.rows, first.columns))
+    small = [atlas.thumbnail(group, head, size, how, drop) for head in group.heads]
+    first = small[0]
+    return _binary(PackedCells(b"".join(x.cells for x in small), first.rows, first.columns))
 
 
 def image(session: Session, query: Query, id: str) -> Answer:
     """The image that was read."""
     seen = _atlas(session, id).input.image
     if seen is None:
-        raise Refusal(404, say("input {id} is no image", id=id))
+        raise Refusal(404, say("input {id} is not an image", id=id))
     return Answer(seen.png, "image/png")
 
 
@@ -116,12 +114,11 @@ def tile(session: Session, query: Query, id: str, *where: str) -> Answer:
     """One tile of a head's map."""
     atlas, group, head = _head(session, id, *where[:3])
     level, x, y = map(int, where[3:])
-    picture = atlas.tile(group, head, level, x, y, query.how(), query.number("drop", 0))
-    return _binary(picture)
+    return _binary(atlas.tile(group, head, level, x, y, query.how(), query.number("drop", 0)))
 
 
 def strips(session: Session, query: Query, id: str, *where: str) -> Answer:
-    """What each row did and what each key received, pooled to a few numbers."""
+    """Entropy and largest weight of the rows, and weight received by the keys, pooled."""
     atlas, group, head = _head(session, id, *where)
     size = query.number("size", 1024, 1, 8192)
     rows = query.range("row", len(group.rows))
@@ -140,17 +137,17 @@ def strips(session: Session, query: Query, id: str, *where: str) -> Answer:
 def row(session: Session, query: Query, id: str, *where: str) -> Answer:
     """The weights of a row, exactly."""
     *_, head = _head(session, id, *where[:3])
-    return Answer(plain(head.map[0, 0, int(where[3])]), BINARY)
+    return _floats(head.map[0, 0, int(where[3])])
 
 
 def column(session: Session, query: Query, id: str, *where: str) -> Answer:
     """The weights on a key, exactly."""
     *_, head = _head(session, id, *where[:3])
-    return Answer(plain(head.map[0, 0, :, int(where[3])]), BINARY)
+    return _floats(head.map[0, 0, :, int(where[3])])
 
 
 def weight(session: Session, query: Query, id: str, *where: str) -> Answer:
-    """One weight, and the logit and lse that it is made of."""
+    """One weight, with its logit and its row's lse."""
     *_, head = _head(session, id, *where[:3])
     i, j = map(int, where[3:])
     value = float(head.map[0, 0, i, j])
@@ -165,7 +162,7 @@ def top(session: Session, query: Query, id: str, *where: str) -> Answer:
     rows = query.range("row", len(group.rows))
     count = rows.stop - rows.start
     if count > MOST_LINES:
-        said = say("{rows} rows; at most {most} are given at once", rows=count, most=MOST_LINES)
+        said = say("{rows} rows; ask for at most {most} at once", rows=count, most=MOST_LINES)
         raise Refusal(400, said)
     weights, keys = head.map[0, 0, rows].topk(min(query.number("k", 3, 1, 64), len(group.columns)))
     pairs = [
@@ -176,13 +173,13 @@ def top(session: Session, query: Query, id: str, *where: str) -> Answer:
 
 
 def experiment(session: Session, query: Query, name: str) -> Answer:
-    """What an experiment of "Why" measures at the asked settings."""
+    """The measurements of an experiment of "Why" at the asked settings."""
     with _explained():
         return Answer(why.answer(name, query.given).encode())
 
 
 def watched(session: Session, query: Query) -> Answer:
-    """How far the run is that is being watched, and what alarmed."""
+    """The progress and the alarms of the watched run."""
     with _explained():
         return as_json(with_chinese(_run(session).state()))
 
@@ -218,7 +215,7 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns an error that says "what is wrong; what works" into a refusal with a hint."""
+    """Turn an error of the form "problem; remedy" into a refusal with a hint."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -227,7 +224,7 @@ def _explained() -> Iterator[None]:
 
 def _run(session: Session) -> WatchedFolder:
     if session.run is None:
-        hint = say("headwise look RUN_FOLDER shows one")
+        hint = say("open one with headwise look RUN_FOLDER")
         raise Refusal(404, say("no run is being watched"), hint)
     return session.run
 
@@ -249,9 +246,15 @@ def _head(
     return atlas, found, found.head(f"{int(layer)}.{int(head)}")
 
 
-def _binary(picture: Picture) -> Answer:
-    sizes = {"X-Rows": str(picture.rows), "X-Columns": str(picture.columns)}
-    return Answer(picture.cells, BINARY, sizes)
+def _binary(packed: PackedCells) -> Answer:
+    sizes = {"X-Rows": str(packed.rows), "X-Columns": str(packed.columns)}
+    return Answer(packed.cells, BINARY, sizes)
+
+
+def _floats(values: Tensor) -> Answer:
+    """Numbers as little-endian float32."""
+    plain = values.detach().to("cpu", torch.float32).contiguous()
+    return Answer(plain.numpy().tobytes(), BINARY)
 
 
 def _pooled(values: Tensor, size: int) -> list[float | None]:

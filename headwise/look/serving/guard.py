@@ -1,7 +1,7 @@
-"""Who may ask: this machine's own page, and nothing that only looks like it.
+"""Refuses requests that do not come from this machine's own page.
 
 The server listens on the loopback address alone, but a page from anywhere can make a browser on
-this machine send requests there. Such a request names another host, or comes from another origin.
+this machine send requests there. Such a request names another host or comes from another origin.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headwise.messages import Sentence, say, with_chinese
 
 MOST_BYTES = 4 << 20
-"""The largest body that is read."""
+"""The largest request body."""
 
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
@@ -29,11 +29,11 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-"""What every answer carries."""
+"""Headers of every answer."""
 
 
 class Guard:
-    """Refuses requests of other hosts and origins, and bodies that are too large."""
+    """Middleware that refuses other hosts, other origins, and bodies that are too large."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -57,7 +57,7 @@ class Guard:
 
 
 class Limited:
-    """A body that ends in an error once it is longer than `MOST_BYTES`."""
+    """Receives a body, and raises once it is longer than `MOST_BYTES`."""
 
     def __init__(self, receive: Receive) -> None:
         self.receive, self.bytes = receive, 0
@@ -71,11 +71,11 @@ class Limited:
 
 
 class TooLargeError(Exception):
-    """A body without a length turned out to be too long."""
+    """A body that did not state its length is too long."""
 
 
 def refused(headers: Headers, port: int | None, path: str) -> JSONResponse | None:
-    """Why a request is refused, or None; another site may link to the page, and ask for nothing."""
+    """The refusal of a request, or None; another site may link to the page, but not ask it."""
     host = headers.get("host", "")
     if not ours(host, port):
         return refusal(
@@ -98,23 +98,23 @@ def refused(headers: Headers, port: int | None, path: str) -> JSONResponse | Non
 
 
 def ours(host: str, port: int | None) -> bool:
-    """Whether a host, with its port, names this server."""
+    """True if a host with its port names this server."""
     match = HOST.fullmatch(host)
     return match is not None and (port is None or match[2] == f":{port}")
 
 
 def port_of(scope: Scope) -> int | None:
-    """The port that the request came in on."""
+    """The port on which the request came in."""
     server = scope.get("server")
     return None if server is None else server[1]
 
 
 def too_large() -> JSONResponse:
-    """What a body over the limit gets."""
+    """The refusal of a body over the limit."""
     said = say("this is larger than {most} MiB", most=MOST_BYTES >> 20)
-    return refusal(413, said, say("a shorter text or a smaller image would work"))
+    return refusal(413, said, say("use a shorter text or a smaller image"))
 
 
 def refusal(status: int, error: Sentence, hint: Sentence) -> JSONResponse:
-    """An error as the page understands it."""
+    """An error in the form that the page reads."""
     return JSONResponse(with_chinese({"error": error, "hint": hint}), status)

@@ -1,4 +1,4 @@
-"""The page as one file: the bundle and the answers to what it will ask, nothing from a network."""
+"""The page as one file: the built page and the answers to what it will ask, without a network."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwise.look.notable import records
 from headwise.look.scene import Group, Head
 from headwise.look.serving.answers import MOST_TOKENS, answer
-from headwise.look.serving.bundle import STATIC, built
 from headwise.look.session import Session
 from headwise.messages import with_chinese
+
+STATIC = Path(__file__).parent.parent / "static"
+"""The built page: index.html, one script and one style sheet, none of them in the repository."""
+
+MISSING = """The page is not built: {folder} lacks {name}.
+
+Installing headwise from its source builds it: pip install -e . in the repository.
+"""
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
-"""What the browser lets a file do: nothing leaves it."""
+"""The browser lets nothing leave the file."""
 
 Pair = tuple[Group, Head]
 
@@ -45,7 +51,7 @@ def write(
 
 
 def summary(inside: Sequence[dict[str, Any]], heads: int) -> str:
-    """What is in a file, in a sentence.
+    """The content of a file, in a sentence.
 
     >>> summary([{"levels": 3, "of": 3}, {"levels": 1, "of": 3}], 48)
     'all 48 heads as thumbnails, 2 as maps that zoom, 1 of them down to single weights'
@@ -56,12 +62,12 @@ def summary(inside: Sequence[dict[str, Any]], heads: int) -> str:
 
 
 def thumbnail_size(heads: int) -> int:
-    """How many cells a side the page asks for, the fewer the more heads are to be seen at once."""
+    """Cells per side of the thumbnails that the page asks for: fewer if it shows more heads."""
     return 96 if heads <= 64 else 48 if heads <= 300 else 24
 
 
 class Recorded:
-    """The answers that go into a file, counted."""
+    """The answers that go into a file, and the room that is left for them."""
 
     def __init__(self, session: Session, room: int) -> None:
         self.session, self.room = session, room - 4096  # the state is written last
@@ -70,7 +76,7 @@ class Recorded:
         self.base = f"/api/inputs/{self.id}"
 
     def record(self, chosen: Sequence[str]) -> list[dict[str, Any]]:
-        """Ask everything, what matters most first; which heads are inside, and how far."""
+        """Ask for everything, the most important first; returns the maps that are inside."""
         read = self.atlas.input
         self.must(f"{self.base}/heads")
         for group in read.groups:
@@ -85,7 +91,7 @@ class Recorded:
             [path for pair in everything for path in self._paths(pair)]
         ):
             return [_inside(*pair, pair[1].map.levels) for pair in everything]
-        telling = [(group, head) for group in read.groups for head, _ in records(group)]
+        telling = [(group, head) for group in read.groups for head, _ in group.leaders()]
         return self._record_maps(telling)
 
     def _record_group(self, group: Group) -> None:
@@ -108,37 +114,37 @@ class Recorded:
                     inside[number] += self.may(self._level(group, head, level))
         if not all(inside.values()):
             raise ValueError(
-                f"not even the first tile of each of {len(pairs)} heads fits into the file; fewer "
-                "heads with --head, or a larger --limit, would"
+                f"not even the first tile of each of {len(pairs)} heads fits into the file; name "
+                "fewer heads with --head, or use a larger --limit"
             )
         return [_inside(*pair, inside[number]) for number, pair in enumerate(pairs)]
 
     def _paths(self, pair: Pair) -> list[str]:
-        """What the page asks to draw all levels of a head."""
+        """The requests that draw all levels of a head."""
         levels = range(pair[1].map.levels)
         return [path for level in levels for path in self._level(*pair, level)]
 
     def _level(self, group: Group, head: Head, level: int) -> list[str]:
-        """What the page asks to draw a level of a head; at the first also what stands beside it."""
+        """The requests that draw a level of a head; the first also needs its size and strips."""
         at = f"{self.base}/map/{group.id}/{head.layer}/{head.number}"
         paths = [at, f"{at}/strips?size=1024"] if level == 0 else []
         columns, rows = head.map.grid(level)
         for y in range(rows):
-            # Above the diagonal a causal map is empty, and the page does not ask.
+            # Above the diagonal a causal map is empty, and the page asks for no tile.
             for x in range(min(columns, y + 1) if group.causal else columns):
                 paths += [f"{at}/tile/{level}/{x}/{y}?how={how}&drop=0" for how in ("mean", "max")]
         return paths
 
     def must(self, path: str) -> None:
-        """Record an answer; ValueError where it does not fit."""
+        """Record an answer; ValueError if it does not fit."""
         if not self.may([path]):
             raise ValueError(
-                "the figures and thumbnails alone are larger than the limit; a larger --limit "
-                "would work, or a shorter text"
+                "the figures and thumbnails alone are larger than the limit; use a larger --limit "
+                "or a shorter text"
             )
 
     def may(self, paths: Sequence[str]) -> bool:
-        """Record these answers, all of them or none; whether they fitted."""
+        """Record these answers, all of them or none; True if they fitted."""
         found, room = {}, self.room
         for path in paths:
             found[path] = self._kept(path)
@@ -150,7 +156,7 @@ class Recorded:
         return True
 
     def _size(self, path: str, kept: dict[str, Any] | None = None) -> int:
-        """How many bytes an answer takes in the file."""
+        """The bytes that an answer takes in the file."""
         return len(json.dumps({path: self._kept(path) if kept is None else kept}))
 
     def _kept(self, path: str) -> dict[str, Any]:
@@ -163,7 +169,7 @@ class Recorded:
         return {"gzip": packed, "headers": {**given.headers, "Content-Type": given.media}}
 
     def content(self, heads: list[dict[str, Any]]) -> dict[str, Any]:
-        """All that the page finds in the file."""
+        """The data of the file: the state and all recorded answers."""
         state = self.session.state()
         state["pages"] = {"heads": True, "why": False, "watch": False}
         state["inputs"] = [each for each in state["inputs"] if each["id"] == self.id]
@@ -173,13 +179,13 @@ class Recorded:
 
 
 def _inside(group: Group, head: Head, levels: int) -> dict[str, Any]:
-    """How much of a head's map is in a file."""
+    """The place of a head, and how many levels of its map are in the file."""
     place = {"group": group.id, "layer": head.layer, "head": head.number}
     return {**place, "levels": levels, "of": head.map.levels}
 
 
 def template(static: Path) -> tuple[str, str]:
-    """What stands before and after the data: the built page with its bundle written into it."""
+    """The page before and after its data, with script and style sheet written into it."""
     html, script, style = built(static)
     html = re.sub(r"<script[^>]*src=[^>]*></script>|<link[^>]*stylesheet[^>]*>", "", html)
     head = (
@@ -192,6 +198,18 @@ def template(static: Path) -> tuple[str, str]:
     return before + data, end + after
 
 
+def built(folder: Path = STATIC) -> tuple[str, str, str]:
+    """The HTML, the script and the style sheet; ValueError says how to build them."""
+    for name in ("index.html", "headwise.js", "headwise.css"):
+        if not (folder / name).is_file():
+            raise ValueError(MISSING.format(folder=folder, name=name))
+    html, script, style = (
+        (folder / name).read_text(encoding="utf-8")
+        for name in ("index.html", "headwise.js", "headwise.css")
+    )
+    return html, script, style
+
+
 def _harmless(code: str, tag: str) -> str:
-    """Code that can't end the element it stands in: \\/ is / in every string and expression."""
+    """Escape what would end the element that the code stands in: \\x3c is < in every string."""
     return re.sub(rf"<(?=/{tag}|!--)", r"\\x3c", code, flags=re.IGNORECASE)

@@ -1,17 +1,20 @@
-"""An answer as it travels: a body, what it is, and why there is none."""
+"""A request's query, checked, and its reply: an answer, or a refusal with a hint."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
+from urllib.parse import parse_qs
 
-from headwise.messages import with_chinese
+from headwise.maps.pooling import How
+from headwise.messages import say, with_chinese
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A body and what it is."""
+    """A body with its media type, headers and status."""
 
     body: bytes
     media: str = "application/json"
@@ -19,24 +22,57 @@ class Answer:
     status: int = 200
 
 
-class Refusal(Exception):  # noqa: N818 - an answer like any other, only not the one hoped for
-    """Why a question has no answer, and what to ask instead."""
+class Refusal(Exception):  # noqa: N818 - an answer like any other, with another status
+    """The reason why a request has no answer, and what to ask instead."""
 
     def __init__(self, status: int, error: str, hint: str = "") -> None:
         super().__init__(error)
         self.status, self.error, self.hint = status, error, hint
 
     def answer(self) -> Answer:
-        """The refusal as it travels."""
+        """The refusal as JSON, in both languages."""
         return as_json(with_chinese({"error": self.error, "hint": self.hint}), self.status)
 
 
 def as_json(value: object, status: int = 200) -> Answer:
-    """A JSON answer; numbers that JSON does not know must have become None before."""
+    """A JSON answer; infinities and NaN must have become None before (`number`)."""
     body = json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace")
     return Answer(body, status=status)
 
 
 def number(value: float) -> float | None:
-    """A number that JSON knows, or None."""
+    """The value, or None if JSON has no way to write it."""
     return value if math.isfinite(value) else None
+
+
+class Query:
+    """The part of an address after the question mark; a bad value is a `Refusal`."""
+
+    def __init__(self, text: str) -> None:
+        self.given = {name: values[-1] for name, values in parse_qs(text).items()}
+
+    def number(self, name: str, default: int, low: int = 0, high: int = 1 << 31) -> int:
+        """An integer from low to high."""
+        written = self.given.get(name, str(default))
+        if not re.fullmatch(r"\d{1,10}", written) or not low <= int(written) <= high:
+            said = say(
+                "{name}={written!r} is not a number from {low} to {high}",
+                name=name, written=written[:40], low=low, high=high,
+            )  # fmt: skip
+            raise Refusal(400, said)
+        return int(written)
+
+    def how(self) -> How:
+        """How cells are pooled."""
+        how = self.given.get("how", "mean")
+        if how == "mean":
+            return "mean"
+        if how == "max":
+            return "max"
+        raise Refusal(400, say("how={how!r}; use mean or max", how=how[:40]))
+
+    def range(self, axis: str, length: int) -> slice:
+        """The positions from `axis_start` to `axis_stop`, by default all of them."""
+        start = self.number(f"{axis}_start", 0, 0, length)
+        stop = self.number(f"{axis}_stop", length, start, length)
+        return slice(start, stop)

@@ -1,4 +1,4 @@
-"""The page's server: the answers over HTTP, on the loopback address, guarded."""
+"""The page's HTTP server, on the loopback address only."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from headwise.look.serving.answers import answer
-from headwise.look.serving.bundle import STATIC, built
 from headwise.look.serving.guard import Guard, TooLargeError, too_large
+from headwise.look.serving.page_file import STATIC, built
 from headwise.look.serving.reply import Answer, Refusal, as_json
 from headwise.look.session import BusyError, Session
 from headwise.messages import say
@@ -32,7 +32,7 @@ IMAGES = ("image/png", "image/jpeg")
 
 
 def application(session: Session, static: Path = STATIC) -> Starlette:
-    """The server of a session, and of the page built in a folder."""
+    """The application that serves a session, and the page built in a folder."""
     turns = asyncio.Semaphore(2)
 
     async def get(request: Request) -> Response:
@@ -40,7 +40,7 @@ def application(session: Session, static: Path = STATIC) -> Starlette:
         if request.url.path == "/api/state":
             return response(answer(session, address))
         async with turns:
-            if await request.is_disconnected():  # scrolled past while it waited
+            if await request.is_disconnected():  # the user has scrolled past it
                 return Response(status_code=499)
             return response(await run_in_threadpool(answer, session, address))
 
@@ -64,7 +64,7 @@ def application(session: Session, static: Path = STATIC) -> Starlette:
 
 
 def page(static: Path) -> BaseRoute:
-    """The built page, and nothing outside its folder; or how to build it."""
+    """The built page, and nothing outside its folder; a message if it is not built."""
     try:
         built(static)
     except ValueError as error:
@@ -78,7 +78,7 @@ def page(static: Path) -> BaseRoute:
 
 
 def response(given: Answer) -> Response:
-    """An answer as HTTP carries it; never kept, for the next server may be of another model."""
+    """An HTTP response; never cached, since the next server may show another model."""
     headers = {"Cache-Control": "no-store", **given.headers}
     return Response(given.body, given.status, headers, given.media)
 
@@ -102,22 +102,22 @@ def _sent(media: str, body: bytes) -> str | bytes:
 
 
 def listening(port: int = 0) -> socket.socket:
-    """A socket on the loopback address; port 0 is any that is free."""
+    """A listening socket on the loopback address; port 0 takes any free one."""
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(("127.0.0.1", port))
-        bound.listen()  # a browser that is faster than the server waits for it
+        bound.listen()  # a browser that is faster than the server has to wait, and is not refused
     except OSError as error:
         bound.close()
         raise ValueError(
-            f"port {port} can't be had ({error.strerror}); leave --port out"
+            f"port {port} is not available ({error.strerror}); omit --port to take a free one"
         ) from error
     return bound
 
 
 def address(bound: socket.socket) -> str:
-    """Where a browser finds the page."""
+    """The page's address."""
     return f"http://127.0.0.1:{bound.getsockname()[1]}/"
 
 

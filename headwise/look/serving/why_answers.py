@@ -1,4 +1,4 @@
-"""The page's "Why": small experiments that the library answers while someone moves a slider."""
+"""The page's "Why": runs a small experiment at the settings of its sliders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headwise.messages import say
 
 @dataclass(frozen=True)
 class Experiment:
-    """What can be set, and what is measured at those settings: a dataclass of numbers."""
+    """The settings of an experiment, and the function that measures: it gives a dataclass."""
 
     settings: Mapping[str, settings.Setting]
     measure: Callable[..., Any]
@@ -33,13 +33,13 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "scores": Experiment(comparing.SETTINGS, comparing.measure),
     "sharing": Experiment(sharing.SETTINGS, sharing.measure),
 }
-# One experiment at a time, or a timing would measure its neighbour as well; and on one core, which
-# for sizes like these is faster than two that wait for each other.
+# One experiment at a time, so that no timing measures its neighbour; on one core, which for these
+# sizes is faster than two that wait for each other.
 _worker = ThreadPoolExecutor(1, "why", torch.set_num_threads, (1,))
 
 
 def answer(name: str, asked: Mapping[str, str]) -> str:
-    """The experiment's answer as JSON: its settings with their bounds, and what was found.
+    """The experiment's result as JSON: its settings with their bounds, and its measurements.
 
     >>> answered = json.loads(answer("heads", {"width": "64", "heads": "4"}))
     >>> answered["settings"]["heads"]

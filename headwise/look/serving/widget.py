@@ -1,4 +1,4 @@
-"""The page inside a notebook: the kernel answers what the server would."""
+"""The page inside a notebook, where the kernel answers in place of the server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from headwise.look.serving.answers import answer
-from headwise.look.serving.bundle import STATIC
+from headwise.look.serving.page_file import STATIC
 from headwise.look.serving.reply import Answer, Refusal, as_json
 from headwise.look.session import BusyError, Session
 from headwise.messages import say
 
 
 class LookWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
-    """The page of a session, `height` pixels high; `view` is the part of it that is shown."""
+    """The page of a session, `height` pixels high; `view` is the address inside the page."""
 
     _esm = STATIC / "headwise.js"
     _css = STATIC / "headwise.css"
@@ -34,7 +34,7 @@ class LookWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
         self.on_msg(self._asked)
 
     def _asked(self, _: Any, message: dict[str, Any], buffers: list[Any]) -> None:
-        """Answer a question of the page: {id, path, method, body}."""
+        """Answer a request of the page: {id, path, method, body}."""
         given = replied(self.session, message, [bytes(each) for each in buffers or []])
         reply = {"id": message.get("id"), "status": given.status, "headers": given.headers}
         if given.media == "application/json":
@@ -44,7 +44,7 @@ class LookWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
 
 
 def replied(session: Session, message: dict[str, Any], buffers: list[bytes]) -> Answer:
-    """The answer to a message: the server's, or that of a new input."""
+    """Answer a message as the server does, or add a new input."""
     path = str(message.get("path", ""))
     if message.get("method") != "POST":
         return answer(session, path)

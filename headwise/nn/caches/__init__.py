@@ -1,1 +1,1 @@
-"""Keys and values of the tokens so far, in several layouts."""
+"""Key-value caches: the keys and values of the tokens so far, in several layouts."""

@@ -9,28 +9,29 @@ from torch import Tensor
 
 from headwise import mask as masks
 from headwise.core.intervals import Mask
-from headwise.nn.caches.cache import Cache, recorded
-from headwise.nn.caches.shifted_mask import aligned, padded
+from headwise.engines.operators import define
+from headwise.nn.caches.cache import Cache, needs_grad
+from headwise.nn.caches.cache_masks import aligned, padded
+from headwise.nn.checks import check_size
 
 
 class FixedCache(Cache):
-    """Room for `capacity` tokens and not one more; shapes never change, and `length` is a tensor.
+    """Room for exactly `capacity` tokens; shapes never change, and `length` is a tensor.
 
-    `reserve` makes the room ahead of the first token, so that a compiled step never sees it made.
+    `reserve` allocates before the first token, so that a compiled step never has to.
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"FixedCache(capacity={capacity}) has room for no token")
+        check_size("capacity", capacity)
         self.capacity = capacity
         self._length: Tensor | None = None
 
     @property
     def length(self) -> int | Tensor:
-        return 0 if self._length is None else self._length.clone()  # the own one is written to
+        return 0 if self._length is None else self._length.clone()  # ours changes in place
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
-        """Make room for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv) such as these."""
+        """Allocate for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv) like these."""
         room = keys.shape[0], keys.shape[1], self.capacity
         self._keys = keys.new_zeros(*room, keys.shape[3])
         self._values = values.new_zeros(*room, values.shape[3])
@@ -42,13 +43,13 @@ class FixedCache(Cache):
             self.reserve(keys, values)
         assert self._keys is not None and self._values is not None and self._length is not None
         count = keys.shape[2]
-        if not _captured(self._length) and int(self._length) + count > self.capacity:
-            raise ValueError(
-                f"{self!r} is full: {count} more tokens do not fit its capacity of "
-                f"{self.capacity}; make it larger, or use a growing or sliding cache"
-            )
-        at = self._length + torch.arange(count, device=keys.device)
-        if recorded(self._keys, keys, self._values, values):
+        if not _captured(self._length):
+            at = _free_slots(self._length, count, self.capacity)
+        elif self._length.is_cuda:  # reading the length would wait for the GPU
+            at = self._length + torch.arange(count, device=keys.device)
+        else:
+            at = _checked_slots(self._length, count, self.capacity)
+        if needs_grad(self._keys, keys, self._values, values):
             self._keys = self._keys.index_copy(2, at, keys)
             self._values = self._values.index_copy(2, at, values)
         else:
@@ -60,12 +61,19 @@ class FixedCache(Cache):
     def place(self, mask: Mask | None, queries: int) -> Mask:
         assert self._length is not None
         start = self._length - queries
-        # The window hides nothing: it says where the queries stand, which distances depend on.
+        # The window hides nothing: it aligns queries and keys, which distances depend on.
         written = masks.lengths(self.length) & masks.window(self.capacity, self.capacity, start)
-        return written if mask is None else aligned(mask, start, self.capacity) & written
+        if mask is None:
+            return written
+        return aligned(mask, start, self.capacity, self._known_length()) & written
 
     def place_bias(self, bias: Tensor) -> Tensor:
-        return padded(bias, self.capacity)
+        return padded("bias", bias, self.capacity, self._known_length())
+
+    def _known_length(self) -> int | None:
+        """The number of tokens, or None while a compiler or CUDA graph records the call."""
+        assert self._length is not None
+        return None if _captured(self._length) else int(self._length)
 
     def rollback(self, count: int) -> None:
         self._check_rollback(count)
@@ -77,7 +85,7 @@ class FixedCache(Cache):
         super().reorder(index)
         if keys is not None and self._keys is not None and keys.shape == self._keys.shape:
             assert values is not None and self._values is not None
-            # The same storage stays in use: a CUDA graph knows it by its address.
+            # The same storage stays in use, because a CUDA graph knows it by its address.
             self._keys, self._values = keys.copy_(self._keys), values.copy_(self._values)
 
     def fresh(self) -> Self:
@@ -88,7 +96,27 @@ class FixedCache(Cache):
 
 
 def _captured(length: Tensor) -> bool:
-    """Whether a compiler or a CUDA graph takes the call down, and nobody may ask for a number."""
+    """True while a compiler or a CUDA graph records the call, and no number may be read."""
     if torch.compiler.is_compiling():
         return True
     return length.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _free_slots(length: Tensor, count: int, capacity: int) -> Tensor:
+    """The places (count,) of the next tokens; ValueError if there are not as many."""
+    if int(length) + count > capacity:
+        raise ValueError(
+            f"FixedCache(capacity={capacity}, length={int(length)}) is full: {count} more tokens "
+            f"do not fit its capacity of {capacity}; make it larger, or use a GrowingCache or "
+            "SlidingCache"
+        )
+    return length + torch.arange(count, device=length.device)
+
+
+# As an operator, so that compiled code can raise the error too.
+_checked_slots = define(
+    "cache_slots",
+    "(Tensor length, SymInt count, SymInt capacity) -> Tensor",
+    _free_slots,
+    lambda length, count, capacity: length.new_empty(count),
+)

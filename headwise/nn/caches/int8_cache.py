@@ -1,4 +1,4 @@
-"""A cache of a quarter of float32's size, or half of bfloat16's, with a stated error."""
+"""A cache of int8 numbers: a quarter of float32's size, half of bfloat16's, with a known error."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from headwise.core.stored import Stored
-from headwise.nn.caches.cache import written
+from headwise.nn.caches.cache import write_tokens
 from headwise.nn.caches.packed_cache import Packed, emptied
 
 LEVELS = 127
 
 
 class Int8Cache(Packed):
-    """Any length, eight bits a number: each token's key and value of each head have a scale.
+    """Any length, eight bits per number, one scale per key and value of each token and head.
 
-    A number x of a token's key becomes scale · round(x / scale) with scale = max |x| / 127 over
-    that key, so it is off by at most max |x| / 254; values likewise.
+    A number x of a key becomes scale · round(x / scale) with scale = max |x| / 127 over that key,
+    so it is off by at most max |x| / 254; values likewise.
 
     >>> import torch, headwise as hw
     >>> cache, k = hw.nn.Int8Cache(), torch.randn(1, 2, 100, 16)
@@ -36,11 +36,11 @@ class Int8Cache(Packed):
         self._check(keys, values)
         self._keys, self._values = emptied(keys), emptied(values)
         whole, scales = quantised(keys)
-        self._whole_keys = written(self._whole_keys, self._length, whole)
-        self._key_scales = written(self._key_scales, self._length, scales)
+        self._whole_keys = write_tokens(self._whole_keys, self._length, whole)
+        self._key_scales = write_tokens(self._key_scales, self._length, scales)
         whole, scales = quantised(values)
-        self._whole_values = written(self._whole_values, self._length, whole)
-        self._value_scales = written(self._value_scales, self._length, scales)
+        self._whole_values = write_tokens(self._whole_values, self._length, whole)
+        self._value_scales = write_tokens(self._value_scales, self._length, scales)
         self._length += keys.shape[2]
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class Int8Cache(Packed):
 
     def held(self) -> Stored:
         if self._whole_keys is None or self._whole_values is None:
-            raise ValueError(f"{self!r} holds nothing to attend to yet")
+            raise ValueError(f"{self!r} is empty; append tokens before attending to them")
         assert self._key_scales is not None and self._value_scales is not None
         return Stored(
             self._whole_keys,

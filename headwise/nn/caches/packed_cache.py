@@ -1,4 +1,4 @@
-"""Caches that keep keys and values in another form than `hw.attention` takes: pages, or int8."""
+"""Caches that store keys and values in another form than `hw.attention` takes: pages or int8."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headwise.api import attention
 from headwise.core.intervals import Mask
 from headwise.core.stored import Stored
 from headwise.engines.triton.stored_call import attend_stored
-from headwise.nn.caches.cache import Cache, recorded
+from headwise.nn.caches.cache import Cache, needs_grad
 from headwise.score import Score
 
 
 class Packed(Cache):
-    """A cache that `attend`s by itself: on a GPU the kernel reads what it holds as it lies there.
+    """A cache with its own `attend`: on a GPU the kernel reads its storage directly.
 
-    Elsewhere, and for what the kernel does not do, `read` makes ordinary keys and values of it.
+    Elsewhere, and for calls the kernel does not take, `read` makes ordinary keys and values of it.
     """
 
     _length = 0
@@ -37,11 +37,11 @@ class Packed(Cache):
 
     @abstractmethod
     def read(self) -> tuple[Tensor, Tensor]:
-        """Everything held, as keys (B, Hkv, M, D) and values (B, Hkv, M, Dv)."""
+        """Everything stored, as keys (B, Hkv, M, D) and values (B, Hkv, M, Dv)."""
 
     @abstractmethod
     def held(self) -> Stored:
-        """What a kernel reads."""
+        """The storage that a kernel reads."""
 
     def attend(
         self,
@@ -53,9 +53,9 @@ class Packed(Cache):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """What `hw.attention` gives the last tokens' queries q (B, Hq, N, D) over all that is held.
+        """`hw.attention` of the last tokens' queries q (B, Hq, N, D) over everything stored.
 
-        Its other options are `hw.attention`'s own.
+        The options are those of `hw.attention`.
         """
         given = {"score": score, "mask": mask, "softcap": softcap, "sinks": sinks} | options
         out = None
@@ -68,20 +68,20 @@ class Packed(Cache):
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         super()._check(keys, values)
-        if recorded(keys, values):
+        if needs_grad(keys, values):
             raise ValueError(
-                f"{self!r} keeps no gradients; torch.no_grad() would do, or a GrowingCache, "
-                "through which they flow"
+                f"{self!r} keeps no gradients; use torch.no_grad(), or a GrowingCache, which "
+                "passes them on"
             )
 
 
 def emptied(x: Tensor) -> Tensor:
-    """None of the tokens of x (B, H, N, D), but its widths, dtype and device: no part of it."""
+    """A tensor (B, H, 0, D) that remembers x's widths, dtype and device, and shares no memory."""
     return x.new_empty(*x.shape[:2], 0, x.shape[3])
 
 
-class Unread(Cache):
-    """A packed cache to which tokens are added and from which nothing is read."""
+class WriteOnly(Cache):
+    """A packed cache whose `append` writes tokens and reads nothing back."""
 
     def __init__(self, cache: Packed) -> None:
         self.cache = cache

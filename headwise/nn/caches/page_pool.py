@@ -1,16 +1,18 @@
-"""Memory for many sequences, handed out in pages: nobody reserves what it may never need."""
+"""Memory for many sequences, given out page by page, so none reserves more than it uses."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from headwise.nn.checks import check_sizes
+
 
 class PagePool:
-    """`pages` pages of `page` tokens each, shared by every `PagedCache` that is made with it.
+    """`pages` pages of `page` tokens each, shared by every `PagedCache` made with this pool.
 
-    The memory is made when the first token comes, for keys and values such as its own. A page that
-    two sequences share is counted twice, and free when both let it go.
+    Memory is allocated at the first token, for keys and values like its own. A page that two
+    sequences share becomes free when both give it back.
 
     >>> import torch, headwise as hw
     >>> pool = hw.nn.PagePool(pages=8, page=16)
@@ -21,11 +23,9 @@ class PagePool:
     """
 
     def __init__(self, pages: int, page: int = 64) -> None:
-        if pages < 1 or page < 1 or page & (page - 1):
-            raise ValueError(
-                f"PagePool(pages={pages}, page={page}): at least one page, whose tokens are a "
-                "power of two"
-            )
+        check_sizes(pages=pages, page=page)
+        if page & (page - 1):
+            raise ValueError(f"page={page} must be a power of two: the tokens of one page")
         self.pages, self.page = pages, page
         self.keys: Tensor | None = None  # (pages, Hkv, page, D)
         self.values: Tensor | None = None  # (pages, Hkv, page, Dv)
@@ -34,11 +34,11 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """How many pages nobody holds."""
+        """The number of pages that no sequence holds."""
         return len(self._free)
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
-        """Make the memory for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv) such as these."""
+        """Allocate for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv) like these, once."""
         if self.keys is None or self.values is None:
             room = self.pages, keys.shape[1], self.page
             self.keys = keys.new_zeros(*room, keys.shape[3])
@@ -49,16 +49,16 @@ class PagePool:
             given = new.shape[1], new.shape[3], new.dtype, new.device
             if have != given:
                 raise ValueError(
-                    f"{self!r} holds {name} of (heads, width, dtype, device) = {have} and was "
-                    f"given {given}; layers that differ need a pool each"
+                    f"{self!r} holds {name} of (heads, width, dtype, device) = {have}, not "
+                    f"{given}; layers that differ need a pool each"
                 )
 
     def take(self, count: int) -> list[int]:
-        """So many free pages, all or none."""
+        """Take this many free pages, or none and raise ValueError."""
         if count > len(self._free):
             raise ValueError(
-                f"{self!r} has no {count} pages left; release() a cache whose sequences have "
-                "ended, or make the pool larger"
+                f"{self!r} does not have {count} free pages; release() a cache whose sequences "
+                "have ended, or make the pool larger"
             )
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
@@ -66,23 +66,23 @@ class PagePool:
         return taken
 
     def share(self, pages: list[int]) -> None:
-        """One more sequence holds these pages."""
+        """Count one more sequence that holds these pages."""
         for page in pages:
             self._users[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        """One sequence lets these pages go."""
+        """Count one sequence less; pages that no sequence holds are free again."""
         for page in pages:
             self._users[page] -= 1
             if self._users[page] == 0:
                 self._free.append(page)
 
     def shared(self, page: int) -> bool:
-        """Whether more than one sequence holds the page."""
+        """True if more than one sequence holds the page."""
         return self._users[page] > 1
 
     def copy(self, pages: list[int]) -> list[int]:
-        """New pages with the same contents, for one who would write where others read."""
+        """New pages with the same contents, for a sequence about to write to shared ones."""
         assert self.keys is not None and self.values is not None
         new = self.take(len(pages))
         source, target = (torch.tensor(x, device=self.keys.device) for x in (pages, new))

@@ -1,4 +1,4 @@
-"""A cache whose tokens lie in pages of a shared pool."""
+"""A cache whose tokens are stored in pages of a shared pool."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 from headwise.core.stored import Stored
 from headwise.nn.caches.packed_cache import Packed, emptied
 from headwise.nn.caches.page_pool import PagePool
+from headwise.nn.checks import check_kind
 
 
 class PagedCache(Packed):
-    """Any length that the pool has pages for; they go back with `release`, or with the cache.
+    """Any length the pool has pages for; `release`, or deleting the cache, gives them back.
 
     `reorder` copies nothing: entries that continue the same one share its pages, and one that
-    writes into a shared page gets its own copy first. So `reorder(still_going)` gives back what
-    sequences that have ended held.
+    writes to a shared page gets its own copy first. So `reorder(unfinished)` gives back the pages
+    of sequences that have ended.
 
     >>> import torch, headwise as hw
     >>> pool = hw.nn.PagePool(pages=8, page=16)
@@ -34,9 +35,10 @@ class PagedCache(Packed):
     """
 
     def __init__(self, pool: PagePool) -> None:
+        check_kind("pool", pool, PagePool, "hw.nn.PagePool(pages=64)")
         self.pool = pool
         self._tables: list[list[int]] = []  # the pages of each batch entry
-        self._table: Tensor | None = None  # the same where the kernel reads it
+        self._table: Tensor | None = None  # the same as a tensor, for the kernel
         weakref.finalize(self, _give_back, pool, self._tables)
 
     def write(self, keys: Tensor, values: Tensor) -> None:
@@ -53,7 +55,7 @@ class PagedCache(Packed):
         self._length += count
 
     def _make_room(self, batch: int, length: int) -> None:
-        """Pages for `length` tokens of each entry, its own where they will be written."""
+        """Give each entry pages for `length` tokens, and its own copy of those it will write to."""
         pool, size = self.pool, self.pool.page
         tables: list[list[int]] = self._tables or [[] for _ in range(batch)]
         partly = self._length % size != 0 and length > self._length
@@ -63,11 +65,11 @@ class PagedCache(Packed):
         if not mine and not any(needed):
             return
         if sum(needed) + len(mine) > pool.free:
-            pool.take(sum(needed) + len(mine))  # says what is missing, and takes nothing
+            pool.take(sum(needed) + len(mine))  # raises, and takes nothing
         if not self._tables:
             self._tables.extend(tables)
         for table in mine:
-            if pool.shared(table[last]):  # of two that share it, the second may keep it
+            if pool.shared(table[last]):  # of two that share it, the second keeps it
                 (own,) = pool.copy([table[last]])
                 pool.give_back([table[last]])
                 table[last] = own
@@ -76,7 +78,7 @@ class PagedCache(Packed):
         self._table = None
 
     def _pages(self) -> Tensor:
-        """The pool's page of each page of each entry, (B, pages) int32."""
+        """The numbers, in the pool, of each entry's pages: (B, pages) int32."""
         assert self._keys is not None or self.pool.keys is not None
         if self._table is None:
             assert self.pool.keys is not None
@@ -96,7 +98,7 @@ class PagedCache(Packed):
 
     def held(self) -> Stored:
         if self.pool.keys is None or self.pool.values is None or not self._tables:
-            raise ValueError(f"{self!r} holds nothing to attend to yet")
+            raise ValueError(f"{self!r} is empty; append tokens before attending to them")
         return Stored(self.pool.keys, self.pool.values, self._length, pages=self._pages())
 
     def rollback(self, count: int) -> None:
@@ -118,7 +120,7 @@ class PagedCache(Packed):
         self._table = None
 
     def release(self) -> None:
-        """Forget every token and give all pages back; the cache is as new."""
+        """Forget every token and give all pages back."""
         _give_back(self.pool, self._tables)
         self._keys = self._values = self._table = None
         self._length = 0

@@ -8,23 +8,24 @@ from torch import Tensor
 
 from headwise import mask as masks
 from headwise.core.intervals import Mask
-from headwise.nn.caches.cache import Cache, recorded, written
-from headwise.nn.caches.shifted_mask import shifted
+from headwise.nn.caches.cache import Cache, needs_grad, write_tokens
+from headwise.nn.caches.cache_masks import from_key, shifted
+from headwise.nn.checks import check_count, check_size
 
 
 class SlidingCache(Cache):
-    """The last `window` tokens: a query sees itself and window - 1 before it, whatever the mask.
+    """The last `window` tokens: a query sees itself and at most window - 1 tokens before it.
 
-    `spare` more are kept, so that as many can be rolled back.
+    `spare` more are stored, so that up to this many can be rolled back.
     """
 
     def __init__(self, window: int, spare: int = 0) -> None:
-        if window < 1 or spare < 0:
-            raise ValueError(f"SlidingCache(window={window}, spare={spare}) would see no token")
+        check_size("window", window)
+        check_count("spare", spare)
         self.window, self.spare = window, spare
         self._length = 0  # of the whole sequence
         self._held = 0  # tokens at the front of the storage
-        self._out = 0  # tokens handed out by the last append
+        self._out = 0  # tokens returned by the last append
 
     @property
     def length(self) -> int:
@@ -38,15 +39,15 @@ class SlidingCache(Cache):
         self._check(keys, values)
         self._make_room(keys.shape[2])
         start, end = self._held, self._held + keys.shape[2]
-        self._keys = written(self._keys, start, keys)
-        self._values = written(self._values, start, values)
+        self._keys = write_tokens(self._keys, start, keys)
+        self._values = write_tokens(self._values, start, values)
         self._held, self._length = end, self._length + keys.shape[2]
         first = max(0, start - (self.window - 1))
         self._out = end - first
         return self._keys[:, :, first:end], self._values[:, :, first:end]
 
     def _make_room(self, count: int) -> None:
-        """Drop what no token can see any more, once it is most of the storage: O(1) a token."""
+        """Drop tokens that are out of sight once they fill most of the storage: O(1) per token."""
         kept = min(self._held, self.window - 1 + self.spare)
         if self._keys is None or self._values is None or self._held < 2 * kept:
             return
@@ -60,16 +61,17 @@ class SlidingCache(Cache):
         return seen if mask is None else shifted(mask, self.first, self._out) & seen
 
     def place_bias(self, bias: Tensor) -> Tensor:
-        return bias if bias.shape[-1] == 1 else bias[..., self.first :]
+        return from_key("bias", bias, self.first, self._out)
 
     def rollback(self, count: int) -> None:
         self._check_rollback(count)
         if self._held - count < min(self._length - count, self.window - 1):
             raise ValueError(
-                f"{self!r} no longer has what {count} tokens fewer would see; "
-                f"SlidingCache({self.window}, spare={count}) would"
+                f"{self!r} no longer has the tokens that would be in sight {count} tokens ago; "
+                f"use SlidingCache({self.window}, spare={count})"
             )
         self._held, self._length = self._held - count, self._length - count
+        self._out = max(0, self._out - count)
 
     def fresh(self) -> Self:
         return type(self)(self.window, self.spare)
@@ -81,9 +83,9 @@ class SlidingCache(Cache):
 def _last(held: Tensor, end: int, count: int) -> Tensor:
     """The last `count` of the first `end` tokens, moved to the front."""
     kept = held[:, :, end - count : end]
-    if recorded(held):
+    if needs_grad(held):
         return kept
-    if held.shape[2] > 8 * max(count, 16):  # a long prompt's storage is given back
+    if held.shape[2] > 8 * max(count, 16):  # free a long prompt's storage
         return kept.clone()
     held[:, :, :count] = kept.clone()
     return held

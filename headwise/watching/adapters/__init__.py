@@ -1,1 +1,1 @@
-"""How the attention of other people's models is seen: one function `attach` for each way."""
+"""One module for each way in which models compute attention, each with a function `attach`."""

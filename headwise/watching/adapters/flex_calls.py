@@ -1,8 +1,8 @@
-"""flex_attention that a model calls itself, compiled or not: seen from outside of the call.
+"""flex_attention that a model calls itself, compiled or not: observed from outside the call.
 
-The function runs inside the compiler, where no mode of ours may be about. So it is replaced where a
-model's own code finds it: in the files and in the classes of its modules, by whichever name, and in
-PyTorch's own file.
+The function runs inside the compiler, where no mode of ours may be active. So it is replaced where
+a model's own code finds it: in the files and in the classes of its modules, by whichever name, and
+in PyTorch's own file.
 """
 
 from __future__ import annotations
@@ -11,39 +11,35 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
+from headwise.core.intervals import Mask
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.headwise_calls import Undo
 from headwise.watching.adapters.mask_functions import by_rows
-from headwise.watching.adapters.multi_head_calls import unheard
-from headwise.watching.adapters.replacement import Replacement, is_taken, taken
-from headwise.watching.adapters.scaled_dot_product import are_apart, kind_of
+from headwise.watching.adapters.patching import Replacement, Undo, is_taken, taken
+from headwise.watching.adapters.scaled_dot_product import kind_of, lengths_differ
+from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.adapters.written_out import from_logits
-from headwise.watching.layer import LARGEST, Kind
-
-if TYPE_CHECKING:
-    from headwise.core.intervals import Mask
-    from headwise.watching.adapters.torch_calls import Listener
-
+from headwise.watching.layer import LARGEST
+from headwise.watching.seen_call import Kind
 
 _FLEX = flex.flex_attention
-_OURS = "__watched_flex__"  # of what stands in its place: what it stands for
+_OURS = "__watched_flex__"  # an attribute of a replacement: the function that it replaces
 
 
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
-    """Let the flex_attention of a model's own code tell the listener; returns what undoes it."""
+    """Show the flex_attention calls of a model's own code to the recorder; returns the undoing."""
     return [_replacement(owner, name).add(listener) for owner, name in set(_places(model))]
 
 
 def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Where the code of a model finds the function: an owner, and a name in it."""
+    """The places where a model's code finds the function: an owner, and a name in it."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
     files = {sys.modules.get(kind.__module__) for kind in kinds}
@@ -54,7 +50,7 @@ def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def _is_flex(value: object) -> bool:
-    """Whether this is the function, compiled or not, or stands for it already."""
+    """True if this is the function, compiled or not, or already a replacement of it."""
     if not isinstance(value, FunctionType):
         return False
     inside = (getattr(value, name, None) for name in ("_torchdynamo_orig_callable", _OURS))
@@ -82,9 +78,9 @@ def _make(original: Any, users: list[Listener]) -> Callable[..., Any]:
 def _observed(
     listener: Listener, function: Any, given: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
-    """The function's own result; its call was shown to the recorder."""
+    """The function's own result; its call is shown to the recorder."""
     name, recorder = listener.frames[-1].name, listener.recorder
-    with unheard(listener), taken():
+    with listener.off(), taken():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result
         if recorder.wants(name):
@@ -112,13 +108,13 @@ def read(
     *_: Any,
     **__: Any,
 ) -> tuple[Call, Kind]:
-    """A call of flex_attention in our words, and whether it looks at another sequence.
+    """Read a call of flex_attention, and its kind.
 
-    A block mask is asked about a few rows at a time, and kept as intervals where it is that. What a
-    score_mod makes of the logits is known pair by pair only, so a call has them written out.
+    A block mask is asked about a few rows at a time, and kept as intervals if it is that. The
+    logits that a score_mod makes are known pair by pair only, so a call has them written out.
     """
     q, k, v = (x.detach().expand(len(query), -1, -1, -1) for x in (query, key, value))
-    across = block_mask is None and are_apart(q, k)
+    across = block_mask is None and lengths_differ(q, k)
     kind: Kind = "cross" if across else kind_of(name)
     mask = None if block_mask is None else _mask(name, block_mask, q, k, kind)
     call = Call(q, k, v, Dot(scale), mask, None, None, None, 0.0, "auto")
@@ -130,22 +126,22 @@ def _mask(name: str, blocks: flex.BlockMask, q: Tensor, k: Tensor, kind: Kind) -
     sizes = (batch, heads, q.shape[2], k.shape[2])
     try:
         return by_rows(blocks.mask_mod, sizes, q.device, kind == "self", None)
-    except Exception as error:  # it is someone else's function
+    except Exception as error:  # it is somebody else's function
         raise ValueError(
-            f"{name or 'the model'} can't be watched: the mask_mod of its flex_attention can't be "
-            f"asked about whole rows: {error}"
+            f"{name or 'the model'} can't be watched: the mask_mod of its flex_attention does not "
+            f"take whole rows: {error}"
         ) from error
 
 
 def _modified(name: str, call: Call, score_mod: Callable[..., Tensor]) -> Call:
-    """The same call with the logits that a score_mod makes, as flex_attention asks it for them."""
+    """The same call with the logits that a score_mod makes, written out."""
     (batch, heads, queries, width), keys = call.q.shape, call.k.shape[2]
     if batch * heads * queries * keys > LARGEST:
         raise ValueError(
             f"{name or 'the model'} can't be watched: its flex_attention has a score_mod, which "
-            f"says of each pair what its logit is, and {batch} × {heads} × {queries} × {keys} "
-            f"pairs are more than the {LARGEST:,} that headwise writes out; a shorter input, or "
-            "layers= that leave it out, would work"
+            f"must be asked about each pair, and {batch} × {heads} × {queries} × {keys} pairs are "
+            f"more than the {LARGEST:,} that headwise writes out; use a shorter input, or leave "
+            "the layer out with layers="
         )
     exact = torch.promote_types(call.q.dtype, torch.float32)
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (call.k, call.v))

@@ -1,4 +1,4 @@
-"""headwise's own attention, seen inside its one pass."""
+"""headwise's own modules, observed in the pass that computes their output."""
 
 from __future__ import annotations
 
@@ -12,55 +12,54 @@ from torch import Tensor, nn
 
 from headwise.api import attention
 from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
-from headwise.watching.adapters.replacement import Replacement
-from headwise.watching.layer import Kind
-from headwise.watching.recorder import Recorder
+from headwise.watching.adapters.patching import Replacement, Undo
+from headwise.watching.call_recorder import CallRecorder
+from headwise.watching.seen_call import Kind
 
 OURS = (MultiHeadAttention, FixedAttention, AdditiveAttention)
-Undo = Callable[[], None]
 
 
 @dataclass(eq=False)
-class Watched:
-    """The layers of ours in a watched model, and who hears of them."""
+class HeadwiseModules:
+    """The names of headwise's attention modules in a watched model, and its recorder."""
 
     names: weakref.WeakKeyDictionary[nn.Module, str]
-    recorder: Recorder
+    recorder: CallRecorder
 
 
-def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
-    """Let every layer of ours in the model tell the recorder; returns what undoes it.
+def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
+    """Show every call of headwise's modules in the model to the recorder; returns the undoing.
 
-    The forwards are replaced in their classes: a module that is copied or saved has nothing to take
-    along, and one whose forward somebody wrapped goes on through the wrapping.
+    The forwards are replaced in their classes: a module that is copied or saved takes nothing
+    along, and one whose forward somebody wrapped still runs through the wrapper.
     """
-    watched = Watched(weakref.WeakKeyDictionary(), recorder)
+    modules = HeadwiseModules(weakref.WeakKeyDictionary(), recorder)
     for name, module in model.named_modules():
         if isinstance(module, OURS):
-            watched.names[module] = name
-    return [replacement.add(watched) for replacement in _REPLACED] if watched.names else []
+            modules.names[module] = name
+    return [replacement.add(modules) for replacement in _REPLACED] if modules.names else []
 
 
-def _make_forward(original: Any, users: list[Watched]) -> Callable[..., Any]:
+def _make_forward(original: Any, users: list[HeadwiseModules]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, **options: Any) -> Any:
-        for watched in users:
-            name = watched.names.get(self)
+        for modules in users:
+            name = modules.names.get(self)
             if name is not None:
                 run = functools.partial(original, self)
-                return _observed(self, name, watched.recorder, run, given, options)
+                return _observed(self, name, modules.recorder, run, given, options)
         return original(self, *given, **options)
 
     return forward
 
 
-_REPLACED = tuple(Replacement[Watched](kind, "forward", _make_forward) for kind in OURS)
+_REPLACED = tuple(Replacement[HeadwiseModules](kind, "forward", _make_forward) for kind in OURS)
 
 
 def _observed(
     module: Any,
     name: str,
-    recorder: Recorder,
+    recorder: CallRecorder,
     run: Callable[..., Tensor],
     given: tuple[Any, ...],
     options: dict[str, Any],

@@ -1,4 +1,4 @@
-"""attn_implementation="headwise" in transformers: fused attention that can be seen inside."""
+"""attn_implementation="headwise" in transformers: fused attention that reports what it does."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from headwise.api import attention, attention_map
+from headwise.core.intervals import Mask
+from headwise.core.place import Place
 from headwise.nn.call import Call
-from headwise.watching.adapters.interface import Given, to_call
+from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_functions import Grid, to_mask
-from headwise.watching.adapters.mask_intervals import Memory
-from headwise.watching.adapters.mask_tensor import MaskTensor
+from headwise.watching.adapters.scaled_dot_product import MaskMemo
 
 NAME = "headwise"
-WEIGHTS = 1 << 26  # are handed out at most, where they are asked for
-_memory = Memory()
+WEIGHTS = 1 << 26  # handed out per layer at most, if asked for
+_memo = MaskMemo()
+
+_SIZES = frozenset((Tensor.size, Tensor.dim, Tensor.numel, Tensor.ndimension, Tensor.__len__))
+_SAME = frozenset((Tensor.contiguous, Tensor.detach))
 
 
 def register() -> None:
     """Make "headwise" an attention implementation of transformers; `import headwise.transformers`.
 
-    Both halves are registered: transformers hands no mask at all, not even for padding, to an
-    implementation that has no mask function of the same name.
+    Both halves are registered: transformers passes no mask at all, not even for padding, to an
+    implementation without a mask function of the same name.
 
     >>> import transformers
     >>> register()
@@ -53,8 +58,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function of transformers: q (B, Hq, N, D), k and v of Hkv heads.
 
-    Gives (B, N, Hq, Dv), and the weights (B, Hq, N, M) where `output_attentions` asks for them.
-    `look` computes the call, where someone watches.
+    Returns (B, N, Hq, Dv), and the weights (B, Hq, N, M) if `output_attentions` asks for them.
+    `look` computes the call if the model is watched.
     """
     call = _to_call(module, query, key, value, attention_mask, options)
     call = call._replace(dropout=dropout)
@@ -67,18 +72,18 @@ def _to_call(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any, options: dict[str, Any]
 ) -> Call:
     if isinstance(given, MaskTensor):
-        plain = Given("eager", module, q, k, v, None, options)
-        return to_call(plain, "self", None, _memory)._replace(mask=given.mask)
-    # Without a mask the module says itself whether it is causal, as with PyTorch's kernels.
-    return to_call(Given("sdpa", module, q, k, v, given, options), "self", None, _memory)
+        plain = InterfaceCall("eager", module, q, k, v, None, options)
+        return to_call(plain, "self", None, _memo)._replace(mask=given.mask)
+    # Without a mask the module's own is_causal decides, as with PyTorch's kernels.
+    return to_call(InterfaceCall("sdpa", module, q, k, v, given, options), "self", None, _memo)
 
 
 def _weights(call: Call) -> Tensor:
     shape = (*call.q.shape[:3], call.k.shape[2])
     if torch.Size(shape).numel() > WEIGHTS:
         raise ValueError(
-            f"output_attentions=True asks for {shape} weights a layer; headwise hands out at most "
-            f"{WEIGHTS:,}. with hw.watch(model) as seen: seen.map(layer, head) has any part of them"
+            f"output_attentions=True asks for {shape} weights per layer, and headwise returns at "
+            f"most {WEIGHTS:,}; with hw.watch(model) as seen: seen.map(layer, head) has any of them"
         )
     options = call.options()
     del options["dropout"], options["engine"]
@@ -100,7 +105,7 @@ def mask(
     """A mask function of transformers: its rule, and padding (B, tokens), as one of our masks.
 
     Before transformers 5.4 `cache_position` (N,) numbered the queries; since then `q_length` and
-    `q_offset` do. Nothing is dropped: a rule that is not known is asked about every pair.
+    `q_offset` do. Nothing is dropped: an unknown rule is asked about every pair.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -138,7 +143,72 @@ def mask(
 
 
 def _long_enough(padding: Tensor, tokens: int) -> Tensor:
-    """(B, tokens) bool: what a static cache has room for, and no token fills yet, is padding."""
+    """(B, tokens) bool: the part of a static cache that no token fills yet is padding."""
     short = tokens - padding.shape[-1]
     padding = padding.bool()
     return torch.nn.functional.pad(padding, (0, short)) if short > 0 else padding
+
+
+class MaskTensor(Tensor):
+    """One of our masks given as a tensor: (B, 1, N, M) bool without storage.
+
+    The mask function returns it and `attend` takes it; any other operation gets the mask written
+    out, so nothing is lost.
+
+    >>> import headwise as hw
+    >>> given = MaskTensor(hw.mask.causal(), (2, 1, 3, 3), torch.device("cpu"))
+    >>> given.shape, given.contiguous() is given
+    (torch.Size([2, 1, 3, 3]), True)
+    >>> given[0, 0, 1]
+    tensor([ True,  True, False])
+    """
+
+    mask: Mask
+
+    @staticmethod
+    def __new__(cls, mask: Mask, shape: tuple[int, ...], device: torch.device) -> MaskTensor:
+        made: MaskTensor = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=device
+        )
+        made.mask = mask
+        return made
+
+    def __init__(self, mask: Mask, shape: tuple[int, ...], device: torch.device) -> None:
+        super().__init__()
+
+    def written_out(self) -> Tensor:
+        """The mask as booleans, (B, 1, N, M)."""
+        batch, heads, queries, keys = self.shape
+        place = Place(batch, heads, queries, keys, offset=keys - queries, device=self.device)
+        return self.mask.to_dense(place).expand(self.shape)
+
+    def moved(self, *given: Any, **options: Any) -> Tensor:
+        """The result of `to`: the same mask on another device, a tensor if the dtype changes."""
+        like = torch.empty(0, dtype=torch.bool, device=self.device).to(*given, **options)
+        if like.dtype == torch.bool:
+            return MaskTensor(self.mask, tuple(self.shape), like.device)
+        return self.written_out().to(*given, **options)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _SAME:
+            return args[0]
+        if func is Tensor.to:
+            return args[0].moved(*args[1:], **(kwargs or {}))
+        if func in _SIZES or getattr(func, "__name__", "") == "__get__":  # .shape, .device, ...
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*_written_out(args), **_written_out(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*_written_out(args), **_written_out(kwargs or {}))
+
+
+def _written_out(given: Any) -> Any:
+    """Arguments with every MaskTensor written out."""
+    return tree_map(lambda x: x.written_out() if isinstance(x, MaskTensor) else x, given)

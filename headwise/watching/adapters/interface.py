@@ -1,4 +1,4 @@
-"""A call of transformers' attention interface, in our words."""
+"""Reading a call of transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from torch import Tensor, nn
 
 from headwise import mask as masks
 from headwise.core.intervals import Mask
+from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.mask_functions import by_rows
-from headwise.watching.adapters.mask_intervals import Memory, Stretches, read, split
-from headwise.watching.layer import Kind
+from headwise.watching.adapters.scaled_dot_product import MaskMemo
+from headwise.watching.seen_call import Kind
 
 _FULL = ("eager", "flex_attention")
-"""Implementations whose mask says everything: without one, every key is seen."""
+"""Implementations whose mask is complete: without one, every key is seen."""
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """What the model that is running knows of its tokens."""
+class TokenSequence:
+    """The tokens of the model that is running."""
 
     queries: int  # tokens of this forward
-    tokens: int  # with those of the cache
-    shown: Tensor | None  # (B, tokens) bool: no padding; None: not said
-    begins: Tensor | None  # (B|1,): the first token that is no padding; None: not known
+    tokens: int  # including those in the cache
+    shown: Tensor | None  # (B, tokens) bool: not padding; None if unknown
+    begins: Tensor | None  # (B|1,): the first token that is not padding; None if unknown
 
     @property
     def past(self) -> int:
@@ -36,14 +37,14 @@ class Sequence:
         return self.tokens - self.queries
 
     def padding(self, q: Tensor) -> Tensor | None:
-        """Which rows of q (B, H, N, D) are padding, (B, N); None where that is not known."""
+        """The rows of q (B, H, N, D) that are padding, (B, N) bool; None if unknown."""
         if self.shown is None or self.queries != q.shape[2] or self.shown.shape[0] != q.shape[0]:
             return None
         return ~self.shown[:, self.past :]
 
 
 @dataclass(frozen=True)
-class Given:
+class InterfaceCall:
     """The arguments of an attention function of transformers."""
 
     implementation: str
@@ -55,12 +56,14 @@ class Given:
     options: dict[str, Any]
 
     def option(self, name: str) -> Any:
-        """An argument by its name; None where it was not given."""
+        """An argument by its name; None if it was not given."""
         return self.options.get(name)
 
 
-def to_call(given: Given, kind: Kind, sequence: Sequence | None, memory: Memory) -> Call:
-    """What the function is asked to compute; ValueError for what has no equal here."""
+def to_call(
+    given: InterfaceCall, kind: Kind, sequence: TokenSequence | None, memo: MaskMemo
+) -> Call:
+    """The call of `hw.attention` that computes the same; ValueError if there is none."""
     _refuse(given)
     q, k, v = given.q, given.k, given.v
     position_bias = given.option("position_bias")
@@ -69,7 +72,7 @@ def to_call(given: Given, kind: Kind, sequence: Sequence | None, memory: Memory)
         # the first tokens in a static cache: the rest of it is empty
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : q.shape[2]]
-    mask, bias = _mask_and_bias(given, k, kind, causal, sequence, memory)
+    mask, bias = _mask_and_bias(given, k, kind, causal, sequence, memo)
     if isinstance(position_bias, Tensor):
         bias = position_bias if bias is None else position_bias + bias
     sinks, scaling = given.option("s_aux"), given.option("scaling")
@@ -87,21 +90,21 @@ def to_call(given: Given, kind: Kind, sequence: Sequence | None, memory: Memory)
     )
 
 
-def _refuse(given: Given) -> None:
+def _refuse(given: InterfaceCall) -> None:
     if given.implementation.startswith("paged") or given.option("cache") is not None:
         raise ValueError(
-            "it reads a paged cache of continuous batching, whose keys no single call holds; "
+            "it reads the paged cache of continuous batching, whose keys are not in one call; "
             "watch model.generate or a plain forward"
         )
     packed = given.option("cu_seq_lens_k")
     if packed is not None and given.implementation not in ("eager", "sdpa"):
         raise ValueError(
-            "its sequences are packed by cu_seq_lens; leave them out and hand over position_ids"
+            "its sequences are packed by cu_seq_lens; leave them out and pass position_ids"
         )
 
 
-def is_causal(given: Given) -> bool:
-    """Whether the function hides the keys after a query by itself."""
+def is_causal(given: InterfaceCall) -> bool:
+    """True if the function hides the keys after a query by itself."""
     if given.implementation in _FULL or (given.mask is not None and len(given.mask.shape) == 4):
         return False
     stated = given.option("is_causal")
@@ -110,12 +113,12 @@ def is_causal(given: Given) -> bool:
 
 
 def _mask_and_bias(
-    given: Given,
+    given: InterfaceCall,
     k: Tensor,
     kind: Kind,
     causal: bool,
-    sequence: Sequence | None,
-    memory: Memory,
+    sequence: TokenSequence | None,
+    memo: MaskMemo,
 ) -> tuple[Mask | None, Tensor | None]:
     stands, begins = _stand(given.q, k, kind, sequence)
     if isinstance(given.mask, Tensor) and given.mask.ndim == 4:
@@ -123,22 +126,22 @@ def _mask_and_bias(
 
         def made() -> tuple[Mask | None, Tensor | None]:
             cut = tensor[..., : k.shape[2]].detach()
-            seen, bias = (cut, None) if cut.dtype == torch.bool else split(cut)
+            seen, bias = (cut, None) if cut.dtype == torch.bool else split_mask(cut)
             if seen is None:
                 return _all_seen(given.q, k, stands, begins), bias
             seen = seen.expand(*seen.shape[:2], given.q.shape[2], k.shape[2])
-            return read(seen, stands, begins), bias
+            return read_mask(seen, stands, begins), bias
 
-        return memory.recall(made, tensor, k.shape[2], stands if kind == "self" else kind)
+        return memo.recall(made, tensor, k.shape[2], stands if kind == "self" else kind)
     if given.mask is None or isinstance(given.mask, Tensor):
         return _flat(given, k, causal, stands, begins), None
     return _of_blocks(given.mask, given.q, k, stands, begins), None
 
 
 def _stand(
-    q: Tensor, k: Tensor, kind: Kind, sequence: Sequence | None
+    q: Tensor, k: Tensor, kind: Kind, sequence: TokenSequence | None
 ) -> tuple[bool | int, Tensor | None]:
-    """Beside which key the first query stands, and where each sequence begins among the keys."""
+    """The key beside which the first query stands, and where each sequence begins."""
     if kind == "cross":
         return False, None
     if sequence is None or sequence.queries != q.shape[2]:
@@ -149,19 +152,19 @@ def _stand(
 
 
 def _all_seen(q: Tensor, k: Tensor, stands: bool | int, begins: Tensor | None) -> Mask | None:
-    """No mask; or one that hides nothing, where it has something to say."""
+    """No mask; or one that hides nothing but says where the queries stand."""
     at_the_end = isinstance(stands, bool) or stands == k.shape[2] - q.shape[2]
     if at_the_end and (begins is None or not bool(begins.any())):
         return None
     edge = torch.zeros(1, 1, q.shape[2], dtype=torch.int32, device=q.device)
     offset = k.shape[2] - q.shape[2] if isinstance(stands, bool) else stands
-    return Stretches(edge, edge + k.shape[2], offset, begins)
+    return PlacedIntervals(edge, edge + k.shape[2], offset, begins)
 
 
 def _flat(
-    given: Given, k: Tensor, causal: bool, stands: bool | int, begins: Tensor | None
+    given: InterfaceCall, k: Tensor, causal: bool, stands: bool | int, begins: Tensor | None
 ) -> Mask | None:
-    """No mask or (B, M), 0 for padding, for functions that know of causality and windows."""
+    """The mask of functions given none, or (B, M) with 0 for padding: causal, with a window."""
     q, width = given.q, given.option("sliding_window")
     offset = k.shape[2] - q.shape[2] if isinstance(stands, bool) else stands
     if given.implementation == "sdpa":
@@ -174,10 +177,10 @@ def _flat(
         mask = reach if mask is None else mask & reach
     if given.mask is not None:
         shown = given.mask[:, -k.shape[2] :].bool()
-        padding = read(shown[:, None, None].expand(-1, 1, q.shape[2], -1), stands, begins)
+        padding = read_mask(shown[:, None, None].expand(-1, 1, q.shape[2], -1), stands, begins)
         if padding.pieces == 0 and width is not None:
             raise ValueError(
-                "its padding lies inside the sequence, and its window counts without it"
+                "its padding lies inside the sequence, and its window does not count padding"
             )
         mask = padding if mask is None else mask & padding
     if mask is None:
@@ -185,13 +188,13 @@ def _flat(
     if begins is None or mask.pieces == 0 or not bool(begins.any()):
         return mask
     first, last = mask.intervals(Place.of(q, k))[0]
-    return Stretches(first, last, offset, begins)
+    return PlacedIntervals(first, last, offset, begins)
 
 
 def _of_blocks(
     blocks: Any, q: Tensor, k: Tensor, stands: bool | int, begins: Tensor | None
 ) -> Mask:
-    """FlexAttention's BlockMask, from its rule, a few rows at a time."""
+    """FlexAttention's BlockMask, read from its rule a few rows at a time."""
     batch, heads = blocks.shape[:2]
     return by_rows(
         blocks.mask_mod, (batch, heads, q.shape[2], k.shape[2]), q.device, stands, begins

@@ -1,7 +1,7 @@
 """Rules for masks, (batch, head, query, key) -> bool, as transformers and FlexAttention have them.
 
-Rules that are known become intervals without looking at a single pair. All others are asked about
-a few rows at a time, and become intervals if that is what they are.
+Known rules become intervals without looking at a single pair. All others are asked about a few
+rows at a time, and become intervals if that is what they are.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from headwise import mask as masks
 from headwise.core.intervals import Mask
-from headwise.watching.adapters.mask_intervals import interval_mask, intervals
+from headwise.core.mask_reading import interval_mask, row_bounds
 
-PAIRS = 1 << 24  # are looked at at a time
+PAIRS = 1 << 24  # looked at in one go
 Rule = Callable[..., Tensor]
 
 
@@ -32,15 +32,15 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a rule shows: first <= key < last, (B|1, 1, N|1), and where sequences begin."""
+class KeyBounds:
+    """The keys a rule shows: first <= key < last, (B|1, 1, N|1), and where sequences begin."""
 
     first: Tensor
     last: Tensor
     begins: Tensor
 
-    def __and__(self, other: Shown) -> Shown:
-        return Shown(
+    def __and__(self, other: KeyBounds) -> KeyBounds:
+        return KeyBounds(
             torch.maximum(self.first, other.first),
             torch.minimum(self.last, other.last),
             torch.maximum(self.begins, other.begins),
@@ -48,9 +48,9 @@ class Shown:
 
 
 def to_mask(rule: Rule, padding: Tensor | None, grid: Grid, tile: Callable[..., Tensor]) -> Mask:
-    """A rule, and padding (B, tokens) bool, as a mask over the grid's keys.
+    """Make a mask over the grid's keys of a rule and padding (B, tokens) bool.
 
-    `tile(rows)` is asked for (B, H, rows, M) bool where the rule is not known.
+    `tile(rows)` gives (B, H, rows, M) bool; it is called if the rule is not known.
     """
     shown = known(rule, grid)
     stands = int(grid.queries[0]) - grid.first_key
@@ -66,7 +66,7 @@ def to_mask(rule: Rule, padding: Tensor | None, grid: Grid, tile: Callable[..., 
     first, last = (x.clamp(0, grid.keys).int() for x in bounds)
     begins = (shown.begins - grid.first_key).int()
     if not bool(first.any() | (last < grid.keys).any() | begins.any()):
-        return masks.lengths(grid.keys)  # everything, as engines know it best
+        return masks.lengths(grid.keys)  # everything, in the form that engines handle best
     wide = torch.broadcast_shapes(first.shape, last.shape, (1, 1, queries))
     return interval_mask(first.expand(wide), last.expand(wide), stands, begins)
 
@@ -78,7 +78,7 @@ def by_rows(
     stands: bool | int,
     begins: Tensor | None,
 ) -> Mask:
-    """Any rule that works on whole tensors of numbers, for (batch, heads, queries, keys)."""
+    """Make a mask of any rule that takes tensors of numbers; sizes: batch, heads, queries, keys."""
     batch, heads, queries, keys = (torch.arange(size, device=device) for size in sizes)
 
     def tile(rows: slice) -> Tensor:
@@ -105,7 +105,7 @@ def _by_tiles(
     parts: list[slice] = [slice(row, min(row + step, queries)) for row in range(0, queries, step)]
     bounds = []
     for rows in parts:
-        found = intervals(tile(rows))
+        found = row_bounds(tile(rows))
         if found is None:
             return masks.dense(torch.cat([tile(rows) for rows in parts], -2))
         bounds.append(found)
@@ -113,8 +113,8 @@ def _by_tiles(
     return interval_mask(first, last, stands, begins)
 
 
-def known(rule: Rule, grid: Grid) -> Shown | None:
-    """What a rule of transformers' masking_utils shows; None: it is none of those known here."""
+def known(rule: Rule, grid: Grid) -> KeyBounds | None:
+    """The keys that a rule of transformers' masking_utils shows; None if it is not known here."""
     if getattr(rule, "__module__", None) != "transformers.masking_utils":
         return None
     name, inner = rule.__qualname__.split(".")[0], _closure(rule)
@@ -124,7 +124,7 @@ def known(rule: Rule, grid: Grid) -> Shown | None:
     return None if reader is None else reader(grid, **inner)
 
 
-def _all_of(rules: tuple[Rule, ...], grid: Grid) -> Shown | None:
+def _all_of(rules: tuple[Rule, ...], grid: Grid) -> KeyBounds | None:
     found = _bidirectional(grid)
     for rule in rules:
         shown = known(rule, grid)
@@ -140,53 +140,53 @@ def _closure(rule: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
-def _bidirectional(grid: Grid) -> Shown:
+def _bidirectional(grid: Grid) -> KeyBounds:
     first = grid.queries.new_tensor(grid.first_key)[None, None, None]
-    return Shown(first, first + grid.keys, torch.zeros_like(first))
+    return KeyBounds(first, first + grid.keys, torch.zeros_like(first))
 
 
-def _causal(grid: Grid) -> Shown:
+def _causal(grid: Grid) -> KeyBounds:
     everything = _bidirectional(grid)
-    return Shown(everything.first, grid.queries[None, None] + 1, everything.begins)
+    return KeyBounds(everything.first, grid.queries[None, None] + 1, everything.begins)
 
 
-def _window(grid: Grid, sliding_window: int) -> Shown:
+def _window(grid: Grid, sliding_window: int) -> KeyBounds:
     everything = _bidirectional(grid)
     first = grid.queries[None, None] - sliding_window + 1
-    return Shown(first, everything.last, everything.begins)
+    return KeyBounds(first, everything.last, everything.begins)
 
 
-def _window_both_ways(grid: Grid, sliding_window: int) -> Shown:
+def _window_both_ways(grid: Grid, sliding_window: int) -> KeyBounds:
     own = grid.queries[None, None]
-    return Shown(own - sliding_window, own + sliding_window + 1, _bidirectional(grid).begins)
+    return KeyBounds(own - sliding_window, own + sliding_window + 1, _bidirectional(grid).begins)
 
 
-def _chunked(grid: Grid, chunk_size: int, left_padding: Tensor) -> Shown:
+def _chunked(grid: Grid, chunk_size: int, left_padding: Tensor) -> KeyBounds:
     start = left_padding.to(grid.queries.device).reshape(-1, 1, 1)
     first = (grid.queries - start).div(chunk_size, rounding_mode="floor") * chunk_size + start
-    return Shown(first, first + chunk_size, _bidirectional(grid).begins)
+    return KeyBounds(first, first + chunk_size, _bidirectional(grid).begins)
 
 
-def _packed(grid: Grid, packed_sequence_mask: Tensor) -> Shown:
-    """A number a token, (B, tokens), that grows from each sequence to the next."""
+def _packed(grid: Grid, packed_sequence_mask: Tensor) -> KeyBounds:
+    """One number per token, (B, tokens), that grows from each sequence to the next."""
     ids = packed_sequence_mask.to(grid.queries.device).contiguous()
     own = ids[:, grid.queries].contiguous()
     first = torch.searchsorted(ids, own)[:, None]
     last = torch.searchsorted(ids, own, right=True)[:, None]
-    return Shown(first, last, first)
+    return KeyBounds(first, last, first)
 
 
-def _padding(grid: Grid, padding_mask: Tensor) -> Shown | None:
-    """Tokens that are real, (B, tokens) bool; None where they are no single stretch."""
+def _padding(grid: Grid, padding_mask: Tensor) -> KeyBounds | None:
+    """Tokens that are not padding, (B, tokens) bool; None if they are not one stretch."""
     real = padding_mask.to(grid.queries.device, torch.bool)[:, : grid.first_key + grid.keys]
-    bounds = intervals(real[:, None, None].contiguous())
+    bounds = row_bounds(real[:, None, None].contiguous())
     if bounds is None:
         return None
     first, last = (x.to(grid.queries.dtype) for x in bounds)
-    return Shown(first, last, first)
+    return KeyBounds(first, last, first)
 
 
-_KNOWN: dict[str, Callable[..., Shown | None]] = {
+_KNOWN: dict[str, Callable[..., KeyBounds | None]] = {
     "causal_mask_function": _causal,
     "bidirectional_mask_function": _bidirectional,
     "sliding_window_overlay": _window,

@@ -1,6 +1,6 @@
-"""nn.MultiheadAttention in all its ways: called, inside PyTorch's layers, and on their fast path.
+"""nn.MultiheadAttention: called directly, inside PyTorch's layers, and on their fast path.
 
-PyTorch leaves its fast path where hooks or modes are about, and the fast path rounds otherwise. So
+PyTorch leaves its fast path if hooks or modes are active, and the fast path rounds differently. So
 the forwards are replaced in their classes, and nothing is hooked inside an encoder layer.
 """
 
@@ -11,38 +11,38 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import _pop_mode_temporarily
 
-from headwise.mask import Mask, causal
+from headwise.core.mask_reading import HIDDEN
 from headwise.nn.call import Call
+from headwise.nn.torch_masks import read_torch_masks
 from headwise.score import Dot
-from headwise.watching.adapters.headwise_calls import Undo
-from headwise.watching.adapters.mask_intervals import read, split
-from headwise.watching.adapters.replacement import Replacement, taken
-from headwise.watching.layer import Kind
-from headwise.watching.recorder import Recorder
-
-if TYPE_CHECKING:
-    from headwise.watching.adapters.torch_calls import Listener
+from headwise.watching.adapters.patching import Replacement, Undo, taken
+from headwise.watching.adapters.torch_calls import Listener
+from headwise.watching.call_recorder import CallRecorder
+from headwise.watching.seen_call import Kind
 
 
 @dataclass(eq=False)
-class Watched:
-    """The modules of PyTorch's own in a watched model, by identity, and who hears of them."""
+class TorchModules:
+    """PyTorch's attention modules in a watched model, by identity, and its listener."""
 
     names: dict[int, str]
-    recorder: Recorder
     listener: Listener
     seen: set[int] = field(default_factory=set)  # attentions that ran in the present layer
 
+    @property
+    def recorder(self) -> CallRecorder:
+        """The recorder that the calls are shown to."""
+        return self.listener.recorder
 
-def attach(model: nn.Module, recorder: Recorder, listener: Listener) -> list[Undo]:
-    """Let every nn.MultiheadAttention of the model tell the recorder; returns what undoes it."""
+
+def attach(model: nn.Module, listener: Listener) -> list[Undo]:
+    """Show the calls of nn.MultiheadAttention in the model to the recorder; returns the undoing."""
     kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
     names = {id(m): name for name, m in model.named_modules() if isinstance(m, kinds)}
     if not names:
@@ -53,23 +53,23 @@ def attach(model: nn.Module, recorder: Recorder, listener: Listener) -> list[Und
         ):
             option = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
             raise ValueError(
-                f"{names[id(module)] or 'this nn.MultiheadAttention'} uses {option}: its keys are "
-                "more than its tokens, and headwise can't say where they stand"
+                f"{names[id(module)] or 'this nn.MultiheadAttention'} uses {option}: it has "
+                "more keys than tokens, and their positions are not known"
             )
-    watched = Watched(names, recorder, listener)
-    return [replacement.add(watched) for replacement in _REPLACED]
+    modules = TorchModules(names, listener)
+    return [replacement.add(modules) for replacement in _REPLACED]
 
 
-def _forward(look: Callable[..., Any]) -> Callable[[Any, list[Watched]], Callable[..., Any]]:
+def _forward(look: Callable[..., Any]) -> Callable[[Any, list[TorchModules]], Callable[..., Any]]:
     """A forward that lets `look` run the original for the modules of a watched model."""
 
-    def make(original: Any, users: list[Watched]) -> Callable[..., Any]:
+    def make(original: Any, users: list[TorchModules]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(self: nn.Module, *given: Any, **options: Any) -> Any:
-            for watched in users:
-                if id(self) in watched.names:
+            for modules in users:
+                if id(self) in modules.names:
                     run = partial(original, self, *given, **options)
-                    return look(watched, self, run, *given, **options)
+                    return look(modules, self, run, *given, **options)
             return original(self, *given, **options)
 
         return forward
@@ -78,7 +78,7 @@ def _forward(look: Callable[..., Any]) -> Callable[[Any, list[Watched]], Callabl
 
 
 def _attention(
-    watched: Watched,
+    modules: TorchModules,
     module: nn.MultiheadAttention,
     run: Callable[[], Any],
     query: Tensor,
@@ -90,19 +90,19 @@ def _attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """An attention that is called, by its fast path or not."""
-    watched.listener.refuse_other_threads(watched.names[id(module)])
-    with unheard(watched.listener), taken():
+    """An attention that is called, on its fast path or not."""
+    modules.listener.refuse_other_threads(modules.names[id(module)])
+    with modules.listener.off(), taken():
         out = run()
-    watched.seen.add(id(module))
-    if watched.recorder.wants(watched.names[id(module)]):
-        ignored = is_causal and key_padding_mask is None and not need_weights
-        _look(watched, module, query, key, value, attn_mask, key_padding_mask, ignored)
+    modules.seen.add(id(module))
+    if modules.recorder.wants(modules.names[id(module)]):
+        masks = (attn_mask, key_padding_mask, is_causal, need_weights)
+        _look(modules, module, query, key, value, *masks)
     return out
 
 
 def _encoder_layer(
-    watched: Watched,
+    modules: TorchModules,
     layer: nn.TransformerEncoderLayer,
     run: Callable[[], Any],
     src: Tensor,
@@ -111,13 +111,13 @@ def _encoder_layer(
     is_causal: bool = False,
 ) -> Any:
     """A layer whose fast path does not call its attention."""
-    watched.listener.refuse_other_threads(watched.names[id(layer)])
-    watched.seen.discard(id(layer.self_attn))
-    with unheard(watched.listener), _unhooked(layer):
+    modules.listener.refuse_other_threads(modules.names[id(layer)])
+    modules.seen.discard(id(layer.self_attn))
+    with modules.listener.off(), _unhooked(layer):
         out = run()
     attention = layer.self_attn
-    name = watched.names.get(id(attention))
-    if name is None or id(attention) in watched.seen or not watched.recorder.wants(name):
+    name = modules.names.get(id(attention))
+    if name is None or id(attention) in modules.seen or not modules.recorder.wants(name):
         return out
     x = src.detach()
     if x.is_nested:
@@ -126,19 +126,23 @@ def _encoder_layer(
         src_key_padding_mask = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
     with torch.no_grad(), taken():
         x = layer.norm1(x) if layer.norm_first else x
-    _look(watched, attention, x, x, x, src_mask, src_key_padding_mask, False)
+    _look(modules, attention, x, x, x, src_mask, src_key_padding_mask)
     return out
 
 
 def _encoder(
-    watched: Watched, encoder: nn.TransformerEncoder, run: Callable[[], Any], *_: Any, **__: Any
+    modules: TorchModules,
+    encoder: nn.TransformerEncoder,
+    run: Callable[[], Any],
+    *_: Any,
+    **__: Any,
 ) -> Any:
-    """An encoder, which hands nested tensors to its layers if nothing is about."""
-    with unheard(watched.listener):
+    """An encoder, which passes nested tensors to its layers if no mode is active."""
+    with modules.listener.off():
         return run()
 
 
-_REPLACED: tuple[Replacement[Watched], ...] = (
+_REPLACED: tuple[Replacement[TorchModules], ...] = (
     Replacement(nn.MultiheadAttention, "forward", _forward(_attention)),
     Replacement(nn.TransformerEncoderLayer, "forward", _forward(_encoder_layer)),
     Replacement(nn.TransformerEncoder, "forward", _forward(_encoder)),
@@ -146,16 +150,17 @@ _REPLACED: tuple[Replacement[Watched], ...] = (
 
 
 def _look(
-    watched: Watched,
+    modules: TorchModules,
     module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
-    is_causal: bool,
+    is_causal: bool = False,
+    need_weights: bool = True,
 ) -> None:
-    """Hand the call over: its projections once more, its masks in our words."""
+    """Show the call to the recorder: its projections are computed once more."""
     across: Kind = "self" if _are_same(query, key) or _are_same(query, value) else "cross"
     if query.ndim == 2:
         query, key, value = (x[None] for x in (query, key, value))
@@ -163,13 +168,22 @@ def _look(
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     with torch.no_grad(), taken():
         q, k, v = _projected(module, query.detach(), key.detach(), value.detach())
-        mask, bias = _masks(attn_mask, key_padding_mask, is_causal, module.num_heads, across)
+        mask, bias = read_torch_masks(
+            attn_mask,
+            key_padding_mask,
+            module.num_heads,
+            is_causal=is_causal,
+            need_weights=need_weights,
+            same_sequence=across == "self",
+            hidden=HIDDEN,
+        )
     padding = None
     if key_padding_mask is not None and across == "self":
         padding = key_padding_mask.reshape(-1, k.shape[2])
         padding = padding if padding.dtype == torch.bool else padding == -torch.inf
+    bias = None if bias is None else bias.detach()
     call = Call(q, k, v, Dot(), mask, bias, None, None, 0.0, "auto")
-    watched.recorder.beside(watched.names[id(module)], call, across, padding)
+    modules.recorder.beside(modules.names[id(module)], call, across, padding)
 
 
 def _projected(
@@ -186,47 +200,9 @@ def _projected(
     return tuple(x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in made)
 
 
-def _masks(
-    attn_mask: Tensor | None,
-    padding: Tensor | None,
-    is_causal: bool,
-    heads: int,
-    kind: Kind,
-) -> tuple[Mask | None, Tensor | None]:
-    """(N, M) or (B · H, N, M), and (B, M), True = hidden or added to the logits, in our words."""
-    if is_causal:
-        return causal(offset=0), None  # the hint is taken at its word
-    shown: Tensor | None = None
-    added: Tensor | None = None
-    if attn_mask is not None and attn_mask.ndim == 3:
-        attn_mask = attn_mask.unflatten(0, (-1, heads))
-    if padding is not None:
-        padding = padding.reshape(-1, 1, 1, padding.shape[-1])
-    for given in (attn_mask, padding):
-        if given is None:
-            continue
-        seen, bias = (~given, None) if given.dtype == torch.bool else split(given.detach())
-        if seen is not None:
-            shown = seen if shown is None else shown & seen
-        if bias is not None:
-            added = bias if added is None else added + bias
-    return None if shown is None else read(shown, stands=kind == "self"), added
-
-
-@contextmanager
-def unheard(listener: Listener) -> Iterator[None]:
-    """Where PyTorch looks for modes, and must not find ours."""
-    depth: int = torch._C._len_torch_function_stack()
-    if depth and torch._C._get_function_stack_at(depth - 1) is listener:
-        with _pop_mode_temporarily():
-            yield
-    else:  # not on; or beneath another mode, for which PyTorch leaves its fast path anyway
-        yield
-
-
 @contextmanager
 def _unhooked(layer: nn.TransformerEncoderLayer) -> Iterator[None]:
-    """Where PyTorch looks for hooks on the layer, and must not find those of a watch."""
+    """Take the watch's hooks off a layer while PyTorch looks for hooks on it."""
     hidden = []
     if isinstance(layer.self_attn, nn.MultiheadAttention):
         for module in layer.modules():
@@ -250,7 +226,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _are_same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are the same numbers; a part of a sequence is not the sequence."""
+    """True if two tensors hold the same numbers; a part of a sequence is not the sequence."""
     if x is y or x.is_nested or y.is_nested:
         return x is y
     begins = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()

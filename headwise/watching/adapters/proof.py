@@ -1,4 +1,4 @@
-"""Proof that a foreign function was understood: a few of its rows, computed once more."""
+"""Proof that a model's attention was read correctly: a few of its rows, computed once more."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROWS = 8
 
 
 def prove(call: Call, out: Tensor) -> bool:
-    """ValueError unless the call gives what the function gave, out (B, N, Hq, Dv), in a few rows.
+    """Raise ValueError unless the call gives the model's output (B, N, Hq, Dv) in a few rows.
 
     Logits of low precision are rounded before the exponential, so the larger they are the further
-    an honest output may be off. Rows that see nothing, and numbers that are none any more, are no
-    proof of anything; False where there was nothing else.
+    a correct output may be off. Rows that see nothing, NaN and infinities prove nothing; False if
+    there was nothing else.
     """
     options = call.options()
     del options["dropout"], options["engine"]
@@ -33,7 +33,7 @@ def prove(call: Call, out: Tensor) -> bool:
     shown = seen["max_logit"] > -torch.inf  # (B, Hq, N)
     theirs = out.transpose(1, 2)
     if theirs.shape != ours.shape:
-        raise ValueError(f"its output is {tuple(theirs.shape)} where {tuple(ours.shape)} was due")
+        raise ValueError(f"its output is {tuple(theirs.shape)} instead of {tuple(ours.shape)}")
     finite = ours.isfinite() & theirs.isfinite() & shown[..., None]
     if not bool(finite.any()):
         return False
@@ -44,15 +44,15 @@ def prove(call: Call, out: Tensor) -> bool:
     apart = float((theirs - ours)[finite].abs().max())
     if not apart <= allowed:
         raise ValueError(
-            f"its output is not softmax(scale · q·k + mask) · v as its arguments say: off by "
-            f"{apart:.2g} where rounding explains {allowed:.2g}"
+            f"its output is not softmax(scale · q·k + mask) · v of its arguments: it is off by "
+            f"{apart:.2g}, and rounding explains {allowed:.2g}"
         )
     return True
 
 
 @contextmanager
 def without_dropout(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """A module that drops nothing for a while, and where no random number is used up."""
+    """Let a module drop nothing for a while, and use up no random numbers."""
     learning = [part for part in module.modules() if part.training]
     others = [] if device.type == "cpu" else [device]
     for part in learning:

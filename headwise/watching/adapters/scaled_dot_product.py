@@ -1,20 +1,49 @@
-"""A call of F.scaled_dot_product_attention, in our words."""
+"""Reading a call of F.scaled_dot_product_attention, and remembering the masks that were read."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from headwise.core.mask_reading import read_mask, split_mask
 from headwise.core.place import four
 from headwise.mask import Mask, causal
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.mask_intervals import Memory, read, split
-from headwise.watching.layer import Kind
+from headwise.watching.seen_call import Kind
+
+Made = TypeVar("Made")
+
+
+class MaskMemo:
+    """What was read from the last few mask tensors: all layers of a model are given the same."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[weakref.ref[Tensor], int, tuple[object, ...], Any]] = []
+
+    def recall(self, make: Callable[[], Made], tensor: Tensor, *options: object) -> Made:
+        """The result of `make` for this tensor, unchanged since, and these options."""
+        if tensor.is_inference():
+            return make()  # it does not count its changes
+        for known, version, given, found in self._made:
+            if known() is tensor and version == tensor._version and given == options:
+                kept: Made = found
+                return kept
+        made = make()
+        known = weakref.ref(tensor, self._forget)
+        self._made = [*self._made[-3:], (known, tensor._version, options, made)]
+        return made
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        self._made = [entry for entry in self._made if entry[0] is not gone]
 
 
 def scaled_dot_product(
-    memory: Memory,
+    memo: MaskMemo,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -24,9 +53,9 @@ def scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Call, Kind | None]:
-    """A call of F.scaled_dot_product_attention in our words; dropout does not change statistics.
+    """Read a call of F.scaled_dot_product_attention; dropout does not change the statistics.
 
-    "cross" where queries of another number than the keys' look at them all alike.
+    "cross" if all queries see the same keys, and there are not as many keys as queries.
     """
     q, k, v = (_with_heads(x.detach()) for x in (query, key, value))
     mask: Mask | None = None
@@ -34,26 +63,33 @@ def scaled_dot_product(
     if is_causal:
         mask = causal(offset=0)  # PyTorch aligns it at the start, also where N ≠ M
     elif attn_mask is not None:
-        mask, bias = read_mask(memory, attn_mask, query)
+        mask, bias = _read(memo, attn_mask, query)
     alike = not is_causal and (attn_mask is None or attn_mask.shape[-2:-1] == (1,))
-    kind: Kind | None = "cross" if alike and are_apart(q, k) else None
+    kind: Kind | None = "cross" if alike and lengths_differ(q, k) else None
     return Call(q, k, v, Dot(scale), mask, bias, None, None, 0.0, "auto"), kind
 
 
-def are_apart(q: Tensor, k: Tensor) -> bool:
-    """Whether queries (B, H, N, D) are not as many as keys; one alone may be the next token."""
+def lengths_differ(q: Tensor, k: Tensor) -> bool:
+    """True if there are not as many queries (B, H, N, D) as keys, nor one: that is a next token."""
     return q.shape[2] > 1 and q.shape[2] != k.shape[2]
 
 
-def read_mask(memory: Memory, given: Tensor, query: Tensor) -> tuple[Mask | None, Tensor | None]:
+def kind_of(name: str) -> Kind:
+    """The kind of attention that a module's name states."""
+    last = name.lower().rsplit(".", 1)[-1]
+    across = ("cross" in last, "encoder_attn" in last, "encdec" in last, "multihead_attn" in last)
+    return "cross" if any(across) else "self"
+
+
+def _read(memo: MaskMemo, given: Tensor, query: Tensor) -> tuple[Mask | None, Tensor | None]:
     """A mask tensor, True = may attend or added to the logits, as mask and bias."""
 
     def made() -> tuple[Mask | None, Tensor | None]:
-        fitting = _fitting(given.detach(), query)
-        seen, bias = (fitting, None) if given.dtype == torch.bool else split(fitting)
-        return None if seen is None else read(seen), bias
+        fitting = _with_four_axes(given.detach(), query)
+        seen, bias = (fitting, None) if given.dtype == torch.bool else split_mask(fitting)
+        return None if seen is None else read_mask(seen), bias
 
-    return memory.recall(made, given, query.ndim)
+    return memo.recall(made, given, query.ndim)
 
 
 def _with_heads(x: Tensor) -> Tensor:
@@ -63,18 +99,11 @@ def _with_heads(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 
-def _fitting(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask for queries of three, four or more axes, with the axes of four."""
+def _with_four_axes(mask: Tensor, query: Tensor) -> Tensor:
+    """The mask of queries with three, four or more axes, with four axes."""
     if query.ndim == 3 and mask.ndim == 3:
         return mask[:, None]
     if query.ndim > 4 and mask.ndim > 4:
         mask = mask.expand(*query.shape[:-3], *mask.shape[-3:])
         return mask.reshape(-1, *mask.shape[-3:])
     return four(mask)
-
-
-def kind_of(name: str) -> Kind:
-    """Whether a module's name says that it looks at another sequence."""
-    last = name.lower().rsplit(".", 1)[-1]
-    across = ("cross" in last, "encoder_attn" in last, "encdec" in last, "multihead_attn" in last)
-    return "cross" if any(across) else "self"

@@ -1,9 +1,10 @@
-"""Attention that a model computes with PyTorch: its calls are seen while the model runs."""
+"""Attention that a model computes with PyTorch: its calls are heard while the model runs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,33 +12,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters import flex_calls, multi_head_calls
-from headwise.watching.adapters.headwise_calls import OURS, Undo
-from headwise.watching.adapters.hooks import Hook
-from headwise.watching.adapters.mask_intervals import Memory
+from headwise.watching.adapters.headwise_calls import OURS
+from headwise.watching.adapters.patching import Hook, Undo, is_taken
 from headwise.watching.adapters.proof import prove
-from headwise.watching.adapters.replacement import is_taken
-from headwise.watching.adapters.scaled_dot_product import are_apart, kind_of, scaled_dot_product
+from headwise.watching.adapters.scaled_dot_product import (
+    MaskMemo,
+    kind_of,
+    lengths_differ,
+    scaled_dot_product,
+)
 from headwise.watching.adapters.written_out import PRODUCTS, SOFTMAXES, WrittenOut
+from headwise.watching.call_recorder import CallRecorder, matches, recomputing
 from headwise.watching.layer import LARGEST
-from headwise.watching.recorder import Recorder, matches, recomputing
 
 _PLAIN = ("torch.nn.", "headwise.")
-"""Modules of these packages call no attention function, but for those that are seen otherwise."""
+"""Modules of these packages call no attention function, except those that other adapters see."""
 
 
-def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
-    """Let calls of PyTorch's attention in the model tell the recorder; returns what undoes it."""
-    listener = Listener(recorder)
+def attach(model: nn.Module, listener: Listener) -> list[Undo]:
+    """Let the listener know which of the model's modules run; returns the undoing."""
     undo: list[Undo] = [listener.leave_all]
-    undo += multi_head_calls.attach(model, recorder, listener)  # first: it may refuse
-    undo += flex_calls.attach(model, listener)
     for name, module in model.named_modules():
         if not isinstance(module, OURS) and type(module).__module__.startswith(_PLAIN):
             continue
@@ -50,18 +50,18 @@ def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
 
 @dataclass
 class Frame:
-    """A module that is running; `quiet` where its calls are seen otherwise."""
+    """A module that is running; `quiet` if another adapter sees its calls."""
 
     module: nn.Module
     name: str
     quiet: bool
-    listening: bool  # it was this frame that began to listen
+    listening: bool  # the listener was switched on for this frame
     sizes: tuple[int, ...]  # of the first tensor that the outermost module was called with
     written_out: WrittenOut = field(default_factory=WrittenOut)
 
 
 class Running(threading.local):
-    """The modules that run in a thread; PyTorch's modes are a thread's own too."""
+    """The modules that run in a thread; PyTorch's modes belong to one thread too."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -70,11 +70,11 @@ class Running(threading.local):
 class Listener(TorchFunctionMode):
     """Hears the attention calls of the modules that run; hooks tell it which those are."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallRecorder) -> None:
         super().__init__()
         self.recorder = recorder
-        self.names: dict[int, str] = {}  # of the modules that tell when they run
-        self.memory = Memory()
+        self.names: dict[int, str] = {}  # of the modules with hooks
+        self.memo = MaskMemo()
         self.thread = threading.get_ident()
         self.running = Running()
         self.proved: set[tuple[str, bool, bool]] = set()
@@ -101,7 +101,7 @@ class Listener(TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def refuse_other_threads(self, name: str) -> None:
-        """ValueError where two threads would run the model under one watch."""
+        """Raise ValueError if the model runs in another thread than its watch."""
         if threading.get_ident() != self.thread and not recomputing():
             raise ValueError(
                 f"{name or 'the watched model'} runs in another thread than the one that attached "
@@ -111,12 +111,25 @@ class Listener(TorchFunctionMode):
 
     @property
     def on(self) -> bool:
-        """Whether calls are heard now."""
+        """True if calls are heard now."""
         depth: int = torch._C._len_torch_function_stack()
         return any(torch._C._get_function_stack_at(level) is self for level in range(depth))
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Take the listener off PyTorch's stack of modes, where it would change what PyTorch does.
+
+        Beneath another mode it stays: for that one PyTorch leaves its fast path anyway.
+        """
+        depth: int = torch._C._len_torch_function_stack()
+        if depth and torch._C._get_function_stack_at(depth - 1) is self:
+            with _pop_mode_temporarily():
+                yield
+        else:
+            yield
+
     def leave(self, module: nn.Module, *_: object) -> None:
-        """A module has run, well or not."""
+        """A module has run, with or without an error."""
         if torch.compiler.is_compiling() or not any(x.module is module for x in self.frames):
             return  # it was refused as it started
         while self.frames:
@@ -150,7 +163,7 @@ class Listener(TorchFunctionMode):
         out = func(*args, **options)
         if func is F.scaled_dot_product_attention:
             if self.recorder.wants(frame.name):
-                call, kind = scaled_dot_product(self.memory, *args, **options)
+                call, kind = scaled_dot_product(self.memo, *args, **options)
                 self.recorder.beside(frame.name, call, kind or kind_of(frame.name))
             return self.recorder.silence(frame.name, out)
         if func in SOFTMAXES:
@@ -162,17 +175,17 @@ class Listener(TorchFunctionMode):
         return out
 
     def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """A call of hw.attention in a module of someone else's."""
+        """A call of hw.attention in somebody's own module."""
         if q.ndim != 4 or not self.recorder.wants(name):
             out = attention(q, k, v, **options)
         else:
             call = Call(q, k, v, **(options | {"score": options["score"] or Dot()}))
-            across = call.mask is None and are_apart(q, k)
+            across = call.mask is None and lengths_differ(q, k)
             out = self.recorder.inside(name, call, "cross" if across else kind_of(name))
         return self.recorder.silence(name, out)
 
     def product(self, frame: Frame, given: tuple[Any, ...], out: Tensor) -> Tensor:
-        """A product that may weigh values by a softmax: attention, written out."""
+        """A product that may weigh values by a softmax: attention that is written out."""
         name, recorder = frame.name, self.recorder
         wanted, silenced = recorder.wants(name), name in recorder.silenced
         try:
@@ -183,11 +196,11 @@ class Listener(TorchFunctionMode):
         except ValueError:
             if silenced or (wanted and self.asked_for(name)):
                 raise
-            return out  # what nobody asked for need not be understood
+            return out  # nobody asked for this one, so it need not be readable
         if found is None:
             return out
         if wanted:
-            across = found.call.mask is None and are_apart(*found.call[:2])
+            across = found.call.mask is None and lengths_differ(*found.call[:2])
             few = found.call.q.shape[:3].numel() * found.call.k.shape[2] <= LARGEST
             recorder.beside(name, found.call, "cross" if across else kind_of(name), maps=few)
         if not silenced:
@@ -196,7 +209,7 @@ class Listener(TorchFunctionMode):
         return found.product.as_it_was(recorder.silence(name, heads))
 
     def prove(self, name: str, call: Call, out: Tensor) -> None:
-        """Once for every form of a layer's calls: it is what was computed, out (B, N, H, D)."""
+        """Check, once for every form of a layer's calls, that it computed out (B, N, H, D)."""
         form = (name, call.mask is None, call.bias is None)
         if form in self.proved:
             return
@@ -209,14 +222,14 @@ class Listener(TorchFunctionMode):
             self.proved.add(form)
 
     def asked_for(self, name: str) -> bool:
-        """Whether a layer of this name would be one of those that are looked at."""
-        wanted = self.recorder.looking.layers
+        """True if a layer of this name would be one of those that are looked at."""
+        wanted = self.recorder.options.layers
         return wanted is None or matches(len(self.recorder.known()), name, wanted)
 
 
 @_disable_dynamo  # torch.compiler.disable, but it imports the compiler only when it is called
 def refuse_compiled(name: str) -> None:
-    """Say at run time what a compiler would otherwise make of a watch: nothing good."""
+    """Raise ValueError at run time, instead of compiling the watch into the model."""
     raise ValueError(
         f"{name or 'the watched model'} runs compiled, and compiled code can't be looked into; "
         "call the model that was given to torch.compile while it is watched"
@@ -224,7 +237,7 @@ def refuse_compiled(name: str) -> None:
 
 
 def _sizes(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, ...]:
-    """The sizes of the first tensor among what a module is called with."""
+    """The sizes of the first tensor among a module's arguments."""
     for x in tree_leaves((given, options)):
         if isinstance(x, Tensor) and not x.is_nested:
             return tuple(x.shape)

@@ -1,4 +1,4 @@
-"""Models of transformers: what their attention interface is asked to compute, seen beside it."""
+"""Models of transformers: the calls of their attention interface, observed beside it."""
 
 from __future__ import annotations
 
@@ -15,59 +15,63 @@ from torch import Tensor, nn
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.watching.adapters import implementation as ours
-from headwise.watching.adapters.headwise_calls import Undo
-from headwise.watching.adapters.hooks import Hook
-from headwise.watching.adapters.interface import Given, Sequence, is_causal, to_call
-from headwise.watching.adapters.mask_intervals import Memory
+from headwise.watching.adapters.interface import (
+    InterfaceCall,
+    TokenSequence,
+    is_causal,
+    to_call,
+)
+from headwise.watching.adapters.patching import Hook, Replacement, Undo, taken
 from headwise.watching.adapters.proof import prove, without_dropout
-from headwise.watching.adapters.replacement import Replacement, taken
-from headwise.watching.adapters.scaled_dot_product import are_apart, kind_of
-from headwise.watching.layer import Kind
-from headwise.watching.recorder import Recorder
+from headwise.watching.adapters.scaled_dot_product import MaskMemo, kind_of, lengths_differ
+from headwise.watching.call_recorder import CallRecorder
+from headwise.watching.seen_call import Kind
 
 
 @dataclass(eq=False)
-class Watched:
-    """A watched model: its modules by identity, and the sequences of the parts that run."""
+class TransformersModules:
+    """A watched model: its modules by identity, and the tokens of the parts that run."""
 
     names: dict[int, str]
-    recorder: Recorder
-    memory: Memory = field(default_factory=Memory)
-    sequences: list[tuple[nn.Module, Sequence | None]] = field(default_factory=list)
-    begins: dict[str, Tensor] = field(default_factory=dict)  # by layer, as its prompt's mask said
+    recorder: CallRecorder
+    memo: MaskMemo = field(default_factory=MaskMemo)
+    sequences: list[tuple[nn.Module, TokenSequence | None]] = field(default_factory=list)
+    begins: dict[str, Tensor] = field(default_factory=dict)  # by layer, from its prompt's mask
     proved: set[tuple[object, ...]] = field(default_factory=set)
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """A model, or a part that is a model of its own, starts to run."""
+        """A model, or a part that is a model itself, starts to run."""
         self.sequences.append((module, _sequence(_named(type(module), given) | options)))
 
     def leave(self, module: nn.Module, *_: object) -> None:
-        """It has run, well or not."""
+        """It has run, with or without an error."""
         if any(running is module for running, _ in self.sequences):
             while self.sequences.pop()[0] is not module:
                 pass
 
-    def sequence(self, name: str) -> Sequence | None:
-        """That of the innermost part that runs, with what a layer's prompt said of it."""
+    def sequence(self, name: str) -> TokenSequence | None:
+        """The tokens of the innermost part that runs, with what a layer's prompt said of them."""
         found = self.sequences[-1][1] if self.sequences else None
         if found is not None and found.begins is None and found.past > 0:
             return replace(found, begins=self.begins.get(name))
         return found
 
-    def prove(self, name: str, function: Any, given: Given, call: Call, out: Tensor) -> None:
-        """Once for every form of a layer's calls: the call is what the function computed.
+    def prove(
+        self, name: str, function: Any, given: InterfaceCall, call: Call, out: Tensor
+    ) -> None:
+        """Check, once for every form of a layer's calls, that the function computed this call.
 
-        Where it dropped weights, what it computes without that: once more, and no random number
-        of the model's is used up.
+        Where it dropped weights it runs once more without dropout; the model's random numbers
+        stay as they were.
         """
-        said = tuple(sorted(key for key, value in given.options.items() if value is not None))
-        form = (name, given.implementation, given.mask is None, given.q.shape[2] == 1, said)
+        named = tuple(sorted(key for key, value in given.options.items() if value is not None))
+        form = (name, given.implementation, given.mask is None, given.q.shape[2] == 1, named)
         if form not in self.proved:
             whole = _undropped(function, given) if given.option("dropout") else out.detach()
             if prove(call, whole):
                 self.proved.add(form)
 
-    def remember(self, name: str, call: Call, sequence: Sequence | None) -> None:
+    def remember(self, name: str, call: Call, sequence: TokenSequence | None) -> None:
         """Keep where sequences begin, for steps whose window no longer reaches there."""
         if sequence is not None and sequence.begins is None and call.mask is not None:
             start = call.mask.start(Place.of(call.q, call.k))
@@ -75,34 +79,36 @@ class Watched:
                 self.begins[name] = start.flatten()
 
 
-def attach(model: nn.Module, recorder: Recorder) -> list[Undo]:
-    """Let the attention interface tell the recorder of this model; returns what undoes it."""
+def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
+    """Show the calls of the attention interface to the recorder; returns the undoing."""
     if sys.modules.get("transformers") is None:
-        return []  # then no module of the model is of theirs
+        return []  # then no module of the model is from there
     from transformers import AttentionInterface, PreTrainedModel
 
-    watched = Watched({id(module): name for name, module in model.named_modules()}, recorder)
+    modules = TransformersModules(
+        {id(module): name for name, module in model.named_modules()}, recorder
+    )
     undo: list[Undo] = [
-        replacement.add(watched) for replacement in _replacements(AttentionInterface)
+        replacement.add(modules) for replacement in _replacements(AttentionInterface)
     ]
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            before = module.register_forward_pre_hook(Hook(watched.enter), with_kwargs=True)
-            after = module.register_forward_hook(Hook(watched.leave), always_call=True)
+            before = module.register_forward_pre_hook(Hook(modules.enter), with_kwargs=True)
+            after = module.register_forward_hook(Hook(modules.leave), always_call=True)
             undo += [before.remove, after.remove]
     return undo
 
 
 @functools.cache
-def _replacements(interface: type) -> tuple[Replacement[Watched], ...]:
-    """Both ways to a function: by `get_interface`, and as an item."""
+def _replacements(interface: type) -> tuple[Replacement[TransformersModules], ...]:
+    """Both ways to get a function: by `get_interface`, and as an item."""
     return (
         Replacement(interface, "get_interface", _make_get_interface),
         Replacement(interface, "__getitem__", _make_getitem),
     )
 
 
-def _make_get_interface(original: Any, users: list[Watched]) -> Callable[..., Any]:
+def _make_get_interface(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
         function = original(self, attn_implementation, default)
@@ -111,7 +117,7 @@ def _make_get_interface(original: Any, users: list[Watched]) -> Callable[..., An
     return get_interface
 
 
-def _make_getitem(original: Any, users: list[Watched]) -> Callable[..., Any]:
+def _make_getitem(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
     @functools.wraps(original)
     def getitem(self: Any, key: str) -> Any:
         return _beside(original(self, key), key, users)
@@ -119,8 +125,8 @@ def _make_getitem(original: Any, users: list[Watched]) -> Callable[..., Any]:
     return getitem
 
 
-def _beside(function: Any, implementation: str, users: list[Watched]) -> Any:
-    """The function, and for the modules of watched models a look beside it."""
+def _beside(function: Any, implementation: str, users: list[TransformersModules]) -> Any:
+    """The function; calls from the modules of watched models are observed beside it."""
     if hasattr(function, "__watched__"):
         return function
 
@@ -135,33 +141,35 @@ def _beside(function: Any, implementation: str, users: list[Watched]) -> Any:
         **options: Any,
     ) -> Any:
         options |= dict(zip(_parameters(function)[5:], more, strict=False))
-        given = Given(implementation, module, query, key, value, attention_mask, options)
-        for watched in users:
-            if id(module) in watched.names:
-                return _observed(watched, function, given)
+        given = InterfaceCall(implementation, module, query, key, value, attention_mask, options)
+        for modules in users:
+            if id(module) in modules.names:
+                return _observed(modules, function, given)
         return _run(function, given)
 
     attend.__watched__ = True  # type: ignore[attr-defined]
     return attend
 
 
-def _run(function: Callable[..., Any], given: Given, **more: Any) -> Any:
+def _run(function: Callable[..., Any], given: InterfaceCall, **more: Any) -> Any:
     """The function's own result."""
     return function(given.module, given.q, given.k, given.v, given.mask, **given.options, **more)
 
 
-def _undropped(function: Callable[..., Any], given: Given) -> Tensor:
-    """What a function computes where nothing is dropped, whether it or its module would do it."""
+def _undropped(function: Callable[..., Any], given: InterfaceCall) -> Tensor:
+    """The output without dropout, whether the function or its module would drop."""
     plain = replace(given, options={**given.options, "dropout": 0.0})
     with without_dropout(given.module, given.q.device), taken():
         out: Tensor = _run(function, plain)[0]
     return out
 
 
-def _observed(watched: Watched, function: Callable[..., Any], given: Given) -> Any:
-    """The function's own result; its call was shown to the recorder."""
-    name, recorder = watched.names[id(given.module)], watched.recorder
-    kind, sequence = _kind(given, name), watched.sequence(name)
+def _observed(
+    modules: TransformersModules, function: Callable[..., Any], given: InterfaceCall
+) -> Any:
+    """The function's own result; its call is shown to the recorder."""
+    name, recorder = modules.names[id(given.module)], modules.recorder
+    kind, sequence = _kind(given, name), modules.sequence(name)
     padding = None if sequence is None else sequence.padding(given.q)
     if function is ours.attend and recorder.wants(name):
         look = functools.partial(recorder.inside, name, kind=kind, padding=padding)
@@ -175,30 +183,30 @@ def _observed(watched: Watched, function: Callable[..., Any], given: Given) -> A
     given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
     try:
         with torch.no_grad():
-            call = to_call(given, kind, sequence, watched.memory)
-            watched.prove(name, function, given, call, result[0])
+            call = to_call(given, kind, sequence, modules.memo)
+            modules.prove(name, function, given, call, result[0])
     except ValueError as error:
         raise ValueError(
             f"{name} ({type(given.module).__name__}, attn_implementation="
             f"{given.implementation!r}) can't be watched: {error}"
         ) from None
-    watched.remember(name, call, sequence)
+    modules.remember(name, call, sequence)
     recorder.beside(name, call, kind, padding)
     return silenced
 
 
-def _kind(given: Given, name: str) -> Kind:
-    """Whether a module's queries look at the keys of another sequence."""
+def _kind(given: InterfaceCall, name: str) -> Kind:
+    """The kind of attention of a module: does it look at the keys of another sequence?"""
     module = given.module
     if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower():
         return "cross"
-    if given.mask is None and not is_causal(given) and are_apart(given.q, given.k):
+    if given.mask is None and not is_causal(given) and lengths_differ(given.q, given.k):
         return "cross"
     return "cross" if any(kind_of(part) == "cross" for part in name.split(".")[-2:]) else "self"
 
 
-def _sequence(named: dict[str, Any]) -> Sequence | None:
-    """The sequence of a model's forward, from its arguments."""
+def _sequence(named: dict[str, Any]) -> TokenSequence | None:
+    """The tokens of a model's forward, from its arguments."""
     tokens = named.get("input_ids")
     tokens = named.get("inputs_embeds") if tokens is None else tokens
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
@@ -213,11 +221,11 @@ def _sequence(named: dict[str, Any]) -> Sequence | None:
             return None  # of something else
         shown = mask.bool()
         begins = shown.view(torch.uint8).argmax(-1).int()
-        return Sequence(queries, mask.shape[1], None if bool(shown.all()) else shown, begins)
+        return TokenSequence(queries, mask.shape[1], None if bool(shown.all()) else shown, begins)
     length = getattr(cache, "get_seq_length", None)
     past = 0 if length is None else int(length())
     begins = torch.zeros(1, dtype=torch.int32, device=tokens.device)
-    return Sequence(queries, past + queries, None, begins if mask is None else None)
+    return TokenSequence(queries, past + queries, None, begins if mask is None else None)
 
 
 @functools.cache
@@ -227,5 +235,5 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 def _named(function: Any, given: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments by the names that the function, or a module's forward, has for them."""
+    """Positional arguments by the names that a function, or a module's forward, gives them."""
     return dict(zip(_parameters(function), given, strict=False)) if given else {}

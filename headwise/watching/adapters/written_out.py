@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.core.mask_reading import HIDDEN, read_mask, without_hidden
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.mask_intervals import HIDDEN, apart, read
 from headwise.watching.adapters.product_axes import Product, of_einsum, of_matmul, weighs
 
 SOFTMAXES: frozenset[Callable[..., Any]] = frozenset(
@@ -152,14 +152,14 @@ def from_logits(logits: Tensor, v: Tensor) -> Call:
     batch, heads, queries, keys = logits.shape
     largest = logits.amax(-1, keepdim=True)
     hidden = (logits <= HIDDEN) | (logits < largest - FURTHER)
-    seen, bias = apart(logits, ~hidden)  # what is no number any more hides nothing
+    seen, bias = without_hidden(logits, ~hidden)  # NaN hides nothing
     nothing = logits.new_zeros(batch, heads, max(queries, keys), 1)
     return Call(
         nothing[:, :, :queries],
         nothing[:, :, :keys],
         v.expand(batch, heads, *v.shape[2:]).to(logits.dtype),
         Dot(1.0),
-        None if seen is None else read(seen),
+        None if seen is None else read_mask(seen),
         bias,
         None,
         None,

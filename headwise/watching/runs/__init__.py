@@ -1,1 +1,1 @@
-"""A run's folder: what was seen, written so that a kill loses nothing, and read again."""
+"""The folder of a watched run: written so that a kill loses little, and read again."""

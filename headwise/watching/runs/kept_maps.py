@@ -1,7 +1,7 @@
 """Maps that a run keeps: q, k and lse of a head in a safetensors file, and back again.
 
-A map is a function of these three and of the mask, so the file has the mask's intervals, and what
-else there is to a logit, beside them. Every weight read from it is the one that was seen.
+A map is a function of these three, the mask and the other terms of a logit, so the file holds them
+too. Every weight read from it is the one that was seen.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NAME = re.compile(
 
 
 @dataclass(frozen=True, order=True)
-class Kept:
-    """Which map a file holds."""
+class MapFile:
+    """The step, layer, head and process of the map in a file."""
 
     step: int
     layer: int
@@ -36,11 +36,11 @@ class Kept:
     rank: int = 0
 
     @classmethod
-    def of(cls, name: str) -> Kept | None:
-        """From a file's name; None for another file.
+    def of(cls, name: str) -> MapFile | None:
+        """Read a file's name; None for another file.
 
-        >>> Kept.of("step-00000100-layer-003-head-005-rank0.safetensors")
-        Kept(step=100, layer=3, head=5, rank=0)
+        >>> MapFile.of("step-00000100-layer-003-head-005-rank0.safetensors")
+        MapFile(step=100, layer=3, head=5, rank=0)
         """
         found = numbers_in(name, NAME)
         return None if found is None else cls(**found)
@@ -52,10 +52,10 @@ class Kept:
         return f"step-{self.step:08d}-{place}.safetensors"
 
 
-def kept_in(folder: Path) -> list[Kept]:
-    """The maps that a run's folder has."""
+def maps_in(folder: Path) -> list[MapFile]:
+    """The maps in a run's folder."""
     files = (folder / FOLDER).glob("*.safetensors")
-    return sorted(kept for file in files if (kept := Kept.of(file.name)) is not None)
+    return sorted(kept for file in files if (kept := MapFile.of(file.name)) is not None)
 
 
 def write_map(path: Path, amap: AttentionMap) -> None:
@@ -66,9 +66,9 @@ def write_map(path: Path, amap: AttentionMap) -> None:
     terms = region.terms._asdict()
     tensors = {"q": region.q, "k": region.k, "lse": amap.lse}
     tensors |= {name: x for name, x in terms.items() if isinstance(x, Tensor)}
-    said = {name: x for name, x in terms.items() if not isinstance(x, Tensor)}
+    plain = {name: x for name, x in terms.items() if not isinstance(x, Tensor)}
     flat = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    write_whole(path, save(flat, metadata={"headwise": json.dumps(said)}))
+    write_whole(path, save(flat, metadata={"headwise": json.dumps(plain)}))
 
 
 def read_map(path: Path) -> AttentionMap:

@@ -1,8 +1,8 @@
-"""What a run's folder says of itself: its format, the model, what was looked at, the versions.
+"""The manifest of a run's folder: its format, the model, the options of the watch, the versions.
 
-manifest.json                     this
+manifest.json                     the manifest
 series-rank0-000001.parquet ...   the figures: step, rank, layer, name, kind, head, ...
-alarms-rank0.jsonl                an alarm a line
+alarms-rank0.jsonl                one alarm per line
 maps/step-...-head-...safetensors q, k and lse of the heads that were kept
 """
 
@@ -22,19 +22,19 @@ import torch
 from torch import nn
 
 from headwise.messages import from_json, say, with_chinese
-from headwise.watching.recorder import Looking
+from headwise.watching.call_recorder import WatchOptions
 from headwise.watching.rules import Rule
 
 FORMAT = 1
-"""What the folders look like; a reader refuses a number it does not know."""
+"""The version of the folders' layout; a reader refuses a newer one."""
 
 NAME = "manifest.json"
 
 NEEDED = {"model": ("class", "parameters"), "looking": ("rows", "every")}
-"""What a reader relies on."""
+"""The entries that a reader relies on."""
 
 
-def describe(model: nn.Module, looking: Looking, rules: Sequence[Rule]) -> dict[str, Any]:
+def describe(model: nn.Module, options: WatchOptions, rules: Sequence[Rule]) -> dict[str, Any]:
     """The manifest of a run that begins now."""
     about: dict[str, Any] = {
         "format": FORMAT,
@@ -43,7 +43,7 @@ def describe(model: nn.Module, looking: Looking, rules: Sequence[Rule]) -> dict[
             "class": type(model).__name__,
             "parameters": sum(each.numel() for each in model.parameters()),
         },
-        "looking": asdict(looking),
+        "looking": asdict(options),
         "rules": [{"rule": x.name, "says": x.says, "source": x.source} for x in rules],
         "processes": _processes()[1],
         "versions": {
@@ -57,18 +57,19 @@ def describe(model: nn.Module, looking: Looking, rules: Sequence[Rule]) -> dict[
 
 
 def now() -> str:
-    """The time, as the manifest says it."""
+    """The time in the form that the manifest uses."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """A folder's manifest; ValueError for no run, a damaged one, or one of a newer headwise."""
+    """A folder's manifest; ValueError if there is no run, a damaged one, or a newer headwise's."""
     path = folder / NAME
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        said = say("{folder} holds no watched run: it has no {name}", folder=folder, name=NAME)
-        raise ValueError(said) from error
+        raise ValueError(
+            say("{folder} holds no watched run: it has no {name}", folder=folder, name=NAME)
+        ) from error
     except OSError as error:
         reason = error.strerror
         raise ValueError(
@@ -76,30 +77,30 @@ def read(folder: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ValueError(say("{path} is damaged: {reason}", path=path, reason=error)) from error
-    found = said.get("format") if isinstance(said, dict) else None
-    if not isinstance(found, int):
+    version = found.get("format") if isinstance(found, dict) else None
+    if not isinstance(version, int):
         raise ValueError(say("{path} was not written by headwise: it names no format", path=path))
-    if found > FORMAT:
+    if version > FORMAT:
         raise ValueError(
             say(
                 "{folder} was written by a newer headwise: its format is {found}, and this one "
                 "reads up to {known}; pip install --upgrade headwise",
                 folder=folder,
-                found=found,
+                found=version,
                 known=FORMAT,
             )
         )
     for part, names in NEEDED.items():
-        inside = said.get(part)
+        inside = found.get(part)
         missing = [x for x in names if not isinstance(inside, dict) or x not in inside]
         if missing:
             lacks = say("{part} has no {names}", part=part, names=" and no ".join(missing))
             raise ValueError(say("{path} is damaged: {reason}", path=path, reason=lacks))
-    return from_json(said)
+    return from_json(found)
 
 
 def rank() -> int:
-    """Which process of a distributed run this is; 0 where there is one."""
+    """The number of this process in a distributed run; 0 if there is only one."""
     return _processes()[0]
 
 

@@ -1,10 +1,10 @@
-"""A series in Parquet part files: each whole or not there, and joined into larger ones at any time.
+"""A series in Parquet part files, each written whole, and joined into larger ones at any time.
 
     series-rank0-000007.parquet           the seventh part that process 0 wrote
     series-rank0-000001-000064.parquet    its first 64 parts, joined
 
-A joined file takes effect with its rename; the parts it holds are passed over from then on, whether
-or not they are deleted yet. So a run may be killed at any moment and is read as it stood.
+A joined file takes effect with its rename; from then on the parts it holds are skipped, whether or
+not they are deleted yet. So a run may be killed at any moment and can still be read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from headwise.files import write_whole
 
 Rows = Any
-"""A pyarrow.Table, a row a step and head; the package has no type information."""
+"""A pyarrow.Table, one row per step and head; the package has no type information."""
 
 NAME = re.compile(r"series-rank(?P<rank>\d+)-(?P<first>\d{6,})(?:-(?P<last>\d{6,}))?\.parquet")
 
@@ -27,7 +27,7 @@ LEFTOVER = re.compile(r"\.(manifest\.json|.*rank(?P<rank>\d+).*)-\d+")
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class SeriesPart:
     """One file: the parts first to last of a process."""
 
     rank: int
@@ -35,12 +35,12 @@ class Part:
     last: int
 
     @classmethod
-    def of(cls, name: str) -> Part | None:
+    def of(cls, name: str) -> SeriesPart | None:
         """The part of a file's name; None for another file, such as one being written.
 
-        >>> Part.of("series-rank0-000007.parquet")
-        Part(rank=0, first=7, last=7)
-        >>> Part.of(".series-rank0-000007.parquet-1234") is None
+        >>> SeriesPart.of("series-rank0-000007.parquet")
+        SeriesPart(rank=0, first=7, last=7)
+        >>> SeriesPart.of(".series-rank0-000007.parquet-1234") is None
         True
         """
         found = numbers_in(name, NAME)
@@ -52,14 +52,14 @@ class Part:
         last = f"-{self.last:06d}" if self.last > self.first else ""
         return f"series-rank{self.rank}-{self.first:06d}{last}.parquet"
 
-    def holds(self, other: Part) -> bool:
-        """Whether another part is joined into this one."""
+    def holds(self, other: SeriesPart) -> bool:
+        """True if another part is joined into this one."""
         within = self.first <= other.first and other.last <= self.last
         return self != other and self.rank == other.rank and within
 
 
 def numbers_in(name: str, pattern: re.Pattern[str]) -> dict[str, int] | None:
-    """What a file's name says, by the names of the pattern's groups; None for another file.
+    """The numbers in a file's name, by the names of the pattern's groups; None for another file.
 
     >>> numbers_in("step-12-head-3", re.compile(r"step-(?P<step>\\d+)-head-(?P<head>\\d+)"))
     {'step': 12, 'head': 3}
@@ -71,7 +71,7 @@ def numbers_in(name: str, pattern: re.Pattern[str]) -> dict[str, int] | None:
 
 
 def arrow() -> Any:
-    """pyarrow, which only run folders need."""
+    """Import pyarrow, which only run folders need."""
     try:
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ModuleNotFoundError as missing:
@@ -81,14 +81,14 @@ def arrow() -> Any:
     return pyarrow
 
 
-def parts_in(folder: Path) -> list[Part]:
+def parts_in(folder: Path) -> list[SeriesPart]:
     """The parts of a run that count, in order."""
-    found = [part for path in folder.iterdir() if (part := Part.of(path.name)) is not None]
+    found = [part for path in folder.iterdir() if (part := SeriesPart.of(path.name)) is not None]
     return sorted(part for part in found if not any(other.holds(part) for other in found))
 
 
 def remove_leftovers(folder: Path, rank: int) -> None:
-    """Delete what a process that was killed while writing left behind."""
+    """Delete the unfinished files of a process that was killed while writing."""
     for path in folder.glob(".*"):
         found = numbers_in(path.name, LEFTOVER)
         if found is not None and found.get("rank", 0) == rank:
@@ -110,7 +110,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> Rows:
     return pyarrow.table(arrays, names=names)
 
 
-def write(folder: Path, part: Part, table: Rows) -> None:
+def write(folder: Path, part: SeriesPart, table: Rows) -> None:
     """Write a part."""
     pyarrow = arrow()
     sink = pyarrow.BufferOutputStream()
@@ -118,8 +118,8 @@ def write(folder: Path, part: Part, table: Rows) -> None:
     write_whole(folder / part.name, sink.getvalue().to_pybytes())
 
 
-def read(folder: Path, part: Part) -> Rows | None:
-    """A part's rows; None where the file is damaged, or was joined into another meanwhile."""
+def read(folder: Path, part: SeriesPart) -> Rows | None:
+    """A part's rows; None if the file is damaged, or was joined into another meanwhile."""
     pyarrow = arrow()
     try:
         return pyarrow.parquet.read_table(folder / part.name)
@@ -127,14 +127,14 @@ def read(folder: Path, part: Part) -> Rows | None:
         return None
 
 
-def join(folder: Path, parts: Sequence[Part], before: int | None = None) -> None:
-    """Make one file of consecutive parts; `before` leaves out what came at this step or later."""
+def join(folder: Path, parts: Sequence[SeriesPart], before: int | None = None) -> None:
+    """Make one file of consecutive parts; `before` leaves out this step and later ones."""
     tables = [table for part in parts if (table := read(folder, part)) is not None]
     if tables:
         whole = concatenated(tables)
         if before is not None:
             whole = whole.filter([step < before for step in whole["step"].to_pylist()])
-        joined = Part(parts[0].rank, parts[0].first, parts[-1].last)
+        joined = SeriesPart(parts[0].rank, parts[0].first, parts[-1].last)
         write(folder, joined, whole)
         for part in parts:
             if part != joined:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwise.maps.attention_map import AttentionMap
 from headwise.messages import say
 from headwise.watching.alarms import Alarm
 from headwise.watching.figure_names import PLACES
-from headwise.watching.layer import Kind, Layer
+from headwise.watching.layer import WatchedLayer
 from headwise.watching.recording import NAN, Entry, Recording
 from headwise.watching.runs import manifest, parts
-from headwise.watching.runs.kept_maps import FOLDER, Kept, kept_in, read_map
-from headwise.watching.runs.parts import Part, Rows
-from headwise.watching.runs.run_writer import RunWriter, read_alarms
+from headwise.watching.runs.kept_maps import FOLDER, MapFile, maps_in, read_map
+from headwise.watching.runs.parts import Rows, SeriesPart
+from headwise.watching.runs.run_writer import read_alarms
+from headwise.watching.seen_call import Kind
 from headwise.watching.table import Table
-
-if TYPE_CHECKING:
-    from headwise.watching.watch import Watch
 
 
 def open_run(folder: Path | str) -> WatchedRun:
-    """Open the folder of a watched run; ValueError where it holds none, or a newer headwise's.
+    """Open the folder of a watched run; ValueError if it holds none, or a newer headwise's.
 
-    A run of `headwise train --watch` keeps what was seen in a folder of its own, and is taken too.
+    The folder of `headwise train --watch`, which has the watched run inside, is accepted too.
 
     >>> import tempfile, torch, headwise as hw
     >>> model = hw.nn.MultiHeadAttention(64, 8)
@@ -45,25 +42,25 @@ def open_run(folder: Path | str) -> WatchedRun:
 
 
 INSIDE = "watch"
-"""Where a training run keeps what was seen of its heads."""
+"""The folder inside a training run that holds the watched run."""
 
 
 class WatchedRun(Recording):
     """A run's folder as it stands; `refresh()` reads what was written since.
 
-    Figures of several processes are one: the mean of means, the max of maxima, the min of minima.
+    Figures of several processes are merged: the mean of means, max of maxima, min of minima.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.damaged: list[str] = []
-        self._read: dict[Part, Rows | None] = {}
+        self._read: dict[SeriesPart, Rows | None] = {}
         self._rows: Rows | None = None
         self._series: list[Entry] | None = None
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read what is new; whether anything is."""
+        """Read what is new; False if nothing is."""
         self.manifest: dict[str, Any] = manifest.read(self.folder)
         there = parts.parts_in(self.folder)
         if list(self._read) == there and self._rows is not None:
@@ -78,7 +75,7 @@ class WatchedRun(Recording):
 
     @property
     def ended(self) -> bool:
-        """Whether the run was closed; one that was killed is not."""
+        """True if the run was closed; a run that was killed was not."""
         return "ended" in self.manifest
 
     @property
@@ -98,7 +95,7 @@ class WatchedRun(Recording):
         return self._series
 
     def history(self, figure: str) -> tuple[list[int], dict[tuple[int, int], list[float]]]:
-        """The steps, and a figure of each (layer, head) at these steps; NaN where it is missing."""
+        """The steps, and a figure of each (layer, head) at these steps; NaN if it is missing."""
         if self._rows is None:
             return [], {}
         if figure not in self._rows.column_names:
@@ -132,19 +129,19 @@ class WatchedRun(Recording):
         step = steps[-1] if step is None else step
         if step not in steps:
             raise ValueError(
-                f"step {step} was not looked at; {len(steps)} of {steps[0]} to {steps[-1]} were"
+                f"step {step} was not recorded; {len(steps)} of {steps[0]} to {steps[-1]} were"
             )
         chosen = self._rows.filter([x == step for x in self._rows["step"].to_pylist()])
         return Table([_numbers(row) for row in chosen.drop(["step"]).to_pylist()])
 
     @property
-    def layers(self) -> list[Layer]:
-        """The layers, without what a pass would have shown of them."""
-        found: dict[int, Layer] = {}
+    def layers(self) -> list[WatchedLayer]:
+        """The layers: their names and heads, without rows or maps."""
+        found: dict[int, WatchedLayer] = {}
         for row in self.heads():
             number = int(row["layer"])
             kind: Kind = "cross" if row["kind"] == "cross" else "self"
-            layer = found.setdefault(number, Layer(number, str(row["name"]), kind, 0))
+            layer = found.setdefault(number, WatchedLayer(number, str(row["name"]), kind, 0))
             layer.heads = max(layer.heads, int(row["head"]) + 1)
         return list(found.values())
 
@@ -158,9 +155,9 @@ class WatchedRun(Recording):
         return list(first.values())
 
     @property
-    def kept(self) -> list[Kept]:
-        """The maps that there are."""
-        return kept_in(self.folder)
+    def kept(self) -> list[MapFile]:
+        """The maps in the folder."""
+        return maps_in(self.folder)
 
     def map(
         self, layer: int | str, head: int, batch: int = 0, step: int | None = None
@@ -177,28 +174,8 @@ class WatchedRun(Recording):
         return read_map(self.folder / FOLDER / found[-1].name)
 
 
-def save(
-    seen: Watch, about: dict[str, Any], folder: Path | str, maps: Iterable[tuple[int, int]]
-) -> None:
-    """Write what was seen: the series, what came after its last step, the alarms, some maps."""
-    entries = list(seen.series)
-    if any(layer.figures() for layer in seen.layers):
-        entries.append(Entry(seen.steps, seen.heads()))
-    if not entries:
-        raise ValueError(f"nothing was seen yet that could be saved in {folder}")
-    wanted = list(maps)
-    for layer, head in wanted:
-        seen.map(layer, head)  # says what is wrong before anything is written
-    if manifest.rank() == 0 and (Path(folder) / manifest.NAME).exists():
-        raise ValueError(f"{folder} holds a watched run already; choose another folder")
-    with RunWriter(folder, about, keep=wanted, keep_every=1, on_error="stop") as writer:
-        for entry in entries[:-1]:
-            writer.add(entry)
-        writer.add(entries[-1], seen.alarms, seen)
-
-
 def _merged(rows: Rows) -> Rows:
-    """One row a step and head, in order, whichever process it is from."""
+    """One row per step and head, in order, the processes merged."""
     if len(set(rows["rank"].to_pylist())) > 1:
         keys = ["step", *PLACES]
         figures = [name for name in rows.column_names if name not in (*keys, "rank")]

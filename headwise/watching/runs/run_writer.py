@@ -1,4 +1,4 @@
-"""Writing a run's folder while the model trains: flushed often, whole whenever it is killed."""
+"""Writing a run's folder while the model trains, so that a kill at any moment loses little."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from headwise.messages import from_json
 from headwise.watching.alarms import Alarm
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.runs import manifest, parts
-from headwise.watching.runs.kept_maps import FOLDER, Kept, kept_in, write_map
-from headwise.watching.runs.parts import Part
+from headwise.watching.runs.kept_maps import FOLDER, MapFile, maps_in, write_map
+from headwise.watching.runs.parts import SeriesPart
 
 log = logging.getLogger("headwise")
 
 JOINED = 64
-"""So many small parts are joined into a larger one as soon as they are there."""
+"""This many small parts are joined into a larger one."""
 
 MOST_WAITING = 200_000
-"""Rows kept in memory where they can't be written; the oldest are given up beyond."""
+"""Rows kept in memory while they can't be written; the oldest are dropped beyond that."""
 
 OnError = Literal["go on", "stop"]
 
@@ -33,11 +33,11 @@ OnError = Literal["go on", "stop"]
 class RunWriter:
     """A run's folder, open for writing; `watch.record(folder)` makes one.
 
-    What a step adds is written after `steps` of them or `seconds`, whichever comes first, at the
-    end of a step: a part file that is whole or not there. Each process of a distributed run writes
-    files of its own and waits for no other. `keep` lists the (layer, head) whose maps of the first
-    sequence are kept, at each `keep_every`-th step. Where writing fails, a full disk above all, the
-    log says so once and the run goes on, or stops with an OSError where `on_error="stop"`.
+    Steps are written after `steps` of them or `seconds`, whichever comes first, at the end of a
+    step, in part files that are whole or not there. Each process of a distributed run writes its
+    own files and waits for no other. `keep` lists the (layer, head) whose maps of the first
+    sequence are kept, at every `keep_every`-th step. If writing fails, on a full disk for instance,
+    the log says so once and the run goes on; with `on_error="stop"` it stops with an OSError.
     """
 
     def __init__(
@@ -54,45 +54,45 @@ class RunWriter:
     ) -> None:
         parts.arrow()
         if on_error not in ("go on", "stop"):
-            raise ValueError(f"on_error={on_error!r}; 'go on' and 'stop' are known")
+            raise ValueError(f"on_error={on_error!r} is not known; use 'go on' or 'stop'")
         if keep_every < 1:
-            raise ValueError(f"keep_every={keep_every}: at least 1 would work")
+            raise ValueError(f"keep_every={keep_every}: it must be at least 1")
         self.folder, self.rank = Path(folder), manifest.rank()
         self.keep, self.keep_every = tuple(keep), keep_every
         if self.keep and not about["looking"].get("maps", True):
             raise ValueError(
-                f"keep={list(self.keep)}: the watch has maps=False and so no map to keep; "
-                "hw.watch(model, maps=True) would work"
+                f"keep={list(self.keep)}: the watch has maps=False and so no map to keep; use "
+                "hw.watch(model, maps=True)"
             )
         self.steps, self.seconds, self.on_error = steps, seconds, on_error
         self.closed = False
         self._waiting: list[dict[str, Any]] = []
-        self._entries = 0  # that wait
-        self._alarms: list[Alarm] = []  # that wait
+        self._entries = 0  # steps that wait
+        self._alarms: list[Alarm] = []  # alarms that wait
         self._flushed_at = time.monotonic()
         self._failing = False
         self._resuming = self._begin(about, resume)
 
     def _begin(self, about: dict[str, Any], resume: bool) -> bool:
-        """Make the folder a run's; whether it was one before."""
+        """Set up the folder; True if it held a run before, which is continued."""
         there = (self.folder / manifest.NAME).exists()
         if there:
             manifest.read(self.folder)
             if not resume and self.rank == 0:
                 raise ValueError(
-                    f"{self.folder} holds a watched run already; resume=True goes on with it"
+                    f"{self.folder} holds a watched run already; resume=True continues it"
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
         for place in (self.folder, self.folder / FOLDER):
             parts.remove_leftovers(place, self.rank)
         self._about = manifest.read(self.folder) if there else about
         self._about.pop("ended", None)
-        self._say(self._about)
+        self._write_manifest(self._about)
         self._next = 1 + max((part.last for part in self._parts()), default=0)
         return there and resume
 
-    def _say(self, about: dict[str, Any]) -> None:
-        """Write the manifest; the first process does it for all."""
+    def _write_manifest(self, about: dict[str, Any]) -> None:
+        """Write the manifest; the first process does so for all."""
         if self.rank == 0:
             said = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
             write_whole(self.folder / manifest.NAME, said)
@@ -100,7 +100,7 @@ class RunWriter:
     def add(
         self, entry: Entry, alarms: Sequence[Alarm] = (), seen: Recording | None = None
     ) -> None:
-        """Take a closed step in; `seen` has the maps of its last pass."""
+        """Add a closed step; `seen` holds the maps of its last pass."""
         if self._resuming:
             self._resuming = False
             self._try(lambda: self._forget(entry.step))
@@ -120,7 +120,7 @@ class RunWriter:
         """Keep the map of one head in the last pass."""
         (self.folder / FOLDER).mkdir(exist_ok=True)
         found = seen.layer(layer)
-        kept = Kept(step, found.number, head % found.heads, self.rank)
+        kept = MapFile(step, found.number, head % found.heads, self.rank)
         write_map(self.folder / FOLDER / kept.name, seen.map(layer, head))
 
     def flush(self) -> None:
@@ -132,7 +132,7 @@ class RunWriter:
             self._try(self._write_alarms)
 
     def _write(self) -> None:
-        part = Part(self.rank, self._next, self._next)
+        part = SeriesPart(self.rank, self._next, self._next)
         parts.write(self.folder, part, parts.columns(self._waiting))
         self._next += 1
         self._waiting = []
@@ -141,7 +141,7 @@ class RunWriter:
             parts.join(self.folder, small)
 
     def _write_alarms(self, before: int | None = None) -> None:
-        """Write the alarms that wait after those there are; `before` leaves out later ones."""
+        """Write the alarms that wait after the written ones; `before` drops this step and later."""
         path = self.folder / f"alarms-rank{self.rank}.jsonl"
         if not self._alarms and not path.exists():
             return
@@ -152,11 +152,11 @@ class RunWriter:
         self._alarms = []
 
     def _forget(self, step: int) -> None:
-        """Drop what a run that resumes will see again: this step and later ones."""
+        """Drop the steps that a resumed run will repeat: this one and later ones."""
         if before := self._parts():
             parts.join(self.folder, before, before=step)
         self._write_alarms(before=step)
-        for kept in kept_in(self.folder):
+        for kept in maps_in(self.folder):
             if kept.rank == self.rank and kept.step >= step:
                 (self.folder / FOLDER / kept.name).unlink(missing_ok=True)
 
@@ -166,7 +166,7 @@ class RunWriter:
         self.flush()
         if len(mine := self._parts()) > 1:
             self._try(lambda: parts.join(self.folder, mine))
-        self._try(lambda: self._say({**self._about, "ended": manifest.now()}))
+        self._try(lambda: self._write_manifest({**self._about, "ended": manifest.now()}))
 
     def __enter__(self) -> Self:
         return self
@@ -176,11 +176,11 @@ class RunWriter:
     ) -> None:
         self.close()
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[SeriesPart]:
         return [part for part in parts.parts_in(self.folder) if part.rank == self.rank]
 
     def _try(self, write: Any) -> None:
-        """Write, or say why not: once, and stop or go on as was chosen."""
+        """Write; if that fails, log it once and go on, or stop if that was chosen."""
         try:
             write()
         except OSError as error:
@@ -197,7 +197,7 @@ class RunWriter:
 
 
 def read_alarms(path: Path) -> list[Alarm]:
-    """The alarms of a file; a line that a kill cut short is passed over."""
+    """The alarms of a file; a line that a kill cut short is skipped."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -205,3 +205,27 @@ def read_alarms(path: Path) -> list[Alarm]:
         except (ValueError, TypeError):
             continue
     return found
+
+
+def save_recording(
+    seen: Recording,
+    step: int,
+    about: dict[str, Any],
+    folder: Path | str,
+    maps: Iterable[tuple[int, int]],
+) -> None:
+    """Write the series, what was seen in this `step` that has not ended, the alarms, some maps."""
+    entries = list(seen.series)
+    if any(layer.figures() for layer in seen.layers):
+        entries.append(Entry(step, seen.heads()))
+    if not entries:
+        raise ValueError(f"nothing was seen yet that could be saved in {folder}")
+    wanted = list(maps)
+    for layer, head in wanted:
+        seen.map(layer, head)  # raises before anything is written
+    if manifest.rank() == 0 and (Path(folder) / manifest.NAME).exists():
+        raise ValueError(f"{folder} holds a watched run already; choose another folder")
+    with RunWriter(folder, about, keep=wanted, keep_every=1, on_error="stop") as writer:
+        for entry in entries[:-1]:
+            writer.add(entry)
+        writer.add(entries[-1], seen.alarms, seen)

@@ -1,5 +1,6 @@
-/** Axes of a chart: from numbers to places, and the numbers worth writing beside them. */
+/** The axes of a chart: from numbers to places, and the ticks with their labels. */
 
+import { extent, nice, range, ticks as linear } from 'd3-array';
 import { written } from '../lib/language.svelte';
 
 export interface Axis {
@@ -11,7 +12,7 @@ export interface Axis {
   format?: (value: number) => string;
 }
 
-/** Where a value lies: 0 at the low end, 1 at the high one; outside, below and beyond. */
+/** The place of a value: 0 at the low end, 1 at the high one, and beyond them outside. */
 export function place(axis: Axis, value: number): number {
   return axis.log
     ? Math.log(Math.max(value, Number.MIN_VALUE) / axis.low) / Math.log(axis.high / axis.low)
@@ -26,31 +27,16 @@ export function valueAt(axis: Axis, share: number): number {
 }
 
 /** About `count` round numbers between the ends. */
-export function ticks(axis: Axis, count: number): number[] {
-  return axis.log ? logTicks(axis, axis.log, count) : linearTicks(axis, count);
-}
-
-function linearTicks({ low, high }: Axis, count: number): number[] {
-  const raw = (high - low) / Math.max(1, count);
-  if (!(raw > 0)) return [low];
-  const size = 10 ** Math.floor(Math.log10(raw));
-  const steps = [0.5, 1, 2, 5, 10].map((each) => each * size);
-  const firstOf = (step: number) => Math.ceil(low / step - 1e-9);
-  const lastOf = (step: number) => Math.floor(high / step + 1e-9);
-  const wanted = steps.findIndex((each) => each >= raw);
-  // One number alone says nothing of the scale.
-  const step = steps[firstOf(steps[wanted]!) < lastOf(steps[wanted]!) ? wanted : wanted - 1]!;
-  const [first, last] = [firstOf(step), lastOf(step)];
-  return Array.from({ length: last - first + 1 }, (_, index) => (first + index) * step);
-}
-
-function logTicks({ low, high }: Axis, base: number, count: number): number[] {
-  const first = Math.ceil(Math.log(low) / Math.log(base) - 1e-9);
-  const last = Math.floor(Math.log(high) / Math.log(base) + 1e-9);
+export function ticks({ low, high, log }: Axis, count: number): number[] {
+  if (!log) {
+    const found = linear(low, high, count);
+    // A single number shows no scale.
+    return found.length > 1 ? found : linear(low, high, 2 * count);
+  }
+  const powers = [Math.log(low), Math.log(high)].map((end) => end / Math.log(log));
+  const [first, last] = [Math.ceil(powers[0]! - 1e-9), Math.floor(powers[1]! + 1e-9)];
   const every = Math.max(1, Math.ceil((last - first) / count));
-  const powers: number[] = [];
-  for (let power = first; power <= last; power += every) powers.push(base ** power);
-  return powers;
+  return range(first, last + 1, every).map((power) => log ** power);
 }
 
 /** A tick as text: 10⁻⁶ rather than 0.000001, 4k rather than 4,096 where there is little room. */
@@ -67,22 +53,13 @@ function power(value: number): string {
   return `10${exponent < 0 ? '⁻' : ''}${raised}`;
 }
 
-/** The smallest axis of round numbers around some values; with room where all are the same. */
-export function around(values: number[], label: string, zero = false): Axis {
-  const finite = values.filter(Number.isFinite);
-  let low = Math.min(...finite, zero ? 0 : Infinity);
-  let high = Math.max(...finite, zero ? 0 : -Infinity);
-  if (!finite.length) [low, high] = [0, 1];
+/** The smallest axis with round ends around some values, and with room if all are the same. */
+export function around(values: readonly number[], label: string, zero = false): Axis {
+  let [low = 0, high = 1] = extent([...values.filter(Number.isFinite), ...(zero ? [0] : [])]);
   if (high - low < 1e-12 * Math.max(1, Math.abs(high))) {
     const room = Math.abs(high) / 10 || 1;
     [low, high] = [zero && low >= 0 ? low : low - room, high + room];
   }
-  const axis = { label, low, high };
-  const [first, second] = linearTicks(axis, 5);
-  const step = second === undefined ? high - low : second - first!;
-  return {
-    label,
-    low: Math.floor(low / step + 1e-9) * step,
-    high: Math.ceil(high / step - 1e-9) * step,
-  };
+  [low, high] = nice(low, high, 5);
+  return { label, low, high };
 }

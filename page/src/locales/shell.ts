@@ -12,16 +12,16 @@ const en = {
   add: { text: 'New text', image: 'New image' },
   language: '中文',
   languageTitle: '换成中文',
-  themes: { system: 'Theme: as the system', light: 'Theme: light', dark: 'Theme: dark' },
+  themes: { system: 'Theme: system', light: 'Theme: light', dark: 'Theme: dark' },
   help: 'Keyboard and help',
   close: 'Close',
   cancel: 'Cancel',
   read: 'Read it',
   addTitle: {
     text: 'Let the model read another text',
-    image: 'Let the model look at another image',
+    image: 'Let the model read another image',
   },
-  addPlaceholder: 'Type or paste a text. Long ones are fine: the map is computed tile by tile.',
+  addPlaceholder: 'Type or paste a text, long or short: the map is computed tile by tile.',
   addImage: 'A PNG or JPEG file',
   loading: 'Starting',
   stages: {
@@ -37,7 +37,7 @@ const en = {
   nothing: 'Nothing has been read yet',
   nothingHint: 'Let the model read a text with “New text” above.',
   unknownPage: 'There is no such page',
-  unknownPageHint: 'The address names a page that is not here.',
+  unknownPageHint: 'The address names a page that does not exist.',
   goTo: (page: string) => `Go to ${page}`,
   absent: {
     input: (id: string) => `There is no input ${id}`,
@@ -45,9 +45,9 @@ const en = {
     head: (name: string) => `There is no head ${name}`,
   },
   absentHints: {
-    input: 'It was never read here, or is forgotten: only the newest are kept. These are there:',
-    group: 'These are there:',
-    head: 'These are there, by layer and number:',
+    input: 'It was never read, or it was dropped: only the newest inputs are kept. Available:',
+    group: 'Available:',
+    head: 'Available, by layer and number:',
   },
   recorded: 'A recording: all heads small, and in full',
   recordedLevels: (levels: number, of: number) =>
@@ -59,11 +59,11 @@ const en = {
   keys: [
     ['?', 'this help'],
     ['Shift L', '中文 and English'],
-    ['Shift T', 'light, dark, as the system'],
-    ['Esc', 'close what is open'],
+    ['Shift T', 'light, dark or system theme'],
+    ['Esc', 'close the open window'],
   ] as [string, string][],
   about:
-    'Every picture is computed from queries, keys and log-sums of the run: nothing is stored, so any length can be zoomed into, down to single weights.',
+    'Every map is computed on demand from the queries, keys and row sums of the run. No matrix is stored, so a text of any length can be zoomed into, down to single weights.',
 };
 
 const zh: typeof en = {
@@ -83,8 +83,8 @@ const zh: typeof en = {
   close: '关闭',
   cancel: '取消',
   read: '读入',
-  addTitle: { text: '让模型读另一段文本', image: '让模型看另一张图片' },
-  addPlaceholder: '输入或粘贴一段文本。长文本也可以：注意力图按块即时计算。',
+  addTitle: { text: '让模型读另一段文本', image: '让模型读另一张图片' },
+  addPlaceholder: '输入或粘贴一段文本，长短皆可：注意力图按块即时计算。',
   addImage: 'PNG 或 JPEG 文件',
   loading: '正在启动',
   stages: {
@@ -100,7 +100,7 @@ const zh: typeof en = {
   nothing: '还没有读入任何内容',
   nothingHint: '点上方的“新文本”，让模型读一段文本。',
   unknownPage: '没有这个页面',
-  unknownPageHint: '地址中的页面这里没有。',
+  unknownPageHint: '地址中的页面不存在。',
   goTo: (page) => `前往“${page}”`,
   absent: {
     input: (id) => `没有输入 ${id}`,
@@ -108,7 +108,7 @@ const zh: typeof en = {
     head: (name) => `没有头 ${name}`,
   },
   absentHints: {
-    input: '它从未在这里读入，或已被忘记：只保留最近的几个。现有：',
+    input: '它从未读入，或已被移除：只保留最近的几个。现有：',
     group: '现有：',
     head: '现有的头（层.头）：',
   },
@@ -126,7 +126,7 @@ const zh: typeof en = {
     ['Esc', '关闭打开的窗口'],
   ],
   about:
-    '每一幅图都由本次运行的查询、键与对数和即时算出，不存储任何矩阵，因此任意长度都可以一直放大到单个权重。',
+    '每一幅图都由本次运行的查询、键与各行的对数和即时算出，不存储任何矩阵，因此任意长度的文本都可以一直放大到单个权重。',
 };
 
 export const words = dictionary(en, zh);

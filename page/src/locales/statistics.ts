@@ -9,8 +9,8 @@ interface Named {
 
 const en: Record<string, Named> = {
   lse: { name: 'lse', meaning: 'log Σ exp of the logits' },
-  max_logit: { name: 'largest logit', meaning: 'what enters the softmax, at its largest' },
-  top_prob: { name: 'largest weight', meaning: 'the weight of the key a row likes best' },
+  max_logit: { name: 'largest logit', meaning: 'the largest value that enters the softmax' },
+  top_prob: { name: 'largest weight', meaning: 'the largest weight of a row' },
   entropy: { name: 'entropy', meaning: '−Σ p log p, in nats: 0 looks at one key only' },
   effective_keys: {
     name: 'effective keys',
@@ -22,20 +22,23 @@ const en: Record<string, Named> = {
   self_mass: { name: 'self weight', meaning: 'the weight on the token itself' },
   previous_mass: { name: 'previous-token weight', meaning: 'the weight on the token before' },
   distance: { name: 'distance', meaning: 'how many tokens back a row looks, on average' },
-  output_norm: { name: 'output norm', meaning: 'the length of what the head hands on' },
-  induction: { name: 'induction', meaning: 'the weight on what followed the same token before' },
+  output_norm: { name: 'output norm', meaning: 'the length of the head’s output vector' },
+  induction: {
+    name: 'induction',
+    meaning: 'the weight on the token that followed the same token earlier',
+  },
   local: { name: 'local weight', meaning: 'the weight on the tokens close by' },
 };
 
 const zh: Record<string, Named> = {
   lse: { name: 'lse', meaning: 'logit 的 log Σ exp' },
   max_logit: { name: '最大 logit', meaning: '进入 softmax 的最大值' },
-  top_prob: { name: '最大权重', meaning: '一行中最受关注的键的权重' },
+  top_prob: { name: '最大权重', meaning: '一行中最大的权重' },
   entropy: { name: '熵', meaning: '−Σ p log p，单位为奈特；0 表示只看一个键' },
   effective_keys: { name: '有效键数', meaning: '一行分散到多少个键上，e^熵' },
   logit_mean: { name: 'logit 均值', meaning: '在可见键上取平均' },
   logit_var: { name: 'logit 方差', meaning: '在可见键上的方差' },
-  sink_mass: { name: '首词元权重', meaning: '落在第一个词元上的权重（注意力汇）' },
+  sink_mass: { name: '首词元权重', meaning: '落在第一个词元上的权重，即注意力汇（sink）' },
   self_mass: { name: '自身权重', meaning: '落在词元自身上的权重' },
   previous_mass: { name: '前一词元权重', meaning: '落在前一个词元上的权重' },
   distance: { name: '距离', meaning: '平均往回看多少个词元' },
@@ -49,7 +52,7 @@ const reductions = {
   zh: { mean: '平均', max: '最大', min: '最小', lower: '下界', upper: '上界' },
 };
 
-/** A statistic by its name; one this page does not know is called as the library calls it. */
+/** A statistic by its name; one that this page does not know keeps the library's name. */
 export function statistic(name: string): Named {
   const known = (speech.current === 'zh' ? zh : en)[name];
   return known ?? { name: name.replaceAll('_', ' '), meaning: '' };
@@ -62,7 +65,7 @@ export function figure(name: string): Named {
   const [, base, reduction, bound] = parts;
   const words = reductions[speech.current];
   const said = statistic(base!);
-  const usual = base === 'max_logit' ? 'max' : 'mean'; // goes without saying
+  const usual = base === 'max_logit' ? 'max' : 'mean'; // the usual one is not named
   const how = [
     reduction === usual ? '' : words[reduction as 'mean' | 'max' | 'min'],
     bound ? words[bound as 'lower' | 'upper'] : '',
@@ -73,11 +76,14 @@ export function figure(name: string): Named {
 }
 
 const typesInEnglish: Record<string, Named> = {
-  dormant: { name: 'dormant', meaning: 'puts out next to nothing' },
-  induction: { name: 'induction', meaning: 'looks at what followed the same token earlier' },
+  dormant: { name: 'dormant', meaning: 'outputs almost nothing' },
+  induction: {
+    name: 'induction',
+    meaning: 'looks at the token that followed the same token earlier',
+  },
   'previous-token': { name: 'previous token', meaning: 'looks mostly at the token before' },
   self: { name: 'self', meaning: 'looks mostly at the token itself' },
-  sink: { name: 'sink', meaning: 'rests mostly on the first token' },
+  sink: { name: 'sink', meaning: 'puts most of its weight on the first token' },
   local: { name: 'local', meaning: 'looks mostly at tokens close by' },
   content: { name: 'content', meaning: 'looks for something in the text' },
 };
@@ -87,18 +93,18 @@ const typesInChinese: Record<string, Named> = {
   induction: { name: '归纳', meaning: '看同一词元上次出现之后的内容' },
   'previous-token': { name: '前一词元', meaning: '主要看前一个词元' },
   self: { name: '自身', meaning: '主要看词元自身' },
-  sink: { name: '汇', meaning: '主要停在第一个词元上' },
+  sink: { name: '注意力汇（sink）', meaning: '把大部分权重放在第一个词元上' },
   local: { name: '局部', meaning: '主要看附近的词元' },
   content: { name: '内容', meaning: '在文本中寻找某些内容' },
 };
 
-/** What a head of a type is called. */
+/** The name of a type of heads. */
 export function headType(type: string | null): string {
   if (type === null) return speech.current === 'zh' ? '未分类' : 'no type';
   return typeNamed(type)?.name ?? type;
 }
 
-/** What a head of a type does. */
+/** What heads of a type do. */
 export function typeMeaning(type: string): string {
   return typeNamed(type)?.meaning ?? '';
 }

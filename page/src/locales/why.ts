@@ -7,7 +7,7 @@ const en = {
   keys: [
     ['1 – 4', 'the experiment'],
     ['R', 'draw other random numbers'],
-    ['← →', 'move the slider that has the focus'],
+    ['← →', 'move the focused slider'],
   ] as [string, string][],
   experiments: 'Experiments',
   names: {
@@ -18,13 +18,13 @@ const en = {
   } as Record<ExperimentId, string>,
   sentences: {
     scale:
-      'A dot product of dₖ independent terms of variance 1 has variance dₖ, so unscaled logits spread with the width until softmax gives nearly all weight to one key: then most rows get no gradient, and a few far too much. Dividing by √dₖ keeps the variance at 1 whatever the width; dividing by dₖ goes too far, and every key gets the same.',
+      'A dot product of dₖ independent terms of variance 1 has variance dₖ, so unscaled logits spread with the width until softmax gives nearly all weight to one key: then most rows get no gradient, and a few far too much. Dividing by √dₖ keeps the variance at 1 at every width; dividing by dₖ goes too far, and every key gets the same weight.',
     heads:
-      'Cutting the width into h heads is free: the matrices keep their 4d² parameters and the products their operations, but there are h maps instead of one, and each compares in d/h dimensions. One head has one set of weights a row, so what it brings from several places arrives as their mean; as many heads as places bring each for itself.',
+      'Cutting the width into h heads is free: the matrices keep their 4d² parameters and the products their operations, but there are h maps instead of one, and each compares in d/h dimensions. One head has one set of weights per row, so what it reads from several places arrives as their mean; with as many heads as places, each arrives separately.',
     scores:
-      'Both scores take O(n²·d) operations, but one is a matrix product and the other a tanh for each pair and dimension, all kept for the backward pass where they are written out; block by block only q, k, v and the output are kept, ever less a pair as n grows. Unscaled, both grow like √d and saturate softmax. The dot product is divided by √d; the additive score’s weights start within ±1/√d, which is the same division: with weights of variance 1 it saturates as well.',
+      'Both scores take O(n²·d) operations, but one is a matrix product and the other a tanh for each pair and dimension, all kept for the backward pass if every step is written out; computed by blocks, only q, k, v and the output are kept, less and less per pair as n grows. Unscaled, both grow like √d and saturate softmax. The dot product is divided by √d; the additive score’s weights start within ±1/√d, which is the same division: with weights of variance 1 it saturates too.',
     sharing:
-      'With one matrix for queries and keys the logits are symmetric: before softmax i looks at j as hard as j at i, and tokens of equal length look at themselves most. Give the tokens different lengths and the long ones win instead: it is the norm that attracts, not the diagonal.',
+      'With one matrix for queries and keys the logits are symmetric: before softmax i looks at j as strongly as j looks at i, and tokens of equal length look at themselves most. If their lengths differ, the long ones win instead: the norm attracts, not the diagonal.',
   } as Record<ExperimentId, string>,
   settings: {
     d: 'Width of a head, dₖ',
@@ -51,11 +51,11 @@ const en = {
   more: 'How it is measured',
   how: {
     scale:
-      'Queries and keys are independent N(0, 1) numbers of the stated seed, in float64; hw.observe gives the entropy and the moments of the logits, hw.attention_map the weights. The gradient that softmax lets through is the Frobenius norm of its Jacobian in each row; the gradient at q is what hw.attention’s backward pass returns for an N(0, 1) gradient at the output. Bands hold eight rows in ten.',
+      'Queries and keys are independent N(0, 1) numbers from the given seed, in float64; hw.observe gives the entropy and the moments of the logits, hw.attention_map the weights. The gradient that softmax lets through is the Frobenius norm of its Jacobian in each row; the gradient at q is what hw.attention’s backward pass returns for an N(0, 1) gradient at the output. Bands hold eight rows in ten.',
     heads:
-      'Parameters and operations are counted on hw.nn.MultiHeadAttention, biases included. The rank is that of the first head’s W_q W_kᵀ in a freshly initialised layer. For the reading task each token must know what stands at so many places before it, each for itself; heads that have several places average them, and the best linear readout (least squares) recovers what it can.',
+      'Parameters and operations are counted on hw.nn.MultiHeadAttention, biases included. The rank is that of the first head’s QK matrix, the product of its query and key projections, in a freshly initialised layer. In the reading task each token must recover the content of several places before it separately; a head with several places averages them, and the best linear readout (least squares) recovers what it can.',
     scores:
-      'hw.attention with hw.Dot() and hw.Additive(w), on one core, in turns, the fastest of five; w as a layer starts with it, uniform within ±1/√d; of variance 1 it is the same w times √(3d). Bytes are what autograd keeps between forward and backward, counted by its own hooks: once for the textbook’s lines, once for headwise’s blocks. The curves are of N(0, 1) queries over as many keys as stated.',
+      'hw.attention with hw.Dot() and hw.Additive(w), on one core, in turns, the fastest of five; w is freshly initialised, uniform within ±1/√d; for variance 1 the same w is multiplied by √(3d). Bytes are those that autograd keeps between forward and backward, counted by its own hooks: once for the textbook formula, once for headwise’s blocks. The curves show N(0, 1) queries over the number of keys in the title.',
     sharing:
       'The same random tokens go through hw.nn.MultiHeadAttention with Separate() and with Shared() projections, freshly initialised with the same query matrix. Lengths are e^(σ·N(0, 1)). The curve is the mean over several draws of tokens.',
   } as Record<ExperimentId, string>,
@@ -63,7 +63,7 @@ const en = {
     logits: (rows: string, keys: string) => `Logits of ${rows} queries × ${keys} keys`,
     logit: 'logit',
     density: 'density',
-    normal: 'normal, variance by theory',
+    normal: 'normal, variance from theory',
     weights: 'Weights, the largest first',
     rank: 'rank',
     weight: 'mean weight',
@@ -88,7 +88,7 @@ const en = {
     narrow: 'heads of width d/h',
     wide: 'heads of width d',
     heads: 'heads',
-    singular: 'One head’s W_q W_kᵀ',
+    singular: 'One head’s QK matrix',
     value: 'singular value',
     index: 'number',
     rank: (rank: string) => `rank ${rank}`,
@@ -101,16 +101,16 @@ const en = {
     mapsFigure: 'Weights in the maps',
     count: 'number',
     headWidth: 'Width of a head',
-    rankFigure: 'Rank of W_q W_kᵀ',
+    rankFigure: 'Rank of the QK matrix',
     perHead: 'Parameters',
     fullWidth: 'With full-width heads',
     operations: 'Operations, forward',
     lostFigure: (places: string) => `Lost, reading ${places}`,
   },
   scores: {
-    time: 'Time a pair',
+    time: 'Time per pair',
     nanoseconds: 'ns, forward, one core',
-    memory: 'Kept for the backward pass, a pair',
+    memory: 'Kept for the backward pass, per pair',
     bytes: 'bytes, logarithmic',
     dot: 'dot',
     additive: 'additive',
@@ -131,22 +131,22 @@ const en = {
     here: 'd now',
     ratio: 'Additive takes',
     times: (ratio: string) => `${ratio} × as long`,
-    flops: (score: string) => `Operations a pair, ${score}`,
+    flops: (score: string) => `Operations per pair, ${score}`,
   },
   sharing: {
-    kinds: { separate: 'Separate W_q, W_k', shared: 'Shared W' },
+    kinds: { separate: 'Separate Q and K', shared: 'Shared by Q and K' },
     logits: 'logits',
     weights: 'weights',
     wins: 'Rows whose largest weight is on themselves',
     share: 'share',
     spread: 'σ of the lengths',
-    received: 'What a token receives, by its length',
+    received: 'Weight received by a token, by its length',
     length: 'length of the token',
     mass: 'weight received',
     asymmetry: 'Asymmetry of the logits',
     mapAsymmetry: 'Asymmetry of the weights',
     self: 'Weight on itself',
-    largest: 'Largest on itself',
+    largest: 'Largest weight on itself',
     parameters: 'Parameters',
     columns: ['separate', 'shared'] as [string, string],
   },
@@ -202,7 +202,7 @@ const zh: typeof en = {
     scale:
       '查询和键是给定种子下独立的 N(0, 1) 随机数（float64）；熵与 logits 的矩由 hw.observe 给出，权重由 hw.attention_map 给出。softmax 放行的梯度是各行雅可比矩阵的 Frobenius 范数；q 处的梯度是输出端梯度为 N(0, 1) 时 hw.attention 反向传播的结果。色带含十行中的八行。',
     heads:
-      '参数量与运算量在 hw.nn.MultiHeadAttention 上数出，含偏置。秩取自新初始化的层中第一个头的 W_q W_kᵀ。读取任务中，每个词元须分别知道它之前若干位置的内容；一个头若负责多处就只能取平均，再由最优线性读出（最小二乘）尽量恢复。',
+      '参数量与运算量在 hw.nn.MultiHeadAttention 上数出，含偏置。秩取自新初始化的层中第一个头的 QK 矩阵，即其查询投影与键投影之积。读取任务中，每个词元须分别知道它之前若干位置的内容；一个头若负责多处就只能取平均，再由最优线性读出（最小二乘）尽量恢复。',
     scores:
       '用 hw.Dot() 与 hw.Additive(w) 调用 hw.attention，单核、轮流运行，取五次中最快的一次；w 为层的初始值，在 ±1/√d 内均匀分布；方差为 1 时是同一个 w 乘以 √(3d)。字节数是 autograd 在前向与反向之间保留的量，由其钩子数出：一次按教科书写法，一次按 headwise 的分块计算。曲线中的查询为 N(0, 1)，键数如标题所示。',
     sharing:
@@ -237,7 +237,7 @@ const zh: typeof en = {
     narrow: '头宽 d/h',
     wide: '头宽 d',
     heads: '头数',
-    singular: '一个头的 W_q W_kᵀ',
+    singular: '一个头的 QK 矩阵',
     value: '奇异值',
     index: '序号',
     rank: (rank) => `秩 ${rank}`,
@@ -250,7 +250,7 @@ const zh: typeof en = {
     mapsFigure: '注意力图中的权重数',
     count: '数量',
     headWidth: '头的宽度',
-    rankFigure: 'W_q W_kᵀ 的秩',
+    rankFigure: 'QK 矩阵的秩',
     perHead: '参数量',
     fullWidth: '若每个头都取全宽',
     operations: '前向运算量',
@@ -283,7 +283,7 @@ const zh: typeof en = {
     flops: (score) => `每对运算量（${score}）`,
   },
   sharing: {
-    kinds: { separate: '分开的 W_q、W_k', shared: '共用的 W' },
+    kinds: { separate: 'Q 与 K 各用一个矩阵', shared: 'Q 与 K 共用一个矩阵' },
     logits: 'logits',
     weights: '权重',
     wins: '最大权重落在自己身上的行',

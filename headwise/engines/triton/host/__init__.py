@@ -1,1 +1,1 @@
-"""Code that runs on the processor: it checks calls, picks tiles and launches kernels."""
+"""Code that runs on the CPU: it checks calls, picks tile shapes and launches kernels."""

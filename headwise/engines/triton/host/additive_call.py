@@ -1,4 +1,4 @@
-"""Calls of the kernels of additive scores: the powers they need, and the launches."""
+"""Calls of the kernels for additive scores: the powers they need, and the launches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.split_keys import Merged
 
 TILE = (64, 64, 4)  # rows, keys, warps: the fastest of a few on an NVIDIA H200
-TOGETHER = 2  # such programs fit on a multiprocessor
+TOGETHER = 2  # programs of this tile that fit on a multiprocessor
 GRADIENT_TILE = (64, 64, 8)
 Strides = tuple[tuple[int, int, int], ...]
 
@@ -76,9 +76,9 @@ def prepared(
     keys: int,
     plain: bool = False,
 ) -> Powers:
-    """The powers of q and k in blocks of so many rows and keys; `plain` adds what gradients take.
+    """Compute the powers of q and k in blocks of rows and keys; `plain` adds those of gradients.
 
-    O(n) memory beside q and k.
+    They take O(n) memory.
     """
     batch, heads, queries, width = call.q.shape
     key_heads, blocks = call.k.shape[1], -(-queries // rows)
@@ -91,7 +91,7 @@ def prepared(
         batch * heads * blocks * 2,
         batch * key_heads * key_blocks * 2,
     ]
-    room = [-(-size // 4) * 4 for size in sizes]  # addresses stay multiples of 16
+    room = [-(-size // 4) * 4 for size in sizes]  # so addresses stay multiples of 16 bytes
     each = call.q.new_empty(sum(room), dtype=torch.float32).split(room)
     both = (x.new_empty(x.shape, dtype=torch.float32) if plain else None for x in (call.q, call.k))
     powers = Powers(*each, *both)
@@ -106,7 +106,7 @@ def prepared(
 def _kind(
     call: Operands, tensors: tuple[Tensor | None, ...], strides: Strides, *more: object
 ) -> Kind:
-    """`kind_of` for kernels that take strides, of which Triton makes some constants or even."""
+    """Return `kind_of` with strides, which Triton specialises on 1 and on multiples of 16."""
     flat = [step for each in strides for step in each]
     if max(flat) >= WORD:
         return None
@@ -148,7 +148,7 @@ def differentiate_additive(
 
 
 def _launch(call: Operands, rows: Rows, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and the weight."""
+    """Launch the backward kernels; return the gradients of q, k, v and the weight."""
     batch, heads, queries, width = call.q.shape
     key_heads, keys = call.k.shape[1:3]
     grad_q, grad_k, grad_v = (
@@ -167,8 +167,8 @@ def _launch(call: Operands, rows: Rows, grad_out: Tensor) -> tuple[Tensor, Tenso
     room = rows.shared.new_empty(programs * block * other)  # a tile for each program
     kind = _kind(call, (weight, grad_out, *rows), strides)
     flags = _flags(call) | {"ROWS": block, "KEYS": other, "WARPS": warps}
-    # With 128 registers a thread two programs fit on a multiprocessor, which is worth what then has
-    # to lie in memory; but not where float32 is multiplied three times over, and twice a tile.
+    # With 128 registers per thread two programs fit on a multiprocessor, which is worth the spills,
+    # except in float32, where each product takes three passes.
     few = 128 if call.q.itemsize == 2 else None
     launches = Launches()
     with on(call.q.device):
@@ -197,7 +197,7 @@ def _flags(call: Operands) -> dict[str, Any]:
 
 
 def _fours(width: int) -> int:
-    """Four dimensions share a reciprocal."""
+    """Round a width up to a multiple of four: four dimensions share a reciprocal."""
     return -(-width // 4) * 4
 
 

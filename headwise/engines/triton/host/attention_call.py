@@ -1,4 +1,4 @@
-"""Calls of the Triton engine: the kernels of each kind of problem, as an operator or prepared."""
+"""Calls of the Triton engine: chooses kernels, and runs them as an operator or a prepared call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.core import statistics
 from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import wanted
-from headwise.core.sums import Sums
+from headwise.core.sums import LOG_TOTAL, Sums
 from headwise.engines.contract import Results
 from headwise.engines.operators import Gradients, operators
 from headwise.engines.triton.host.additive_call import differentiate_additive, run_additive
@@ -32,7 +32,7 @@ Run = Callable[[Launches, Tensor, Tensor, Tensor, Terms, int], Sums]
 
 
 def run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
-    """Return the output and the sums that `wants` names, by the kernels of the problem's kind."""
+    """Return the output and the sums that `wants` names, from the kernels for this problem."""
     kernels = run_forward
     if terms.additive is not None:
         kernels = run_additive
@@ -54,7 +54,7 @@ def differentiate(
 
 
 def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]:
-    """Return `run` for an operator, which keeps no launches."""
+    """Return `run` for an operator, which records no launches."""
     return lambda *arguments: run(Launches(), *arguments)
 
 
@@ -77,7 +77,7 @@ def complete(
 
 
 class FirstCall:
-    """A call that is worked out while it runs for the first time, and repeated from then on."""
+    """A call that is recorded when it first runs, and replayed from then on."""
 
     reusable = False
 
@@ -105,6 +105,7 @@ def results(
         if out is not None:
             return (out,)
     terms = problem.terms(banded=True)
-    sums = run(launches, problem.q, problem.k, problem.v, terms, wanted(names))
+    wants = wanted(names) & ~LOG_TOTAL
+    sums = run(launches, problem.q, problem.k, problem.v, terms, wants)
     out, values = complete(problem, terms, sums, names, sink_keys, launches)
     return (out, *(values[name] for name in names))

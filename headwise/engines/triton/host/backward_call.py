@@ -1,4 +1,4 @@
-"""One backward call: the rows' constants, then a kernel for each kind of gradient."""
+"""One backward call: the constants of each row, then one kernel per kind of gradient."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def differentiate_dot(
     grad_entropy: Tensor | None,
     bias_learns: bool,
 ) -> Gradients:
-    """Gradients of every input from those of out, lse and entropy."""
+    """Return the gradients of every input from those of out, lse and entropy."""
     with on(q.device):
         call = BackwardCall(q, k, v, terms, out, grad_out)
         totals = RowTotals.of_lse(lse)
@@ -88,7 +88,7 @@ class BackwardCall:
         self.wide = max(self.operands.padded)
 
     def numbers(self, out: Tensor, lse: Tensor) -> Rows:
-        """lse and Σ grad_out · out of every row."""
+        """Compute lse and Σ grad_out · out of every row, padded to WHOLE blocks of rows."""
         a, c = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.grad_out, out))
         blocks = -(-self.rows // WHOLE.value)
         found = lse.new_empty(2, self.batch, self.heads, blocks * WHOLE.value)
@@ -106,7 +106,7 @@ class BackwardCall:
         return Rows(found[0], found[1], None)
 
     def grid(self, rows: int) -> tuple[int, int, int]:
-        """A program for each block of rows."""
+        """Return a grid with one program per block of rows, head and batch entry."""
         return -(-self.rows // rows), self.heads, self.batch
 
     def fit(self, kernel: str, launch: Callable[[Shape], None]) -> None:
@@ -118,7 +118,7 @@ class BackwardCall:
         fit(kind + kernel, self.wide, x.itemsize, card(x.device), launch)
 
     def tensors(self, rows: int, keys: int) -> tuple[bool, list[Any]]:
-        """q, grad_out, k, v as the kernels load them, and their strides."""
+        """Return whether TMA is used, and the arguments that the two large kernels share."""
         x = self.operands
         each = (x.q, self.grad_out, x.k, x.v)
         tma, loaded = described(each, self.steps, (rows, rows, keys, keys))
@@ -126,13 +126,13 @@ class BackwardCall:
         return tma, [*loaded, *strides, *pair_tiles(x, rows, keys), x.given, *x.sizes]
 
     def kind(self, rows: Rows) -> Kind:
-        """What tells compiled versions of the two large kernels apart."""
+        """Return the `kind_of` the two large kernels, or None if only Triton can tell."""
         if self.steps[1] is None:
             return None
         return kind_of(self.operands, rows)
 
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
-        """q's gradient, and the sums over each row that small gradients need."""
+        """Return q's gradient, and the row sums for those of ALiBi slopes and relative table."""
         terms, q = self.operands.terms, self.operands.q
         grad = torch.empty_like(q, memory_format=torch.contiguous_format)
         empty, size = rows.shared.new_empty, q.shape[:3]
@@ -153,7 +153,7 @@ class BackwardCall:
         return grad, sums
 
     def keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The gradients of k and v."""
+        """Return the gradients of k and v."""
         k, v = self.operands.k, self.operands.v
         grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
         grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -174,7 +174,7 @@ class BackwardCall:
         return grad_k, grad_v
 
     def table(self, rows: int) -> tuple[Tensor | None, int, int, int]:
-        """What each block of rows sees: the table, its blocks, and its strides."""
+        """Return a table of the keys each block of rows sees, its blocks, and its strides."""
         intervals = self.operands.given.intervals
         if intervals is None:
             return None, 0, 0, 0
@@ -187,13 +187,13 @@ class BackwardCall:
         return table, blocks, step[0] if batch > 1 else 0, step[1] if heads > 1 else 0
 
     def small(self) -> list[Any]:
-        """q, grad_out, k, v for kernels that always compute addresses."""
+        """Return the arguments of the small kernels, which never use TMA."""
         x = self.operands
         each = (x.q, self.grad_out, x.k, x.v)
         return [*each, *map(outer_strides, each), x.given, *x.sizes]
 
     def bias(self, rows: Rows) -> Tensor:
-        """The bias tensor's gradient, float32, in the bias' own shape."""
+        """Return the gradient of the bias tensor, float32, in the shape of the bias."""
         bias = self.operands.terms.bias
         assert bias is not None
         grad = bias.new_zeros(bias.shape, dtype=torch.float32)
@@ -213,7 +213,7 @@ class BackwardCall:
         return grad
 
     def relative(self, rows: Rows, sums: RowSums) -> Tensor:
-        """The gradient of the table over distances, (Hq, 2R + 1)."""
+        """Return the gradient of the relative table, (Hq, 2R + 1)."""
         table = self.operands.terms.relative
         assert table is not None and sums.before is not None and sums.after is not None
         reach = self.operands.sizes.reach

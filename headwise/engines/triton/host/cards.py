@@ -1,4 +1,4 @@
-"""What the GPUs of this machine have that a kernel must know: asked once, when the engine loads."""
+"""The properties of this machine's GPUs that kernels depend on, read once when the engine loads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
 
 
-@dataclass(frozen=True, eq=False)  # looked up by identity: every call does
+@dataclass(frozen=True, eq=False)  # hashed by identity, because every call looks it up
 class Card:
-    """A GPU: its name, its generation, and the bytes of shared memory that a program may take."""
+    """A GPU: its name, compute capability, and the bytes of shared memory per program."""
 
     name: str
     major: int
@@ -20,7 +20,7 @@ class Card:
 
     @property
     def copies(self) -> bool:
-        """Whether it has the copy engine that loads whole tiles."""
+        """True if the GPU has TMA, which copies whole tiles."""
         return self.major >= 9
 
 
@@ -36,5 +36,5 @@ _INTERPRETED = Card("Triton's interpreter", 9, 0, 232448)
 
 
 def card(device: torch.device) -> Card:
-    """The GPU that a tensor lies on; the interpreter stands for one of them."""
+    """Return the GPU of a device; for the interpreter, one that stands in for it."""
     return CARDS.get(device.index or 0, _INTERPRETED) if device.type == "cuda" else _INTERPRETED

@@ -1,4 +1,4 @@
-"""Calls of the decoding kernels: few queries, the keys split into shares that are then merged."""
+"""Calls of the decoding kernels: few queries, keys split over programs, partial results merged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from headwise.engines.triton.kernels.split_keys import (
 from headwise.engines.triton.kernels.tile import Given
 from headwise.engines.triton.limits import GRID
 
-SPLITS = 128  # shares of the keys at most
+SPLITS = 128  # splits of the keys, at most
 NOTHING_HELD = Held(None, None, None)
 NOT_MERGED = Merged(None, None, None, None, None, None, None)
 NOTHING_GIVEN = Given(*[None] * len(Given._fields))
@@ -51,21 +51,21 @@ def decodes(q: Tensor, k: Tensor, terms: Terms) -> bool:
 
 
 def _holds(q: Tensor, k: Tensor) -> bool:
-    """Return whether the GPU has room for all rows of a key head, whatever the tile."""
+    """Return whether all rows of a key head fit the GPU's memory, whatever the tile of keys."""
     rows = tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]))
     found = card(q.device)
     least = 2 * rows * _padded(q.shape[-1]) * q.itemsize
-    # Tensor memory has 256 KB, and float32 is split in two there.
+    # Tensor memory has 256 KB, and holds float32 in two halves.
     return least < (1 << 17 if found.major in TENSOR_MEMORY else found.shared)
 
 
 def few(q: Tensor, k: Tensor) -> bool:
-    """Return whether few queries meet many keys; for the interpreter, 8 are many."""
+    """Return whether few queries meet many keys; under the interpreter, 8 keys are many."""
     return is_decoding(q.shape, k.shape, 8 if INTERPRETING else MANY_KEYS)
 
 
 def attend_step(launches: Launches, problem: Problem) -> Tensor | None:
-    """Return out of a plain step of decoding, or None if the problem is not one."""
+    """Return out of a plain decoding step, or None if there is a cap, bias, sink or other mask."""
     q, k, v = problem.q, problem.k, problem.v
     bent = (problem.additive, problem.bias, problem.sinks, problem.seed, problem.rows)
     if problem.softcap or any(x is not None for x in bent) or not few(q, k):
@@ -92,7 +92,7 @@ def _takes_step(q: Tensor, k: Tensor, v: Tensor, held: Held, scale: float) -> bo
     if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return False
     batch, heads, queries, width = q.shape
-    room = batch * heads * queries * SPLITS * (width + 2)  # however the keys are cut
+    room = batch * heads * queries * SPLITS * (width + 2)  # with the most splits
     strides = (*q.stride(), *k.stride(), *v.stride(), *_held_strides(held))
     if max(*strides, room) >= WORD or max(batch, heads) > GRID:
         return False
@@ -118,7 +118,7 @@ def _step(
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
     unit = stride_unit(strides, 16)
     rows = tile_rows(group * queries)
-    # One kernel is put on the chip while the one before it ends.
+    # Programmatic dependent launch: a kernel starts while the one before it ends.
     chained = not INTERPRETING and card(q.device).major >= 9
     kind = (q.dtype, k.dtype, *(x is None for x in held))
 
@@ -146,7 +146,7 @@ def _step(
 
 
 def _held_strides(held: Held) -> tuple[int, int, int]:
-    """Return the strides of scales, batch and head, and of pages."""
+    """Return the batch and head strides of the scales, and the batch stride of the page table."""
     scales = (0, 0) if held.key_scales is None else held.key_scales.stride()[:2]
     return scales[0], scales[1], 0 if held.pages is None else held.pages.stride(0)
 
@@ -189,10 +189,10 @@ def _split(
     longest: int | None = None,
     kind: tuple[object, ...] | None = None,
 ) -> None:
-    """Launch both kernels.
+    """Launch `split`, then `merge`.
 
-    `longest` is the number of keys of a sequence where k does not tell; `kind` as
-    `Launches.start` takes it.
+    `longest` is the number of keys, if it is not that of k's shape; `kind` as `Launches.start`
+    takes it.
     """
     batch, heads, queries, width = q.shape
     key_heads, values = k.shape[1], v.shape[-1]
@@ -233,7 +233,7 @@ def run_stored(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return out of the last tokens' queries against what a cache stores."""
+    """Return attention of the last tokens' queries over a KV cache."""
     keys, values, length = stored.keys, stored.values, stored.length
     held = Held(stored.key_scales, stored.value_scales, stored.pages)
     page = 0 if stored.pages is None else keys.shape[2]
@@ -282,7 +282,7 @@ def _padded(width: int) -> int:
 
 
 def parts_for(launches: Launches, q: Tensor, splits: int, values: int, wants: int) -> Parts:
-    """Allocate the parts in one piece of memory."""
+    """Allocate the parts as views of one tensor."""
     shape = (*q.shape[:3], splits)
     asked = [True, True, *(bool(wants & what) for what in (ENTROPY, DISTANCE))]
     asked += 3 * [bool(wants & MOMENTS)]
@@ -300,21 +300,21 @@ def parts_for(launches: Launches, q: Tensor, splits: int, values: int, wants: in
 def tile(
     width: int, itemsize: int, rows: int, device: torch.device, biased: bool = False
 ) -> tuple[str, int, int, Card]:
-    """Return what `fit` finds a shape by; `itemsize` is of keys, and int8 is multiplied wider."""
+    """Return the arguments by which `fit` finds a shape; int8 keys count as 16-bit."""
     kernel = "biased decode" if biased else "full decode" if rows == MOST_ROWS else "decode"
     return kernel, _padded(width), max(2, itemsize), card(device)
 
 
 def tile_rows(rows: int) -> int:
-    """Return the height of a tile for so many rows of a key head."""
+    """Return the rows of a tile that holds all rows of a key head."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 @lru_cache(maxsize=4096)
 def shares(programs: int, blocks: int, processors: int) -> int:
-    """Return into how many shares the keys are split so that the chip is evenly full.
+    """Return the number of splits of the keys that keeps the GPU evenly busy.
 
-    The smallest number whose last round of programs is nearly as full as any other's could be.
+    It is the smallest number whose waves of programs are nearly as full as with the best number.
     """
     most = max(1, min(SPLITS, blocks // 4))
 
@@ -328,7 +328,7 @@ def shares(programs: int, blocks: int, processors: int) -> int:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has; the interpreter acts as two."""
+    """Return how many multiprocessors a GPU has; two under the interpreter."""
     if device.type != "cuda":
         return 2
     found: int = torch.cuda.get_device_properties(device).multi_processor_count

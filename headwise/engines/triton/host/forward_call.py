@@ -37,7 +37,7 @@ def run_forward(
         kernel = "biased"
     asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:8]]
     cut = cut_of(call) if wants & MOMENTS else None
-    rest, block = None, 0  # what the loop still does for moments that are taken apart
+    rest, block = None, 0  # for moments of the keys past the last whole block
     if cut is not None and flags["PIECES"] == 0:
         asked[2:], wants = [None] * 3, wants - MOMENTS
     elif cut is not None:

@@ -22,13 +22,13 @@ from headwise.engines.triton.kernels.hopper_forward import REGISTERS, Sizes, for
 from headwise.engines.triton.kernels.hopper_softmax import Written, numbers_of_cap
 
 LOG2E = 1.4426950408889634
-ROWS = 128  # of an item: two groups of warps with 64 each
-LEAST_KEYS = 8  # a column of a head: with fewer, moments are as quick in triton's loop
+ROWS = 128  # per work item: 64 for each of two warpgroups
+LEAST_KEYS = 8  # per head dimension: with fewer, the Triton loop takes moments as fast
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The keys of a tile, and how many tiles of keys and values are in flight."""
+    """The keys of a tile, and the pipeline stages."""
 
     keys: int
     stages: int
@@ -43,7 +43,7 @@ def run_hopper_forward(
     """Return the output and the sums that `wants` names."""
     call = operands(q, k, v, terms)
     cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS else None
-    if wants & MOMENTS and cut is None:  # few keys or a cap: its loop takes the moments of all
+    if wants & MOMENTS and cut is None:  # few keys, or a cap: the Triton loop takes moments
         return run_forward(launches, q, k, v, terms, wants)
     sums = launches.room(q, v, wants)
     if sums.lse.numel() == 0:
@@ -89,19 +89,19 @@ FORWARD = operators("hopper", once(run_hopper_forward), differentiate)
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs the GPU runs at once: the kernel fills one each."""
+    """Return the number of multiprocessors: the kernel runs one program on each."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
 def layout(dtype: torch.dtype, rows: int, width: int) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory."""
+    """Return the shared-memory layout of a tile."""
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], kind)
 
 
 def _tiles(x: Tensor, steps: Steps, rows: int, width: int) -> TensorDescriptor:
-    """Made without its own checks, as Triton's engine makes its own."""
+    """Return a TMA descriptor of x, skipping its own checks as `operands` does."""
     made = TensorDescriptor.__new__(TensorDescriptor)
     made.base, made.shape, made.strides = x, list(x.shape), steps
     made.block_shape, made.layout = [1, 1, rows, width], layout(x.dtype, rows, width)

@@ -1,7 +1,7 @@
-"""Launching kernels: past Triton's own look at the arguments, and kept for the next call like it.
+"""Kernel launches that skip Triton's inspection of the arguments and can be replayed.
 
 Triton compiles a version of a kernel for each combination of types, missing tensors and aligned
-pointers, and looks at every argument to find it: that takes three times as long as the launch.
+pointers. To find it, Triton inspects every argument, which takes three times as long as a launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMPILED: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
 class Launches:
     """The launches of one call.
 
-    Made with the call's tensors, it also remembers what is allocated and launched through it, and
+    Given the call's tensors, it also records what is allocated and launched through it, and
     `prepared` returns that as a call that can be repeated.
     """
 
@@ -35,7 +35,7 @@ class Launches:
         self._launched: list[Launch] = []
 
     def allocated(self, *tensors: Tensor) -> None:
-        """Remember tensors that the call has just allocated."""
+        """Record tensors that the call has just allocated."""
         if self._filling is not None:
             for x in tensors:
                 self._filling.allocate(x)
@@ -62,11 +62,11 @@ class Launches:
             self._launched.append(self._filling.launch(run, filled))
 
     def mark(self) -> tuple[int, int]:
-        """Return how far the call has come, for `back_to`."""
+        """Return a mark of what is recorded so far, for `back_to`."""
         return len(self._launched), 0 if self._filling is None else len(self._filling.made)
 
     def back_to(self, mark: tuple[int, int]) -> None:
-        """Forget what was launched and allocated since: it failed, and is tried otherwise."""
+        """Forget what was recorded since a mark: that attempt failed, and another follows."""
         del self._launched[mark[0] :]
         if self._filling is not None:
             del self._filling.made[mark[1] :]
@@ -84,10 +84,10 @@ class Launches:
 
 
 def kind_of(call: Operands, tensors: tuple[Tensor | None, ...], *more: object) -> Kind:
-    """Return what tells one compiled version of a kernel from another besides its constants.
+    """Return a key that, with its constants, identifies the compiled version of a kernel.
 
-    `tensors` are those the kernel takes beyond the call's own and what was just allocated. None
-    where only Triton can tell: a bias, a dense mask, odd layouts, numbers beyond 32 bits.
+    `tensors` are those the kernel takes besides the call's own and the newly allocated ones. None
+    if only Triton can tell: a bias, a dense mask, odd layouts, numbers beyond 32 bits.
     """
     given, sizes = call.given, call.sizes
     bent = (given.bias, given.dense, given.slopes, given.relative, given.sinks, given.seed)
@@ -111,7 +111,7 @@ def _launched(
     stages: int,
     constants: dict[str, Any],
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Launch a kernel; return a function and its arguments that launch it again."""
+    """Launch a kernel; return a function and arguments that launch it again."""
     options = {"num_warps": warps, "num_stages": stages, **constants}
     if INTERPRETING:
         run = partial(kernel[grid], **options)
@@ -133,7 +133,7 @@ def _launched(
 def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
     """Return a compiled kernel on a grid, launched on the current stream of the current GPU.
 
-    It does what Triton does, but looks for launch hooks only where somebody has set one.
+    It does what Triton does, but goes through launch hooks only if one is set.
     """
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
 

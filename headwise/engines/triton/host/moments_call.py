@@ -1,7 +1,7 @@
-"""Mean and variance of plain logits without the pairs: the calls that allow it, and the launches.
+"""Mean and variance of plain logits without visiting pairs: when it applies, and the launches.
 
-Rows that see every key take both from the keys' mean and scatter. Rows that see the keys up to one
-of their own take them so from whole blocks, and leave the last block's keys to the forward's loop.
+Rows that see every key get both from the mean and the scatter matrix of the keys. Causal rows get
+them from whole blocks of keys in this way; the forward's loop takes the keys past those blocks.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from headwise.engines.triton.kernels.key_scatter import VECTORS, join_blocks, sc
 from headwise.engines.triton.kernels.row_moments import moments_of_rows
 from headwise.engines.triton.limits import GRID
 
-SCRATCH = 36 << 20  # bytes: heads that do not fit wait for their turn
-ROOM = 220_000  # bytes of shared memory that the tiles take for granted
-REGISTERS = 128  # of the kernel of blocks, so that two programs share a multiprocessor
-# Fewer keys a row, rows a key head, or multiplications of q·k, and the loop is the shorter way.
-LEAST_KEYS, LEAST_ROWS = 32, 16  # for each column of a scatter
+SCRATCH = 36 << 20  # bytes of scratch memory: heads that do not fit are processed later
+ROOM = 220_000  # bytes of shared memory that the tiles need
+REGISTERS = 128  # per thread of `scatter_of_blocks`: two programs share a multiprocessor
+# With fewer keys per row, rows per key head or multiplications in q·k, the loop is faster.
+LEAST_KEYS, LEAST_ROWS = 32, 16  # per head dimension
 LEAST = 1 << 35
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work is cut into programs."""
+    """The block and tile sizes of the moments kernels."""
 
-    block: int  # keys
-    whole_block: int  # keys, where every row sees all of them
+    block: int  # keys per block
+    whole_block: int  # keys per block, if every row sees all keys
     tile: int  # keys of a block that are loaded at once
     block_warps: int
-    part: int  # rows of a scatter that one program joins
-    ahead: int  # blocks that it has in flight
-    rows: int  # of a tile that meets a scatter
+    part: int  # rows of a scatter matrix that one program joins
+    ahead: int  # blocks that it loads ahead
+    rows: int  # query rows per tile
     warps: int
     stages: int
 
@@ -53,24 +53,24 @@ CUTS = {  # by the padded width of a head
 
 
 def cut_of(call: Operands, least_keys: int | None = None) -> Cut | None:
-    """How a call's moments are taken without the pairs; None: a loop over pairs has to.
+    """Return the sizes for a call's moments, or None if the loop over pairs must take them.
 
-    `least_keys` is how many keys a row must see for each column, instead of LEAST_KEYS.
+    `least_keys` replaces LEAST_KEYS, the keys that a row must see per head dimension.
     """
     q, terms, sizes = call.q, call.terms, call.sizes
     if not terms.plain or terms.intervals is not None or terms.dense is not None:
         return None
     if sizes.low > 1 - sizes.queries or sizes.queries - 1 + sizes.high < 1:
-        return None  # a window, or nothing at all
+        return None  # a window, or no visible key
     if None in call.steps[:2]:
         return None
     if INTERPRETING:
         return INTERPRETED
     found = card(q.device)
     if q.dtype == torch.float32 or found.shared < ROOM or found.major in TENSOR_MEMORY:
-        return None  # for tensor memory Triton 3.7 does not compile the kernel of blocks
+        return None  # Triton 3.7 can't compile `scatter_of_blocks` for tensor memory
     padded, keys = call.padded[0], sizes.keys
-    if sizes.high < keys:  # what a row sees on average
+    if sizes.high < keys:  # the average over rows
         keys = (max(sizes.high, 0) + min(keys, sizes.queries + sizes.high)) // 2
     least = LEAST_KEYS if least_keys is None else least_keys
     if keys < least * padded or sizes.queries * sizes.group < LEAST_ROWS * padded:
@@ -90,8 +90,8 @@ def run_moments(
 ) -> None:
     """Write logit_mean, logit_var and visible.
 
-    `rest` (2, B, Hq, N) has mean and sum of squares of the logits past the whole blocks, which the
-    forward took for `at_once` rows at once; None: all rows see all keys.
+    `rest` (2, B, Hq, N) holds mean and sum of squares of the logits past the whole blocks, from a
+    forward with `at_once` rows per tile; None if all rows see all keys.
     """
     q, k, sizes, padded = call.q, call.k, call.sizes, flags["PADDED"]
     keys, reach, first = sizes.keys, 0, 0
@@ -100,16 +100,16 @@ def run_moments(
     if rest is not None:
         reach, block = sizes.high, cut.block
         keys = min(keys, sizes.queries - 1 + reach)
-        k = k if keys == sizes.keys else k[:, :, :keys]  # the others are never read
+        k = k if keys == sizes.keys else k[:, :, :keys]  # the others are hidden from all rows
         first = reach // block
         last = (sizes.queries - 1) // at_once * at_once + reach
         stretches = last // block - first + 1
     slots = -(-keys // block) + 1
-    half = torch.float32 if INTERPRETING else torch.bfloat16  # the interpreter has no other
+    half = torch.float32 if INTERPRETING else torch.bfloat16  # the interpreter has no bfloat16
     lines, heads = k.shape[0] * k.shape[1], k.shape[1]
     fit = max(1, SCRATCH // (2 * half.itemsize * slots * padded * padded))
     fit = max(1, min(fit, GRID // sizes.group))
-    together = -(-lines // -(-lines // fit))  # in turns of the same length
+    together = -(-lines // -(-lines // fit))  # heads per turn, in even turns
     vectors = q.new_empty(VECTORS, together, slots, padded, dtype=torch.float32)
     scatters = q.new_empty(2, together, slots, padded, padded, dtype=half)
     launches.allocated(vectors, scatters)

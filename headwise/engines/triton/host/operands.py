@@ -1,4 +1,4 @@
-"""From tensors to a launch: how kernels get at memory, and the numbers they take."""
+"""The arguments of a launch: tensors as kernels load them, and the numbers they take."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.tile import Given, Sizes
 
 Steps = list[int] | None
-WORD = 1 << 31  # a larger number is another type to a kernel
-MOST_ROWS = 256  # of a tile: no offset inside of one leaves a word
+WORD = 1 << 31  # from here on a kernel takes a number as int64
+MOST_ROWS = 256  # per tile, at most: offsets inside a tile fit 32 bits
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What every kernel of a call takes: the tensors, what bends their logits, the numbers."""
+    """The arguments that every kernel of a call takes: tensors, masks, biases and numbers."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     terms: Terms
-    steps: tuple[Steps, Steps, Steps]  # by which the copy engine loads q, k and v
+    steps: tuple[Steps, Steps, Steps]  # TMA strides of q, k and v
     given: Given
     sizes: Sizes
 
     @property
     def padded(self) -> tuple[int, int]:
-        """The widths of a tile of keys and of one of values."""
+        """The padded widths of a tile of keys and a tile of values."""
         return pad(self.q), pad(self.v)
 
     def flags(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Operands:
         terms = self.terms
         width, values = self.padded
         added = (terms.additive, terms.bias, terms.slopes, terms.relative)
-        # A maximum moves through a positive factor only, and FAR must stay far and finite.
+        # The maximum may be taken before a positive factor only; FAR times it must be finite.
         plain = 1e-6 < (terms.softcap or terms.scale) < 1e6 and all(x is None for x in added)
         return {
             "WIDTH": self.q.shape[-1],
@@ -61,10 +61,10 @@ class Operands:
 
 
 def cap_of(scale: float, softcap: float) -> int:
-    """How the kernels cap scores: 0 not at all, 1 as they are, 2 times scale / softcap first.
+    """Return how kernels cap scores: 0 not at all, 1 raw, 2 after a factor scale / softcap.
 
-    A cap costs less as a polynomial of the raw score, where the powers of that ratio, which its
-    coefficients hold, stay inside of float32.
+    A polynomial of the raw score is cheaper. Its coefficients hold powers of that ratio, which must
+    stay inside the range of float32.
     """
     if not softcap:
         return 0
@@ -72,21 +72,21 @@ def cap_of(scale: float, softcap: float) -> int:
 
 
 def pieces(terms: Terms) -> int:
-    """How many intervals a row has; 0: it sees every key, or what a dense mask says."""
+    """Return the number of intervals per row; 0 if rows see all keys or the mask is dense."""
     if terms.intervals is not None:
         return terms.intervals.shape[0]
     return 1 if terms.band is not None and len(terms.band) == 3 else 0
 
 
 def exposed(q: Tensor, k: Tensor, terms: Terms) -> bool:
-    """Whether there may be a key that no row of the call sees, and that may hold anything."""
+    """Return whether there may be a key that no row sees, and that may hold anything."""
     if terms.intervals is not None or terms.dense is not None:
         return True
     return terms.band is not None and leaves_keys(q, k, terms.band)
 
 
 def leaves_keys(q: Tensor, k: Tensor, band: list[int]) -> bool:
-    """Whether there are keys outside of a band (`Terms.band`), which no row sees."""
+    """Return whether there are keys outside a band (`Terms.band`), which no row sees."""
     if len(band) == 1:
         return False
     _, low, high = band
@@ -94,14 +94,14 @@ def leaves_keys(q: Tensor, k: Tensor, band: list[int]) -> bool:
 
 
 def narrow(terms: Terms) -> bool:
-    """Whether rows see so few keys, or may do so, that edges take much of the time."""
+    """Return whether rows may see so few keys that masked tiles take much of the time."""
     if terms.intervals is not None:
         return True
     return terms.band is not None and len(terms.band) == 3 and terms.band[2] - terms.band[1] <= 4096
 
 
 def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
-    """Gather what the kernels of a call take."""
+    """Gather the arguments of a call's kernels."""
     (q, q_steps), (k, k_steps), (v, v_steps) = ready(q), ready(k), ready(v)
     intervals = None if terms.intervals is None else terms.intervals.contiguous()
     step = batch = head = 0
@@ -146,23 +146,23 @@ def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
 
 
 def broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides that stay where the tensor is one wide."""
+    """Return the strides, 0 for axes of size 1."""
     return tuple(
         0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)
     )
 
 
 def outer_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, head and row."""
+    """Return the strides of batch, head and row."""
     return x.stride(0), x.stride(1), x.stride(2)
 
 
 def described(
     tensors: tuple[Tensor, ...], steps: tuple[Steps, ...], rows: tuple[int, ...]
 ) -> tuple[bool, list[Any]]:
-    """The tensors as descriptors of (rows, padded width) blocks, where the copy engine takes all.
+    """Return True and TMA descriptors of (rows, padded width) tiles, if TMA can load all tensors.
 
-    Otherwise as they are, and the kernels compute addresses.
+    Otherwise return False and the tensors; the kernels then compute addresses.
     """
     if any(step is None for step in steps):
         return False, list(tensors)
@@ -173,9 +173,9 @@ def described(
 
 
 def pair_tiles(call: Operands, rows: int, keys: int) -> list[TensorDescriptor | None]:
-    """The bias tensor and the dense mask as descriptors of (rows, keys) blocks.
+    """Return TMA descriptors of (rows, keys) tiles of the bias tensor and the dense mask.
 
-    None: there is none, or the copy engine can't load it, and the kernels compute addresses.
+    None if there is none, or if TMA can't load it and the kernels compute addresses.
     """
     return [_pair_tiles(x, call, [1, 1, rows, keys]) for x in (call.given.bias, call.given.dense)]
 
@@ -184,7 +184,7 @@ def _pair_tiles(x: Tensor | None, call: Operands, block: list[int]) -> TensorDes
     z = call.sizes
     if x is None or x.shape[2:] != (z.queries, z.keys) or x.stride(3) != 1 or x.itemsize > 4:
         return None
-    for axis in (0, 1):  # an axis that only repeats is one wide
+    for axis in (0, 1):  # a broadcast axis becomes size 1
         x = x if x.stride(axis) else x.narrow(axis, 0, 1)
     steps = _steps_of(x) if card(x.device).copies else None
     if steps is None or not begins_at(call, 16 // x.itemsize):
@@ -193,9 +193,9 @@ def _pair_tiles(x: Tensor | None, call: Operands, block: list[int]) -> TensorDes
 
 
 def begins_at(call: Operands, unit: int) -> bool:
-    """Whether every tile of the scores begins at a multiple of `unit` keys.
+    """Return whether every tile of the scores begins at a multiple of `unit` keys.
 
-    Along a row the copy engine begins at multiples of 16 bytes; `extents` says where tiles begin.
+    Along a row, TMA loads begin at multiples of 16 bytes; `extents` decides where tiles begin.
     """
     z = call.sizes
     if call.given.intervals is not None or z.keys % unit:
@@ -208,23 +208,23 @@ def begins_at(call: Operands, unit: int) -> bool:
 
 
 def _descriptor(x: Tensor, steps: Steps, block: list[int]) -> TensorDescriptor:
-    """Made without its own checks, which `_steps` and `pad` have passed, and which take as long as
-    a launch."""
+    """Return a TMA descriptor without its own checks, which take as long as a launch; `_steps` and
+    `pad` ensure that they would pass."""
     made = TensorDescriptor.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = x, list(x.shape), steps, block
     return made
 
 
 def ready(x: Tensor) -> tuple[Tensor, Steps]:
-    """x as kernels can load it, and the strides by which the copy engine does; None: it does not.
+    """Return x as kernels can load it, and its TMA strides, None if TMA can't load it.
 
-    Rows lie in one piece. A head of an odd width is copied into wider rows, once.
+    Rows become contiguous. Heads of an odd width are copied into wider rows, once.
     """
     x = x if x.stride(-1) == 1 and x.stride(2) * MOST_ROWS < WORD else x.contiguous()
     if not card(x.device).copies:
         return x, None
     steps = _steps_of(x)
-    if steps is not None or INTERPRETING:  # the interpreter tries both ways to load
+    if steps is not None or INTERPRETING:  # the interpreter tests both ways to load
         return x, steps
     width = x.shape[-1]
     wide = x.new_empty(*x.shape[:-1], -(-width // 16) * 16)
@@ -238,9 +238,9 @@ def _steps_of(x: Tensor) -> Steps:
 
 @lru_cache(4096)
 def _steps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Steps:
-    """Strides of 16-byte steps; None where the copy engine can't load such a tensor.
+    """Return TMA strides, multiples of 16 bytes; None if TMA can't load such a tensor.
 
-    Where an axis is one wide its own stride says nothing, and a lawful one stands in.
+    The stride of an axis of size 1 is arbitrary, so a valid one is passed instead.
     """
     if 0 in shape:
         return None
@@ -257,33 +257,33 @@ def _steps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> S
 
 
 def pad(x: Tensor) -> int:
-    """The width of a tile of x: a power of two, and on a GPU at least the 128 bytes that copies and
-    matrix products handle as one. Narrower heads pay for the exponential, not for the product."""
+    """Return the tile width of x: a power of two, on a GPU at least the 128 bytes that copies and
+    matrix products handle as one. Narrow heads lose little: exponentials dominate their time."""
     least = 16 if INTERPRETING else 128 // x.itemsize
     return max(least, 1 << (x.shape[-1] - 1).bit_length())
 
 
 def stride_unit(strides: Iterable[int], unit: int) -> int:
-    """What strides are handed over in: `unit` where all are multiples of it, and fit 32 bits."""
+    """Return the unit of strides: `unit` if all are multiples of it and fit 32 bits, else 1."""
     return unit if all(stride % unit == 0 and stride < WORD for stride in strides) else 1
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: in one tf32 product where PyTorch's own switch allows it, else in
+    """Return how to multiply float32: in one tf32 product if PyTorch's switch allows it, else in
     three, which keep float32's precision (the error is below that of PyTorch's own kernels)."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors as the kernels take them: the interpreter multiplies bfloat16's bits as
-    integers, and float32 holds the same numbers."""
+    """Return tensors as kernels take them: bfloat16 becomes float32 under the interpreter, which
+    would multiply its bits as integers."""
     if INTERPRETING and tensors[0].dtype == torch.bfloat16:
         return tuple(x.float() for x in tensors)
     return tensors
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on the tensors' own GPU, whichever is current."""
+    """Make the tensors' GPU the current one for a launch."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)

@@ -18,7 +18,7 @@ Fill = Callable[[Known], Any]
 class Allocated:
     """A tensor that a call allocates.
 
-    Showing PyTorch a tensor like it takes half as long as describing it; that one has one element.
+    `torch.empty_like` takes half as long as `torch.empty`; the template holds a single element.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
@@ -29,13 +29,13 @@ class Allocated:
         return torch.empty_like(self.like, memory_format=torch.contiguous_format)
 
 
-allocated = lru_cache(maxsize=1024)(Allocated)  # calls of many lengths allocate alike
+allocated = lru_cache(maxsize=1024)(Allocated)  # many calls allocate tensors of one shape
 
 
 class View(NamedTuple):
     """A part of a tensor that a call allocates."""
 
-    place: int  # of that tensor among the known
+    place: int  # of that tensor among the known tensors
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
@@ -83,17 +83,17 @@ class PreparedCall:
 
 
 class Filling:
-    """Finds a call's tensors in the arguments of its launches, and says how to fill them in."""
+    """Finds a call's tensors among the arguments of its launches, so that others can take over."""
 
     def __init__(self, given: tuple[Tensor, ...]) -> None:
         self.known = list(given)
         self.given = len(given)
         self.made: list[Allocated | View] = []
         addresses = {x.data_ptr() for x in given}
-        self.complete = len(addresses) == len(given)  # else a kernel's argument could be either
+        self.complete = len(addresses) == len(given)  # otherwise an address is ambiguous
 
     def allocate(self, x: Tensor) -> None:
-        """Remember a tensor that the call has just allocated."""
+        """Record a tensor that the call has just allocated."""
         self.made.append(allocated(x.shape, x.dtype, x.device))
         self.known.append(x)
 
@@ -114,9 +114,9 @@ class Filling:
                 self.made.append(view)
                 self.known.append(x)
                 return len(self.known) - 1
-            if known.data_ptr() == x.data_ptr():  # a kernel takes an address, whatever the shape
+            if known.data_ptr() == x.data_ptr():  # a kernel sees the address only
                 return place
-        self.complete = False  # the call computed it in some other way
+        self.complete = False  # computed by something other than the launches
         return 0
 
     def _arguments(self, given: tuple[Any, ...]) -> tuple[list[Any], list[tuple[int, Fill]]]:
@@ -125,7 +125,7 @@ class Filling:
         return [None if at in filled else x for at, x in enumerate(given)], fills
 
     def _fill(self, x: Any) -> Fill | None:
-        """Return how to make an argument of the known tensors, or None if it never changes."""
+        """Return how to make an argument from the known tensors, or None if it never changes."""
         if isinstance(x, Tensor):
             return itemgetter(self.place(x))
         if isinstance(x, tuple):
@@ -150,7 +150,7 @@ def _filled_tuple(
 
 
 def _filled_descriptor(x: Any, place: int) -> Fill:
-    """Fill in a descriptor of another tensor of the same layout."""
+    """Return how to make the same descriptor for another tensor."""
     kind, shared = type(x), {name: value for name, value in vars(x).items() if name != "base"}
 
     def fill(known: Known) -> Any:

@@ -1,4 +1,4 @@
-"""The statistics of a call from the forward's sums; single weights come from a short kernel."""
+"""Statistics of a call from the forward's sums; weights on single keys come from a short kernel."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Block shapes by what a kernel has to hold: a small table, measured, so that no call is tuned.
+"""Tile shapes of the kernels, from a small measured table, so that no call has to be tuned.
 
-On Hopper the 16-bit choices of the forward and of the two kernels that differentiate are the best
-of bench/results/gpu_shapes.json, an NVIDIA H200's; the others were tried beside each other there.
-GPUs with less shared memory get tiles that fit it; `headwise doctor --tune` measures on the GPU at
-hand and leaves what was fastest where `shape` finds it. Where a compiler takes more memory than the
-table foresaw, `fit` finds a smaller tile, once.
+On Hopper the 16-bit shapes of the forward and the two backward kernels are the fastest of
+bench/results/gpu_shapes.json, measured on an NVIDIA H200; the others were compared there too. GPUs
+with less shared memory get tiles that fit it. `headwise doctor --tune` measures on the GPU at hand
+and stores the fastest shapes, which `shape` then returns. If a compiled kernel needs more memory
+than expected, `fit` finds a smaller tile, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.tile import Given
 from headwise.files import write_whole
 
-_LIKE = {  # whose shape serves where there is none of its own
+_LIKE = {  # the kernel whose shape serves if the table has none
     "narrow": "forward",
     "capped": "forward",
     "capped queries": "queries",
@@ -37,19 +37,19 @@ _LIKE = {  # whose shape serves where there is none of its own
     "biased decode": "decode",
 }
 KERNELS = ("forward", "queries", "keys", "narrow", "capped", "capped queries", "capped keys")
-"""The forward and the two kernels that differentiate; the forward for rows that see few keys; and
-all three with a cap: what `tuning` measures.
+"""The kernels that `tuning` measures: the forward, the two backward kernels, the forward for rows
+that see few keys, and the first three with a cap.
 
-Beside them there are all three "biased", where pairs have loads of their own (`loads_pairs`),
-"decode", the same with all the rows that it takes, or biased, and "map".
+The others are "map", "decode", alone, "full" (with all the rows that it takes) or "biased", and the
+first three "biased". A biased kernel loads data for each pair (`loads_pairs`).
 """
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A kernel's tile, rows by keys, its warps, and how many loads it keeps in flight.
+    """A kernel's tile, rows by keys, its warps, and its pipeline stages.
 
-    Decoding takes the rows that a call has, whatever it says here.
+    Decoding ignores `rows` and takes those of the call.
     """
 
     rows: int
@@ -58,12 +58,12 @@ class Shape:
     stages: int
 
 
-_INTERPRETED = {  # small, so that small problems have edges and a middle
+_INTERPRETED = {  # small, so that small problems have masked and unmasked tiles
     "decode": Shape(16, 16, 4, 1),
     "map": Shape(32, 16, 4, 1),
 }
 
-_TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 128 and 256
+_TABLE = {  # kernel, bytes per element: shapes for padded widths up to 64, 128 and 256
     "hopper": {
         ("forward", 2): (
             Shape(64, 128, 4, 3),
@@ -137,7 +137,7 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
         ),
         ("map", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 2)),
     },
-    "blackwell": {  # as much as Hopper, but operands and products lie elsewhere
+    "blackwell": {  # as much as Hopper, but products lie in tensor memory
         ("forward", 2): (
             Shape(64, 128, 4, 3),
             Shape(128, 64, 8, 3),
@@ -171,7 +171,7 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
         ("decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
         ("map", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 1)),
     },
-    "ampere": {  # 164 KB a program
+    "ampere": {  # 164 KB per program
         ("forward", 2): (
             Shape(128, 64, 4, 3),
             Shape(128, 64, 8, 3),
@@ -192,7 +192,7 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
         ("decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
         ("map", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(32, 32, 4, 1)),
     },
-    "small": {  # 99 KB: the GPUs of desks and of inference
+    "small": {  # 99 KB: desktop and inference GPUs
         ("forward", 2): (
             Shape(128, 64, 4, 2),
             Shape(64, 32, 4, 2),
@@ -231,13 +231,13 @@ _TABLE = {  # kernel, bytes of an element: shapes for padded widths up to 64, 12
 }
 
 
-LEAST = 16  # rows or keys of a tile: the sides of a matrix product
-TENSOR_MEMORY = (10, 11)  # generations that keep products in a memory of their own, and a small one
+LEAST = 16  # rows or keys of a tile: the smallest side of a matrix product
+TENSOR_MEMORY = (10, 11)  # GPU generations whose products lie in tensor memory, which is small
 _CHOSEN: dict[tuple[str, int, int, Card], Shape] = {}
 
 
 def shape(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
-    """A kernel's, for a padded head width and the bytes of an element."""
+    """Return a kernel's shape for a padded head width and the bytes per element."""
     what = kernel, width, itemsize, card
     if what not in _CHOSEN:
         found = _tuned().get(card.name, {}).get(_key(kernel, width, itemsize))
@@ -253,7 +253,7 @@ def fit(
     launch: Callable[[Shape], None],
     launches: Launches | None = None,
 ) -> Shape:
-    """Launch with a kernel's shape, or with a smaller one where the GPU has no room for it.
+    """Launch with a kernel's shape, or with a smaller one if the GPU has no room for it.
 
     Returns the shape that ran, which this process uses from now on. `launches` forgets what was
     launched with a shape that failed.
@@ -267,9 +267,9 @@ def fit(
             less = smaller(tried)
             if less is None:
                 raise RuntimeError(
-                    f"{card.name} has no room for the {kernel} kernel of heads {width} wide, "
-                    f"{itemsize} bytes a number: its smallest tile takes {error.required} of "
-                    f'{error.limit}, {error.name}; engine="streaming" has no tiles'
+                    f"{card.name} has no room for the {kernel} kernel at head width {width} with "
+                    f"{itemsize} bytes per number: its smallest tile needs {error.required} of "
+                    f'{error.limit}, {error.name}; use engine="streaming"'
                 ) from error
             if launches is not None:
                 launches.back_to(mark)
@@ -281,7 +281,7 @@ def fit(
 
 
 def smaller(large: Shape) -> Shape | None:
-    """The next shape that takes less memory: fewer loads in flight, then fewer keys, then rows."""
+    """Return the next smaller shape: fewer stages, then fewer keys, then fewer rows, then None."""
     if large.stages > 1:
         return replace(large, stages=large.stages - 1)
     if large.keys > LEAST:
@@ -290,7 +290,7 @@ def smaller(large: Shape) -> Shape | None:
 
 
 def loads_pairs(terms: Terms | Given) -> bool:
-    """Whether a kernel loads something for each pair, which takes room beside keys and values."""
+    """Return whether a kernel loads data for each pair, which takes shared memory too."""
     return not (terms.bias is None and terms.dense is None and terms.relative is None)
 
 
@@ -301,7 +301,7 @@ def use(kernel: str, width: int, itemsize: int, card: Card, chosen: Shape) -> No
 
 
 def default(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
-    """The table's choice, whatever was tuned."""
+    """Return the shape of the table, whatever was tuned."""
     if INTERPRETING:
         return _INTERPRETED.get(_LIKE.get(kernel, kernel), Shape(32, 32, 4, 1))
     room = "hopper" if card.shared >= 220_000 else "ampere" if card.shared >= 160_000 else "small"
@@ -312,13 +312,13 @@ def default(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
 
 
 def tuned_file() -> Path:
-    """Where tuned shapes lie: in the user's cache folder."""
+    """Return the file of tuned shapes, in the user's cache folder."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "headwise" / "shapes.json"
 
 
 def remember(card: Card, found: dict[tuple[str, int, int], Shape]) -> Path:
-    """Store a GPU's fastest shapes by kernel, width and bytes of an element, beside other GPUs'."""
+    """Store a GPU's fastest shapes by kernel, width and bytes per element, beside other GPUs'."""
     file = tuned_file()
     known = _tuned()
     known.setdefault(card.name, {}).update(
@@ -332,7 +332,7 @@ def remember(card: Card, found: dict[tuple[str, int, int], Shape]) -> Path:
 
 
 def _tuned() -> dict[str, dict[str, dict[str, int]]]:
-    """What the file says of each GPU; nothing where it says nothing that can be understood."""
+    """Return the tuned shapes of each GPU; none if the file is missing or can't be read."""
     try:
         known = json.loads(tuned_file().read_text())
         for each in (kernel for card in known.values() for kernel in card.values()):

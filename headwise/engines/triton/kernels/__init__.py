@@ -1,1 +1,1 @@
-"""Code that runs on the GPU."""
+"""Triton and Gluon kernels: the code that runs on the GPU."""

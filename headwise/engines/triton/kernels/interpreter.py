@@ -1,4 +1,4 @@
-"""The switch of Triton's interpreter, which runs kernels on the CPU: read once, as Triton does."""
+"""The switch of Triton's interpreter, which runs kernels on the CPU; read once, as in Triton."""
 
 from __future__ import annotations
 

@@ -266,7 +266,8 @@ def mix(x):
 def row_hash(seed, b, h, position):
     """headwise.dropout.row_hash for the rows at these positions."""
     golden = tl.full([], GOLDEN, tl.uint32)
-    word = mix(tl.load(seed).to(tl.uint32))
+    whole = tl.load(seed)
+    word = mix(whole.to(tl.uint32) ^ mix((whole >> 32).to(tl.uint32)))
     place = mix(word ^ (mix(b.to(tl.uint32) * golden) + h.to(tl.uint32)))
     return mix(place + position.to(tl.uint32) * golden)
 

@@ -1,4 +1,4 @@
-"""What adapters talk to: they hand over a model's attention calls, it looks and keeps."""
+"""The recorder that adapters hand a model's attention calls to: it observes and keeps them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from torch import Tensor
 
 from headwise.api import attention, observe, statistics
 from headwise.core.observation import STATISTICS, Observation
-from headwise.core.place import Place
 from headwise.nn.call import Call
-from headwise.score import Dot, General
-from headwise.watching.layer import WITHIN, Kind, Layer, Part
-from headwise.watching.padding import padding_rows
+from headwise.watching.layer import WatchedLayer
+from headwise.watching.seen_call import (
+    Kind,
+    SeenCall,
+    address,
+    bent,
+    first_position,
+    padding_rows,
+)
+
+WITHIN = ("self_mass", "previous_mass", "distance")
+"""Statistics that mean nothing where the tokens of one sequence look at another."""
 
 
 @dataclass(frozen=True)
-class Looking:
-    """What to look at, and how closely."""
+class WatchOptions:
+    """The options of `hw.watch`: what to look at, and how closely."""
 
     stats: tuple[str, ...] = STATISTICS
     rows: int | None = None
@@ -33,24 +41,26 @@ class Looking:
 
 
 @dataclass
-class Recorder:
-    """Looks at the calls of one model. `active` is False in steps that are passed over."""
+class CallRecorder:
+    """Observes the calls of one model. `active` is False in steps that are passed over."""
 
-    looking: Looking
-    layers: dict[str, Layer] = field(default_factory=dict)
+    options: WatchOptions
+    layers: dict[str, WatchedLayer] = field(default_factory=dict)
     active: bool = True
-    tokens: Tensor | None = None  # (B, N) of the last pass, where the model was called with them
+    tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
-    ran: bool = False  # the model did run, whether or not an attention was seen
-    _observed: set[str] = field(default_factory=set)  # from inside: a recomputation does so too
+    ran: bool = False  # the model ran, whether or not any attention was seen
+    _observed: set[str] = field(
+        default_factory=set
+    )  # inside their own pass; a recomputation must be too
     _selected: dict[str, bool] = field(default_factory=dict)
     _depth: int = 0  # modules of the model that are running
-    _calls: dict[str, int] = field(default_factory=dict)  # of each module in this pass so far
-    _ids: Tensor | None = None  # what this forward was called with
-    _past: bool = False  # this forward goes on from a cache
+    _calls: dict[str, int] = field(default_factory=dict)  # calls of each module in this pass so far
+    _ids: Tensor | None = None  # the tokens that this forward was called with
+    _past: bool = False  # this forward continues from a cache
 
     def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
-        """A module of the model starts to run; the outermost one makes a pass."""
+        """A module of the model starts to run; a pass begins with the outermost one."""
         if recomputing():
             return
         if self._depth == 0:
@@ -60,7 +70,7 @@ class Recorder:
             self._ids = token_ids(given, options or {})
 
     def end(self) -> None:
-        """It has run, well or not."""
+        """A module has run, with or without an error."""
         if recomputing() or self._depth == 0:
             return
         self._depth -= 1
@@ -73,9 +83,9 @@ class Recorder:
             self.tokens = None if self._past else ids
 
     def wants(self, name: str) -> bool:
-        """Whether to hand over this module's call: not where nobody looks at it."""
+        """True if this module's call should be handed over."""
         if recomputing():
-            return name in self._observed  # it must do again what it did
+            return name in self._observed  # it must do the same again
         if not self.active:
             return False
         known = [on for key, on in self._selected.items() if key.partition("#")[0] == name]
@@ -90,9 +100,9 @@ class Recorder:
         out: Tensor | None = None,
         maps: bool = True,
     ) -> None:
-        """Look at a call whose output (B, Hq, N, Dv) someone else computes, or has computed.
+        """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
 
-        `maps=False` keeps nothing of it for a map, whatever was asked for.
+        `maps=False` keeps nothing of it for a map, whatever the options say.
         """
         if recomputing():
             return
@@ -105,21 +115,21 @@ class Recorder:
             norm, v = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=wide(out)), v[..., :0]
             look["stats"] = tuple(x for x in look["stats"] if x != "output_norm")
         seen = statistics(q, k, v, **options, **look)
-        if norm is not None and "output_norm" in self.looking.stats:
+        if norm is not None and "output_norm" in self.options.stats:
             seen.values["output_norm"] = norm
         self._keep(name, call, kind, padding, seen, maps)
 
     def inside(
         self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
     ) -> Tensor:
-        """Compute a call's output (B, Hq, N, Dv), and look at it in the same pass.
+        """Compute a call's output (B, Hq, N, Dv), and observe it in the same pass.
 
-        A sample of the rows needs no pass over all of them, an engine that was asked for by name
-        stays the one that computes the output, and where a CPU is to compute gradients PyTorch's
-        kernel with the statistics beside it is faster than one pass with a backward of its own.
+        Three cases are observed beside the output instead: a sample of the rows needs no pass over
+        all of them; an engine that was asked for by name must compute the output; and on a CPU
+        PyTorch's kernel with the statistics beside it trains faster than one pass of ours.
         """
         learning = call.q.device.type == "cpu" and torch.is_grad_enabled() and call.q.requires_grad
-        if self.looking.rows is not None or call.engine != "auto" or learning:
+        if self.options.rows is not None or call.engine != "auto" or learning:
             out = attention(call.q, call.k, call.v, **call.options())
             self.beside(name, call, kind, padding, out)
             return out
@@ -131,21 +141,21 @@ class Recorder:
         return out
 
     def silence(self, name: str, out: Tensor, axis: int = -3) -> Tensor:
-        """The output of a module's heads, along an axis, without the head that is switched off."""
+        """The output of a module's heads, along an axis; a head that is switched off gives 0."""
         if name not in self.silenced:
             return out
         if out.ndim < 4:
-            return torch.zeros_like(out)  # (B, N, D): there is one head
+            return torch.zeros_like(out)  # (B, N, D): one head
         kept = torch.ones(out.shape[axis], dtype=out.dtype, device=out.device)
         kept[self.silenced[name]] = 0
         return out * kept.reshape(-1, *[1] * (-1 - axis))
 
     def _look(self, kind: Kind) -> dict[str, Any]:
-        looking = self.looking
-        stats = tuple(x for x in looking.stats if kind == "self" or x not in WITHIN)
-        if looking.maps and looking.rows is None and "lse" not in stats:
+        options = self.options
+        stats = tuple(x for x in options.stats if kind == "self" or x not in WITHIN)
+        if options.maps and options.rows is None and "lse" not in stats:
             stats = (*stats, "lse")
-        return {"stats": stats, "rows": looking.rows, "sink_keys": looking.sink_keys}
+        return {"stats": stats, "rows": options.rows, "sink_keys": options.sink_keys}
 
     def _keep(
         self,
@@ -156,7 +166,7 @@ class Recorder:
         seen: Observation,
         maps: bool = True,
     ) -> None:
-        looking = self.looking
+        options = self.options
         start = first_position(call) if kind == "self" else 0
         self._past = self._past or start > 0
         layer = self._layer(self._resolved(name, kind), call, kind)
@@ -165,10 +175,10 @@ class Recorder:
         if padding is None and kind == "self":
             padding = padding_rows(call.mask, call.q, call.k)
         lse = seen.values.get("lse") if seen.rows is None else None
-        if "lse" not in looking.stats:
+        if "lse" not in options.stats:
             seen.values.pop("lse", None)
         kept = None
-        if looking.maps and maps:
+        if options.maps and maps:
             k = call.k.detach()
             if kind == "self" and k.shape[2] > start + call.q.shape[2]:
                 k = k.clone()  # a cache with room to spare, which it will write into
@@ -178,11 +188,13 @@ class Recorder:
         last = layer.last
         if continues and last is not None and forgetting(layer, call, start):
             start = last.start + last.queries  # the cache's first keys are not the sequence's
-        part = Part(call.q.shape[2], start, seen, padding, kept, lse, bent(call), address(call.k))
-        layer.add(part, continues)
+        found = SeenCall(
+            call.q.shape[2], start, seen, padding, kept, lse, bent(call), address(call.k)
+        )
+        layer.add(found, continues)
 
     def _resolved(self, name: str, kind: Kind) -> str:
-        """A name of its own for each depth at which a pass uses the same module, and each kind."""
+        """A distinct name for each depth at which a pass uses the same module, and each kind."""
         again = self._calls.get(name, 0)
         self._calls[name] = again + 1
         if again and kind == "self" and not self._past and self._depth:
@@ -190,26 +202,26 @@ class Recorder:
         known = self.layers.get(name)
         return name if known is None or known.kind == kind else f"{name}#{kind}"
 
-    def _continues(self, layer: Layer, call: Call, start: int) -> bool:
-        """Whether a call adds rows to the one before: the next step of a model that generates."""
+    def _continues(self, layer: WatchedLayer, call: Call, start: int) -> bool:
+        """True if a call adds rows to the one before: the next step of a model that generates."""
         last = layer.last
         if last is None or layer.ended or last.observation.sees.shape[0] != call.q.shape[0]:
             return False  # beams begin with a larger batch
         if layer.kind == "self":  # before the end: tokens were taken back
             return 0 < start <= last.start + last.queries or forgetting(layer, call, start)
-        again = self._depth > 0 and self._calls.get(layer.name.partition("#")[0], 0) > 1
-        same = call.q.shape[2] == 1 and last.keys == address(call.k)
+        again = self._depth > 0 and self._calls.get(layer.module, 0) > 1
+        same = call.q.shape[2] == 1 and last.address == address(call.k)
         return self._past or again or same
 
-    def _layer(self, name: str, call: Call, kind: Kind) -> Layer | None:
-        """The layer of this name, a new one if need be; None: it was not asked for."""
+    def _layer(self, name: str, call: Call, kind: Kind) -> WatchedLayer | None:
+        """The layer of this name, a new one if need be; None if it was not asked for."""
         if name not in self._selected:
             number = len(self._selected)
-            wanted = self.looking.layers
+            wanted = self.options.layers
             self._selected[name] = wanted is None or matches(number, name, wanted)
             if self._selected[name]:
-                sampled = self.looking.rows is not None
-                self.layers[name] = Layer(number, name, kind, call.q.shape[1], sampled)
+                sampled = self.options.rows is not None
+                self.layers[name] = WatchedLayer(number, name, kind, call.q.shape[1], sampled)
         return self.layers.get(name)
 
     def known(self) -> list[str]:
@@ -217,48 +229,15 @@ class Recorder:
         return list(self._selected)
 
 
-def first_position(call: Call) -> int:
-    """Where the first query stands among the keys: how many tokens came before it."""
-    place = Place.of(call.q, call.k)
-    if call.mask is None or place.queries == place.keys:
-        return max(0, place.offset)
-    stands = call.mask.alignment(place)
-    if isinstance(stands, int):
-        return max(0, stands)
-    if call.mask.pieces:  # it stands beside the last key that it sees
-        return max(0, max(int(last[..., 0].max()) for _, last in call.mask.intervals(place)) - 1)
-    row = call.mask.to_dense(place)[:, :, 0].flatten(0, 1).any(0)  # (M,)
-    return int(row.nonzero().max()) if row.any() else 0
-
-
-def forgetting(layer: Layer, call: Call, start: int) -> bool:
-    """Whether one more token came to a cache that is full: as many keys as the time before."""
+def forgetting(layer: WatchedLayer, call: Call, start: int) -> bool:
+    """True if one more token came to a full cache: there are as many keys as the time before."""
     last = layer.last
     full = call.q.shape[2] == 1 and start + 1 == call.k.shape[2]
     return full and last is not None and layer.prompted and last.start + last.queries > start
 
 
-def address(x: Tensor) -> int:
-    """Where a tensor lies; 0 where PyTorch's transforms hide it."""
-    try:
-        return x.data_ptr()
-    except RuntimeError:
-        return 0
-
-
-def bent(call: Call) -> str | None:
-    """Why a logit is more than queries times keys times a number; None: it is not."""
-    if call.softcap is not None:
-        return f"its logits are capped at {call.softcap:g}"
-    if not isinstance(call.score, Dot | General):
-        return f"a {type(call.score).__name__.lower()} score is not proportional to its weights"
-    if isinstance(call.bias, Tensor):
-        return "its logits are written out, or a tensor is added to them"
-    return None if call.bias is None else f"{type(call.bias).__name__} is added to its logits"
-
-
 def token_ids(given: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | None:
-    """The tokens (B, N) a model is called with; None where there are none, or two kinds of them."""
+    """The tokens (B, N) a model is called with; None if there are none, or two kinds of them."""
     names = ("input_ids", "decoder_input_ids")
     values = [*given, *(options[name] for name in names if name in options)]
     found = [x.detach() for x in values if isinstance(x, Tensor) and x.ndim == 2]
@@ -267,7 +246,7 @@ def token_ids(given: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | No
 
 
 def matches(number: int, name: str, wanted: Sequence[int | str]) -> bool:
-    """Whether a layer is one of those asked for, by number or by a pattern such as "*.3.attn"."""
+    """True if a layer was asked for, by its number or by a pattern such as "*.3.attn"."""
     return any(
         number == one if isinstance(one, int) else fnmatchcase(name, one) or name == one
         for one in wanted
@@ -280,6 +259,6 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def recomputing() -> bool:
-    """Whether this forward runs inside a backward: gradient checkpointing does it a second time."""
+    """True if this forward runs inside a backward, as gradient checkpointing recomputes one."""
     inside: bool = torch._C._current_graph_task_id() != -1
     return inside

@@ -1,4 +1,4 @@
-"""The page's "Watch": a run's folder as it grows, layers × heads over steps, and its alarms."""
+"""The page's "Watch": reads a run's folder while it grows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from headwise.watching.runs.run_reader import WatchedRun, open_run
 
 MOST_NUMBERS = 200_000
-"""In one answer: of a run with more, every second of its steps is given, or every fourth, …"""
+"""The most in one answer: of a longer run, every second step is given, or every fourth, …"""
 
 PATIENCE = 0.3
-"""Seconds for which a folder is not read again; ten times as long as reading it took, if more."""
+"""Seconds before a folder is read again, or ten times as long as reading it took."""
 
 
 @dataclass
 class WatchedFolder:
-    """The folder of a run, read again when someone asks and it may have grown."""
+    """The folder of a run; it is read again when it may have grown."""
 
     folder: Path
     run: WatchedRun | None = None
@@ -30,7 +30,7 @@ class WatchedFolder:
     lock: Lock = field(default_factory=Lock)
 
     def refreshed(self) -> WatchedRun:
-        """The run as it stands, more or less; ValueError where the folder holds none."""
+        """The run, at most a moment old; ValueError if the folder holds none."""
         now = time.monotonic()
         if self.run is not None and now - self.read_at < max(PATIENCE, 10 * self.took):
             return self.run
@@ -43,7 +43,7 @@ class WatchedFolder:
         return self.run
 
     def state(self) -> dict[str, Any]:
-        """What is being watched and how far it is, as `/api/watch` gives it."""
+        """The run, its progress and its alarms, as `/api/watch` gives them."""
         with self.lock:
             run = self.refreshed()
             steps = run.steps
@@ -67,10 +67,10 @@ class WatchedFolder:
             }
 
     def series(self, figure: str, after: float = -math.inf) -> dict[str, Any]:
-        """A figure of every head at the steps after one, as `/api/watch/series` gives it.
+        """A figure of every head at the steps after `after`, as `/api/watch/series` gives it.
 
-        Of a long run every second, fourth, … of all its steps is given, always the same ones until
-        the run is twice as long; `every` says how many.
+        Of a long run every second, fourth, … step is given, always the same ones until the run is
+        twice as long; `every` says which.
         """
         with self.lock:
             run = self.refreshed()
@@ -95,7 +95,7 @@ class WatchedFolder:
 
 
 def stride(steps: int, heads: int) -> int:
-    """Which power of two of the steps to give, so that no answer is too large.
+    """The power of two by which steps are thinned, so that no answer is too large.
 
     >>> stride(1000, 48), stride(100_000, 48)
     (1, 32)
@@ -107,5 +107,5 @@ def stride(steps: int, heads: int) -> int:
 
 
 def _short(value: float) -> float | None:
-    """Six digits, more than any picture shows; null for what JSON can't say."""
+    """Six digits, more than a picture can show; None if JSON has no way to write it."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

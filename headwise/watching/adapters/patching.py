@@ -1,4 +1,4 @@
-"""An attribute of someone else's that all watches replace together, and the last restores."""
+"""Hooks and replaced attributes: how a watch gets into other people's code, and out again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,42 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+Undo = Callable[[], None]
 User = TypeVar("User")
 _local = threading.local()
 
 
-class Replacement(Generic[User]):
-    """`owner.name`, replaced by what `make(original, users)` gives while there are users.
+class Hook:
+    """A function for PyTorch to call on the model that is watched, and on no copy of it.
 
-    The owner is a class or a module; a static method stays one.
+    `copy.deepcopy(model)` and `torch.save(model)` take a model's hooks along; this one does nothing
+    in a copy.
+
+    >>> import copy
+    >>> hook = Hook(print)
+    >>> hook("seen")
+    seen
+    >>> copy.deepcopy(hook)("unseen")
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return None if self.function is None else self.function(*given, **options)
+
+    def __deepcopy__(self, memo: object) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+class Replacement(Generic[User]):
+    """`owner.name`, replaced by the result of `make(original, users)` while there are users.
+
+    The owner is a class or a module. All watches share one replacement, and the last one restores
+    the original; a static method stays one.
     """
 
     def __init__(
@@ -27,8 +55,8 @@ class Replacement(Generic[User]):
         self._before: Any = None
         self._ours: Any = None
 
-    def add(self, user: User) -> Callable[[], None]:
-        """Let the replacement serve one more; returns what undoes it."""
+    def add(self, user: User) -> Undo:
+        """Add a user; returns the function that removes it."""
         if not self.users:
             self._own = self.name in vars(self.owner)  # or is it inherited?
             self._before = vars(self.owner).get(self.name)
@@ -51,7 +79,7 @@ class Replacement(Generic[User]):
 
 @contextmanager
 def taken() -> Iterator[None]:
-    """Where a call is being looked at already: what it calls itself is not one more attention."""
+    """Mark a call that is already looked at, so that what it calls is not counted again."""
     _local.depth = getattr(_local, "depth", 0) + 1
     try:
         yield
@@ -60,5 +88,5 @@ def taken() -> Iterator[None]:
 
 
 def is_taken() -> bool:
-    """Whether this runs inside a call that is being looked at already."""
+    """True inside a call that is already looked at."""
     return getattr(_local, "depth", 0) > 0

@@ -1,7 +1,7 @@
-"""Rotary frequencies for sequences longer than those a model was trained on.
+"""Scalings of rotary frequencies, for sequences longer than those a model was trained on.
 
-A scaling takes the frequencies 1 / base^(2i/width) and returns others. Each `trained_length` is
-the length the model saw in training before anything was stretched.
+A scaling changes the frequencies 1 / base^(2i/width). `trained_length` is the length of sequences
+in training, before any scaling.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.nn.checks import Description, Positive, Size
+
 
 def plain_frequencies(
     base: float | Tensor, width: int, device: torch.device | None = None
 ) -> Tensor:
-    """1 / base^(2i/width) for each of the width / 2 turning pairs, float32.
+    """1 / base^(2i/width) for each of the width / 2 rotating pairs, float32.
 
     >>> plain_frequencies(10000.0, 4)
     tensor([1.0000, 0.0100])
@@ -26,10 +28,10 @@ def plain_frequencies(
 
 
 @dataclass(frozen=True)
-class LinearScaling:
-    """Every position divided by `factor`: all wavelengths are stretched alike."""
+class LinearScaling(Description):
+    """Divide every position by `factor`: all wavelengths are stretched alike."""
 
-    factor: float
+    factor: Positive
 
     def frequencies(self, base: float, width: int) -> Tensor:
         """(width / 2,) float32."""
@@ -37,25 +39,25 @@ class LinearScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """The factor of cosine and sine."""
         return 1.0
 
 
 @dataclass(frozen=True)
-class DynamicNTK:
-    """A larger base as the sequence outgrows `trained_length`: long waves are stretched most.
+class DynamicNTK(Description):
+    """Raise the base once a sequence exceeds `trained_length`: long waves are stretched most.
 
-    The frequencies change with the length, so cached keys are turned when they are read.
+    The frequencies change with the length, so cached keys are rotated when they are read.
     """
 
-    factor: float
-    trained_length: int
+    factor: Positive
+    trained_length: Size
 
     def frequencies(self, base: float, width: int, length: int | Tensor | None = None) -> Tensor:
         """(width / 2,) float32 for a sequence of this length."""
         if width <= 2:
             raise ValueError(
-                f"DynamicNTK needs more than one turning pair, and the width is {width}"
+                f"DynamicNTK needs more than one rotating pair, a width of 4 or more, not {width}"
             )
         if isinstance(length, Tensor):
             known: float | Tensor = length.clamp_min(self.trained_length)
@@ -67,24 +69,24 @@ class DynamicNTK:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """The factor of cosine and sine."""
         return 1.0
 
 
 @dataclass(frozen=True)
-class YaRN:
-    """Short waves stay, long ones are stretched by `factor`, those between are mixed.
+class YaRN(Description):
+    """Keep short waves, stretch long ones by `factor`, and mix those in between.
 
-    A wave is short when it turns more than `fast` times within `trained_length`, long when it
-    turns fewer than `slow` times. `attention` multiplies cosine and sine; None: 0.1 ln(factor) + 1.
+    A wave is short if it turns more than `fast` times within `trained_length`, and long if it turns
+    fewer than `slow` times. `attention` multiplies cosine and sine, by default 0.1 ln(factor) + 1.
     `whole` rounds the bounds to whole pairs, as the paper's code does.
     """
 
-    factor: float
-    trained_length: int
-    fast: float = 32.0
-    slow: float = 1.0
-    attention: float | None = None
+    factor: Positive
+    trained_length: Size
+    fast: Positive = 32.0
+    slow: Positive = 1.0
+    attention: Positive | None = None
     whole: bool = True
 
     def frequencies(self, base: float, width: int) -> Tensor:
@@ -104,20 +106,20 @@ class YaRN:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """The factor of cosine and sine."""
         if self.attention is not None:
             return self.attention
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's: waves above trained_length / low are stretched, those below / high stay."""
+class Llama3Scaling(Description):
+    """Llama 3.1's: stretch waves longer than trained_length / low, keep those below / high."""
 
-    factor: float
-    trained_length: int
-    low: float = 1.0
-    high: float = 4.0
+    factor: Positive
+    trained_length: Size
+    low: Positive = 1.0
+    high: Positive = 4.0
 
     def frequencies(self, base: float, width: int) -> Tensor:
         """(width / 2,) float32."""
@@ -128,7 +130,7 @@ class Llama3Scaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """The factor of cosine and sine."""
         return 1.0
 
 

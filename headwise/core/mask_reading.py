@@ -1,0 +1,117 @@
+"""Mask tensors that others made, read back as one interval of keys per row where they are that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.core.intervals import Mask
+from headwise.core.patterns import Between, Causal, Dense, Window
+from headwise.core.place import Place, four
+
+HIDDEN = -1e4
+"""A number this low that is added to a logit hides the key: it is not a position bias."""
+ROWS = 1024  # read at a time, so that reading takes little memory
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PlacedIntervals(Between):
+    """Intervals that also know beside which key the queries stand, and where a sequence begins.
+
+    `begins` numbers the call's keys, (B|1, 1, N|1); below 0 for a cache that forgot the beginning.
+    """
+
+    stands: int | None = None
+    begins: Tensor | None = None
+
+    def alignment(self, place: Place) -> int | None:
+        return self.stands
+
+    def start(self, place: Place) -> Tensor:
+        return super().start(place) if self.begins is None else self.begins.to(place.device)
+
+
+def read_mask(seen: Tensor, stands: bool | int = True, begins: Tensor | None = None) -> Mask:
+    """Read (B|1, Hq|1, N, M) bool, True = may attend, as intervals; dense where rows have gaps.
+
+    `stands` is the key beside which the first query stands, or True if queries and keys are of one
+    sequence: if each query sees one key further than the last, it is its own. `begins` is that of
+    `PlacedIntervals`.
+
+    >>> read_mask(torch.ones(4, 4, dtype=torch.bool).tril())
+    causal(offset=0)
+    >>> read_mask(torch.eye(4, dtype=torch.bool).logical_not())
+    dense(tensor (1, 1, 4, 4))
+    """
+    seen = four(seen)
+    bounds = row_bounds(seen)
+    return Dense(seen) if bounds is None else interval_mask(*bounds, stands, begins)
+
+
+def interval_mask(first: Tensor, last: Tensor, stands: bool | int, begins: Tensor | None) -> Mask:
+    """The mask of these bounds (B|1, Hq|1, N), by its shortest name."""
+    if isinstance(stands, bool):
+        offset = _offset(first, last) if stands else None
+    else:
+        offset = stands
+    if offset is not None and (begins is None or not bool(begins.any())):
+        own = torch.arange(first.shape[-1], device=first.device) + offset
+        if bool((last == own + 1).all()):
+            if not bool(first.any()):
+                return Causal(offset)
+            width = int((own - first).max())
+            if bool((first == (own - width).clamp_min(0)).all()):
+                return Causal(offset) & Window(width, 0, offset)
+    return PlacedIntervals(first, last, offset, begins)
+
+
+def row_bounds(seen: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The first key of each row and the one past its last, (B|1, Hq|1, N); None if rows have gaps.
+
+    >>> row_bounds(torch.tensor([[True, True, False], [False, True, True]]))
+    (tensor([0, 1], dtype=torch.int32), tensor([2, 3], dtype=torch.int32))
+    """
+    firsts, lasts = [], []
+    for rows in seen.split(ROWS, -2):
+        bits = rows.view(torch.uint8)  # booleans have no argmax
+        count = bits.sum(-1, dtype=torch.int32)
+        first = bits.argmax(-1).int() * (count > 0)
+        past = (seen.shape[-1] - bits.flip(-1).argmax(-1).int()) * (count > 0)
+        if not torch.equal(past - first, count):
+            return None
+        firsts.append(first)
+        lasts.append(past)
+    return torch.cat(firsts, -1), torch.cat(lasts, -1)
+
+
+def split_mask(added: Tensor, hidden: float = HIDDEN) -> tuple[Tensor | None, Tensor | None]:
+    """Split what is added to logits into (keys that are seen, the rest); None if all, if nothing.
+
+    A key is hidden by -inf, by the dtype's lowest number and by what people write instead, -1e4
+    and below: the exponential is 0 there.
+
+    >>> split_mask(torch.tensor([[0.0, -1e9], [0.0, 0.0]]))
+    (tensor([[ True, False],
+            [ True,  True]]), None)
+    """
+    return without_hidden(added, ~(added <= hidden))  # NaN hides nothing
+
+
+def without_hidden(added: Tensor, seen: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The same as `split_mask` where it is known which keys are seen."""
+    everything = bool(seen.all())
+    kept = added if everything else added.masked_fill(~seen, 0)
+    return None if everything else seen, kept if bool(kept.any()) else None
+
+
+def _offset(first: Tensor, last: Tensor) -> int | None:
+    """How far every query's last key lies beyond the query's own number; None if rows differ."""
+    beyond = last - 1 - torch.arange(last.shape[-1], device=last.device, dtype=torch.int32)
+    full = last > first
+    if not bool(full.any()):
+        return None
+    lowest = int(beyond.masked_fill(~full, torch.iinfo(torch.int32).max).min())
+    highest = int(beyond.masked_fill(~full, torch.iinfo(torch.int32).min).max())
+    return lowest if lowest == highest else None

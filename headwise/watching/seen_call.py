@@ -1,0 +1,184 @@
+"""One attention call that was seen: its statistics, and what its map needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headwise.bias import ALiBi, Bias, RelativeBuckets
+from headwise.core.intervals import Mask
+from headwise.core.observation import Observation
+from headwise.core.patterns import Causal, Window
+from headwise.core.place import Place
+from headwise.core.versions import Versions, may_be_overwritten
+from headwise.nn.call import Call
+from headwise.score import Additive, Cosine, Dot, General, Score
+
+Kind = Literal["self", "cross"]
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """One call: the prompt, or the tokens of one step while generating."""
+
+    queries: int
+    start: int  # the position of the first query: how many keys came before it
+    observation: Observation
+    padding: Tensor | None  # (B, N) bool: rows that are padding
+    call: Call | None  # what a map needs; None if no maps were wanted
+    lse: Tensor | None  # (B, Hq, N), if every row was looked at
+    bent: str | None = None  # why its logits are more than queries times keys
+    address: int = 0  # of its keys: the same keys again have the same address
+    kept: Versions | None = None  # the tensors that its map is made of
+
+    @property
+    def lost(self) -> bool:
+        """True if something that the map needs was written over."""
+        return self.kept is not None and self.kept.modified() is not None
+
+    def keeping(self, call: Call) -> SeenCall:
+        """The same with this call, and a note of what its tensors hold."""
+        tensors = {str(number): x for number, x in enumerate(_tensors(tuple(call)))}
+        return replace(self, call=call, kept=Versions(tensors))
+
+    def with_own_keys(self, first: bool) -> SeenCall:
+        """The same with the keys of its own rows only: the next call holds the others too."""
+        assert self.call is not None
+        k = self.call.k[:, :, 0 if first else self.start : self.start + self.queries]
+        return self.keeping(self.call._replace(k=k.clone()))
+
+    def cut(self, queries: int) -> SeenCall:
+        """The first rows, without a map: the tokens after them were taken back."""
+        if queries >= self.queries:
+            return self
+        seen = self.observation
+        kept = queries if seen.rows is None else int((seen.rows < queries).sum())
+        values = {name: value[:, :, :kept] for name, value in seen.values.items()}
+        rows = None if seen.rows is None else seen.rows[:kept]
+        return replace(
+            self,
+            queries=queries,
+            observation=Observation(values, seen.highest[:, :, :kept], rows),
+            padding=None if self.padding is None else self.padding[:, :queries],
+            call=None,
+            lse=None,
+            kept=None,
+        )
+
+
+def owned(call: Call) -> Call:
+    """The call with copies of what its model may write over: a cache's keys and parameters.
+
+    A projection is fresh memory, which nobody writes to again: it is kept as it is.
+    """
+    q, k = (x.clone() if may_be_overwritten(x) else x for x in (call.q, call.k))
+    sinks = None if call.sinks is None else _copy(call.sinks)
+    return call._replace(q=q, k=k, score=_score(call.score), bias=_bias(call.bias), sinks=sinks)
+
+
+def first_position(call: Call) -> int:
+    """Where the first query stands among the keys: how many tokens came before it."""
+    place = Place.of(call.q, call.k)
+    if call.mask is None or place.queries == place.keys:
+        return max(0, place.offset)
+    stands = call.mask.alignment(place)
+    if isinstance(stands, int):
+        return max(0, stands)
+    if call.mask.pieces:  # it stands beside the last key that it sees
+        return max(0, max(int(last[..., 0].max()) for _, last in call.mask.intervals(place)) - 1)
+    row = call.mask.to_dense(place)[:, :, 0].flatten(0, 1).any(0)  # (M,)
+    return int(row.nonzero().max()) if row.any() else 0
+
+
+def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Rows that are padding, (B, N) bool: tokens that no row may look at, not even themselves.
+
+    q (B, Hq, N, D) are the last N of the tokens of k (B, Hkv, M, D), unless the mask says where
+    they stand. None if there is no padding.
+
+    >>> import headwise as hw
+    >>> x = torch.zeros(2, 1, 4, 8)
+    >>> padding_rows(hw.mask.lengths([4, 3]), x, x).int()
+    tensor([[0, 0, 0, 0],
+            [0, 0, 0, 1]], dtype=torch.int32)
+    """
+    if mask is None or isinstance(mask, Causal | Window):
+        return None  # they hide no token from itself
+    place = Place.of(q, k)
+    shown = _shown_keys(mask, place)
+    stands = mask.alignment(place)
+    first = stands if isinstance(stands, int) else place.offset
+    return ~shown[:, first : first + place.queries].expand(q.shape[0], -1)
+
+
+def bent(call: Call) -> str | None:
+    """The reason why a logit is more than queries times keys times a number; None if it is not."""
+    if call.softcap is not None:
+        return f"its logits are capped at {call.softcap:g}"
+    if not isinstance(call.score, Dot | General):
+        return f"a {type(call.score).__name__.lower()} score is not proportional to its weights"
+    if isinstance(call.bias, Tensor):
+        return "its logits are written out, or a tensor is added to them"
+    return None if call.bias is None else f"{type(call.bias).__name__} is added to its logits"
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor lies in memory; 0 where PyTorch's transforms hide it."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _shown_keys(mask: Mask, place: Place) -> Tensor:
+    """The keys that some row may look at, (B|1, M) bool."""
+    if mask.pieces == 0:
+        dense = mask.to_dense(place)
+        if dense.shape[-2:] != (place.queries, place.keys):
+            dense = dense.expand(*dense.shape[:2], place.queries, place.keys)
+        return dense.any(2).any(1)
+    edges = torch.zeros(1, place.keys + 1, dtype=torch.int32, device=place.device)
+    for first, last in mask.intervals(place):
+        first, last = (x.clamp(0, place.keys) for x in torch.broadcast_tensors(first, last))
+        first, last = (x.reshape(-1, *x.shape[-2:]).flatten(1) for x in (first, last))
+        full = last > first
+        # +1 where an interval opens, -1 where it closes: a running sum counts those that are open
+        marks = torch.zeros(first.shape[0], place.keys + 1, dtype=torch.int32, device=place.device)
+        marks.scatter_add_(1, first.long(), full.int())
+        marks.scatter_add_(1, last.long(), -full.int())
+        edges = edges + marks
+    return edges.cumsum(1)[:, :-1] > 0
+
+
+def _tensors(x: object) -> Iterator[Tensor]:
+    """The tensors that a call is made of, those of its score, bias and mask included."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple | list):
+        for part in x:
+            yield from _tensors(part)
+    elif is_dataclass(x):
+        for part in fields(x):
+            yield from _tensors(getattr(x, part.name))
+
+
+def _score(score: Score) -> Score:
+    if isinstance(score, Additive | General):
+        return type(score)(_copy(score.weight))
+    if isinstance(score, Cosine) and isinstance(score.temperature, Tensor):
+        return Cosine(_copy(score.temperature))
+    return score
+
+
+def _bias(bias: Bias | None) -> Bias | None:
+    if isinstance(bias, ALiBi):
+        return ALiBi(_copy(bias.slopes))
+    return replace(bias, table=_copy(bias.table)) if isinstance(bias, RelativeBuckets) else bias
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
