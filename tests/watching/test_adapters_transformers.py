@@ -330,8 +330,8 @@ def test_a_function_that_computes_something_else_is_refused_by_name() -> None:
     try:
         with (
             implementation(model, "odd"),
-            pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn.*'odd'.*can't be watched"),
-            hw.watch(model),
+            pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn can't be watched.*'odd'"),
+            hw.watch(model, strict=True),
         ):
             model(**inputs("llama", "whole"))
     finally:
@@ -363,7 +363,7 @@ def test_a_function_that_computes_something_else_is_refused_while_it_drops_weigh
     AttentionMaskInterface.register("odd", AttentionMaskInterface._global_mapping["sdpa"])
     refused = pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn.*can't be watched")
     try:
-        with implementation(model, "odd"), refused, hw.watch(model):
+        with implementation(model, "odd"), refused, hw.watch(model, strict=True):
             model(**inputs("llama", "whole"))
     finally:
         del AttentionInterface._global_mapping["odd"]

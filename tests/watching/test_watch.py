@@ -200,6 +200,13 @@ def test_gradients_are_those_of_the_unwatched_model(model: GPT, ids: Tensor) -> 
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
 
+class Own(nn.Module):
+    """A module that may attend, and does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
 def test_what_went_wrong_is_said(model: GPT, ids: Tensor) -> None:
     with pytest.raises(ValueError, match="unknown statistic 'entropie'; there are lse"):
         hw.watch(model, stats=["entropie"])
@@ -211,9 +218,9 @@ def test_what_went_wrong_is_said(model: GPT, ids: Tensor) -> None:
     model(ids)  # nobody looks any more
     with pytest.raises(ValueError, match="there is no layer 0; there are none yet"):
         seen.map(0, 0)
-    said, linear = "no attention was found in this Linear", nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=said), hw.watch(linear):
-        linear(torch.zeros(1, 3))
+    said, own = "no attention was found in this Own", Own()
+    with pytest.raises(ValueError, match=said), hw.watch(own):
+        own(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="is compiled"):
         hw.watch(torch.compile(model, backend="eager")).attach()
     with pytest.raises(ValueError, match=r"takes a torch.nn.Module, not int"):

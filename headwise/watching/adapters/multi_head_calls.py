@@ -47,15 +47,6 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     names = {id(m): name for name, m in model.named_modules() if isinstance(m, kinds)}
     if not names:
         return []
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and (
-            module.bias_k is not None or module.add_zero_attn
-        ):
-            option = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
-            raise ValueError(
-                f"{names[id(module)] or 'this nn.MultiheadAttention'} uses {option}: it has "
-                "more keys than tokens, and their positions are not known"
-            )
     modules = TorchModules(names, listener)
     return [replacement.add(modules) for replacement in _REPLACED]
 
@@ -97,7 +88,8 @@ def _attention(
     modules.seen.add(id(module))
     if modules.recorder.wants(modules.names[id(module)]):
         masks = (attn_mask, key_padding_mask, is_causal, need_weights)
-        _look(modules, module, query, key, value, *masks)
+        with modules.recorder.reading(modules.names[id(module)]):
+            _look(modules, module, query, key, value, *masks)
     return out
 
 
@@ -119,14 +111,14 @@ def _encoder_layer(
     name = modules.names.get(id(attention))
     if name is None or id(attention) in modules.seen or not modules.recorder.wants(name):
         return out
-    x = src.detach()
-    if x.is_nested:
-        lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
-        x = x.to_padded_tensor(0.0)
-        src_key_padding_mask = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
-    with torch.no_grad(), taken():
+    with modules.recorder.reading(name), taken():
+        x = src.detach()
+        if x.is_nested:
+            lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
+            x = x.to_padded_tensor(0.0)
+            src_key_padding_mask = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
         x = layer.norm1(x) if layer.norm_first else x
-    _look(modules, attention, x, x, x, src_mask, src_key_padding_mask)
+        _look(modules, attention, x, x, x, src_mask, src_key_padding_mask)
     return out
 
 
@@ -161,6 +153,11 @@ def _look(
     need_weights: bool = True,
 ) -> None:
     """Show the call to the recorder: its projections are computed once more."""
+    if module.bias_k is not None or module.add_zero_attn:
+        option = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
+        raise ValueError(
+            f"it uses {option}: it has more keys than tokens, and their positions are not known"
+        )
     across: Kind = "self" if _are_same(query, key) or _are_same(query, value) else "cross"
     if query.ndim == 2:
         query, key, value = (x[None] for x in (query, key, value))

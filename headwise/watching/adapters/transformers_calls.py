@@ -181,17 +181,11 @@ def _observed(
     if not recorder.wants(name):
         return silenced
     given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
-    try:
-        with torch.no_grad():
-            call = to_call(given, kind, sequence, modules.memo)
-            modules.prove(name, function, given, call, result[0])
-    except ValueError as error:
-        raise ValueError(
-            f"{name} ({type(given.module).__name__}, attn_implementation="
-            f"{given.implementation!r}) can't be watched: {error}"
-        ) from None
-    modules.remember(name, call, sequence)
-    recorder.beside(name, call, kind, padding)
+    with recorder.reading(name, f"attn_implementation={given.implementation!r}: "):
+        call = to_call(given, kind, sequence, modules.memo)
+        modules.prove(name, function, given, call, result[0])
+        modules.remember(name, call, sequence)
+        recorder.beside(name, call, kind, padding)
     return silenced
 
 
