@@ -423,6 +423,24 @@ def test_they_are_read_while_a_sliding_cache_forgets(family: str, padding: str) 
     check_generation(family, "flat", {}, padding)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "headwise"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_guessed_tokens_that_are_rejected_are_rows_no_more(family: str, attention: str) -> None:
+    model, ids = model_of(family), torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 5, 6]])
+    given = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    guesses = {} if family == "mistral" else {"prompt_lookup_num_tokens": 3}  # it may not slide
+    with implementation(model, attention), torch.no_grad(), hw.watch(model) as seen:
+        made = model.generate(ids, **given, **guesses)
+    assert seen.tokens is not None
+    assert torch.equal(seen.tokens, made[:, :-1])
+    with torch.no_grad(), hw.watch(model) as whole:
+        model(made[:, :-1])
+    for one, other in zip(seen.layers, whole.layers, strict=True):
+        torch.testing.assert_close(
+            one.observation.entropy, other.observation.entropy, rtol=1e-3, atol=1e-4
+        )
+
+
 def test_a_mask_with_numbers_of_its_own_is_a_bias() -> None:
     model, ids = model_of("llama"), inputs("llama", "whole")["input_ids"]
     mask = torch.randn(B, 1, N, N).tril()

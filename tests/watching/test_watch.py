@@ -346,6 +346,71 @@ def test_tokens_that_were_taken_back_are_rows_no_more(model: GPT, ids: Tensor) -
         seen.map(0, 0)
 
 
+@pytest.mark.parametrize("maps", [True, False])
+@pytest.mark.parametrize("back", [1, 3])
+def test_one_token_after_some_were_taken_back_is_no_full_cache(
+    model: GPT, ids: Tensor, back: int, maps: bool
+) -> None:
+    with hw.watch(model, maps=maps) as seen:
+        caches = [hw.nn.GrowingCache() for _ in model.blocks]
+        model(ids[:, :10], caches=caches)
+        for cache in caches:
+            cache.rollback(back)
+        model(ids[:, 10:11], caches=caches)
+    assert seen.layers[0].observation.entropy.shape[2] == 11 - back
+    kept = torch.cat((ids[:, : 10 - back], ids[:, 10:11]), 1)
+    assert seen.tokens is not None
+    assert torch.equal(seen.tokens, kept)
+    with hw.watch(model) as whole:
+        model(kept)
+    for one, other in zip(seen.layers, whole.layers, strict=True):
+        torch.testing.assert_close(one.observation.entropy, other.observation.entropy)
+
+
+class Cached(nn.Module):
+    """Somebody's own attention with a cache of some kind; nothing says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = torch.zeros(1, 2, 0, 8)
+
+    def forward(self, x: Tensor, room: int = 99) -> Tensor:
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        self.held = torch.cat((self.held, q), 2)
+        k = self.held[:, :, -max(room, q.shape[2]) :]
+        self.held = k
+        after = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool()
+        return torch.nn.functional.scaled_dot_product_attention(q, k, k, after)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("room", [4, 99])
+@pytest.mark.parametrize("back", [0, 1, 5])
+def test_a_foreign_cache_that_slides_is_told_from_one_that_takes_back(
+    room: int, back: int, at_once: int
+) -> None:
+    if back and room < 99:
+        return  # nobody takes tokens back from a cache that slides
+    model, x = Cached(), torch.randn(1, 30, 16)
+    with hw.watch(model) as seen:
+        model(x[:, :10], room)
+        model.held = model.held[:, :, : model.held.shape[2] - back]
+        model(x[:, 10 : 10 + at_once], room)
+        model(x[:, 20:21], room)
+    assert seen.layers[0].observation.entropy.shape[2] == 11 - back + at_once
+
+
+def test_a_refused_call_under_a_watch_leaves_its_cache_as_it_was() -> None:
+    attention, cache = hw.nn.MultiHeadAttention(16, 2, mask=hw.mask.causal()), hw.nn.GrowingCache()
+    with hw.watch(attention) as seen:
+        attention(torch.randn(1, 5, 16), cache=cache)
+        with pytest.raises(ValueError, match="bias"):
+            attention(torch.randn(1, 2, 16), cache=cache, bias=torch.zeros(3, 3))
+        assert cache.length == 5
+        attention(torch.randn(1, 2, 16), cache=cache)
+    assert seen.layers[0].observation.entropy.shape == (1, 2, 7)
+
+
 def test_a_cache_that_forgets_still_adds_a_row_a_token() -> None:
     torch.manual_seed(0)
     mask = hw.mask.causal() & hw.mask.window(7)
