@@ -99,8 +99,8 @@ class Recording:
     def types(self) -> Table:
         """The type of each head, by the first of `head_types.RULES` that fits, and its scores.
 
-        dormant, induction, previous-token, self, sink, local or content. Induction needs the
-        tokens, which are known if the model was called with them.
+        dormant, induction, previous-token, self, sink, local, uniform or content. Induction needs
+        the tokens, which are known if the model was called with them.
         """
         rows: list[dict[str, Value]] = []
         for layer in self.layers:

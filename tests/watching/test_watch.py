@@ -237,8 +237,8 @@ def test_an_exception_in_the_model_leaves_it_as_it_was(model: GPT, ids: Tensor) 
 
 
 def test_types_name_what_a_head_was_built_to_do() -> None:
-    length, heads = 64, 4
-    attention = hw.nn.FixedAttention(16, heads, length, mask=hw.mask.causal())
+    length, heads = 64, 6
+    attention = hw.nn.FixedAttention(24, heads, length, mask=hw.mask.causal())
     rows = torch.arange(length)
     with torch.no_grad():
         attention.logits[0, rows[1:], rows[:-1]] = 20  # the token before
@@ -246,13 +246,26 @@ def test_types_name_what_a_head_was_built_to_do() -> None:
         attention.logits[2, :, 0] = 20  # the first token
         for back in range(4):
             attention.logits[3, rows[back:], rows[: length - back]] = 20  # the last few
-    model = nn.Sequential(nn.Embedding(5, 16), attention)
+        attention.logits[5, :, ::7] = 20  # a few, near and far; the fifth looks everywhere alike
+    model = nn.Sequential(nn.Embedding(5, 24), attention)
     with hw.watch(model) as seen:
         model(torch.randint(0, 5, (1, length)))
-    assert seen.types()["type"] == ["previous-token", "self", "sink", "local"]
+    types = ["previous-token", "self", "sink", "local", "uniform", "content"]
+    assert seen.types()["type"] == types
     alike = seen.similarity(0)
-    assert alike.diagonal() == pytest.approx(torch.ones(4).numpy())
+    assert alike.diagonal() == pytest.approx(torch.ones(heads).numpy())
     assert alike[0, 1] < 0.01
+
+
+def test_heads_of_a_model_that_has_learnt_nothing_are_uniform(model: GPT) -> None:
+    attention = hw.nn.MultiHeadAttention(16, 4)
+    for watched, given in ((model, (torch.randint(0, 9, (1, 40)),)), (attention, CROSSED)):
+        with hw.watch(watched) as seen:
+            watched(*given)
+        assert set(seen.types()["type"]) == {"uniform"}
+
+
+CROSSED = (torch.randn(1, 20, 16), torch.randn(1, 30, 16))
 
 
 def test_types_find_the_induction_heads_of_the_built_in_model() -> None:
