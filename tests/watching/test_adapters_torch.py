@@ -229,6 +229,35 @@ def test_keys_that_are_no_tokens_are_refused_by_name(option: str) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+class Functional(nn.Module):
+    """PyTorch's function, called with parameters of its own, as WavLM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(D, H)
+
+    def forward(self, x: Tensor, hides: Tensor) -> Tensor:
+        inner = self.inner
+        packed = (inner.in_proj_weight, inner.in_proj_bias, None, None, False, 0.0)
+        last = (inner.out_proj.weight, inner.out_proj.bias)
+        return F.multi_head_attention_forward(
+            x, x, x, D, H, *packed, *last, attn_mask=hides, need_weights=False
+        )[0]
+
+
+def test_the_function_behind_multihead_attention_is_read() -> None:
+    model, x = Functional().eval(), torch.randn(N, B, D)
+    hides = torch.ones(N, N, dtype=torch.bool).triu(1)
+    before = model(x, hides)
+    with hw.watch(model, strict=True) as seen:
+        assert torch.equal(model(x, hides), before)
+    p = torch_weights(model.inner, x, x, x, attn_mask=hides)
+    torch.testing.assert_close(seen.layers[0].map().to_tensor(), p)
+    refused = pytest.raises(ValueError, match="multi_head_attention_forward can't be switched off")
+    with hw.watch(model) as seen, refused:
+        seen.importance(lambda: model(x, hides).sum())
+
+
 class Attends(nn.Module):
     """Self-attention of PyTorch's."""
 

@@ -265,7 +265,7 @@ def test_heads_of_a_model_that_has_learnt_nothing_are_uniform(model: GPT) -> Non
         assert set(seen.types()["type"]) == {"uniform"}
 
 
-CROSSED = (torch.randn(1, 20, 16), torch.randn(1, 30, 16))
+CROSSED = (0.3 * torch.randn(1, 20, 16), torch.randn(1, 30, 16))
 
 
 def test_types_find_the_induction_heads_of_the_built_in_model() -> None:

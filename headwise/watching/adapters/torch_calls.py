@@ -19,7 +19,7 @@ from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
-from headwise.watching.adapters.patching import Hook, Undo, is_taken
+from headwise.watching.adapters.patching import Hook, Undo, is_taken, taken
 from headwise.watching.adapters.proof import prove
 from headwise.watching.adapters.scaled_dot_product import (
     MaskMemo,
@@ -88,6 +88,7 @@ class Listener(TorchFunctionMode):
         self.thread = threading.get_ident()
         self.running = Running()
         self.proved: set[tuple[str, bool, bool]] = set()
+        self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
 
     @property
     def frames(self) -> list[Frame]:
@@ -186,6 +187,13 @@ class Listener(TorchFunctionMode):
                     call, kind = scaled_dot_product(self.memo, *args, **options)
                     self.recorder.beside(frame.name, call, kind or kind_of(frame.name))
             return self.recorder.silence(frame.name, out)
+        if func in self.readers:
+            if frame.name in self.recorder.silenced:
+                raise ValueError(f"{frame.name}: a head of {func.__name__} can't be switched off")
+            if self.recorder.wants(frame.name):
+                with self.recorder.reading(frame.name), taken():
+                    self.readers[func](frame.name, *args, **options)
+            return out
         if func in STARTS or self.running.written_out.waiting:
             return self.written(func, out, args, options)
         return out
