@@ -1,6 +1,7 @@
 """Attention in a terminal: tokens, a table of heads and maps drawn in characters."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -57,6 +58,13 @@ COLUMNS = (
 )
 """The columns of the table of heads."""
 
+SIGNS = {
+    **{code: 0x2400 + code for code in range(32)},
+    0x7F: 0x2421,
+    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
+}
+"""Visible signs for control characters, those that turn the direction of writing included."""
+
 WITHIN = ("self", "previous", "distance")
 """Columns without a meaning where one text looks at another."""
 
@@ -70,12 +78,12 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
     console.print(Text(f"{len(group.columns)} tokens", style="bold"))
     console.print(token_lines(group.columns, console.width))
     for note in read.notes:
-        console.print(Text(note, style="italic"))
+        console.print(Text(visible(note), style="italic"))
     firsts = group.leaders()
     listed = group.heads if every else chosen or [head for head, _ in firsts]
     counted = f"{len(listed)} of " if len(listed) < len(group.heads) else ""
     console.print(Text(f"\n{counted}{len(group.heads)} heads", style="bold"))
-    console.print(head_table(listed, group.square))
+    console.print(head_table(listed, group.square, console.width))
     console.print(Text(DEFINED if group.square else DEFINED_ACROSS, style="dim"))
     said = {head.name: reason for head, reason in firsts}
     drawn = chosen or [head for head, _ in firsts[:DRAWN]]
@@ -89,7 +97,7 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
 def token_lines(tokens: Sequence[str], width: int) -> Text:
     """The tokens with their numbers, as many on a line as fit."""
     text, used = Text(), 0
-    for number, token in enumerate(tokens[:MOST_TOKENS]):
+    for number, token in enumerate(map(visible, tokens[:MOST_TOKENS])):
         size = cell_len(f"{number} {token}  ")
         if used and used + size > width:
             text.append("\n")
@@ -101,16 +109,30 @@ def token_lines(tokens: Sequence[str], width: int) -> Text:
     return text
 
 
-def head_table(heads: Sequence[Head], square: bool) -> Table:
-    """One row per head, one column per figure."""
-    columns = [column for column in COLUMNS if square or column[0] not in WITHIN]
+def visible(text: str) -> str:
+    """A text whose control characters are shown as signs, so that none reaches the terminal.
+
+    >>> visible("red\\x1b[31m\\n")
+    'red␛[31m␊'
+    """
+    return text.translate(SIGNS)
+
+
+def head_table(heads: Sequence[Head], square: bool, width: int) -> Table:
+    """One row per head, one column per figure, as many as fit the width."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("head", no_wrap=True)
-    for title, *_ in columns:
-        table.add_column(title, justify="right")
-    for head in heads:
-        cells = [form.format(head.figures[figure]) for _, figure, form in columns]
-        table.add_row(head.name, *cells)
+    columns = [("head", [head.name for head in heads])]
+    columns += [
+        (title, [form.format(head.figures[figure]) for head in heads])
+        for title, figure, form in COLUMNS
+        if square or title not in WITHIN
+    ]
+    ends = accumulate(1 + max(map(len, [*title.split(), *cells])) for title, cells in columns)
+    fitting = [column for column, end in zip(columns, ends, strict=True) if end <= width]
+    for number, (title, _) in enumerate(fitting):
+        table.add_column(title, justify="right" if number else "left")
+    for cells in zip(*(cells for _, cells in fitting), strict=True):
+        table.add_row(*cells)
     return table
 
 
@@ -164,7 +186,7 @@ def draw_head(group: Group, head: Head, reason: str, size: int) -> Stack:
         width = tokens // len(weights)
         pooled = [Text(f"a cell is the largest of about {width}² weights", style="dim")]
     else:
-        labels = [f"{number:>2} {token.strip()}" for number, token in enumerate(group.rows)]
+        labels = [f"{n:>2} {visible(token.strip())}" for n, token in enumerate(group.rows)]
         pooled = []
     name = Text(f"head {head.name} ", style="bold").append(reason, style="dim italic")
     return Stack(name, *pooled, *draw(weights, labels, group.causal), Text())

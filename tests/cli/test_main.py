@@ -57,6 +57,27 @@ def test_look_fits_80_columns_however_long_the_text(words: int) -> None:
     assert max(cell_len(line) for line in output.splitlines()) <= 80
 
 
+def test_no_control_character_of_a_text_reaches_the_terminal() -> None:
+    output = run(
+        "look", "--terminal", "--file", "-", stdin="to \x1b[2Jbe\x07 or\x9b1m not\n\u202eto"
+    )
+    assert "␛" in output
+    assert "␊" in output
+    assert not any(sign in output for sign in "\x1b\x07\x9b\u202e")
+
+
+@pytest.mark.parametrize("width", ["20", "30", "44", "60"])
+def test_figures_that_do_not_fit_are_left_out_and_never_cut(
+    monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    output = run("look", "--terminal")
+    table = output.split("heads\n")[1].split("\n\n")[0]
+    assert "…" not in table
+    assert "keys" in table
+    assert max(cell_len(line) for line in table.splitlines()) <= int(width)
+
+
 def test_look_draws_the_one_head_asked_for() -> None:
     output = run("look", "--terminal", "--head", "5.1")
     assert output.count("head 5.1") == 1

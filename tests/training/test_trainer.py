@@ -1,4 +1,4 @@
-"""A run goes on where it was stopped, to the bit, and survives being killed."""
+"""A run resumes where it was stopped, to the bit, and survives being killed."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path: Path, stop: 
     seen = iter(range(1, 100))
     stopped = trainer(tmp_path / "parts", should_stop=lambda: next(seen) == stop)
     assert stopped.train() is None
-    torch.rand(17)  # the world goes on meanwhile
+    torch.rand(17)  # something else draws random numbers meanwhile
     assert trainer(tmp_path / "parts").train() is not None
     assert same(state(tmp_path / "whole"), state(tmp_path / "parts"))
     last = without_speed(tmp_path / "whole")[-1]

@@ -98,9 +98,13 @@ def refused(headers: Headers, port: int | None, path: str) -> JSONResponse | Non
 
 
 def ours(host: str, port: int | None) -> bool:
-    """True if a host with its port names this server."""
+    """True if a host with its port names this server; clients leave out port 80.
+
+    >>> ours("localhost:8000", 8000), ours("localhost", 80), ours("localhost", 8000)
+    (True, True, False)
+    """
     match = HOST.fullmatch(host)
-    return match is not None and (port is None or match[2] == f":{port}")
+    return match is not None and (port is None or (match[2] or ":80") == f":{port}")
 
 
 def port_of(scope: Scope) -> int | None:
