@@ -114,7 +114,7 @@ def observe(
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
     found = with_max_logit(names)
-    options = (score, mask, bias, softcap, sinks, dropout)
+    options: tuple[Any, ...] = (score, mask, bias, softcap, sinks, dropout)
     if sampled is None:
         out, *values = _serve("observe", four, options, engine, found, sink_keys)
     else:
@@ -195,7 +195,7 @@ def _serve(
     The path of every call: describe it and look it up; if it is new, check it, choose an engine,
     let the engine prepare it, and run it. `options` are the values of OPTIONS.
     """
-    described = calls.describe(tensors, *options, (engine, names, sink_keys))
+    described = calls.describe(tensors, *options, options=(engine, names, sink_keys))
     prepared = None if described is None else calls.known(described.key)
     if described is not None and prepared is not None:
         return prepared(*described.tensors)

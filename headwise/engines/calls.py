@@ -40,6 +40,7 @@ def describe(
     softcap: object,
     sinks: Tensor | None,
     dropout: object,
+    *,
     options: tuple[object, ...],
 ) -> Description | None:
     """Return a call's description, or None if the call depends on more than that.

@@ -36,7 +36,7 @@ def attend_stored(
     described = calls.describe(
         (q, stored.keys, stored.values, *(x for x in held if x is not None)),
         score, None, bias, softcap, sinks, dropout,
-        ("stored", engine, mask is not None, stored.length, *(x is None for x in held)),
+        options=("stored", engine, mask is not None, stored.length, *(x is None for x in held)),
     )  # fmt: skip
     if described is None or described.learning:
         return None

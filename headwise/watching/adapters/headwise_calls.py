@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.api import attention
 from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
-from headwise.nn.caches.cache import Undoing
+from headwise.nn.caches.cache import RollbackOnError
 from headwise.watching.adapters.patching import Replacement, Undo
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.seen_call import Kind
@@ -70,7 +70,7 @@ def _observed(
     if not wanted and name not in recorder.silenced:
         return run(*given, **options)
     call, cache = module.prepare(*given, **options), options.get("cache")
-    with Undoing(cache, call.q.shape[-2]):
+    with RollbackOnError(cache, call.q.shape[-2]):
         if wanted:
             forgotten = None if cache is None else int(cache.first)
             kind = _kind(module, given, options)

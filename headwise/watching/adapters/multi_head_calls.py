@@ -220,7 +220,9 @@ def _show(
     made = (F.linear(x.detach(), *one) for x, *one in zip(inputs, weights, parts, strict=True))
     q, k, v = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in made)
     same = across == "self"
-    mask, bias = read_torch_masks(*masks, heads, **hints, same_sequence=same, hidden=HIDDEN)
+    mask, bias = read_torch_masks(
+        masks[0], masks[1], heads, same_sequence=same, hidden=HIDDEN, **hints
+    )
     key_padding_mask, padding = masks[1], None
     if key_padding_mask is not None and across == "self":
         padding = key_padding_mask.reshape(-1, k.shape[2])
