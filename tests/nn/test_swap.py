@@ -197,3 +197,10 @@ def test_a_swapped_model_compiles_whole() -> None:
     compiled = torch.compile(model.layers[0], backend="aot_eager", fullgraph=True)
     expected = model.layers[0](x, future, given["src_key_padding_mask"])
     same(compiled(x, future, given["src_key_padding_mask"]), expected)
+
+
+def test_masks_without_contents_stay_dense() -> None:
+    with torch.device("meta"):
+        layer, x = hw.nn.swap_attention(encoder()).layers[0], torch.randn(B, N, D)
+        future = torch.ones(N, N, dtype=torch.bool).triu(1)
+        assert layer(x, future, PADDING.to("meta")).shape == x.shape
