@@ -70,14 +70,14 @@ def check_tensor(name: str, given: object, *shape: int | str) -> None:
     Traceback (most recent call last):
     ValueError: keys must be a tensor (batch, length, 8), not float32 (2, 5)
     """
-    fits = (
-        isinstance(given, Tensor)
-        and given.ndim == len(shape)
-        and all(isinstance(x, str) or x == y for x, y in zip(shape, given.shape, strict=True))
-    )
-    if not fits:
-        wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
-        raise ValueError(f"{name} must be a tensor {wanted}, not {describe(given)}")
+    if isinstance(given, Tensor) and given.ndim == len(shape):
+        for wanted, size in zip(shape, given.shape, strict=True):
+            if not isinstance(wanted, str) and wanted != size:
+                break
+        else:
+            return
+    sizes = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+    raise ValueError(f"{name} must be a tensor {sizes}, not {describe(given)}")
 
 
 def check_integers(

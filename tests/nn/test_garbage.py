@@ -210,6 +210,11 @@ def cache_methods() -> dict[str, tuple[Callable[..., object], Make]]:
         found[f"{name}.append, first"] = (first, both)
         found[f"{name}.rollback"] = (rollback, lambda: {"count": 1})
         found[f"{name}.reorder"] = (reorder, lambda: {"index": torch.tensor([1, 0])})
+    both = {"keys": heads(), "values": heads()}
+    found["FixedCache.reserve"] = (hw.nn.FixedCache(9).reserve, lambda: dict(both))
+    found["PagePool.take"] = (hw.nn.PagePool(64).take, lambda: {"count": 1})
+    index = {"index": torch.tensor([0, 0])}
+    found["Memory.reorder"] = (hw.nn.Memory(**both).reorder, lambda: dict(index))
     return found
 
 

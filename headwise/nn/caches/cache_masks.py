@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +13,8 @@ from headwise.core.intervals import Both, Either, Mask
 from headwise.core.patterns import Between, Causal, Dense, Documents, Lengths, Window
 from headwise.core.place import Place
 from headwise.core.problem import describe
+
+Length = Callable[[], int | None]  # tokens so far, read only if needed; None if it can't be
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,13 +68,11 @@ def shifted(mask: Mask, first: int, keys: int) -> Mask:
     raise ValueError(f"a SlidingCache does not support {mask!r}; use a GrowingCache")
 
 
-def aligned(mask: Mask, offset: Tensor, keys: int, length: int | None = None) -> Mask:
-    """The mask with query 0 at position `offset`, for storage of `keys` keys of which some exist.
-
-    `length` of them do, if it is known.
+def aligned(mask: Mask, offset: Tensor, keys: int, length: Length) -> Mask:
+    """The mask with query 0 at position `offset`, for storage of `keys` keys.
 
     >>> from headwise import mask
-    >>> aligned(mask.causal(), torch.tensor(3), 8).offset
+    >>> aligned(mask.causal(), torch.tensor(3), 8, lambda: 4).offset
     tensor(3)
     """
     if isinstance(mask, Causal | Window):
@@ -94,16 +95,14 @@ def from_key(name: str, pairs: Tensor, first: int, keys: int) -> Tensor:
     return pairs[..., first:]
 
 
-def padded(name: str, pairs: Tensor, keys: int, length: int | None = None) -> Tensor:
-    """A tensor (..., N, M) over pairs of tokens so far, padded to `keys` keys with 0 or False.
-
-    There are `length` tokens so far, if it is known.
-    """
-    if _for_any_key(pairs):
+def padded(name: str, pairs: Tensor, keys: int, length: Length) -> Tensor:
+    """A tensor (..., N, M) over pairs of tokens so far, padded to `keys` keys with 0 or False."""
+    missing = 0 if _for_any_key(pairs) else keys - pairs.shape[-1]
+    if missing == 0:
         return pairs
-    missing = keys - pairs.shape[-1]
-    if length is not None and missing:
-        check_keys(name, pairs, length)
+    tokens = length()
+    if tokens is not None:
+        check_keys(name, pairs, tokens)
     if missing < 0:
         raise ValueError(f"{name} {describe(pairs)} is for more keys than the cache has, {keys}")
     return F.pad(pairs, (0, missing))
