@@ -96,7 +96,8 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
         return Scored(q, k, width**-0.5 if score.scale is None else float(score.scale))
     if isinstance(score, Additive):
         weight = score.weight
-        if tuple(weight.shape) not in ((width,), (heads, width)):
+        shape = tuple(weight.shape)
+        if shape != (width,) and shape != (heads, width):  # not `in`: compilers compare symbols
             raise ValueError(
                 f"hw.Additive's weight has shape {tuple(weight.shape)}; this call needs "
                 f"({width},) or ({heads}, {width})"
@@ -107,7 +108,8 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
         if not isinstance(score.temperature, Tensor):
             return Scored(q, k, float(score.temperature))
         temperature = score.temperature
-        if tuple(temperature.shape) not in ((), (1,), (heads,)):
+        shape = tuple(temperature.shape)
+        if shape != () and shape != (1,) and shape != (heads,):
             raise ValueError(
                 f"hw.Cosine's temperature has shape {tuple(temperature.shape)}; this call needs "
                 f"a scalar or ({heads},)"

@@ -199,8 +199,10 @@ class Documents(Mask):
 
     def check(self, place: Place) -> None:
         shape, keys = tuple(self.ids.shape), place.first_key + place.keys
-        fits = len(shape) in (1, 2) and (shape[-1] == keys if place.whole else shape[-1] >= keys)
-        if not fits or (len(shape) == 2 and shape[0] not in (1, place.batch)):
+        numbered = len(shape) in (1, 2) and (
+            shape[-1] == keys or (not place.whole and shape[-1] > keys)
+        )
+        if not numbered or not fits(shape[:-1], (place.batch,), exact=True):
             raise ValueError(
                 f"hw.mask.documents: ids have shape {shape}; they need one id per key: "
                 f"(batch or 1, keys) = ({place.batch}, {keys})"
@@ -302,7 +304,7 @@ def _check_per_batch(call: str, values: PerBatch | None, place: Place) -> None:
     if values is None or isinstance(values, Number):
         return
     shape = tuple(torch.as_tensor(values).shape)
-    if shape not in ((), (1,), (place.batch,)):
+    if not fits(shape, (place.batch,), exact=True):
         raise ValueError(
             f"hw.mask.{call} has shape {shape}; give an int, or one number for each of the "
             f"{place.batch} batch entries"

@@ -15,8 +15,10 @@ Results = tuple[Tensor, ...]  # out (B, Hq, N, Dv), then the requested statistic
 class Prepared(Protocol):
     """A call that is ready to run: it takes the tensors of any call of the same description."""
 
-    reusable: bool
-    """False if it depends on more than the description and serves a single call only."""
+    @property
+    def reusable(self) -> Prepared | None:
+        """The call to run next time; None if this one depends on more than its description."""
+        ...
 
     def __call__(self, *tensors: Tensor) -> Results:
         """Compute the call from q, k, v, then the sinks and the mask's tensors, if it has any."""

@@ -90,7 +90,11 @@ class FusedCall:
     """A call without a mask tensor: one kernel."""
 
     kernel: Callable[..., Tensor]
-    reusable = True
+
+    @property
+    def reusable(self) -> FusedCall:
+        """This call."""
+        return self
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor]:
         return (self.kernel(*tensors),)

@@ -39,7 +39,7 @@ class Weights(Loop):
         norms = region.k[..., :0] if region.norms is None else region.norms
         super().__init__(region.q, region.k, norms, region.terms)
         self.weighted = region.norms is not None
-        self.totals = self.base_and_log_total(totals)
+        self.divide_by(totals)
 
     def tiles(self, logarithm: bool) -> Iterator[Tile]:
         """Every block that the mask does not hide: its weights, or their logarithms to base 2."""
@@ -49,7 +49,7 @@ class Weights(Loop):
                 q = self.blocks.queries(unit, rows)
                 for segment in self.schedule.segments(unit, rows):
                     s = self.logits(unit, rows, segment, q)
-                    s = self.log_weights(unit, rows, s, *self.totals)
+                    s = self.log_weights(unit, rows, s)
                     self.hide(unit, s, self.seen(unit, rows, segment))
                     s = s if logarithm else s.exp2_()
                     if self.weighted:

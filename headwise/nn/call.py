@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwise.api import attention
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.problem import autocasting, describe
 from headwise.nn.caches.cache import Cache, Memory, check_cache
+from headwise.nn.caches.cache_masks import LaterKeys
 from headwise.nn.layer_options import Widths
 from headwise.nn.positions import PositionModule
 from headwise.score import Score
@@ -33,6 +35,11 @@ class Call(NamedTuple):
     def options(self) -> dict[str, Any]:
         """Every argument but q, k and v, by keyword."""
         return dict(zip(self._fields[3:], self[3:], strict=True))
+
+    def attend(self) -> Tensor:
+        """The output of the call, (B, Hq, N, Dv)."""
+        mask = self.mask.plain if isinstance(self.mask, LaterKeys) else self.mask
+        return attention(self.q, self.k, self.v, **self.options() | {"mask": mask})
 
 
 def position_and_cache(

@@ -70,11 +70,12 @@ def check_tensor(name: str, given: object, *shape: int | str) -> None:
     Traceback (most recent call last):
     ValueError: keys must be a tensor (batch, length, 8), not float32 (2, 5)
     """
-    fits = isinstance(given, Tensor) and given.ndim == len(shape)
-    if not fits or any(
-        isinstance(size, int) and size != have
-        for size, have in zip(shape, getattr(given, "shape", ()), strict=True)
-    ):
+    fits = (
+        isinstance(given, Tensor)
+        and given.ndim == len(shape)
+        and all(isinstance(x, str) or x == y for x, y in zip(shape, given.shape, strict=True))
+    )
+    if not fits:
         wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
         raise ValueError(f"{name} must be a tensor {wanted}, not {describe(given)}")
 
@@ -100,7 +101,7 @@ Positive = Annotated[float, check_positive]
 Rate = Annotated[float, check_rate]
 
 
-class Description:
+class CheckedFields:
     """A frozen dataclass that describes a part of a model; its fields are checked when it is made.
 
     >>> from headwise.nn import GELU

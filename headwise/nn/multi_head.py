@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention, attention_map, observe
+from headwise.api import attention_map, observe
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
@@ -155,7 +155,7 @@ class MultiHeadAttention(nn.Module):
             if packed is not None:  # its kernel reads the pages or the int8 numbers directly
                 out = packed.attend(call.q, **call.options())
             else:
-                out = attention(call.q, call.k, call.v, **call.options())
+                out = call.attend()
         return self.join(out)
 
     def observe(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import bias
-from headwise.nn.checks import Description, Positive, Size, check_sizes
+from headwise.nn.checks import CheckedFields, Positive, Size, check_sizes
 from headwise.nn.rotary_scaling import plain_frequencies
 
 Waves = tuple[Tensor, Tensor]  # cosine and sine, (N, W/2) or (B, 1, N, W/2)
@@ -46,7 +46,7 @@ class PositionModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class Position(Description, ABC):
+class Position(CheckedFields, ABC):
     """A description of positions, from which a layer builds its module."""
 
     at_input: ClassVar[bool] = False

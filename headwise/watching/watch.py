@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from headwise.core.observation import check_sink_keys, check_statistics
 from headwise.watching.adapters import (
+    flash_calls,
     flex_calls,
     headwise_calls,
     multi_head_calls,
@@ -29,8 +33,8 @@ from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
 from headwise.watching.table import Table, Value
 
-IN_MEMORY = 1000
-"""Steps of a recorded series that stay in memory."""
+IN_MEMORY, ROWS_IN_MEMORY = 1000, 200_000
+"""Steps of a series that stay in memory at most, and rows of all their tables together."""
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -46,18 +50,22 @@ def watch(
     maps: bool = True,
     sink_keys: int = 1,
     alarms: bool | Rule | Iterable[Rule] = False,
+    strict: bool = False,
 ) -> Watch:
     """Watch every attention layer of any model while it trains or runs; the model is unchanged.
 
-    As a context manager it watches until the block ends; `attach()` and `detach()` do the same in a
-    loop, where `step()` ends a training step and `every=100` looks at every hundredth step only.
+    As a context manager it watches until the block ends; `attach()` and `detach()` do the same
+    without one. Each step of an optimiser that holds the model's parameters ends a training step;
+    in a loop without one `step()` does. `every=100` looks at every hundredth step only.
     `stats` names some of the statistics, `rows=64` looks at a sample of the query rows, `layers`
     are numbers or names (* matches any part of a name), `heads` are numbers. `maps=False` keeps no
     queries and keys for `seen.map`. `alarms=True` checks each step by the rules of
     `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in the log.
 
     The model's own attention still computes its output; headwise observes beside it. headwise's own
-    attention is observed in the same pass.
+    attention is observed in the same pass. Whatever goes wrong while looking is reported once, and
+    the model runs on: modules whose attention can't be read are in `seen.unread`, below the table
+    of heads and in one warning. `strict=True` raises ValueError instead.
 
     >>> import headwise as hw
     >>> gpt = hw.load("gpt")
@@ -72,6 +80,11 @@ def watch(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"hw.watch takes a torch.nn.Module, not {type(model).__name__}")
+    if not any(torch_calls.may_attend(module) for module in model.modules()):
+        raise ValueError(
+            f"there is nothing to watch in this {type(model).__name__}: none of its modules can "
+            "compute attention"
+        )
     check_sink_keys(sink_keys)
     numbers: tuple[tuple[str, object], ...] = (("rows", rows), ("every", every))
     for name, value in numbers:
@@ -85,6 +98,7 @@ def watch(
         every,
         maps,
         sink_keys,
+        strict,
     )
     return Watch(model, options, chosen(alarms, options.stats, maps))
 
@@ -113,6 +127,10 @@ class Watch(Recording):
         self._undo: list[Undo] = []
         self._modules: set[nn.Module] = set()
         self._runs: list[RunWriter] = []
+        self._by_hand = False  # step() was called, so optimisers don't end steps
+        self._ended_by_optimiser = False  # the last step, and nothing has run since
+        self._passes = 0  # that ended steps were made of
+        self._reported: set[str] = set()  # what went wrong, each once
 
     @property
     def layers(self) -> list[WatchedLayer]:
@@ -121,6 +139,10 @@ class Watch(Recording):
     @property
     def tokens(self) -> Tensor | None:
         return self._recorder.tokens
+
+    @property
+    def unread(self) -> list[str]:
+        return list(self._recorder.unread)
 
     @property
     def alarms(self) -> list[Alarm]:  # type: ignore[override]
@@ -164,9 +186,10 @@ class Watch(Recording):
         self._undo += [before.remove, after.remove]
         listener = torch_calls.Listener(recorder)
         self._undo += headwise_calls.attach(self.model, recorder)
-        for adapter in (torch_calls, multi_head_calls, flex_calls):
+        for adapter in (torch_calls, multi_head_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
+        self._undo.append(register_optimizer_step_post_hook(self._optimised).remove)
 
     def detach(self) -> None:
         """End watching; the model is as it was before."""
@@ -180,36 +203,79 @@ class Watch(Recording):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.detach()
-        if kind is None:
+        if kind is not None:
+            return
+        if not self.steps:
             self.check()
-            if any(layer.figures() for layer in self.layers):  # after the last step, or without any
+        if any(layer.figures() for layer in self.layers):  # after the last step, or without any
+            with self._going_on("looking for alarms"):
                 self._alarms.look(self.steps, self.heads(), self.layers, last=True)
 
     def step(self) -> None:
-        """End a training step: the figures since the last one join the series."""
+        """End a training step: the figures since the last one join the series.
+
+        Steps of an optimiser that holds the model's parameters end by themselves, until this is
+        called once: then every step ends here.
+        """
+        self._by_hand = True
+        if self._ended_by_optimiser and self._passes == self._recorder.passes:
+            self._ended_by_optimiser = False
+        else:
+            self._end_step()
+
+    def _optimised(self, optimiser: Optimizer, *_: object) -> None:
+        """An optimiser made a step: a training step ends, if the model ran and it is its own."""
+        if self._by_hand or self._passes == self._recorder.passes:
+            return
+        mine = {id(x) for x in self.model.parameters()}
+        if any(id(x) in mine for group in optimiser.param_groups for x in group["params"]):
+            self._end_step()
+            self._ended_by_optimiser = True
+
+    def _end_step(self) -> None:
         if self._recorder.active:
-            self.check()
-            if any(layer.figures() for layer in self.layers):
-                entry = Entry(self.steps, self.heads())
-                self.series.append(entry)
-                raised = self._alarms.look(self.steps, entry.table, self.layers)
-                self._write(entry, raised)
+            with self._going_on("ending a step"):
+                if not self.unread:  # else it was reported
+                    self.check()
+                if any(layer.figures() for layer in self.layers):
+                    self._close(Entry(self.steps, self.heads()))
         for layer in self.layers:
             layer.close()
         self.steps += 1
+        self._passes = self._recorder.passes
         self._recorder.active = self.steps % self.options.every == 0
 
-    def _write(self, entry: Entry, raised: list[Alarm]) -> None:
+    def _close(self, entry: Entry) -> None:
+        """Add a step to the series, look for alarms, and write it."""
+        self.series.append(entry)
+        del self.series[: -max(1, min(IN_MEMORY, ROWS_IN_MEMORY // max(1, len(entry.table))))]
+        raised: list[Alarm] = []
+        with self._going_on("looking for alarms"):
+            raised = self._alarms.look(entry.step, entry.table, self.layers)
         self._runs = [run for run in self._runs if not run.closed]
         for run in self._runs:
             run.add(entry, raised, self)
-        if self._runs:  # the folder has them all
-            del self.series[:-IN_MEMORY]
+
+    @contextmanager
+    def _going_on(self, doing: str) -> Iterator[None]:
+        """Report once what goes wrong: a recording never ends a training."""
+        try:
+            yield
+        except OSError:
+            raise  # a writer with on_error="stop"
+        except Exception as error:
+            if self.options.strict:
+                raise
+            if doing not in self._reported:
+                self._reported.add(doing)
+                warnings.warn(
+                    f"hw.watch: {doing} failed, and the model runs on: {error}", stacklevel=3
+                )
 
     def record(self, folder: Path | str, **options: Any) -> RunWriter:
         """Write every closed step into a folder, until the writer is closed; see `RunWriter`.
 
-        The series in memory then keeps the last 1000 steps.
+        The series in memory keeps the last 1000 steps, or fewer of a model with many heads.
 
         >>> import tempfile, torch, headwise as hw
         >>> model, folder = hw.nn.MultiHeadAttention(64, 8), tempfile.mkdtemp()
@@ -243,7 +309,9 @@ class Watch(Recording):
             )
         table = super().heads()
         wanted = self.options.heads
-        return table if wanted is None else Table([row for row in table if row["head"] in wanted])
+        if wanted is None:
+            return table
+        return Table([row for row in table if row["head"] in wanted], note=table.note)
 
     def symmetry(self) -> Table:
         """How symmetric W_qᵀ W_k is, one row per head: 1 if i scores j as j scores i, −1 if it
@@ -283,7 +351,13 @@ class Watch(Recording):
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""
         recorder, known = self._recorder, self._recorder.known()
-        if recorder.ran and not known and recorder.active and not self.series:
+        if recorder.passes and not known and recorder.active and not self.series:
+            unread = [f"{name or 'the model'}: {why}" for name, why in recorder.unread.items()]
+            if unread:
+                raise ValueError(
+                    f"no attention could be read in this {type(self.model).__name__}; "
+                    + "; ".join(unread[:3])
+                )
             raise ValueError(
                 f"no attention was found in this {type(self.model).__name__}. headwise reads its "
                 "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, "

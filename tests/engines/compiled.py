@@ -1,7 +1,7 @@
-"""Compile the Hopper kernel where there is no GPU, and print what each variant takes.
+"""Compile the Hopper kernel without a GPU, and print the memory that each variant takes.
 
-`python -m tests.engines.compiled`: Triton's compiler and NVIDIA's assembler need no device, only to
-be told which one they compile for.
+`python -m tests.engines.compiled`: Triton's compiler and NVIDIA's assembler need no device, only
+the name of the one that they compile for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VARIANTS = [
 
 
 class NoGPU:
-    """As much of a driver as a compiler asks, of a GPU of the given generation."""
+    """The part of a driver that the compiler needs, for a GPU of the given generation."""
 
     def __init__(self, generation: int = 90) -> None:
         self.target = GPUTarget("cuda", generation, 32)
@@ -70,7 +70,7 @@ def compiled(width: int, banded: bool, observed: bool, capped: bool) -> Any:
 
 
 def usage(kernel: Any) -> dict[str, int]:
-    """Bytes of shared memory, and of the stack, to which registers are spilled."""
+    """Return the bytes of shared memory, and of the stack, to which registers are spilled."""
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

@@ -494,3 +494,20 @@ def private_megabytes(page: Page) -> float:
     if not sizes:
         pytest.skip("this system does not say what a process takes")
     return max(sizes) / 1024
+
+
+def test_the_text_beside_the_map_is_that_of_the_chosen_input(
+    serve: Callable[..., Served], visit: Visits
+) -> None:
+    own = serve("gpt", "to be or not to be, that is the question " * 20).wait_until_read()
+    page = visit(HEAD, base=own.url)
+    options = page.get_by_role("listbox", name="Tokens").get_by_role("option")
+    expect(options.nth(2)).to_have_text("be", use_inner_text=True)
+    page.get_by_role("button", name="New text").click()
+    page.get_by_role("textbox").fill("My dog ate the cake.")
+    page.get_by_role("button", name="Read it").click()
+    expect(page).to_have_url(re.compile("input=1"))
+    tokens = [token.strip() for token in own.session.atlases["1"].input.main.rows]
+    expect(options).to_have_text(tokens)
+    page.get_by_label("Input").select_option("0")
+    expect(options.nth(2)).to_have_text("be", use_inner_text=True)

@@ -137,6 +137,7 @@ def calls() -> dict[str, tuple[Callable[..., object], Make]]:
     learned = attention(position=hw.nn.Learned(N))
     fixed = hw.nn.FixedAttention(D, HEADS, 40, mask=hw.mask.causal()).eval()
     additive = hw.nn.AdditiveAttention(D, D, 16)
+    torch_call = hw.nn.TorchCall(MultiHeadAttention(D, HEADS), True)
     own = {"mask": None, "positions": torch.arange(N)}
     return {
         "rotary": (rotary, lambda: {"x": x(), "bias": None, **own}),
@@ -151,6 +152,13 @@ def calls() -> dict[str, tuple[Callable[..., object], Make]]:
         "additive": (
             additive,
             lambda: {"queries": x(), "keys": x(), "values": x(), "mask": None},
+        ),
+        "TorchCall()": (
+            torch_call,
+            lambda: {
+                **{"query": x(), "key": x(), "value": x(), "key_padding_mask": None},
+                **{"attn_mask": None, "need_weights": True},
+            },
         ),
         **{
             f"with a {name}": (

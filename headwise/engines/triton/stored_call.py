@@ -35,7 +35,7 @@ def attend_stored(
     held = (stored.key_scales, stored.value_scales, stored.pages)
     described = calls.describe(
         (q, stored.keys, stored.values, *(x for x in held if x is not None)),
-        score=score, bias=bias, softcap=softcap, sinks=sinks, dropout=dropout,
+        score, None, bias, softcap, sinks, dropout,
         options=("stored", engine, mask is not None, stored.length, *(x is None for x in held)),
     )  # fmt: skip
     if described is None or described.learning:

@@ -62,12 +62,12 @@ class PagedCache(Packed):
         last = self._length // size
         mine = [table for table in tables if partly and pool.shared(table[last])]
         needed = [-(-length // size) - len(table) for table in tables]
-        if not mine and not any(needed):
-            return
         if sum(needed) + len(mine) > pool.free:
             pool.take(sum(needed) + len(mine))  # raises, and takes nothing
         if not self._tables:
             self._tables.extend(tables)
+        if not mine and not any(needed):
+            return
         for table in mine:
             if pool.shared(table[last]):  # of two that share it, the second keeps it
                 (own,) = pool.copy([table[last]])

@@ -36,6 +36,7 @@ export class LineOfWeights {
     ask
       .call(look.source, head, index, controller.signal)
       .then((weights) => {
+        if (controller.signal.aborted) return;
         this.weights = by === 'row' ? weights.fill(0, 0, drop) : weights;
       })
       .catch((error: unknown) => {
