@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headwise.core.arguments import is_integer, is_number
-from headwise.nn.checks import Count, Description, Positive, Rate, Size
+from headwise.nn.checks import CheckedFields, Count, Positive, Rate, Size
 
 
 def check_betas(name: str, given: object) -> None:
@@ -26,7 +26,7 @@ def check_seed(name: str, given: object) -> None:
 
 
 @dataclass(frozen=True)
-class Recipe(Description):
+class Recipe(CheckedFields):
     """AdamW with warm-up and cosine decay, clipping, gradient accumulation and a fixed seed.
 
     A step is one update from `accumulate` batches. The learning rate rises linearly over `warmup`

@@ -7,7 +7,7 @@ from itertools import chain, islice
 from typing import Any, ClassVar
 
 from headwise.models import GPT, GPTConfig, Transformer, TransformerConfig, ViT, ViTConfig
-from headwise.nn.checks import Description, Size
+from headwise.nn.checks import CheckedFields, Size
 from headwise.training.data import labelled_images as images
 from headwise.training.data import pairs, texts
 from headwise.training.data.tokenisers import Tokeniser, chunks
@@ -19,7 +19,7 @@ from headwise.training.tasks.vision import Vision
 
 
 @dataclass(frozen=True)
-class TranslateSetup(Description):
+class TranslateSetup(CheckedFields):
     """Translate the pairs of a corpus or a file; `pairs` limits how many are trained on.
 
     The tokeniser's vocabulary and special tokens replace those of `model`.
@@ -50,7 +50,7 @@ class TranslateSetup(Description):
 
 
 @dataclass(frozen=True)
-class LanguageSetup(Description):
+class LanguageSetup(CheckedFields):
     """Continue the text of a corpus or a file; `batch` windows of the model's context per step."""
 
     data: str
@@ -70,7 +70,7 @@ class LanguageSetup(Description):
 
 
 @dataclass(frozen=True)
-class VisionSetup(Description):
+class VisionSetup(CheckedFields):
     """Classify the images of a corpus."""
 
     data: str
