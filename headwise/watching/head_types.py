@@ -162,7 +162,8 @@ def _spread(weights: Tensor) -> Tensor:
     p = weights.double()
     seen = (p > 0).any(0).sum(-1)  # (R,)
     share = torch.special.entr(p).sum(-1).exp() / seen.clamp_min(1)
-    return share[:, seen > 1].mean(1)
+    found: Tensor = share[:, seen > 1].mean(1)
+    return found
 
 
 def _local(weights: Tensor, positions: Tensor) -> Tensor:
