@@ -380,6 +380,8 @@ def _check_sinks(sinks: object, heads: int) -> None:
 
 
 def _dropout(dropout: float | Dropout, device: torch.device) -> tuple[float, Tensor | None]:
+    if isinstance(dropout, float) and dropout == 0:
+        return 0.0, None
     given = dropout if isinstance(dropout, Dropout) else Dropout(dropout)
     if given.rate == 0:
         return 0.0, None

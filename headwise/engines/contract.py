@@ -29,6 +29,8 @@ class Engine(Protocol):
     """One way to compute attention. Engines are stateless objects; `plan.ENGINES` lists them."""
 
     name: str
+    rank: int  # its place in the order in which "auto" asks engines, lowest first
+    devices: tuple[str, ...] = ()  # the types of device on which "auto" may choose it; () for all
     forward_mode: bool = False  # it has forward-mode derivatives
     functional: bool = False  # torch.func.grad can differentiate it
 
@@ -40,12 +42,9 @@ class Engine(Protocol):
         """Return why this engine can't serve a problem exactly, or None if it can."""
         return None
 
-    def priority(self, problem: Problem) -> int | None:
-        """Return its place in the order in which "auto" asks engines, lowest first.
-
-        None if it serves only callers that ask for it by name.
-        """
-        ...
+    def priority(self, problem: Problem) -> int:
+        """Return its rank for this problem, which may be better or worse than usual."""
+        return self.rank
 
     def attend(self, problem: Problem) -> Tensor:
         """Return out (B, Hq, N, Dv)."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,6 +23,7 @@ from headwise.watching.seen_call import (
     newest_key,
     padding_rows,
 )
+from headwise.watching.unread import UnreadModules
 
 WITHIN = ("self_mass", "previous_mass", "distance")
 """Statistics that mean nothing where the tokens of one sequence look at another."""
@@ -53,18 +52,20 @@ class CallRecorder:
     active: bool = True
     tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
-    unread: dict[str, str] = field(default_factory=dict)  # modules that could not be read, and why
+    unread: UnreadModules = field(init=False)
     passes: int = 0  # of the model, whether or not any attention was seen
     _observed: set[str] = field(
         default_factory=set
     )  # inside their own pass; a recomputation must be too
     _selected: dict[str, bool] = field(default_factory=dict)
-    _reported: int = 0  # of the unread modules
     _depth: int = 0  # modules of the model that are running
     _calls: dict[str, int] = field(default_factory=dict)  # calls of each module in this pass so far
     _ids: Tensor | None = None  # the tokens that this forward was called with
     _first: int = 0  # the position of its first token
     _past: bool = False  # this forward continues from a cache
+
+    def __post_init__(self) -> None:
+        self.unread = UnreadModules(self.options.strict, self.asked_for)
 
     def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
         """A module of the model starts to run; a pass begins with the outermost one."""
@@ -90,43 +91,12 @@ class CallRecorder:
             self.tokens = torch.cat((before, ids), 1)
         elif ids is not None or not self._past:
             self.tokens = None if self._past else ids
-        self._warn()
+        self.unread.warn()
 
-    @contextmanager
-    def reading(self, name: str, how: str = "") -> Iterator[None]:
-        """Read and observe a call of this module: what goes wrong never reaches the model.
-
-        `how` begins the reason that is reported then.
-        """
-        try:
-            with torch.no_grad():
-                yield
-        except Exception as error:
-            self.fail(name, error, how)
-
-    def fail(self, name: str, error: Exception, how: str = "") -> None:
-        """Note that this module's attention could not be read; raise if the watch is strict."""
+    def asked_for(self, name: str) -> bool:
+        """True if a layer of this name would be one of those that are looked at."""
         wanted = self.options.layers
-        if wanted is not None and not matches(len(self._selected), name, wanted):
-            return  # nobody asked for it
-        reason = how + (str(error) or type(error).__name__)
-        if self.options.strict:
-            raise ValueError(f"{name or 'the model'} can't be watched: {reason}") from error
-        self.unread.setdefault(name, reason)
-
-    def _warn(self) -> None:
-        """Warn of the modules that could not be read since the last warning."""
-        new = list(self.unread.items())[self._reported :]
-        if new:
-            self._reported = len(self.unread)
-            named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in new[:3])
-            more = f"; and {len(new) - 3} more" if len(new) > 3 else ""
-            warnings.warn(
-                f"hw.watch could not read the attention of {len(new)} "
-                f"module{'s' if len(new) > 1 else ''}, and leaves them out (seen.unread; "
-                f"strict=True raises instead): {named}{more}",
-                stacklevel=2,
-            )
+        return wanted is None or matches(len(self._selected), name, wanted)
 
     def wants(self, name: str) -> bool:
         """True if this module's call should be handed over."""
@@ -184,18 +154,18 @@ class CallRecorder:
         learning = call.q.device.type == "cpu" and torch.is_grad_enabled() and call.q.requires_grad
         if self.options.rows is not None or call.engine != "auto" or learning:
             out = attention(call.q, call.k, call.v, **call.options())
-            with self.reading(name):
+            with self.unread.reading(name):
                 self.beside(name, call, kind, padding, out, forgotten=forgotten)
             return out
         try:
             out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
         except Exception as error:
             out = attention(call.q, call.k, call.v, **call.options())  # or it raises the same
-            self.fail(name, error)
+            self.unread.fail(name, error)
             return out
         if not recomputing():
             self._observed.add(name)
-            with self.reading(name):
+            with self.unread.reading(name):
                 seen.values = {key: value.detach() for key, value in seen.values.items()}
                 self._keep(name, call, kind, padding, seen, forgotten=forgotten)
         return out

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headwise.core.observation import check_sink_keys, check_statistics
 from headwise.watching.adapters import (
@@ -22,19 +20,16 @@ from headwise.watching.adapters import (
     transformers_calls,
 )
 from headwise.watching.adapters.patching import Hook, Undo
-from headwise.watching.alarms import Alarm, Alarms, chosen
+from headwise.watching.alarms import chosen
 from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
 from headwise.watching.head_weights import query_key_weights, symmetry
 from headwise.watching.importance import importance
-from headwise.watching.layer import WatchedLayer
-from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import Rule
 from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
 from headwise.watching.table import Table, Value
-
-IN_MEMORY, ROWS_IN_MEMORY = 1000, 200_000
-"""Steps of a series that stay in memory at most, and rows of all their tables together."""
+from headwise.watching.training_steps import SteppedRecording
+from headwise.watching.unread import described
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -113,41 +108,16 @@ def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] |
     return many
 
 
-class Watch(Recording):
+class Watch(SteppedRecording):
     """A model being watched, and what was seen of it so far; `hw.watch` makes one."""
 
     def __init__(
         self, model: nn.Module, options: WatchOptions, rules: tuple[Rule, ...] = ()
     ) -> None:
+        super().__init__(CallRecorder(options), rules)
         self.model, self.options = model, options
-        self._alarms = Alarms(rules)
-        self.series: list[Entry] = []
-        self.steps = 0  # training steps that ended
-        self._recorder = CallRecorder(options)
         self._undo: list[Undo] = []
         self._modules: set[nn.Module] = set()
-        self._runs: list[RunWriter] = []
-        self._by_hand = False  # step() was called, so optimisers don't end steps
-        self._ended_by_optimiser = False  # the last step, and nothing has run since
-        self._passes = 0  # that ended steps were made of
-        self._reported: set[str] = set()  # what went wrong, each once
-
-    @property
-    def layers(self) -> list[WatchedLayer]:
-        return list(self._recorder.layers.values())
-
-    @property
-    def tokens(self) -> Tensor | None:
-        return self._recorder.tokens
-
-    @property
-    def unread(self) -> list[str]:
-        return list(self._recorder.unread)
-
-    @property
-    def alarms(self) -> list[Alarm]:  # type: ignore[override]
-        """The findings of the rules, each head and rule once."""
-        return self._alarms.raised
 
     @property
     def attached(self) -> bool:
@@ -189,7 +159,7 @@ class Watch(Recording):
         for adapter in (torch_calls, multi_head_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
-        self._undo.append(register_optimizer_step_post_hook(self._optimised).remove)
+        self._undo.append(register_optimizer_step_post_hook(self.optimised).remove)
 
     def detach(self) -> None:
         """End watching; the model is as it was before."""
@@ -210,67 +180,6 @@ class Watch(Recording):
         if any(layer.figures() for layer in self.layers):  # after the last step, or without any
             with self._going_on("looking for alarms"):
                 self._alarms.look(self.steps, self.heads(), self.layers, last=True)
-
-    def step(self) -> None:
-        """End a training step: the figures since the last one join the series.
-
-        Steps of an optimiser that holds the model's parameters end by themselves, until this is
-        called once: then every step ends here.
-        """
-        self._by_hand = True
-        if self._ended_by_optimiser and self._passes == self._recorder.passes:
-            self._ended_by_optimiser = False
-        else:
-            self._end_step()
-
-    def _optimised(self, optimiser: Optimizer, *_: object) -> None:
-        """An optimiser made a step: a training step ends, if the model ran and it is its own."""
-        if self._by_hand or self._passes == self._recorder.passes:
-            return
-        mine = {id(x) for x in self.model.parameters()}
-        if any(id(x) in mine for group in optimiser.param_groups for x in group["params"]):
-            self._end_step()
-            self._ended_by_optimiser = True
-
-    def _end_step(self) -> None:
-        if self._recorder.active:
-            with self._going_on("ending a step"):
-                if not self.unread:  # else it was reported
-                    self.check()
-                if any(layer.figures() for layer in self.layers):
-                    self._close(Entry(self.steps, self.heads()))
-        for layer in self.layers:
-            layer.close()
-        self.steps += 1
-        self._passes = self._recorder.passes
-        self._recorder.active = self.steps % self.options.every == 0
-
-    def _close(self, entry: Entry) -> None:
-        """Add a step to the series, look for alarms, and write it."""
-        self.series.append(entry)
-        del self.series[: -max(1, min(IN_MEMORY, ROWS_IN_MEMORY // max(1, len(entry.table))))]
-        raised: list[Alarm] = []
-        with self._going_on("looking for alarms"):
-            raised = self._alarms.look(entry.step, entry.table, self.layers)
-        self._runs = [run for run in self._runs if not run.closed]
-        for run in self._runs:
-            run.add(entry, raised, self)
-
-    @contextmanager
-    def _going_on(self, doing: str) -> Iterator[None]:
-        """Report once what goes wrong: a recording never ends a training."""
-        try:
-            yield
-        except OSError:
-            raise  # a writer with on_error="stop"
-        except Exception as error:
-            if self.options.strict:
-                raise
-            if doing not in self._reported:
-                self._reported.add(doing)
-                warnings.warn(
-                    f"hw.watch: {doing} failed, and the model runs on: {error}", stacklevel=3
-                )
 
     def record(self, folder: Path | str, **options: Any) -> RunWriter:
         """Write every closed step into a folder, until the writer is closed; see `RunWriter`.
@@ -352,11 +261,10 @@ class Watch(Recording):
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""
         recorder, known = self._recorder, self._recorder.known()
         if recorder.passes and not known and recorder.active and not self.series:
-            unread = [f"{name or 'the model'}: {why}" for name, why in recorder.unread.items()]
-            if unread:
+            if self.unread:
                 raise ValueError(
                     f"no attention could be read in this {type(self.model).__name__}; "
-                    + "; ".join(unread[:3])
+                    + described(recorder.unread.reasons)
                 )
             raise ValueError(
                 f"no attention was found in this {type(self.model).__name__}. headwise reads its "

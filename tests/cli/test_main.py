@@ -1,4 +1,4 @@
-"""What someone at a terminal gets."""
+"""The command line as a user sees it."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ def run(*words: str, stdin: str = "") -> str:
 
 
 def refused(*words: str) -> str:
-    """What `headwise …` says when it refuses."""
+    """The message with which `headwise …` refuses."""
     result = CliRunner().invoke(app, list(words))
     assert result.exit_code == 2
     return " ".join(result.output.replace("│", " ").split())
@@ -221,13 +221,13 @@ def test_doctor_knows_the_traps(properties: dict[str, object], traps: list[str])
     assert [trap.name for trap in found] == traps
 
 
-def test_an_import_that_fails_is_told_by_its_last_line() -> None:
+def test_a_failed_import_is_explained_by_its_last_line() -> None:
     assert machine.import_error("json") is None
     assert "No module named" in str(machine.import_error("no_such_module_anywhere"))
 
 
 @pytest.mark.parametrize("name", ["cpu", "modules", "numerics", "pictures", "watch", "watch_gpu"])
-def test_asked_for_help_a_benchmark_says_what_it_does_and_does_nothing(
+def test_a_benchmark_asked_for_help_describes_itself_and_does_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")

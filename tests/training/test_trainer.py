@@ -1,6 +1,7 @@
 """A run resumes where it was stopped, to the bit, and survives being killed."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -263,7 +264,10 @@ def test_steps_are_fitted_into_a_time(tmp_path: Path) -> None:
 
 def test_a_recipe_survives_json_and_refuses_nonsense() -> None:
     assert Recipe.from_dict(json.loads(json.dumps(RECIPE.to_dict()))) == RECIPE
-    with pytest.raises(ValueError, match="steps of at least 1, got 0"):
+    with pytest.raises(ValueError, match="Recipe: steps=0 must be a positive integer"):
         Recipe(steps=0)
+    for wrong in ({"seed": 2**64}, {"betas": (0.9, 2)}, {"learning_rate": math.nan}, {"clip": "1"}):
+        with pytest.raises(ValueError, match=f"Recipe: {next(iter(wrong))}="):
+            Recipe(steps=1, **wrong)  # type: ignore[arg-type]
     one = Recipe(steps=1, warmup=100)
     assert one.rate(0) > 0

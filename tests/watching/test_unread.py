@@ -16,7 +16,7 @@ import headwise as hw
 from headwise.watching import open_run
 
 B, H, N, D = 2, 4, 6, 8
-watching: Any = sys.modules["headwise.watching.watch"]  # the package has a function of its name
+watching: Any = sys.modules["headwise.watching.training_steps"]
 
 
 class Softmax(nn.Module):
@@ -164,7 +164,15 @@ def test_softmaxes_that_are_no_attention_are_not_reported() -> None:
             pixels = x.unflatten(-1, (H, D)).transpose(1, 2).softmax(1)  # a segmentation
             return x.softmax(-1) + pixels.sum() + (x @ x.mT).softmax(-1)[:, :, :1].sum() * 0
 
-    model = Pair(nn.Sequential(nn.Softmax(-1)))
+    class Gates(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            experts = torch.stack([x, 2 * x, 3 * x], 2)  # (B, N, 3, D)
+            p = x[..., :3].softmax(-1)
+            gated = (p[..., None] * experts).sum(2) + torch.einsum("bne,bned->bnd", p, experts)
+            pooled = (x[..., :1].softmax(1) * x).sum(1)
+            return gated + pooled[:, None]
+
+    model = Pair(nn.Sequential(nn.Softmax(-1), Gates()))
     with hw.watch(model) as seen:
         model(torch.randn(B, N, H * D))
     assert seen.unread == []
@@ -229,7 +237,7 @@ def test_whatever_goes_wrong_a_training_goes_on(
         monkeypatch.setattr("headwise.watching.runs.run_writer.write_map", broken)
     watch = hw.watch(model, alarms=[Broken()] if target == "rule" else False)
     if target == "heads":
-        monkeypatch.setattr(watching.Watch, "heads", broken)
+        monkeypatch.setattr(hw.Watch, "heads", broken)
     failing = {"recorder": "2 modules", "statistics": "2 modules", "heads": "ending a step failed"}
     quiet = target not in failing
     writer = watch.record(tmp_path / "run", keep=[(0, 1)], keep_every=1)

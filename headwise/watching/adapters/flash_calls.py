@@ -79,7 +79,7 @@ def _observed(
         out = result[0] if isinstance(result, tuple) else result
         whole = out if out.ndim == 4 else out[None]  # (B, N, H, D)
         if recorder.wants(name):
-            with recorder.reading(name, f"{function.__name__}: "):
+            with recorder.unread.reading(name, f"{function.__name__}: "):
                 call, dropped = read(function.__name__, given, options)
                 if not dropped:
                     listener.prove(name, call, whole.detach())

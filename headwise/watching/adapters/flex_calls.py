@@ -73,7 +73,7 @@ def _observed(
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result
         if recorder.wants(name):
-            with recorder.reading(name):
+            with recorder.unread.reading(name):
                 call, kind = read(name, *given, **options)
                 listener.prove(name, call, out.detach().transpose(1, 2))
                 recorder.beside(name, call, kind)

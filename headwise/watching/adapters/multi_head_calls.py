@@ -90,7 +90,7 @@ def _attention(
     modules.seen.add(id(module))
     if modules.recorder.wants(modules.names[id(module)]):
         masks = (attn_mask, key_padding_mask, is_causal, need_weights)
-        with modules.recorder.reading(modules.names[id(module)]):
+        with modules.recorder.unread.reading(modules.names[id(module)]):
             _look(modules, module, query, key, value, *masks)
     return out
 
@@ -113,7 +113,7 @@ def _encoder_layer(
     name = modules.names.get(id(attention))
     if name is None or id(attention) in modules.seen or not modules.recorder.wants(name):
         return out
-    with modules.recorder.reading(name), taken():
+    with modules.recorder.unread.reading(name), taken():
         x = src.detach()
         if x.is_nested:
             lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
@@ -220,10 +220,11 @@ def _show(
     made = (F.linear(x.detach(), *one) for x, *one in zip(inputs, weights, parts, strict=True))
     q, k, v = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in made)
     same = across == "self"
+    attn_mask, key_padding_mask = masks
     mask, bias = read_torch_masks(
-        masks[0], masks[1], heads, same_sequence=same, hidden=HIDDEN, **hints
+        attn_mask, key_padding_mask, heads, **hints, same_sequence=same, hidden=HIDDEN
     )
-    key_padding_mask, padding = masks[1], None
+    padding = None
     if key_padding_mask is not None and across == "self":
         padding = key_padding_mask.reshape(-1, k.shape[2])
         padding = padding if padding.dtype == torch.bool else padding == -torch.inf

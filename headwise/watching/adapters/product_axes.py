@@ -107,14 +107,17 @@ class Equation:
         """The same with the operands in the other order."""
         return Equation(self.second, self.first, self.out)
 
-    def weighs(self, axis: int) -> bool:
+    def attends(self, axis: int) -> bool:
         """True if it sums over this axis of the first operand, as attention does over the keys.
 
-        >>> Equation("bhqk", "bkhd", "bqhd").weighs(-1), Equation("bnec", "bnd", "becd").weighs(-1)
-        (True, False)
+        And the first has an axis of its own, the queries: else it gates what the second holds.
+
+        >>> routes, gates = Equation("bnec", "bnd", "becd"), Equation("bne", "bned", "bnd")
+        >>> Equation("bhqk", "bkhd", "bqhd").attends(-1), routes.attends(-1), gates.attends(-1)
+        (True, False, False)
         """
-        key = self.first[axis]
-        return key in self.second and key not in self.out
+        key, own = self.first[axis], set(self.first) - set(self.second)
+        return key in self.second and key not in self.out and bool(own)
 
     def product(self, axis: int) -> Product | None:
         """The product of weights, the first operand, with keys on this axis; None if it is not one.
@@ -127,7 +130,7 @@ class Equation:
         alone = [x for x in rest if x not in values]
         width = [x for x in values if x not in weights]
         once = all(len({*side}) == len(side) for side in (weights, values))
-        if len(width) != 1 or not self.weighs(axis) or not once or not alone:
+        if len(width) != 1 or not self.attends(axis) or not once:
             return None
         query = rest[-1] if rest[-1] in alone else alone[0]
         rest.remove(query)

@@ -27,7 +27,8 @@ from headwise.watching.adapters.scaled_dot_product import (
     lengths_differ,
     scaled_dot_product,
 )
-from headwise.watching.adapters.written_out import STARTS, UnreadableError, WrittenOut
+from headwise.watching.adapters.softmax_results import STARTS
+from headwise.watching.adapters.written_out import Operation, UnreadableError, WrittenOut
 from headwise.watching.call_recorder import CallRecorder, recomputing
 from headwise.watching.layer import LARGEST
 
@@ -158,7 +159,7 @@ class Listener(TorchFunctionMode):
         for origin in self.running.written_out.unmet():
             if self.recorder.wants(origin.names[-1]):
                 said = f"no values were found for its softmax of shape {origin.shape}"
-                self.recorder.fail(origin.names[-1], ValueError(said))
+                self.recorder.unread.fail(origin.names[-1], ValueError(said))
 
     def leave_all(self) -> None:
         """Nothing runs any more; a run that was interrupted may have left modules behind."""
@@ -183,7 +184,7 @@ class Listener(TorchFunctionMode):
         out = func(*args, **options)
         if func is F.scaled_dot_product_attention:
             if self.recorder.wants(frame.name):
-                with self.recorder.reading(frame.name):
+                with self.recorder.unread.reading(frame.name):
                     call, kind = scaled_dot_product(self.memo, *args, **options)
                     self.recorder.beside(frame.name, call, kind or kind_of(frame.name))
             return self.recorder.silence(frame.name, out)
@@ -191,7 +192,7 @@ class Listener(TorchFunctionMode):
             if frame.name in self.recorder.silenced:
                 raise ValueError(f"{frame.name}: a head of {func.__name__} can't be switched off")
             if self.recorder.wants(frame.name):
-                with self.recorder.reading(frame.name), taken():
+                with self.recorder.unread.reading(frame.name), taken():
                     self.readers[func](frame.name, *args, **options)
             return out
         if func in STARTS or self.running.written_out.waiting:
@@ -214,23 +215,24 @@ class Listener(TorchFunctionMode):
         """Any function, which may be a part of attention that is written out; its output."""
         running, recorder = self.running.written_out, self.recorder
         modules = {frame.name: frame.module for frame in self.frames}
+        op = Operation(func, out, given, options, modules, self.frames[0].sizes)
         try:
             with torch.no_grad():
                 if func in STARTS:
-                    running.start(func, out, given, options, modules)
+                    running.start(op)
                     return out
-                found = running.follow(func, out, given, options, modules, self.frames[0].sizes)
+                found = running.follow(op)
         except Exception as error:
             name = error.name if isinstance(error, UnreadableError) else self.frames[-1].name
             if name in recorder.silenced:
                 raise
-            recorder.fail(name, error)
+            recorder.unread.fail(name, error)
             return out
         if found is None:
             return out
         name, call = found.name, found.call
         if recorder.wants(name):
-            with recorder.reading(name):
+            with recorder.unread.reading(name):
                 if found.exact:
                     self.prove(name, call, found.heads_first(out.detach()).transpose(1, 2))
                 across = call.mask is None and lengths_differ(*call[:2])

@@ -184,7 +184,7 @@ def _observed(
     if not recorder.wants(name):
         return silenced
     given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
-    with recorder.reading(name, f"attn_implementation={given.implementation!r}: "):
+    with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
         call = to_call(given, kind, sequence, modules.memo)
         modules.prove(name, function, given, call, result[0])
         modules.remember(name, call, sequence)
