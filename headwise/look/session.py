@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import headwise
 from headwise.core.observation import STATISTICS, Observation
 from headwise.look.atlas import Atlas
-from headwise.look.readers.reader import Reader
+from headwise.look.readers.reader import Reader, check_length, most_tokens
 from headwise.look.scene import Group
 from headwise.look.watched_folder import WatchedFolder
 from headwise.messages import Sentence, said_by, say
@@ -80,14 +80,15 @@ class Session:
         self._begin(work)
 
     def add(self, what: str | bytes) -> str:
-        """Let the model read one more input in the background; returns its id."""
+        """Let the model read one more input in the background; returns its id.
+
+        ValueError if it is a text of too many tokens.
+        """
+        if isinstance(what, str):
+            reader = self._idle()
+            check_length(reader.count(what), reader.description.device)
         with self._lock:
-            if self.progress.state != "ready" or self.progress.stage:
-                hint = say("wait until it is done")
-                raise BusyError(say("the model is still busy with another input"), hint)
-            if self.reader is None:
-                hint = say("open a model with headwise look MODEL")
-                raise BusyError(say("this is a run without its model: nothing can be read"), hint)
+            self._idle()
             self.progress = Progress("ready", "running the model")
         id = self._next()
 
@@ -101,6 +102,21 @@ class Session:
 
         self._begin(work)
         return id
+
+    def count(self, text: str) -> dict[str, int]:
+        """The number of tokens that a text has, and the most that can be read."""
+        reader = self._idle()
+        return {"tokens": reader.count(text), "most": most_tokens(reader.description.device)}
+
+    def _idle(self) -> Reader:
+        """The model, which must not be reading: a tokeniser serves one text at a time."""
+        if self.progress.state != "ready" or self.progress.stage:
+            hint = say("wait until it is done")
+            raise BusyError(say("the model is still busy with another input"), hint)
+        if self.reader is None:
+            hint = say("open a model with headwise look MODEL")
+            raise BusyError(say("this is a run without its model: nothing can be read"), hint)
+        return self.reader
 
     def _refuse(self, id: str, error: Exception) -> None:
         hint = say("the model is ready for another one")

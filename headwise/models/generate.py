@@ -132,7 +132,7 @@ def _beam(decoder: Decoder, prompt: Tensor, count: int, beam: Beam, end: int | N
     for step in range(count):
         if step:
             logits = decoder.step(tokens[:, :, -1].reshape(-1, 1))
-        log_p = logits.float().log_softmax(-1).view(batch, width, -1)
+        log_p = logits.float().log_softmax(-1).unflatten(0, (batch, width))
         vocabulary = log_p.shape[-1]
         if end is not None:  # a finished sequence has one continuation, at no cost
             log_p = log_p.masked_fill(done[..., None], -torch.inf)

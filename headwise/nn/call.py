@@ -58,7 +58,7 @@ def position_and_cache(
     if position is None or not position.rotates:
         return (q, k, v) if cache is None else (q, *cache.append(k, v))
     assert at is not None
-    length = at.max() + 1 if position.rotates_late else None
+    length = at.max() + 1 if position.rotates_late and at.numel() else None
     waves = position.waves(at, length)
     q = position.rotate(q, waves)
     if cache is not None and position.rotates_late:
@@ -67,7 +67,7 @@ def position_and_cache(
     if context is None:
         k = position.rotate(k, waves)
     elif isinstance(context, Tensor):
-        k = position.rotate(k, position.waves(indices(k), length))
+        k = position.rotate(k, position.waves(indices(k), k.shape[-2]))
     return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
 
@@ -96,7 +96,12 @@ def check_inputs(
             f"or (length, {widths.d_model})"
         )
     if not isinstance(context, Memory):
-        check_source(widths, "context", x if context is None else context, values)
+        check_source(widths, x if context is None else context, values)
+    elif values is not None:
+        raise ValueError(
+            "values= would be ignored: this context is a Memory, which has values; "
+            "attn.remember(context, values) makes one of both"
+        )
     for name, given in (("context", context), ("values", values)):
         if isinstance(given, Tensor) and given.ndim != x.ndim:
             raise ValueError(
@@ -109,17 +114,15 @@ def check_inputs(
         )
 
 
-def check_source(widths: Widths, name: str, keys: Tensor, values: Tensor | None) -> None:
+def check_source(widths: Widths, context: Tensor, values: Tensor | None) -> None:
     """Raise ValueError unless keys and values can be made from (..., M, context_dim)."""
-    check_sequence(name, keys)
-    if values is not None:
-        check_sequence("values", values)
-    made = (keys.shape[-1], (keys if values is None else values).shape[-1])
-    if made != widths.context:
-        shapes = [tuple(x.shape) for x in (keys, keys if values is None else values)]
+    values = context if values is None else values
+    check_sequence("context", context)
+    check_sequence("values", values)
+    if (context.shape[-1], values.shape[-1]) != widths.context:
         raise ValueError(
-            f"keys would be made from {shapes[0]} and values from {shapes[1]}, but this attention "
-            f"was built with context_dim={widths.context}"
+            f"keys would be made from {tuple(context.shape)} and values from "
+            f"{tuple(values.shape)}, but this attention was built with context_dim={widths.context}"
         )
 
 
@@ -144,12 +147,8 @@ def check_positions(position: PositionModule | None, x: Tensor, positions: objec
             f"positions={describe(positions)} must be a tensor {tuple(x.shape[-2:-1])} or "
             f"{tuple(x.shape[:-1])} for x {tuple(x.shape)}"
         )
-    if (
-        positions.dtype.is_complex
-        or positions.dtype == torch.bool
-        or (position.at_input and positions.is_floating_point())
-    ):
-        raise ValueError(f"positions={describe(positions)} must be integers")
+    if positions.dtype.is_complex or positions.dtype == torch.bool:
+        raise ValueError(f"positions={describe(positions)} must be numbers")
 
 
 def check_dtype(layer: nn.Module, **inputs: Tensor | Memory | None) -> None:

@@ -80,16 +80,18 @@ def check_tensor(name: str, given: object, *shape: int | str) -> None:
         raise ValueError(f"{name} must be a tensor {wanted}, not {describe(given)}")
 
 
-def check_integers(name: str, given: object, least: int, most: int, *shape: int | str) -> None:
+def check_integers(
+    name: str, given: object, least: int, most: int, *shape: int | str, wait: bool = False
+) -> None:
     """Raise ValueError unless `given` is a tensor of this shape of integers from least to most.
 
-    Reading the numbers from a GPU would wait for it, so there only their dtype is checked.
+    Numbers on a GPU are read only if `wait`, because reading waits for the GPU.
     """
     check_tensor(name, given, *shape)
     assert isinstance(given, Tensor)
     if given.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} must be int64 or int32, not {describe(given)}")
-    if given.device.type == "cpu" and not torch.compiler.is_compiling():
+    if (wait or given.device.type == "cpu") and not torch.compiler.is_compiling():
         wrong = given[(given < least) | (given > most)]
         if wrong.numel():
             raise ValueError(f"{name} must lie between {least} and {most}, not {wrong[0].item()}")

@@ -223,7 +223,7 @@ class MultiHeadAttention(nn.Module):
         >>> torch.equal(attn(x, attn.remember(context)), attn(x, context))
         True
         """
-        check_source(self.widths, "context", context, values)
+        check_source(self.widths, context, values)
         check_dtype(self.value, context=context, values=values)
         projection = self.query if self.key is None else self.key
         k = self._compared(projection(context), self.key_norm)

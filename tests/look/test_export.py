@@ -122,3 +122,28 @@ def test_what_fits_is_inside_and_nothing_is_above_the_limit(
 def test_a_page_that_is_not_built_is_told_so(long: Session, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pip install -e"):
         export.write(long, tmp_path / "file.html", (), 10**7, tmp_path / "nowhere")
+
+
+def test_a_file_opens_every_head_and_fills_its_limit_from_the_leading_ones(
+    long: Session, tmp_path: Path, static: Path
+) -> None:
+    group, limit = long.atlases["0"].input.main, 9_000_000
+    path = tmp_path / "file.html"
+    inside = written(long, path, static, limit=limit)["answers"]["/api/state"]["json"]["static"]
+    levels = {f"{x['layer']}.{x['head']}": (x["levels"], x["of"]) for x in inside["heads"]}
+    assert set(levels) == {head.name for head in group.heads}
+    assert all(levels[head.name] == (2, 2) for head, _ in group.leaders())
+    assert (1, 2) in levels.values()
+    assert path.stat().st_size > 0.9 * limit
+
+
+def test_a_small_file_opens_the_leading_heads_first(
+    long: Session, tmp_path: Path, static: Path
+) -> None:
+    group = long.atlases["0"].input.main
+    data = written(long, tmp_path / "file.html", static, limit=4_000_000)
+    inside = data["answers"]["/api/state"]["json"]["static"]["heads"]
+    names = [f"{x['layer']}.{x['head']}" for x in inside]
+    leading = [head.name for head, _ in group.leaders()]
+    assert names[: len(leading)] == leading
+    assert len(leading) < len(names) < len(group.heads)

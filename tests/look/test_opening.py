@@ -191,6 +191,30 @@ def test_a_name_that_can_not_be_looked_up_says_why(monkeypatch: pytest.MonkeyPat
             ask("owner/name")
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("gtp", "gpt"), ("GPT", "gpt"), ("tranlate", "translate")]
+)
+def test_a_mistyped_built_in_name_is_corrected_and_never_looked_up(
+    typed: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: Any, **__: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(socket, "create_connection", asked)
+    for ask in (opening.find, lambda what: opening.opened(what, "cpu")):
+        with pytest.raises(ValueError, match=f"no model '{typed}'; did you mean {meant}?"):
+            ask(typed)
+
+
+def test_a_name_of_the_hub_that_is_like_a_built_in_one_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(opening, "_reach_hub", asked.append)
+    opening.find("gpt2")
+    assert asked == ["gpt2"]
+
+
 def test_a_path_that_is_no_name_is_never_looked_up() -> None:
     with pytest.raises(
         ValueError, match=r"not a folder here, and it is not a name on the hub.*gpt and transl"

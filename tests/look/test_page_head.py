@@ -403,10 +403,14 @@ def test_a_file_is_zoomed_as_far_as_it_goes_and_says_where_it_ends(
     part = the_map(served)[0, 0, top : bottom + 1, left : right + 1]
     assert shown_weight(reading) == pytest.approx(float(part.mean()), rel=0.01)
     page.locator("[data-token='10']").click()
-    expect(page.get_by_text("This is not in the file.")).to_be_visible()
+    expect(page.get_by_text("This is not in the file; run headwise look")).to_be_visible()
     page.goto(f"{file.as_uri()}#/head?layer=0&head=0")
     expect(page.get_by_text("The map of this head is not in the file")).to_be_visible()
-    page.get_by_role("button", name="5.1").click()
+    offered = page.get_by_role("button", name="5.1")
+    box = offered.bounding_box()
+    assert box is not None
+    assert box["height"] < 40  # as high as other buttons are
+    offered.click()
     plot(page)
 
 

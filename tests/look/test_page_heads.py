@@ -259,6 +259,13 @@ def test_a_recording_opens_from_disk_without_a_network(
     write(served.session, file, ["4.6", "5.1"], 20 << 20)
     page = visit(file.as_uri(), offline=True)
     assert len(names(page)) == 48
+    said = "A recording: 2 of 48 heads open, 2 of them down to single weights."
+    expect(page.get_by_text(said)).to_be_visible()
+    closed = page.locator("[data-head][aria-disabled='true']")
+    expect(closed).to_have_count(46)
+    closed.first.click(force=True)
+    expect(page.get_by_role("button", name="Open")).to_be_disabled()
+    expect(page).not_to_have_url(re.compile("#/head\\?"))  # it is chosen, and the page stays
     page.get_by_role("radio", name="max").click()
     wait_for_maps(page)
     page.get_by_role("link", name="Compare").click()

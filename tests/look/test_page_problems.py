@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from headwise.look.readers import reader as reading
+from headwise.look.readers.builtin import TextReader
 from headwise.look.session import Progress
 from tests.look.conftest import Served, Visits, start
 
@@ -32,8 +33,9 @@ def own(shared: Served) -> Served:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine tokens are too many."""
+    """Nine tokens are too many, which is only noticed while they are read."""
     monkeypatch.setitem(reading.MOST_TOKENS, "cpu", 8)
+    monkeypatch.setattr(TextReader, "count", lambda self, text: 1)
 
 
 def add(page: Page, text: str, chinese: bool = False) -> None:
@@ -46,6 +48,54 @@ def refused(page: Page) -> Locator:
     """The banner over a text of too many tokens."""
     add(page, "one two three four five six seven eight nine ten")
     return page.get_by_role("alert").filter(has_text="tokens are too many to look at on cpu")
+
+
+def test_tokens_are_counted_while_one_types_and_too_many_are_not_sent(
+    own: Served, visit: Visits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(reading.MOST_TOKENS, "cpu", 8)
+    page = visit("#/heads", base=own.url)
+    page.get_by_role("button", name="New text").click()
+    text, send = page.get_by_role("textbox"), page.get_by_role("button", name="Read it")
+    said = page.get_by_role("dialog").get_by_role("status")
+    text.fill("to be or not to be")
+    expect(said).to_have_text("7 tokens, at most 8")
+    expect(send).to_be_enabled()
+    text.fill("to be or not to be or not to be")
+    expect(said).to_have_text("11 tokens, at most 8")
+    expect(send).to_be_disabled()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    page.get_by_role("button", name="New text").click()
+    expect(text).to_have_value("to be or not to be or not to be")  # nothing typed is lost
+
+
+def test_a_text_that_the_server_refuses_stays_and_escape_closes_its_window(
+    own: Served, visit: Visits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = visit("#/head?layer=5&head=1&row=3", base=own.url, allowed="413")
+    page.get_by_role("button", name="New text").click()
+    text, long = page.get_by_role("textbox"), "to be or not to be"
+    text.fill(long)
+    expect(page.get_by_role("dialog").get_by_role("status")).to_contain_text("7 tokens")
+    monkeypatch.setitem(reading.MOST_TOKENS, "cpu", 6)
+    page.get_by_role("button", name="Read it").click()
+    refused = "7 tokens are too many to look at on cpu: at most 6; a GPU takes more"
+    expect(page.get_by_role("dialog").get_by_role("alert")).to_have_text(refused)
+    expect(text).to_have_value(long)
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page).to_have_url(re.compile("row=3"))  # the view below has not heard the key
+
+
+def test_a_text_that_is_refused_while_it_is_read_is_kept(
+    own: Served, visit: Visits, short: None
+) -> None:
+    page = visit("#/heads", base=own.url)
+    expect(refused(page)).to_be_visible()
+    page.get_by_role("button", name="New text").click()
+    expect(page.get_by_role("textbox")).to_have_value(re.compile("^one two three"))
 
 
 @pytest.mark.usefixtures("short")

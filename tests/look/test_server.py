@@ -20,6 +20,7 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
+from headwise.look.readers.reader import MOST_TOKENS
 from headwise.look.serving import server
 from headwise.look.serving.guard import MOST_BYTES
 from headwise.look.serving.server import application, listening
@@ -118,6 +119,17 @@ def test_a_name_that_was_rebound_to_this_machine_is_refused(client: TestClient, 
 )
 def test_this_machine_s_own_names_are_let_in(client: TestClient, host: str) -> None:
     assert client.get("/api/state", headers={"host": host}).status_code == 200
+
+
+def test_on_port_80_the_names_come_without_a_port(session: Session, static: Path) -> None:
+    with TestClient(application(session, static), base_url="http://127.0.0.1:80") as client:
+        for host in ("127.0.0.1", "localhost", "[::1]", "127.0.0.1:80"):
+            own = {"host": host, "origin": f"http://{host}"}
+            assert client.get("/api/state", headers=own).status_code == 200
+        for host in ("evil.example", "127.0.0.1.evil.example", "127.0.0.1:8470"):
+            assert client.get("/api/state", headers={"host": host}).status_code == 421
+            other = {"host": "127.0.0.1", "origin": f"http://{host}"}
+            assert client.get("/api/state", headers=other).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -277,3 +289,17 @@ def test_headwise_look_serves_until_ctrl_c_and_leaves_cleanly() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_text_is_counted_and_one_of_too_many_tokens_is_refused_at_once(
+    client: TestClient, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = client.post("/api/tokens", json={"text": "to be or not to be"})
+    assert counted.json() == {"tokens": 7, "most": MOST_TOKENS["cpu"]}
+    monkeypatch.setitem(MOST_TOKENS, "cpu", 6)
+    sent = client.post("/api/inputs", json={"text": "to be or not to be"})
+    assert sent.status_code == 413
+    assert sent.json()["error"] == "7 tokens are too many to look at on cpu: at most 6"
+    assert session.progress.problem is None
+    image = client.post("/api/tokens", content=b"x", headers={"content-type": "image/png"})
+    assert image.status_code == 400

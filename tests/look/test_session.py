@@ -106,10 +106,9 @@ def test_texts_beyond_the_context_are_read_and_said_to_be() -> None:
 def test_texts_beyond_the_limit_are_refused_before_they_are_read() -> None:
     reader = opened("gpt", "cpu")
     assert isinstance(reader, TextReader)
-    device = reader.loaded.model.embedding.weight.device
-    check_length(MOST_TOKENS["cpu"], device)
+    check_length(MOST_TOKENS["cpu"], "cpu")
     with pytest.raises(ValueError, match=r"32,769 tokens are too many.*at most 32,768; a GPU"):
-        check_length(MOST_TOKENS["cpu"] + 1, device)
+        check_length(MOST_TOKENS["cpu"] + 1, "cpu")
     with pytest.raises(ValueError, match="too many"):
         reader.read("word " * (MOST_TOKENS["cpu"] + 1))
 
@@ -126,3 +125,19 @@ def held() -> Iterator[Event]:
     with pytest.MonkeyPatch.context() as patch:  # of its own: undone, it leaves the others alone
         patch.setattr(TextReader, "read", waiting)
         yield go
+
+
+def test_tokens_are_counted_before_a_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = reading("to be or not to be")
+    assert session.join(300)
+    assert session.count("to be or not to be") == {"tokens": 7, "most": MOST_TOKENS["cpu"]}
+    monkeypatch.setitem(MOST_TOKENS, "cpu", 6)
+    with pytest.raises(ValueError, match="7 tokens are too many to look at on cpu: at most 6"):
+        session.add("to be or not to be")
+    assert session.progress == Progress("ready", None)
+
+
+def test_readers_count_the_tokens_that_they_read() -> None:
+    for model, text in (("gpt", "to be or not to be"), ("translate", "The cat is black.")):
+        reader = opened(model, "cpu")
+        assert reader.count(text) == len(reader.read(text, lambda *_: None).groups[0].rows)

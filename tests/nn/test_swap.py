@@ -1,4 +1,4 @@
-"""Whole models run the same with our attention in the place of PyTorch's, and with theirs again."""
+"""Whole models give the same with our attention as with PyTorch's, and can be restored."""
 
 import copy
 
@@ -48,12 +48,12 @@ def test_masks_of_every_kind_mean_the_same(batch_first: bool) -> None:
     masks = {
         "bool": {"mask": hidden},
         "float": {"mask": torch.zeros(N, N).masked_fill(hidden, -torch.inf)},
-        "a head": {"mask": hidden.expand(B * HEADS, N, N)},
+        "one per head": {"mask": hidden.expand(B * HEADS, N, N)},
         "causal": {
             "mask": nn.Transformer.generate_square_subsequent_mask(N),
             "is_causal": True,
         },
-        "causal, unsaid": {"mask": nn.Transformer.generate_square_subsequent_mask(N)},
+        "causal, without the hint": {"mask": nn.Transformer.generate_square_subsequent_mask(N)},
     }
     expected = {name: model(x, **given) for name, given in masks.items()}
     hw.nn.swap_attention(model)
@@ -127,7 +127,7 @@ def test_other_widths_modes_and_dtypes_come_along() -> None:
     assert torch.equal(model["again"].k_proj_weight, theirs.k_proj_weight)
 
 
-def test_what_has_no_equal_is_refused_by_name() -> None:
+def test_unsupported_attention_is_refused_by_name() -> None:
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(D, HEADS, add_bias_kv=True)})
     with pytest.raises(ValueError, match="attn uses add_bias_kv, which headwise does not support"):
         hw.nn.swap_attention(model)
@@ -197,3 +197,10 @@ def test_a_swapped_model_compiles_whole() -> None:
     compiled = torch.compile(model.layers[0], backend="aot_eager", fullgraph=True)
     expected = model.layers[0](x, future, given["src_key_padding_mask"])
     same(compiled(x, future, given["src_key_padding_mask"]), expected)
+
+
+def test_masks_without_contents_stay_dense() -> None:
+    with torch.device("meta"):
+        layer, x = hw.nn.swap_attention(encoder()).layers[0], torch.randn(B, N, D)
+        future = torch.ones(N, N, dtype=torch.bool).triu(1)
+        assert layer(x, future, PADDING.to("meta")).shape == x.shape

@@ -41,6 +41,9 @@ class TextReader:
         context = getattr(config, "context", None)  # a rival architecture may have no limit
         return described(self.name, model, config.layers, config.heads, context)
 
+    def count(self, text: str) -> int:
+        return len(self.loaded.tokeniser.encode(text)) + 1  # the start
+
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Run the model on a text.
 
@@ -52,7 +55,7 @@ class TextReader:
         text, loaded = checked_text(what), self.loaded
         tensor = loaded.encode(text)
         ids = tensor[0].tolist()
-        check_length(len(ids), tensor.device)
+        check_length(len(ids), tensor.device.type)
         with watch(loaded.model) as seen, running(loaded.model, report):
             loaded.model.features(
                 tensor
@@ -76,6 +79,9 @@ class TranslationReader:
         layers = config.encoder_layers + 2 * config.decoder_layers
         return described(self.name, model, layers, config.heads)
 
+    def count(self, text: str) -> int:
+        return len(self.loaded.tokeniser.encode(text)) + 1  # the end
+
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Translate a text and run the model on both sides of it.
 
@@ -86,7 +92,7 @@ class TranslationReader:
         """
         text, loaded = checked_text(what), self.loaded
         source = loaded.encode(text)
-        check_length(source.shape[1], source.device)
+        check_length(source.shape[1], source.device.type)
         report("running the model", None)
         (said,) = loaded.translate(text)
         target = loaded.encode_target(said)
@@ -109,6 +115,9 @@ class ImageReader:
     def description(self) -> Description:
         model, config = self.loaded.model, self.loaded.model.config
         return described(self.name, model, config.layers, config.heads)
+
+    def count(self, text: str) -> int:
+        return 0
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Run the model on an image, cropped and scaled to the size it was trained on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -73,9 +74,18 @@ def trained_here(folder: Path) -> bool:
 
 
 def _here(what: str) -> bool:
-    """True if a transformers model is on this machine; ValueError if the hub can't be asked."""
+    """True if a transformers model is on this machine; ValueError if the hub can't be asked.
+
+    >>> _here("gtp")
+    Traceback (most recent call last):
+    ValueError: there is no model 'gtp'; did you mean gpt? On the hub it would be owner/gtp
+    """
     if Path(what).is_dir():
         return True
+    meant = get_close_matches(what.lower(), built_in(), 1)
+    if meant and what.isalpha():  # gpt2 is a model of the hub
+        said = f"there is no model {what!r}; did you mean {meant[0]}?"
+        raise ValueError(f"{said} On the hub it would be owner/{what}")
     try:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError

@@ -65,6 +65,9 @@ class Reader(Protocol):
     def sample(self) -> str | None:
         """The text to read if none is given; None if there is no default (images)."""
 
+    def count(self, text: str) -> int:
+        """The number of tokens that a text has for this model; 0 if it reads no text."""
+
     def read(self, what: str | bytes, report: Report) -> Input:
         """Read a text, or the bytes of an image."""
 
@@ -114,15 +117,20 @@ def checked_text(what: str | bytes) -> str:
     return what
 
 
-def check_length(tokens: int, device: torch.device) -> None:
+def most_tokens(device: str) -> int:
+    """The most tokens that are read on a device."""
+    return MOST_TOKENS.get(device, MOST_TOKENS["cpu"])
+
+
+def check_length(tokens: int, device: str) -> None:
     """ValueError if so many tokens would take too long on their device."""
-    most = MOST_TOKENS.get(device.type, MOST_TOKENS["cpu"])
+    most = most_tokens(device)
     if tokens > most:
-        more = say("; a GPU takes more") if device.type == "cpu" else ""
+        more = say("; a GPU takes more") if device == "cpu" else ""
         raise ValueError(
             say(
                 "{tokens:,} tokens are too many to look at on {device}: at most {most:,}{more}",
-                tokens=tokens, device=device.type, most=most, more=more,
+                tokens=tokens, device=device, most=most, more=more,
             )
         )  # fmt: skip
 

@@ -84,6 +84,13 @@ class TransformersTextReader:
     def description(self) -> Description:
         return from_config(self.name, self.model)
 
+    def count(self, text: str) -> int:
+        tokens, places = (
+            len(self.tokeniser(text, verbose=False)["input_ids"]),
+            positions(self.model),
+        )
+        return tokens if places is None else min(tokens, places)
+
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Run the model on a text, or on its beginning if there are no positions for the rest."""
         text = checked_text(what)
@@ -100,7 +107,7 @@ class TransformersTextReader:
             )
             notes = (said,)
             ids = ids[:places]
-        check_length(len(ids), self.model.device)
+        check_length(len(ids), self.model.device.type)
         with watch(self.model) as seen, running(self.model, report):
             self.model(torch.tensor([ids], device=self.model.device))
         tokens = pieces(self.tokeniser, ids)
@@ -120,11 +127,14 @@ class TransformersTranslationReader:
     def description(self) -> Description:
         return from_config(self.name, self.model)
 
+    def count(self, text: str) -> int:
+        return len(self.tokeniser(text, verbose=False)["input_ids"])
+
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Let the model answer and run it on both sides."""
         text = checked_text(what)
         source = self.tokeniser(text, return_tensors="pt", verbose=False)["input_ids"]
-        check_length(source.shape[1], self.model.device)
+        check_length(source.shape[1], self.model.device.type)
         source = source.to(self.model.device)
         report("running the model", None)
         with torch.no_grad():
@@ -151,6 +161,9 @@ class TransformersImageReader:
     @property
     def description(self) -> Description:
         return from_config(self.name, self.model)
+
+    def count(self, text: str) -> int:
+        return 0
 
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Run the model on an image, cropped and scaled by its processor."""

@@ -15,7 +15,7 @@ from headwise.look.atlas import Atlas, PackedCells
 from headwise.look.scene import Group, Head
 from headwise.look.serving import why_answers as why
 from headwise.look.serving.reply import Answer, Query, Refusal, as_json, number
-from headwise.look.session import Session
+from headwise.look.session import BusyError, Session
 from headwise.look.watched_folder import WatchedFolder
 from headwise.maps.attention_map import TILE
 from headwise.maps.pooling import Cells
@@ -43,6 +43,30 @@ def answer(session: Session, address: str) -> Answer:
         return refusal.answer()
     except ValueError as error:  # the library restates the call and says what to do
         return Refusal(404, said_by(error)).answer()
+
+
+def answer_post(session: Session, path: str, what: str | bytes | None) -> Answer:
+    """Read a text or an image, at /api/inputs, or count the tokens of a text, at /api/tokens.
+
+    >>> answer_post(Session(), "/api/inputs", None).status
+    400
+    """
+    try:
+        if path not in ("/api/inputs", "/api/tokens"):
+            nothing = say("there is nothing at {path}", path=path[:200])
+            raise Refusal(404, nothing, say("see docs/look.md"))
+        if path == "/api/tokens" and isinstance(what, str):
+            return as_json(session.count(what))
+        if what is None or path == "/api/tokens":
+            hint = say('send {{"text": "…"}} as application/json')
+            raise Refusal(400, say("the body has no text"), hint)
+        return as_json({"id": session.add(what)}, 202)
+    except BusyError as busy:
+        return Refusal(409, *busy.args).answer()
+    except Refusal as refusal:
+        return refusal.answer()
+    except ValueError as error:
+        return Refusal(413, *halves(said_by(error))).answer()
 
 
 def state(session: Session, query: Query) -> Answer:

@@ -17,6 +17,8 @@ from headwise.messages import Sentence, say, with_chinese
 MOST_BYTES = 4 << 20
 """The largest request body."""
 
+"""The port that clients leave out of the Host header and the origin."""
+
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 HEADERS = {

@@ -36,10 +36,10 @@ def write(
 ) -> tuple[int, list[dict[str, Any]]]:
     """Write the session's first input as a file of at most `limit` bytes.
 
-    Every head is inside with its figures and thumbnails. Maps, down to single weights, are inside
-    of the `chosen` heads; where none are, of all heads if they fit, else of those that lead in
-    something, as many levels as fit. Returns the size and, for each map, how many of its levels
-    there are.
+    Every head is inside with its figures and thumbnails, and the `chosen` heads with their maps. If
+    none are chosen, all heads that fit have a map: first an overview of each, then further levels
+    down to single weights, those of the leading heads first. Returns the size and, for each map,
+    the number of its levels that are inside.
     """
     page = template(static)
     recorded = Recorded(session, limit - len(page[0]) - len(page[1]))
@@ -85,14 +85,9 @@ class Recorded:
             self.must(f"{self.base}/image")
         if chosen:
             return self._record_maps([read.find(name) for name in chosen])
-        everything = [(group, head) for group in read.groups for head in group.heads]
-        one = sum(self._size(path) for path in self._paths(everything[0]))
-        if one * len(everything) < 1.1 * self.room and self.may(
-            [path for pair in everything for path in self._paths(pair)]
-        ):
-            return [_inside(*pair, pair[1].map.levels) for pair in everything]
-        telling = [(group, head) for group in read.groups for head, _ in group.leaders()]
-        return self._record_maps(telling)
+        leading = [(group, head) for group in read.groups for head, _ in group.leaders()]
+        heads = [(group, head) for group in read.groups for head in group.heads]
+        return self._record_maps(leading, [pair for pair in heads if pair not in leading])
 
     def _record_group(self, group: Group) -> None:
         for axis, tokens in (("rows", group.rows), ("columns", group.columns)):
@@ -105,24 +100,33 @@ class Recorded:
                 asked = f"group={group.id}&how={how}&size={size}&drop={drop}"
                 self.must(f"{self.base}/thumbnails?{asked}")
 
-    def _record_maps(self, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-        """The maps of some heads, level by level, so that all of them go equally deep."""
-        inside = dict.fromkeys(range(len(pairs)), 0)
-        for level in range(max(head.map.levels for _, head in pairs)):
-            for number, (group, head) in enumerate(pairs):
-                if level == inside[number] < head.map.levels:
-                    inside[number] += self.may(self._level(group, head, level))
-        if not all(inside.values()):
+    def _record_maps(
+        self, first: Sequence[Pair], rest: Sequence[Pair] = ()
+    ) -> list[dict[str, Any]]:
+        """The maps of the first heads, which must open, and as much as fits of the rest."""
+        levels = dict.fromkeys([*first, *rest], 0)
+        self._deepen(first, levels, 1)
+        if not all(levels[pair] for pair in first):
             raise ValueError(
-                f"not even the first tile of each of {len(pairs)} heads fits into the file; name "
+                f"not even the first tile of each of {len(first)} heads fits into the file; name "
                 "fewer heads with --head, or use a larger --limit"
             )
-        return [_inside(*pair, inside[number]) for number, pair in enumerate(pairs)]
+        self._deepen(rest, levels, 1)
+        for pairs in (first, rest):
+            self._deepen(pairs, levels, max(head.map.levels for _, head in levels))
+        return [_inside(*pair, count) for pair, count in levels.items() if count]
 
-    def _paths(self, pair: Pair) -> list[str]:
-        """The requests that draw all levels of a head."""
-        levels = range(pair[1].map.levels)
-        return [path for level in levels for path in self._level(*pair, level)]
+    def _deepen(self, pairs: Sequence[Pair], levels: dict[Pair, int], most: int) -> None:
+        """Record further levels of some maps, so that all go equally deep, until one is too large.
+
+        Maps of one level are about equally large: after the first that does not fit, none is tried.
+        """
+        for level in range(most):
+            for group, head in pairs:
+                if level == levels[group, head] < head.map.levels:
+                    if not self.may(self._level(group, head, level)):
+                        return
+                    levels[group, head] += 1
 
     def _level(self, group: Group, head: Head, level: int) -> list[str]:
         """The requests that draw a level of a head; the first also needs its size and strips."""
@@ -148,16 +152,12 @@ class Recorded:
         found, room = {}, self.room
         for path in paths:
             found[path] = self._kept(path)
-            room -= self._size(path, found[path])
+            room -= len(json.dumps({path: found[path]}))
             if room < 0:
                 return False
         self.answers |= found
         self.room = room
         return True
-
-    def _size(self, path: str, kept: dict[str, Any] | None = None) -> int:
-        """The bytes that an answer takes in the file."""
-        return len(json.dumps({path: self._kept(path) if kept is None else kept}))
 
     def _kept(self, path: str) -> dict[str, Any]:
         given = answer(self.session, path)

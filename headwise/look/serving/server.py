@@ -21,11 +21,11 @@ except ModuleNotFoundError as missing:
         f"the page's server needs {missing.name}: pip install 'headwise[look]'", name=missing.name
     ) from missing
 
-from headwise.look.serving.answers import answer
+from headwise.look.serving.answers import answer, answer_post
 from headwise.look.serving.guard import Guard, TooLargeError, too_large
 from headwise.look.serving.page_file import STATIC, built
-from headwise.look.serving.reply import Answer, Refusal, as_json
-from headwise.look.session import BusyError, Session
+from headwise.look.serving.reply import Answer, Refusal
+from headwise.look.session import Session
 from headwise.messages import say
 
 IMAGES = ("image/png", "image/jpeg")
@@ -47,16 +47,15 @@ def application(session: Session, static: Path = STATIC) -> Starlette:
     async def post(request: Request) -> Response:
         try:
             what = _sent(request.headers.get("content-type", ""), await request.body())
-            return response(as_json({"id": session.add(what)}, 202))
         except TooLargeError:
             return too_large()
-        except BusyError as busy:
-            return response(Refusal(409, *busy.args).answer())
         except Refusal as refusal:
             return response(refusal.answer())
+        return response(await run_in_threadpool(answer_post, session, request.url.path, what))
 
     routes = [
         Route("/api/inputs", post, methods=["POST"]),
+        Route("/api/tokens", post, methods=["POST"]),
         Route("/api/{path:path}", get, methods=["GET"]),
         page(static),
     ]
@@ -83,8 +82,8 @@ def response(given: Answer) -> Response:
     return Response(given.body, given.status, headers, given.media)
 
 
-def _sent(media: str, body: bytes) -> str | bytes:
-    """The text or the image of a request's body."""
+def _sent(media: str, body: bytes) -> str | bytes | None:
+    """The text or the image of a request's body; None if it has neither."""
     media = media.partition(";")[0].strip()
     if media in IMAGES:
         return body
@@ -94,11 +93,8 @@ def _sent(media: str, body: bytes) -> str | bytes:
     try:
         text = json.loads(body)["text"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
-    if not isinstance(text, str):
-        hint = say('send {{"text": "…"}} as application/json')
-        raise Refusal(400, say("the body has no text"), hint)
-    return text
+        return None
+    return text if isinstance(text, str) else None
 
 
 def listening(port: int = 0) -> socket.socket:

@@ -13,11 +13,10 @@ except ModuleNotFoundError as missing:
         "the notebook's page needs anywidget: pip install 'headwise[notebook]'", name=missing.name
     ) from missing
 
-from headwise.look.serving.answers import answer
+from headwise.look.serving.answers import answer, answer_post
 from headwise.look.serving.page_file import STATIC
-from headwise.look.serving.reply import Answer, Refusal, as_json
-from headwise.look.session import BusyError, Session
-from headwise.messages import say
+from headwise.look.serving.reply import Answer
+from headwise.look.session import Session
 
 
 class LookWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
@@ -48,13 +47,6 @@ def replied(session: Session, message: dict[str, Any], buffers: list[bytes]) -> 
     path = str(message.get("path", ""))
     if message.get("method") != "POST":
         return answer(session, path)
-    if path != "/api/inputs":
-        return Refusal(404, say("there is nothing at {path}", path=path[:200])).answer()
     body = message.get("body") or {}
     what = buffers[0] if buffers else body.get("text")
-    if not isinstance(what, str | bytes):
-        return Refusal(400, say("the body has no text")).answer()
-    try:
-        return as_json({"id": session.add(what)}, 202)
-    except BusyError as busy:
-        return Refusal(409, *busy.args).answer()
+    return answer_post(session, path, what if isinstance(what, str | bytes) else None)

@@ -144,12 +144,12 @@ async function decode(base64: string): Promise<ArrayBuffer> {
   return new Response(stream).arrayBuffer();
 }
 
-const MISSING = 'This is not in the file.';
-const MISSING_HINT = 'headwise look shows every head and reads new text.';
+const MISSING = 'This is not in the file';
+const MISSING_HINT = 'run headwise look to see every head and to read new text';
 learn({
   zh: {
-    [MISSING]: '文件里没有这一项。',
-    [MISSING_HINT]: 'headwise look 能显示每个头，也能读新文本。',
+    [MISSING]: '文件里没有这一项',
+    [MISSING_HINT]: '运行 headwise look 可以看到每个头，也能读新文本',
   },
 });
 

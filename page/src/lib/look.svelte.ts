@@ -18,6 +18,8 @@ export class Look {
   stopped = $state.raw<Problem | null>(null);
   /** The element the page is shown in. */
   root: HTMLElement | undefined;
+  /** The text that somebody types; it is kept until it has been read. */
+  draft = $state('');
   #timer: ReturnType<typeof setTimeout> | undefined;
   #closed = false;
   #awaited: string | null = null;
@@ -71,11 +73,15 @@ export class Look {
     return !this.state || this.state.state === 'loading' || this.state.stage !== null;
   }
 
-  /** Whether a key is for a view: nobody is typing, and in a notebook the page has the focus. */
+  /**
+   * Whether a key is for a view: no window is open over it, wherever the focus is, nobody is typing,
+   * and in a notebook the page has the focus.
+   */
   hears(event: KeyboardEvent): boolean {
     const target = event.target as HTMLElement;
+    if (this.root?.querySelector('dialog[open]')) return false;
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return false;
-    if (target.closest('input, textarea, select, dialog')) return false;
+    if (target.closest('input, textarea, select')) return false;
     return this.transport.kind !== 'widget' || this.root?.contains(target) === true;
   }
 
@@ -105,7 +111,10 @@ export class Look {
   #showAwaited(): void {
     const arrived = this.state?.inputs?.some((input) => input.id === this.#awaited);
     if (!arrived && this.busy) return;
-    if (arrived) this.show(this.#awaited!);
+    if (arrived) {
+      this.show(this.#awaited!);
+      this.draft = '';
+    }
     this.#awaited = null;
   }
 

@@ -116,6 +116,11 @@ export class Source {
     return new Blob([answer.buffer], { type: 'image/png' });
   }
 
+  /** How many tokens a text has, and the most that can be read. */
+  count(text: string): Promise<{ tokens: number; most: number }> {
+    return this.transport.post('/api/tokens', { text });
+  }
+
   /** Let the model read another text or image; `state` shows how far it is. */
   add(what: string | Blob): Promise<{ id: string }> {
     return this.transport.post('/api/inputs', typeof what === 'string' ? { text: what } : what);

@@ -1,5 +1,6 @@
 /** How a question reaches whoever can answer it. The API is the same over all three ways. */
 
+import { speech } from './language.svelte';
 import { learn, said } from './said';
 
 /** What went wrong, and what to do about it: in English, and in the language of the page. */
@@ -24,6 +25,11 @@ export class Problem extends Error {
 
   get advice(): string {
     return said(this.hint);
+  }
+
+  /** What is wrong and what to do, in one line. */
+  get line(): string {
+    return [this.text, this.advice].filter(Boolean).join(speech.current === 'zh' ? '；' : '; ');
   }
 }
 

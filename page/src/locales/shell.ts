@@ -23,6 +23,7 @@ const en = {
   },
   addPlaceholder: 'Type or paste a text, long or short: the map is computed tile by tile.',
   addImage: 'A PNG or JPEG file',
+  tokens: (count: string, most: string) => `${count} tokens, at most ${most}`,
   loading: 'Starting',
   stages: {
     'loading the model': 'Loading the model',
@@ -49,9 +50,12 @@ const en = {
     group: 'Available:',
     head: 'Available, by layer and number:',
   },
-  recorded: 'A recording: all heads small, and in full',
-  recordedLevels: (levels: number, of: number) =>
-    levels < of ? `${levels} of ${of} levels of zoom` : 'down to single weights',
+  recorded: (opens: number, whole: number, all: number) => {
+    const some = opens < all ? `${opens} of ${all} heads open` : 'every head opens';
+    const depth = `, ${whole < all ? `${whole} of them ` : ''}down to single weights`;
+    const rest = opens < all ? ' The dimmed ones are thumbnails only.' : '';
+    return `A recording: ${some}${whole ? depth : ''}.${rest}`;
+  },
   parameters: (count: string) => `${count} parameters`,
   keysTitle: 'Keyboard',
   keysEverywhere: 'Everywhere',
@@ -86,6 +90,7 @@ const zh: typeof en = {
   addTitle: { text: '让模型读另一段文本', image: '让模型读另一张图片' },
   addPlaceholder: '输入或粘贴一段文本，长短皆可：注意力图按块即时计算。',
   addImage: 'PNG 或 JPEG 文件',
+  tokens: (count, most) => `${count} 个词元，最多 ${most} 个`,
   loading: '正在启动',
   stages: {
     'loading the model': '正在加载模型',
@@ -112,9 +117,12 @@ const zh: typeof en = {
     group: '现有：',
     head: '现有的头（层.头）：',
   },
-  recorded: '这是一份记录：所有头的缩略图，以及完整的',
-  recordedLevels: (levels, of) =>
-    levels < of ? `${of} 级缩放中的 ${levels} 级` : '可放大到单个权重',
+  recorded: (opens, whole, all) => {
+    const some = opens < all ? `${all} 个头中有 ${opens} 个能打开` : '每个头都能打开';
+    const depth = `，${whole < all ? `其中 ${whole} 个` : ''}可放大到单个权重`;
+    const rest = opens < all ? '变淡的头只有缩略图。' : '';
+    return `这是一份记录：${some}${whole ? depth : ''}。${rest}`;
+  },
   parameters: (count) => `${count} 个参数`,
   keysTitle: '键盘',
   keysEverywhere: '全局',
