@@ -24,6 +24,7 @@ from headwise.look import session as sessions
 from headwise.look.atlas import Atlas
 from headwise.look.readers import opening
 from headwise.look.readers.reader import SAMPLE_TEXT, Reader, Report, silent
+from headwise.look.scene import printable
 from headwise.look.serving import page_file
 from headwise.look.session import Session
 from headwise.look.show import displayed
@@ -160,8 +161,13 @@ def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> N
         print(page_file.summary(heads, sum(len(group.heads) for group in read.groups)))
     if picture is not None:
         group, head = pictures.chosen(read, asked.heads)
-        pictures.save(picture, reader.description.name, group, head)
+        boxes = pictures.save(picture, reader.description.name, group, head)
         print(f"{picture}: head {head.name}")
+        if boxes:
+            said = (
+                f"no font here has {boxes[:20]}, drawn as boxes: install Noto Sans CJK, or use .svg"
+            )
+            typer.echo(said, err=True)
 
 
 def serve(asked: Asked, port: int, no_open: bool) -> None:
@@ -187,7 +193,7 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
                 read = next(reversed(session.atlases.values())).input
                 heads = sum(len(group.heads) for group in read.groups)
                 ready = f"{len(read.main.rows):,} tokens, {heads} heads are ready"
-                print("; ".join([ready, *read.notes]), flush=True)
+                print("; ".join([ready, *map(printable, read.notes)]), flush=True)
 
         session.heard = heard
         session.run = opening.watched(asked.model)

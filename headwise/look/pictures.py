@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwise.look.scene import Group, Head, Input
+from headwise.look.scene import Group, Head, Input, printable
 
 MOST_LABELS = 40
 """Longer axes have numbers instead of tokens."""
@@ -37,11 +38,12 @@ def check(path: Path) -> None:
         raise ValueError(f"{path} is not a picture: use a name that ends in {', '.join(KINDS)}")
 
 
-def save(path: Path, model: str, group: Group, head: Head) -> None:
+def save(path: Path, model: str, group: Group, head: Head) -> str:
     """Write a head's map with a colour scale, its figures below and, if they are few, its tokens.
 
     Weights are coloured linearly from 0 to 1. In a pooled map a cell holds the largest of its
-    weights and the colours are logarithmic, and the figure says so.
+    weights and the colours are logarithmic, and the figure says so. Returns the letters that are
+    drawn as boxes because no font here has them; an SVG has none: its viewer brings the fonts.
     """
     check(path)
     try:
@@ -57,7 +59,13 @@ def save(path: Path, model: str, group: Group, head: Head) -> None:
     side = 4.2 if few else 3.4
     # SVG keeps its text as text: it can be searched, and edited.
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "headwise", "font.size": 8}
-    with matplotlib.rc_context({**settings, "font.family": fonts()}):
+    settings |= {"font.family": fonts(), "text.parse_math": False}  # a dollar is a dollar
+    names = [
+        [label(token) for token in axis] if few else [] for axis in (group.columns, group.rows)
+    ]
+    title = printable(f"{model} · {group.name} · head {head.name}")
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         height = side * max(0.3, rows / columns) + 1.1
         figure = Figure(figsize=(side + 0.9, height), dpi=300, layout="constrained")
         axes = figure.add_subplot()
@@ -70,16 +78,17 @@ def save(path: Path, model: str, group: Group, head: Head) -> None:
             interpolation="nearest",
         )
         if few:
-            axes.set_xticks(range(columns), map(label, group.columns), rotation=90)
-            axes.set_yticks(range(rows), map(label, group.rows))
+            axes.set_xticks(range(columns), names[0], rotation=90)
+            axes.set_yticks(range(rows), names[1])
         axes.set_xlabel("key")
         axes.set_ylabel("query")
-        axes.set_title(f"{model} · {group.name} · head {head.name}", fontsize=9)
+        axes.set_title(title, fontsize=9)
         scale = figure.colorbar(shown, ax=axes, shrink=0.8)
         scale.set_label("largest weight of a cell" if pooled else "weight")
         said = caption(group, head, pooled)
         figure.supxlabel(said, fontsize=6.5, color="0.3", x=0.02, ha="left")
         figure.savefig(path, bbox_inches="tight", pad_inches=0.05, metadata=metadata(path))
+    return "" if path.suffix.lower() == ".svg" else without_font([title, *names[0], *names[1]])
 
 
 def chosen(read: Input, heads: Sequence[str]) -> tuple[Group, Head]:
@@ -101,8 +110,8 @@ def caption(group: Group, head: Head, pooled: bool) -> str:
 
 
 def label(token: str) -> str:
-    """A token as a label: matplotlib reads mathematics between dollars, and ends at a new line."""
-    return token.replace("\n", "⏎").strip().replace("$", r"\$")[:16]
+    """A token as a label on one line."""
+    return printable(token.strip(" "))[:16]
 
 
 def fonts() -> list[str]:
@@ -111,6 +120,14 @@ def fonts() -> list[str]:
 
     here = set(get_font_names())
     return [name for name in FONTS if name in here]
+
+
+def without_font(texts: Sequence[str]) -> str:
+    """The letters that no installed font of `fonts` has, each once."""
+    from matplotlib.font_manager import findfont, get_font
+
+    known = {code for name in fonts() for code in get_font(findfont(name)).get_charmap()}
+    return "".join(dict.fromkeys(x for text in texts for x in text if ord(x) not in known))
 
 
 def metadata(path: Path) -> dict[str, Any]:

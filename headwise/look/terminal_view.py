@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from headwise.look.scene import Group, Head, Input
+from headwise.look.scene import Group, Head, Input, printable
 
 SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is a"
 """The text to read if none is given: some of its words return."""
@@ -33,17 +33,17 @@ MOST_TOKENS = 40
 LARGEST_MAP = 256
 """JSON has every weight up to this many tokens, and a pooled map beyond."""
 
-DEFINED = """
-keys is how many tokens a row spreads over, e^entropy; top its largest weight;
-first, self and previous its weight on that token; distance how far back it
-looks. All are means over the rows, but for max logit, the largest of them all.
-"""
+DEFINED = (
+    "keys is how many tokens a row spreads over, e^entropy; top its largest weight; "
+    "first, self and previous its weight on that token; distance how far back it looks. "
+    "All are means over the rows, but for max logit, the largest of them all."
+)
 
-DEFINED_ACROSS = """
-keys is how many tokens a row spreads over, e^entropy; top its largest weight;
-first its weight on the first token. All are means over the rows, but for max
-logit, the largest of them all.
-"""
+DEFINED_ACROSS = (
+    "keys is how many tokens a row spreads over, e^entropy; top its largest weight; "
+    "first its weight on the first token. "
+    "All are means over the rows, but for max logit, the largest of them all."
+)
 
 COLUMNS = (
     # title, figure, format
@@ -78,13 +78,24 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
     console.print(Text(f"{len(group.columns)} tokens", style="bold"))
     console.print(token_lines(group.columns, console.width))
     for note in read.notes:
+<<<<<<< HEAD
         console.print(Text(visible(note), style="italic"))
+=======
+        console.print(Text(printable(note), style="italic"))
+>>>>>>> h-look
     firsts = group.leaders()
     listed = group.heads if every else chosen or [head for head, _ in firsts]
     counted = f"{len(listed)} of " if len(listed) < len(group.heads) else ""
     console.print(Text(f"\n{counted}{len(group.heads)} heads", style="bold"))
+<<<<<<< HEAD
     console.print(head_table(listed, group.square, console.width))
     console.print(Text(DEFINED if group.square else DEFINED_ACROSS, style="dim"))
+=======
+    for table in head_tables(listed, group.square, console.width):
+        console.print(table)
+    defined = DEFINED if group.square else DEFINED_ACROSS
+    console.print(Text(f"\n{defined}\n", style="dim"))
+>>>>>>> h-look
     said = {head.name: reason for head, reason in firsts}
     drawn = chosen or [head for head, _ in firsts[:DRAWN]]
     if any(head.name in said for head in drawn):
@@ -97,7 +108,11 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
 def token_lines(tokens: Sequence[str], width: int) -> Text:
     """The tokens with their numbers, as many on a line as fit."""
     text, used = Text(), 0
+<<<<<<< HEAD
     for number, token in enumerate(map(visible, tokens[:MOST_TOKENS])):
+=======
+    for number, token in enumerate(map(printable, tokens[:MOST_TOKENS])):
+>>>>>>> h-look
         size = cell_len(f"{number} {token}  ")
         if used and used + size > width:
             text.append("\n")
@@ -109,6 +124,7 @@ def token_lines(tokens: Sequence[str], width: int) -> Text:
     return text
 
 
+<<<<<<< HEAD
 def visible(text: str) -> str:
     """A text whose control characters are shown as signs, so that none reaches the terminal.
 
@@ -133,6 +149,32 @@ def head_table(heads: Sequence[Head], square: bool, width: int) -> Table:
         table.add_column(title, justify="right" if number else "left")
     for cells in zip(*(cells for _, cells in fitting), strict=True):
         table.add_row(*cells)
+=======
+def head_tables(heads: Sequence[Head], square: bool, width: int) -> list[Table]:
+    """One row per head, one column per figure; below each other if they are too wide together."""
+    names = ["head", *(head.name for head in heads)]
+    tables: list[list[list[str]]] = []
+    left = 0
+    for title, figure, form in COLUMNS:
+        if square or title not in WITHIN:
+            column = [title, *(form.format(head.figures[figure]) for head in heads)]
+            taken = 1 + max(map(len, column))
+            if taken > left:
+                tables.append([names])
+                left = width - max(map(len, names))
+            tables[-1].append(column)
+            left -= taken
+    return [_table(columns) for columns in tables]
+
+
+def _table(columns: Sequence[Sequence[str]]) -> Table:
+    """A table of columns, each with its title first."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+    for number, (title, *_) in enumerate(columns):
+        table.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for row in zip(*(cells for _, *cells in columns), strict=True):
+        table.add_row(*row)
+>>>>>>> h-look
     return table
 
 
@@ -169,7 +211,7 @@ def maps_side_by_side(
     group: Group, heads: Sequence[Head], said: dict[str, str], width: int
 ) -> Table:
     """As many maps side by side as fit the terminal."""
-    size = min(max(len(group.rows), len(group.columns)), MOST_ROWS, (width - LABEL) // 2)
+    size = min(max(len(group.rows), len(group.columns)), MOST_ROWS, max(1, (width - LABEL) // 2))
     abreast = max(1, (width + 2) // (LABEL + 2 * size + 2))
     grid = Table.grid(padding=(0, 2, 0, 0))
     for start in range(0, len(heads), abreast):
@@ -186,7 +228,13 @@ def draw_head(group: Group, head: Head, reason: str, size: int) -> Stack:
         width = tokens // len(weights)
         pooled = [Text(f"a cell is the largest of about {width}² weights", style="dim")]
     else:
+<<<<<<< HEAD
         labels = [f"{n:>2} {visible(token.strip())}" for n, token in enumerate(group.rows)]
+=======
+        labels = [
+            f"{number:>2} {printable(token.strip())}" for number, token in enumerate(group.rows)
+        ]
+>>>>>>> h-look
         pooled = []
     name = Text(f"head {head.name} ", style="bold").append(reason, style="dim italic")
     return Stack(name, *pooled, *draw(weights, labels, group.causal), Text())

@@ -152,5 +152,5 @@ def test_alarms_speak_the_language_of_the_page(
     page.keyboard.press("L")
     alarms = page.get_by_role("region", name="警报")
     expect(alarms.get_by_text(re.compile("它的最大 logit 是 .*，超过 100"))).not_to_have_count(0)
-    expect(alarms.get_by_text("一个头的最大 logit 超过 100，或已不是数")).to_have_count(1)
+    expect(alarms.get_by_text("一个头的最大 logit 超过 100，或为 NaN")).to_have_count(1)
     expect(alarms).not_to_contain_text(re.compile("its |token"))

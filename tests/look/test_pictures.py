@@ -1,6 +1,7 @@
 """A head as a figure."""
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -37,6 +38,25 @@ def test_a_long_map_is_pooled_and_says_so(tmp_path: Path, kind: str) -> None:
     pictures.save(path, "model", group, head)
     assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF")
     assert "in at most 256 × 256 cells" in pictures.caption(group, head, pooled=True)
+
+
+def test_control_characters_leave_the_svg_well_formed(tmp_path: Path) -> None:
+    path = tmp_path / "head.svg"
+    tokens = ["\x1b[31m", "\x00", "a\x0cb", "\x9b", "\ud800", "\uffff", "\r\n", "last"]
+    pictures.save(path, "a\x07 $model$", *pair(tokens))
+    said = "".join(ElementTree.parse(path).getroot().itertext())
+    for label in ("␛[31m", "␀", "a␌b", "␍⏎", "last", "a␇ $model$"):
+        assert label in said
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("kind", "boxes"), [(".svg", ""), (".png", "世界")])
+def test_letters_without_a_font_are_named_and_not_warned_of(
+    tmp_path: Path, kind: str, boxes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "fonts", lambda: ["DejaVu Sans"])
+    found = pictures.save(tmp_path / f"head{kind}", "model", *pair(["世界", "a", "世"]))
+    assert found == boxes
 
 
 def test_other_names_are_refused(tmp_path: Path) -> None:
