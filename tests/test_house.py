@@ -10,7 +10,6 @@ from bench.house import size
 
 PACKAGE = Path(headwise.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MODULES = [path for path in MODULES if "training" in path.parts]
 FOLDERS = sorted({path.parent for path in MODULES})
 
 SAME = {"look", "watch", "train", "doctor", "engine"}

@@ -24,7 +24,7 @@ Key = tuple[object, ...]
 _PREPARED: dict[Key, Prepared] = {}
 
 
-class Description(NamedTuple):
+class CallDescription(NamedTuple):
     """Everything that the plan and the launches of a call depend on, and its tensors."""
 
     key: Key
@@ -42,7 +42,7 @@ def describe(
     dropout: object,
     *,
     options: tuple[object, ...],
-) -> Description | None:
+) -> CallDescription | None:
     """Return a call's description, or None if the call depends on more than that.
 
     `tensors` are q, k, v, or what a cache stores in their place; `options` is hashable: the engine,
@@ -74,7 +74,7 @@ def describe(
         parts.append(torch.backends.cuda.matmul.fp32_precision)  # its older name may raise
     for x in tensors:
         parts += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-    return Description(tuple(parts), tensors, learning)
+    return CallDescription(tuple(parts), tensors, learning)
 
 
 def known(key: Key) -> Prepared | None:

@@ -1,4 +1,4 @@
-"""What is shown: a model, the inputs it has read, and the heads that read them."""
+"""The scene of the page: a model, the inputs it has read, and the heads that read them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Attention in a terminal: tokens, a table of heads and maps drawn in characters."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -58,13 +57,6 @@ COLUMNS = (
 )
 """The columns of the table of heads."""
 
-SIGNS = {
-    **{code: 0x2400 + code for code in range(32)},
-    0x7F: 0x2421,
-    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
-}
-"""Visible signs for control characters, those that turn the direction of writing included."""
-
 WITHIN = ("self", "previous", "distance")
 """Columns without a meaning where one text looks at another."""
 
@@ -78,24 +70,15 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
     console.print(Text(f"{len(group.columns)} tokens", style="bold"))
     console.print(token_lines(group.columns, console.width))
     for note in read.notes:
-<<<<<<< HEAD
-        console.print(Text(visible(note), style="italic"))
-=======
         console.print(Text(printable(note), style="italic"))
->>>>>>> h-look
     firsts = group.leaders()
     listed = group.heads if every else chosen or [head for head, _ in firsts]
     counted = f"{len(listed)} of " if len(listed) < len(group.heads) else ""
     console.print(Text(f"\n{counted}{len(group.heads)} heads", style="bold"))
-<<<<<<< HEAD
-    console.print(head_table(listed, group.square, console.width))
-    console.print(Text(DEFINED if group.square else DEFINED_ACROSS, style="dim"))
-=======
     for table in head_tables(listed, group.square, console.width):
         console.print(table)
     defined = DEFINED if group.square else DEFINED_ACROSS
     console.print(Text(f"\n{defined}\n", style="dim"))
->>>>>>> h-look
     said = {head.name: reason for head, reason in firsts}
     drawn = chosen or [head for head, _ in firsts[:DRAWN]]
     if any(head.name in said for head in drawn):
@@ -108,11 +91,7 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
 def token_lines(tokens: Sequence[str], width: int) -> Text:
     """The tokens with their numbers, as many on a line as fit."""
     text, used = Text(), 0
-<<<<<<< HEAD
-    for number, token in enumerate(map(visible, tokens[:MOST_TOKENS])):
-=======
     for number, token in enumerate(map(printable, tokens[:MOST_TOKENS])):
->>>>>>> h-look
         size = cell_len(f"{number} {token}  ")
         if used and used + size > width:
             text.append("\n")
@@ -124,32 +103,6 @@ def token_lines(tokens: Sequence[str], width: int) -> Text:
     return text
 
 
-<<<<<<< HEAD
-def visible(text: str) -> str:
-    """A text whose control characters are shown as signs, so that none reaches the terminal.
-
-    >>> visible("red\\x1b[31m\\n")
-    'red␛[31m␊'
-    """
-    return text.translate(SIGNS)
-
-
-def head_table(heads: Sequence[Head], square: bool, width: int) -> Table:
-    """One row per head, one column per figure, as many as fit the width."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    columns = [("head", [head.name for head in heads])]
-    columns += [
-        (title, [form.format(head.figures[figure]) for head in heads])
-        for title, figure, form in COLUMNS
-        if square or title not in WITHIN
-    ]
-    ends = accumulate(1 + max(map(len, [*title.split(), *cells])) for title, cells in columns)
-    fitting = [column for column, end in zip(columns, ends, strict=True) if end <= width]
-    for number, (title, _) in enumerate(fitting):
-        table.add_column(title, justify="right" if number else "left")
-    for cells in zip(*(cells for _, cells in fitting), strict=True):
-        table.add_row(*cells)
-=======
 def head_tables(heads: Sequence[Head], square: bool, width: int) -> list[Table]:
     """One row per head, one column per figure; below each other if they are too wide together."""
     names = ["head", *(head.name for head in heads)]
@@ -174,7 +127,6 @@ def _table(columns: Sequence[Sequence[str]]) -> Table:
         table.add_column(title, justify="right" if number else "left", no_wrap=True)
     for row in zip(*(cells for _, *cells in columns), strict=True):
         table.add_row(*row)
->>>>>>> h-look
     return table
 
 
@@ -228,13 +180,9 @@ def draw_head(group: Group, head: Head, reason: str, size: int) -> Stack:
         width = tokens // len(weights)
         pooled = [Text(f"a cell is the largest of about {width}² weights", style="dim")]
     else:
-<<<<<<< HEAD
-        labels = [f"{n:>2} {visible(token.strip())}" for n, token in enumerate(group.rows)]
-=======
         labels = [
             f"{number:>2} {printable(token.strip())}" for number, token in enumerate(group.rows)
         ]
->>>>>>> h-look
         pooled = []
     name = Text(f"head {head.name} ", style="bold").append(reason, style="dim italic")
     return Stack(name, *pooled, *draw(weights, labels, group.causal), Text())

@@ -32,7 +32,7 @@ class Tile(NamedTuple):
         return target[self.unit.b0 : self.unit.b1, self.unit.h0 : self.unit.h1]
 
 
-class Weights(Loop):
+class RegionWeights(Loop):
     """The weights of a region, block by block."""
 
     def __init__(self, region: Region, totals: RowTotals) -> None:
@@ -60,7 +60,7 @@ class Weights(Loop):
 
 def tiles(region: Region, totals: RowTotals, logarithm: bool = False) -> Iterator[Tile]:
     """The blocks of a region that the mask does not hide; none if there are no pairs."""
-    return Weights(region, totals).tiles(logarithm) if all(region.box.shape) else iter(())
+    return RegionWeights(region, totals).tiles(logarithm) if all(region.box.shape) else iter(())
 
 
 def row_totals(region: Region) -> RowTotals:

@@ -1,4 +1,4 @@
-"""What was seen of a model: its layers, a table of heads, maps, and a series of steps."""
+"""A recording of a model: its layers, a table of heads, maps, and a series of steps."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_no_control_character_of_a_text_reaches_the_terminal() -> None:
         "look", "--terminal", "--file", "-", stdin="to \x1b[2Jbe\x07 or\x9b1m not\n\u202eto"
     )
     assert "␛" in output
-    assert "␊" in output
+    assert "⏎" in output
     assert not any(sign in output for sign in "\x1b\x07\x9b\u202e")
 
 

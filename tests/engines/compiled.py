@@ -20,8 +20,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.engines.triton.host.hopper_call import ROWS, TILES, layout
 from headwise.engines.triton.host.moments_call import CUTS
-from headwise.engines.triton.kernels.hopper_forward import REGISTERS, Sizes, forward
-from headwise.engines.triton.kernels.hopper_softmax import Written, numbers_of_cap
+from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSizes, forward
+from headwise.engines.triton.kernels.hopper_softmax import HopperWritten, numbers_of_cap
 
 VARIANTS = [
     {"width": width, "banded": banded, "observed": observed, "capped": capped}
@@ -60,9 +60,11 @@ def compiled(width: int, banded: bool, observed: bool, capped: bool) -> Any:
 
     row = torch.empty(2048)
     rest = row if observed and banded and not capped else None
-    written = Written(row, row, *[row if observed else None] * 2, rest, rest)
+    written = HopperWritten(row, row, *[row if observed else None] * 2, rest, rest)
     rows, keys = tiles(ROWS // 2), tiles(shape.keys)
-    sizes = Sizes(1024, 1024, 2, 1, 0, 1, 0, 16, 0.1, numbers_of_cap(0.01) if capped else None)
+    sizes = HopperSizes(
+        1024, 1024, 2, 1, 0, 1, 0, 16, 0.1, numbers_of_cap(0.01) if capped else None
+    )
     return forward.warmup(
         rows, keys, keys, rows, written, None, *sizes, shape.stages, banded,
         0 if rest is None else CUTS[width].block, num_warps=4, maxnreg=REGISTERS, grid=(1,),

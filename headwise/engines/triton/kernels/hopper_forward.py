@@ -43,7 +43,7 @@ GROUPS = gl.constexpr(2)  # consumer warpgroups per program
 REGISTERS = 168  # per thread at launch; then consumers take 240, the producer 24
 
 
-class Sizes(NamedTuple):
+class HopperSizes(NamedTuple):
     """The numbers of a call, as device functions take them."""
 
     queries: int
@@ -270,7 +270,7 @@ def barriers_of(count: gl.constexpr, arrivals: gl.constexpr):
     return made
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields])
+@gluon.jit(do_not_specialize=[*HopperSizes._fields])
 def forward(
     q, k, v, out, written, sinks, queries, keys, heads, group, low, high, shift, items, unit, cap,
     STAGES: gl.constexpr, BANDED: gl.constexpr, BLOCK: gl.constexpr,
@@ -280,7 +280,7 @@ def forward(
     If BLOCK is not 0, moments cover the keys past the last whole BLOCK that all rows of an item
     see; `row_moments` joins those of the other keys.
     """
-    z = Sizes(queries, keys, heads, group, low, high, shift, items, unit, cap)
+    z = HopperSizes(queries, keys, heads, group, low, high, shift, items, unit, cap)
     KEYS: gl.constexpr = k.block_type.shape[2]
     WIDTH: gl.constexpr = k.block_type.shape[3]
     rows = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, GROUP, WIDTH], q.layout)

@@ -26,7 +26,7 @@ GROUP = gl.constexpr(64)  # rows per warpgroup: those of one matrix instruction
 TOGETHER = gl.constexpr(16)  # scores for which a thread chooses one formula of the cap at once
 
 
-class Written(NamedTuple):
+class HopperWritten(NamedTuple):
     """The outputs of the kernel, (B, Hq, N) float32 each; None if not requested."""
 
     lse: Tensor
