@@ -195,18 +195,18 @@ def _serve(
     The path of every call: describe it and look it up; if it is new, check it, choose an engine,
     let the engine prepare it, and run it. `options` are the values of OPTIONS.
     """
-    described = calls.describe(tensors, *options, options=(engine, names, sink_keys))
-    prepared = None if described is None else calls.known(described.key)
-    if described is not None and prepared is not None:
-        return prepared(*described.tensors)
+    key, given = calls.describe(tensors, *options, options=(engine, names, sink_keys))
+    prepared = None if key is None else calls.known(key)
+    if prepared is not None:
+        return prepared(*given)
     problem = pose(call, *tensors, **dict(zip(OPTIONS, options, strict=True)))
     chosen = _restating(call, tensors, choose, problem, engine, bool(names))
-    if described is not None:
+    if key is not None:
         prepared = chosen.prepare(problem, names, sink_keys)
-    if described is None or prepared is None:
+    if key is None or prepared is None:
         return compute(chosen, problem, names, sink_keys)
-    results = prepared(*described.tensors)
-    calls.keep(described.key, prepared)
+    results = prepared(*given)
+    calls.keep(key, prepared)
     return results
 
 

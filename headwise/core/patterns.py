@@ -27,7 +27,8 @@ class Causal(Mask):
 
     def description(self) -> tuple[object, ...] | None:
         exact = type(self) is Causal  # a subclass may mean something else
-        return ("causal", self.offset) if exact and _numbers(self.offset) else None
+        number = self.offset is None or type(self.offset) is int
+        return ("causal", self.offset) if exact and number else None
 
     def check(self, place: Place) -> None:
         _check_per_batch("causal(offset=...)", self.offset, place)

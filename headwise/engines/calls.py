@@ -8,8 +8,6 @@ immediately.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -24,14 +22,6 @@ Key = tuple[object, ...]
 _PREPARED: dict[Key, Prepared] = {}
 
 
-class CallDescription(NamedTuple):
-    """Everything that the plan and the launches of a call depend on, and its tensors."""
-
-    key: Key
-    tensors: tuple[Tensor, ...]
-    learning: bool  # some tensor requires a gradient
-
-
 def describe(
     tensors: tuple[Tensor, ...],
     score: object,
@@ -42,39 +32,43 @@ def describe(
     dropout: object,
     *,
     options: tuple[object, ...],
-) -> CallDescription | None:
-    """Return a call's description, or None if the call depends on more than that.
+) -> tuple[Key | None, tuple[Tensor, ...]]:
+    """Return a call's description and its tensors; None if the call depends on more than that.
 
     `tensors` are q, k, v, or what a cache stores in their place; `options` is hashable: the engine,
     the statistics, whatever else the results depend on.
     """
     if torch.compiler.is_compiling() or bias is not None or dropout != 0.0:
-        return None
+        return None, ()
     scale = masked = None
     if score is not None:
         if type(score) is not Dot:
-            return None
+            return None, ()
         scale = score.scale
     if not (_is_plain(scale) and _is_plain(softcap)):
-        return None
+        return None, ()
     if sinks is not None:
         tensors += (sinks,)
     if mask is not None:
         if not isinstance(mask, Mask):
-            return None
+            return None, ()
         masked = mask.description()
         if masked is None:
-            return None
+            return None, ()
         tensors += mask.tensors()
     if is_transformed(tensors):
-        return None
-    learning = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-    parts: list[object] = [options, masked, scale, softcap, sinks is None, learning]
-    if tensors[0].is_cuda:
+        return None, ()
+    parts: list[object] = [options, masked, scale, softcap, sinks is None, learns(tensors)]
+    if tensors[0].dtype is torch.float32:
         parts.append(torch.backends.cuda.matmul.fp32_precision)  # its older name may raise
     for x in tensors:
         parts += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-    return CallDescription(tuple(parts), tensors, learning)
+    return tuple(parts), tensors
+
+
+def learns(tensors: tuple[Tensor, ...]) -> bool:
+    """Return whether gradients follow a call."""
+    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
 
 
 def known(key: Key) -> Prepared | None:
