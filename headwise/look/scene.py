@@ -1,4 +1,4 @@
-"""The scene of the page: a model, the inputs it has read, and the heads that read them."""
+"""The model, the inputs it has read, and the heads that read them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEADS = (
 """The figures in which a head can lead. Only the last three apply to cross-attention."""
 
 
-SIGNS = {**{code: 0x2400 + code for code in range(32)}, 10: "⏎", 127: "␡"}
+SIGNS: dict[int, str | int] = {**{code: 0x2400 + code for code in range(32)}, 10: "⏎", 127: "␡"}
 """Visible signs for control characters."""
 
 ORDERING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"

@@ -103,9 +103,12 @@ class Session:
         self._begin(work)
         return id
 
-    def count(self, text: str) -> dict[str, int]:
-        """The number of tokens that a text has, and the most that can be read."""
-        reader = self._idle()
+    def count(self, text: str) -> dict[str, int | None]:
+        """The number of tokens of a text, and the most that can be read; None while one is read."""
+        try:
+            reader = self._idle()
+        except BusyError:
+            return {"tokens": None, "most": None}
         return {"tokens": reader.count(text), "most": most_tokens(reader.description.device)}
 
     def _idle(self) -> Reader:

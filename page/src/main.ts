@@ -26,7 +26,7 @@ if (page) {
   show(page, recorded ? new FileTransport(JSON.parse(recorded)) : new ServerTransport());
 }
 
-/** What anywidget calls. */
+/** Called by anywidget. */
 function render({ model, el }: { model: WidgetModel; el: HTMLElement }): () => void {
   const transport = new WidgetTransport(model);
   el.style.height = `${Number(model.get('height')) || 680}px`;

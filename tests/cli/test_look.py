@@ -21,7 +21,7 @@ def run(*words: str, stdin: str | None = None) -> str:
 
 
 def refused(*words: str) -> str:
-    """What `headwise look …` says when it refuses."""
+    """The message of `headwise look …` when it refuses."""
     result = CliRunner().invoke(app, ["look", *words])
     assert result.exit_code == 2
     return " ".join(result.output.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""What the page asks and what it is answered."""
+"""The page's requests and their answers."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Which model is meant: the built-in ones, runs, and transformers models of every kind."""
+"""Models by name: the built-in ones, runs, and transformers models of every kind."""
 
 import io
 import json

@@ -27,7 +27,7 @@ STICKING_OUT = """() => {
   }
   return found;
 }"""
-"""What lies outside the window, but for what a part of the page scrolls itself."""
+"""The elements outside the window, except those that a part of the page scrolls."""
 
 
 def try_widths(page: Page) -> None:

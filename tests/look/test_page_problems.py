@@ -1,4 +1,4 @@
-"""What the page says when something is refused or not there, in both languages."""
+"""Refusals and missing things on the page, in both languages."""
 
 from __future__ import annotations
 

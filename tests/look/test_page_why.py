@@ -11,7 +11,7 @@ from tests.look.conftest import Visits
 
 
 def found(experiment: str, **settings: object) -> dict[str, Any]:
-    """What the library measures at these settings."""
+    """The library's measurements at these settings."""
     asked = {name: str(value) for name, value in settings.items()}
     measured: dict[str, Any] = json.loads(why.answer(experiment, asked))["found"]
     return measured

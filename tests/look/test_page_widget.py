@@ -37,7 +37,7 @@ NOTEBOOK = """async () => {
   window.change = (view) => { traits.view = view; listeners['change:view'].forEach((f) => f()); };
   window.listening = () => Object.values(listeners).flat().length;
 }"""
-"""What anywidget does in JupyterLab and VS Code, on a page of its own."""
+"""A page that does what anywidget does in JupyterLab and VS Code."""
 
 
 def open_notebook(visit: Visits, served: Served) -> Page:

@@ -52,7 +52,7 @@ def static(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(session: Session, static: Path) -> Iterator[int]:
-    """Where a real server listens."""
+    """The port of a real server."""
     bound = listening()
     config = uvicorn.Config(application(session, static), log_level="error", lifespan="off")
     running = uvicorn.Server(config)

@@ -55,6 +55,7 @@ def test_more_can_be_read_while_the_first_stays() -> None:
     assert session.join(300)
     with held() as go:
         assert session.add("so it goes") == "1"
+        assert session.count("not while it reads") == {"tokens": None, "most": None}
         with pytest.raises(BusyError):
             session.add("too early")
         assert session.state()["state"] == "ready"

@@ -47,11 +47,11 @@ year, on 9 November, the electric light is turned off for an hour, the clockwork
 hand, and the lamp turns as it turned for Johanna Pell. The ships on the river Tamsin sound their \
 horns, and someone always brings a goat.
 """
-"""What a language model reads if nothing is given: it has never met these names, and they return,
-so heads can only find them in the text before."""
+"""The default text of a language model: its names return, and the model has never met them, so
+heads can only find them in the text before."""
 
 SAMPLE_SENTENCE = "She has never seen such a big black dog in her life."
-"""What a translator reads if nothing is given: its French has another word order."""
+"""The default text of a translator: its French has another word order."""
 
 
 class Reader(Protocol):

@@ -63,7 +63,7 @@ class Query:
         return int(written)
 
     def how(self) -> How:
-        """How cells are pooled."""
+        """The pooling of cells: mean or max."""
         how = self.given.get("how", "mean")
         if how == "mean":
             return "mean"

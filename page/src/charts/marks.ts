@@ -1,6 +1,6 @@
-/** What can be drawn in a chart. */
+/** The marks of a chart. */
 
-/** Which of the four series colours. */
+/** One of the four series colours. */
 export type Colour = 0 | 1 | 2 | 3;
 
 export interface Line {
@@ -58,7 +58,7 @@ export interface Moment {
 
 export type Mark = Line | Dots | Band | Bins | Level | Moment;
 
-/** What the chart says of a place: the name and the number of each mark there. */
+/** The readout at a place: the name and the number of each mark there. */
 export interface Reading {
   name: string;
   colour: Colour;

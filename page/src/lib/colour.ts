@@ -71,7 +71,7 @@ function toRgb([lightness, a, b]: Triple): Triple {
   }) as unknown as Triple;
 }
 
-/** Which weights the colours span. Below `low` a logarithmic scale shows nothing. */
+/** The weights that the colours span. Below `low` a logarithmic scale shows nothing. */
 export interface Span {
   scale: Scale;
   low: number;

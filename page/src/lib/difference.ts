@@ -1,4 +1,4 @@
-/** What one map has more of than another: cell by cell, on a scale that is even to both sides. */
+/** The difference of two maps, cell by cell, on a symmetric colour scale. */
 
 import type { Mode } from './colour';
 import { weightOf } from './half';

@@ -1,14 +1,14 @@
-/** Answers from the file itself: what `headwise look --out file.html` wrote into it. */
+/** Answers from the file itself, written by `headwise look --out file.html`. */
 
 import { halfBits, weightOf } from './half';
-import { learn } from './said';
+import { learn } from './translations';
 import { Problem, headerNumber, type Bytes, type Transport } from './transport';
 import type { MapShape, TopKeys, Weight } from './types';
 
 /** An answer: JSON as it is, or bytes compressed and in base64. */
 type Kept = { json: unknown } | { gzip: string; headers: Record<string, string> };
 
-/** What is in the file: answers by the path that asks for them. */
+/** The content of the file: answers by their path. */
 export interface Recorded {
   version: string;
   answers: Record<string, Kept>;
@@ -71,7 +71,7 @@ export class FileTransport implements Transport {
     throw missing();
   }
 
-  /** What follows from the finest tiles in the file, to float16's three digits. */
+  /** An answer derived from the finest tiles in the file, to float16's three digits. */
   async #derived(path: string): Promise<unknown> {
     const weight = /^(.*)\/weight\/(\d+)\/(\d+)$/.exec(path);
     if (weight) {
@@ -108,7 +108,7 @@ export class FileTransport implements Transport {
     const weights = new Float32Array(along);
     for (let part = 0; part * shape.tile < along; part++) {
       const [x, y] = line === 'row' ? [part, across] : [across, part];
-      if (shape.causal && x > y) continue; // above the diagonal nothing is seen
+      if (shape.causal && x > y) continue; // above the diagonal everything is hidden
       const tile = await this.#leaf(map, shape.levels - 1, x, y);
       if (!tile) return undefined;
       const count = Math.min(shape.tile, along - part * shape.tile);

@@ -1,7 +1,7 @@
-/** What every view shares: the source, the route, and the state of the server behind them. */
+/** State that every view shares: the source, the route, and the server's state. */
 
 import { createContext } from 'svelte';
-import { missing, type Missing, type Side } from './named';
+import { missing, type Missing, type Side } from './lookup';
 import { Router, browserAddress, type Address } from './router.svelte';
 import { Source } from './source';
 import { Problem, type Transport } from './transport';
@@ -14,16 +14,16 @@ export class Look {
   readonly source: Source;
   readonly router: Router;
   state = $state.raw<State | null>(null);
-  /** Why the last question about the state had no answer. */
+  /** The reason why the last request for the state failed. */
   stopped = $state.raw<Problem | null>(null);
   /** The element the page is shown in. */
   root: HTMLElement | undefined;
-  /** The text that somebody types; it is kept until it has been read. */
+  /** The text in the window for a new input; it is kept until it has been read. */
   draft = $state('');
   #timer: ReturnType<typeof setTimeout> | undefined;
   #closed = false;
   #awaited: string | null = null;
-  /** The input whose problem somebody has seen. */
+  /** The input whose problem was dismissed. */
   #seen = $state<string | null>(null);
 
   constructor(
@@ -35,7 +35,7 @@ export class Look {
     void this.refresh();
   }
 
-  /** The input in the address, without one the newest; null where there is none such. */
+  /** The input in the address, by default the newest; null if there is no such input. */
   get input(): Input | null {
     return named(this.state?.inputs ?? [], this.router.route.parameters.input);
   }
@@ -45,14 +45,14 @@ export class Look {
     return named(this.input?.groups ?? [], this.router.route.parameters.group);
   }
 
-  /** What the address of a view of heads names and is not there, once something was read. */
+  /** The name in the address of a view of heads that has no match, once something was read. */
   get missing(): Missing | null {
     const inputs = this.state?.inputs ?? [];
     const sides: Side[] = this.router.view === 'compare' ? ['', '2'] : [''];
     return inputs.length ? missing(this.router.route.parameters, inputs, sides) : null;
   }
 
-  /** Why the last input could not be read, until somebody has seen it. */
+  /** The reason why the last input could not be read, until it is dismissed. */
   get problem(): Problem | null {
     const told = this.state?.problem;
     return told && told.id !== this.#seen ? new Problem(told.error, told.hint) : null;
@@ -62,7 +62,7 @@ export class Look {
     this.#seen = this.state?.problem?.id ?? null;
   }
 
-  /** What the model reads. */
+  /** The kind of input that the model reads. */
   get reads(): 'text' | 'image' {
     if (this.input) return this.input.kind === 'image' ? 'image' : 'text';
     return this.state?.model?.reads ?? 'text';
@@ -74,8 +74,8 @@ export class Look {
   }
 
   /**
-   * Whether a key is for a view: no window is open over it, wherever the focus is, nobody is typing,
-   * and in a notebook the page has the focus.
+   * True if a key is for a view: no window is open over it, wherever the focus is, no field has the
+   * focus, and in a notebook the page has it.
    */
   hears(event: KeyboardEvent): boolean {
     const target = event.target as HTMLElement;
@@ -132,7 +132,7 @@ export class Look {
   }
 }
 
-/** Of those with an id the one that is wanted, the last where nobody says which. */
+/** The item of an id; the last one by default. */
 function named<Item extends { id: string }>(items: Item[], wanted?: string): Item | null {
   return (wanted ? items.find((item) => item.id === wanted) : items.at(-1)) ?? null;
 }

@@ -1,6 +1,6 @@
 /** Answers from `headwise look`, over HTTP. */
 
-import { learn } from './said';
+import { learn } from './translations';
 import { Problem, headerNumber, type Bytes, type Transport } from './transport';
 
 export class ServerTransport implements Transport {

@@ -1,4 +1,4 @@
-/** What there is to see: the API as typed questions, over whichever transport there is. */
+/** The API as typed requests over any transport. */
 
 import { halfBits } from './half';
 import type { Transport } from './transport';
@@ -23,7 +23,7 @@ import type {
 
 type Parameters = Record<string, string | number | undefined>;
 
-/** How many answers that cannot change are kept. */
+/** The most answers to keep, of those that can't change. */
 const KEPT = 200;
 
 export class Source {
@@ -116,8 +116,8 @@ export class Source {
     return new Blob([answer.buffer], { type: 'image/png' });
   }
 
-  /** How many tokens a text has, and the most that can be read. */
-  count(text: string): Promise<{ tokens: number; most: number }> {
+  /** The number of tokens of a text, and the most that can be read; null while the model reads. */
+  count(text: string): Promise<{ tokens: number | null; most: number | null }> {
     return this.transport.post('/api/tokens', { text });
   }
 

@@ -18,7 +18,7 @@ class Theme {
     query.addEventListener('change', () => (this.#systemDark = query.matches));
   }
 
-  /** What is shown: the choice, or what the system says. */
+  /** The theme shown: the choice, or the system's. */
   get mode(): Mode {
     if (this.choice !== 'system') return this.choice;
     return this.#systemDark ? 'dark' : 'light';

@@ -1,9 +1,9 @@
-/** How a question reaches whoever can answer it. The API is the same over all three ways. */
+/** A way to reach the API: a server, a file or a notebook's kernel, all with the same answers. */
 
 import { speech } from './language.svelte';
-import { learn, said } from './said';
+import { learn, said } from './translations';
 
-/** What went wrong, and what to do about it: in English, and in the language of the page. */
+/** A problem and its remedy, in English and in the language of the page. */
 export class Problem extends Error {
   constructor(
     message: string,
@@ -27,7 +27,7 @@ export class Problem extends Error {
     return said(this.hint);
   }
 
-  /** What is wrong and what to do, in one line. */
+  /** The problem and its remedy in one line. */
   get line(): string {
     return [this.text, this.advice].filter(Boolean).join(speech.current === 'zh' ? '；' : '; ');
   }
@@ -47,7 +47,7 @@ export interface Transport {
   post<Answer>(path: string, body: object | Blob): Promise<Answer>;
 }
 
-/** The number in a header; a missing one is a mistake of the answering side. */
+/** The number in a header; a missing one is the server's mistake. */
 export function headerNumber(name: string, text: string | null | undefined): number {
   const value = Number(text ?? NaN);
   if (Number.isNaN(value)) throw new Problem(`the answer has no header ${name}`);

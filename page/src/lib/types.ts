@@ -1,10 +1,10 @@
-/** What the API answers: the types of headwise/look on the other side. */
+/** The answers of the API: the types of headwise/look in TypeScript. */
 
 export interface State {
   state: 'loading' | 'ready' | 'error';
-  /** What is being done; null when nothing is. */
+  /** The current stage; null if nothing is being done. */
   stage: string | null;
-  /** 0 to 1, or null where nobody can know. */
+  /** 0 to 1; null if unknown. */
   done: number | null;
   /** Why the last input could not be read; older ones still can be seen, but for an `error`. */
   problem: { id: string; error: string; hint: string } | null;
@@ -70,7 +70,7 @@ export interface RecordedHead {
   of: number;
 }
 
-/** Which head of which input. */
+/** The address of a head. */
 export interface HeadAddress {
   input: string;
   group: GroupId;
@@ -99,7 +99,7 @@ export interface Tokens {
 export type Axis = 'rows' | 'columns';
 export type How = 'mean' | 'max';
 
-/** How a map is pooled, and how many of the first keys are left out of it. */
+/** The pooling of a map, and the number of first keys left out. */
 export interface Pooling {
   how: How;
   drop: number;
@@ -170,7 +170,7 @@ export interface WatchState {
   layers: { layer: number; name: string; kind: string; heads: number }[];
   statistics: string[];
   alarms: Alarm[];
-  /** What the alarms' rules say, and where they come from. */
+  /** The alarms' rules and their sources. */
   rules: { rule: string; says: string; source: string }[];
   /** Seconds since something was written. */
   age: number;

@@ -1,12 +1,12 @@
 /** Answers from a notebook's kernel, over the messages of anywidget. */
 
 import type { Address } from './router.svelte';
-import { learn } from './said';
+import { learn } from './translations';
 import { Problem, headerNumber, type Bytes, type Transport } from './transport';
 
 type Listener = (message: Answer, buffers: DataView[]) => void;
 
-/** What is used of anywidget's model. */
+/** The part of anywidget's model that is used. */
 export interface WidgetModel {
   send(content: object, callbacks?: object, buffers?: ArrayBuffer[]): void;
   on(event: string, listener: Listener): void;
@@ -16,7 +16,7 @@ export interface WidgetModel {
   save_changes(): void;
 }
 
-/** What we ask; an image travels as a buffer beside it, and `type` says which kind. */
+/** A request; an image is a buffer beside it, and `type` its kind. */
 interface Question {
   path: string;
   method: 'GET' | 'POST';
@@ -24,7 +24,7 @@ interface Question {
   type?: string;
 }
 
-/** What comes back: JSON, or bytes in a buffer beside it. */
+/** A reply: JSON, or bytes in a buffer beside it. */
 interface Answer {
   id: number;
   status: number;

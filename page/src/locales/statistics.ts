@@ -106,7 +106,7 @@ export function headType(type: string | null): string {
   return typeNamed(type)?.name ?? type;
 }
 
-/** What heads of a type do. */
+/** The meaning of a type of heads. */
 export function typeMeaning(type: string): string {
   return typeNamed(type)?.meaning ?? '';
 }

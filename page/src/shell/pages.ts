@@ -20,12 +20,12 @@ export interface Page {
   view: Component;
   /** Its view's words: the keys it listens to are among them. */
   words: () => { keys: [string, string][] };
-  /** It shows what the model did with an input, so there must be one. */
+  /** It shows what the model did with an input, so it needs one. */
   ofInput: boolean;
   offered(state: State): boolean;
 }
 
-/** A model that is loading, or could not be, has its place too; a run of training has none. */
+/** A model that is loading or broken has its page too; a run without a model has none. */
 const ofHeads = (state: State) => state.pages.heads || !state.pages.watch;
 
 export const PAGES: readonly Page[] = [

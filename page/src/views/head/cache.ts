@@ -13,7 +13,7 @@ export class Cache<Kept> {
     return this.#bytes;
   }
 
-  /** What is kept under a key; being asked for counts as being used. */
+  /** The value of a key; asking counts as use. */
   get(key: string): Kept | undefined {
     const found = this.#kept.get(key);
     if (found === undefined) return undefined;

@@ -1,4 +1,4 @@
-/** What part of the map is in sight: moved by wheel, fingers and keys, and set by the address. */
+/** The visible part of the map: moved by wheel, fingers and keys, and set by the address. */
 
 import { select } from 'd3-selection';
 import { zoom, zoomIdentity, type D3ZoomEvent } from 'd3-zoom';

@@ -30,7 +30,7 @@ export interface Chart {
   readonly span: Span;
   readonly mode: Mode;
   readonly margins: Margins | null;
-  /** How many of the first keys are left out. */
+  /** The number of first keys that are left out. */
   readonly drop: number;
   readonly names: {
     readonly row: string;
@@ -134,7 +134,7 @@ function drawMargins(
   context.fillText(short(mostReceived), frame.left - 6, above.top + 3);
 }
 
-/** What the axes and the margins are. */
+/** The names of the axes and margins. */
 function drawNames(
   context: CanvasRenderingContext2D,
   frame: Frame,
@@ -180,7 +180,7 @@ function drawWeights(
   context.restore();
 }
 
-/** What the cell of a level over this pair of tokens holds; null where it is not here or hidden. */
+/** The value of the cell over this pair of tokens; null if it is hidden or not loaded. */
 export function cellAt(
   pyramid: Pyramid,
   level: number,
@@ -206,7 +206,7 @@ export function cellOver(pyramid: Pyramid, level: number, row: number, column: n
   return { left: Math.floor(column / size) * size, top: Math.floor(row / size) * size, size };
 }
 
-/** A cell somebody points at: the tokens it holds, and its number where it has one. */
+/** The cell under the cursor: its tokens, and its value if it has one. */
 export interface Pointed {
   readonly row: number;
   readonly column: number;

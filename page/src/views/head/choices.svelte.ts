@@ -1,8 +1,8 @@
-/** What the address says about the view of one head: every choice is in it, so a link shows the same. */
+/** The choices of the view of one head; all are in the address, so a link shows the same. */
 
 import type { Scale } from '../../lib/colour';
 import type { Look } from '../../lib/look.svelte';
-import { headsOf } from '../../lib/named';
+import { headsOf } from '../../lib/lookup';
 import type { Changes } from '../../lib/router.svelte';
 import type { HeadAddress, How } from '../../lib/types';
 import type { Place } from './view';
@@ -10,10 +10,10 @@ import type { Place } from './view';
 export type By = 'row' | 'column';
 export type Side = 'text' | 'lines' | 'image';
 
-/** Up to so many keys colours are linear, unless somebody chooses. */
+/** Up to this many keys, colours are linear by default. */
 const FEW = 64;
 
-/** How many of the first keys can be left out. */
+/** The numbers of first keys that can be left out. */
 export const DROPS = [0, 1, 4] as const;
 
 export class Choices {
@@ -23,7 +23,7 @@ export class Choices {
     this.#look = look;
   }
 
-  /** The heads of the group that can be opened, as [layer, head]; a file holds some only. */
+  /** The heads of the group that can be opened, as [layer, head]; a file may not hold all. */
   get heads(): readonly (readonly [number, number])[] {
     return headsOf(this.#look.state, this.#look.group);
   }
@@ -41,7 +41,7 @@ export class Choices {
     };
   }
 
-  /** The head so many steps on in reading order, or null at the ends. */
+  /** The head `by` steps on in reading order; null past the ends. */
   neighbour(by: number): readonly [number, number] | null {
     const { heads, head } = this;
     const here = heads.findIndex(
@@ -50,7 +50,7 @@ export class Choices {
     return here < 0 ? null : (heads[here + by] ?? null);
   }
 
-  /** How many levels of the open head's map there are, of a file perhaps not all. */
+  /** The number of levels of the open head's map; a file may not hold all. */
   get levels(): number {
     const { head } = this;
     const inside = this.#look.state?.static?.heads.find(
@@ -79,7 +79,7 @@ export class Choices {
     return DROPS[(DROPS.findIndex((drop) => drop === this.drop) + 1) % DROPS.length]!;
   }
 
-  /** What the text is coloured by: the chosen token's row of the map, or its column. */
+  /** Colours the text by the chosen token's row of the map, or by its column. */
   get by(): By {
     return this.#text('by') === 'column' ? 'column' : 'row';
   }
@@ -117,7 +117,7 @@ export class Choices {
     this.#look.router.set(changes);
   }
 
-  /** Rounded to less than a tenth of a pixel: the view follows the address, and nobody sees it. */
+  /** Rounded to less than a tenth of a pixel: the view follows the address without a visible step. */
   setPlace(place: Place | null): void {
     const short = (value: number, digits: number) => Number(value.toFixed(digits));
     this.set({

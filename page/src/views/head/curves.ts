@@ -15,7 +15,7 @@ export interface Curves {
   readonly rows: readonly number[];
   readonly keys: readonly number[];
   readonly curves: readonly Curve[];
-  /** How many keys found no place in the list. */
+  /** The number of keys left out of the list. */
   readonly leftOut: number;
 }
 
@@ -58,7 +58,7 @@ export function curvesOf(
   return { rows, keys, curves, leftOut };
 }
 
-/** The rows whose lines are shown when nobody has said: those in sight, or some around the chosen. */
+/** The rows whose lines are shown by default: the visible ones, or some around the chosen one. */
 export function defaultSpan(
   inSight: readonly [number, number],
   row: number | null,

@@ -1,4 +1,4 @@
-/** What a key means to the map. */
+/** The keys of the map. */
 
 export type Move =
   | { readonly kind: 'zoom'; readonly by: number }

@@ -9,7 +9,7 @@ const REST = 150; // milliseconds without a move
 
 export class MarginsInSight {
   value = $state.raw<Margins | null>(null);
-  /** Whether those of what is in sight are still to come. */
+  /** True while the visible part is still loading. */
   pending = $state(true);
   readonly #one: () => OneHead;
   readonly #box: () => Box;

@@ -1,4 +1,4 @@
-/** What the parts of the view share: the head, its tokens, and what somebody points at. */
+/** State that the parts of the view share: the head, its tokens, and the pointed cell. */
 
 import type { Span } from '../../lib/colour';
 import type { Look } from '../../lib/look.svelte';
@@ -12,22 +12,22 @@ import type { Tokens } from './tokens.svelte';
 export class OneHead {
   /** The cell under the cursor. */
   pointed = $state.raw<Pointed | null>(null);
-  /** The row and the column of a token somebody points at in the text. */
+  /** The row and the column of the token under the cursor in the text. */
   markedRow = $state<number | null>(null);
   markedColumn = $state<number | null>(null);
   /** The weights that the colours of the map span now. */
   span = $state.raw<Span | null>(null);
-  /** How many tokens a cell of the map holds along each side, and how far the map is zoomed. */
+  /** Tokens along each side of a cell, and the magnification. */
   cell = $state(1);
   zoom = $state(1);
   /** The rows in sight: the first, and the one after the last. */
   rowsInSight = $state.raw<readonly [number, number]>([0, 0]);
   busy = $state(true);
-  /** Why a part of the map that is in sight is missing. */
+  /** The reason why a visible part of the map is missing. */
   problem = $state.raw<Problem | null>(null);
-  /** A file ends before the level that would be drawn here. */
+  /** The file does not hold the level needed here. */
   ended = $state(false);
-  /** How often somebody asked to try again. */
+  /** The number of retries. */
   attempts = $state(0);
 
   constructor(
@@ -53,7 +53,7 @@ export class OneHead {
     if (first !== start || last !== stop) this.rowsInSight = [first, last];
   }
 
-  /** Ask again for what could not be had. */
+  /** Ask again for what could not be loaded. */
   retry(): void {
     this.attempts++;
   }

@@ -1,4 +1,4 @@
-/** What lies over the map and changes with the cursor: marked rows and keys, and their names. */
+/** Drawn over the map and following the cursor: marked rows and keys, and their names. */
 
 import { fitted, type Ink } from './axes';
 import type { Frame } from './draw';

@@ -25,7 +25,7 @@ export interface Box {
   readonly bottom: number;
 }
 
-/** How many tokens a cell of this level holds along each side. */
+/** The number of tokens along each side of a cell of this level. */
 export function cellSize(pyramid: Pyramid, level: number): number {
   return 2 ** (pyramid.levels - 1 - level);
 }
@@ -39,7 +39,7 @@ export function levelFor(pyramid: Pyramid, pixelsPerToken: number): number {
   return Math.max(0, pyramid.levels - 1 - halvings);
 }
 
-/** What a tile covers. */
+/** The box that a tile covers. */
 export function boxOf(pyramid: Pyramid, { level, x, y }: Address): Box {
   const side = pyramid.tile * cellSize(pyramid, level);
   return {
@@ -50,7 +50,7 @@ export function boxOf(pyramid: Pyramid, { level, x, y }: Address): Box {
   };
 }
 
-/** Whether a causal mask hides all of a box: its last row still stands before its first key. */
+/** True if a causal mask hides all of a box: its last row comes before its first key. */
 export function isHidden(pyramid: Pyramid, box: Box): boolean {
   const ahead = pyramid.columns - pyramid.rows; // the rows are the last of the sequence
   return pyramid.causal && box.left > box.bottom - 1 + ahead;

@@ -1,15 +1,15 @@
-/** What is asked of the source: few things at once, the wanted ones first, the unwanted never. */
+/** A queue of requests: few at once, the wanted ones first, cancelled if no longer wanted. */
 
 export interface Request {
   readonly key: string;
-  /** Runs until it is done or the signal says that nobody waits for it any more. */
+  /** Runs until it is done or the signal aborts it. */
   readonly run: (signal: AbortSignal) => Promise<void>;
 }
 
-/** How many requests may be under way. */
+/** The most requests at once. */
 const AT_ONCE = 6;
 
-/** Times its patience after which a request is sent even while others come and go. */
+/** Multiples of `patience` after which a request is sent even while others come and go. */
 const LONGEST = 3;
 
 export class Queue {

@@ -1,4 +1,4 @@
-/** Which weights the colours span, and which letters can be read on a colour. */
+/** The weights that the colours span, and the colour of letters on them. */
 
 import type { Mode, Scale, Span } from '../../lib/colour';
 import { roundUp } from './numbers';

@@ -17,7 +17,7 @@ export interface Tile {
   picture: { readonly canvas: OffscreenCanvas; readonly table: Uint32Array } | null;
 }
 
-/** What decoded tiles may take: some 170 of the largest, a fifth of what the page may use. */
+/** Bytes for decoded tiles: about 170 of the largest, a fifth of the page's memory. */
 export const TILE_BYTES = 64 * 2 ** 20;
 
 const BYTES_A_CELL = 2 + 4; // its float16 and its pixel
@@ -57,7 +57,7 @@ export class Tiles {
     return this.#cache.get(this.#key(address));
   }
 
-  /** Whether tiles are still to come. */
+  /** True while tiles are loading. */
   get busy(): boolean {
     return this.#queue.busy;
   }

@@ -1,4 +1,4 @@
-/** What part of a map is seen: where its middle is and how large a token is drawn. */
+/** The visible part of a map: its middle, and the size of a token. */
 
 import type { Box } from './pyramid';
 
@@ -23,7 +23,7 @@ export interface View {
 
 /** The view as an address keeps it: the same on every screen. */
 export interface Place {
-  /** How many times larger than when the whole map fits. */
+  /** Magnification; 1 shows the whole map. */
   readonly zoom: number;
   /** The token in the middle, along the keys and along the rows. */
   readonly x: number;
@@ -67,7 +67,7 @@ export function whole({ rows, columns }: Extent): Place {
   return { zoom: 1, x: columns / 2, y: rows / 2 };
 }
 
-/** Whether two views are the same to the eye. */
+/** True if two views look the same. */
 export function sameView(one: View, other: View): boolean {
   const near = (a: number, b: number) => Math.abs(a - b) < 1e-3;
   return (

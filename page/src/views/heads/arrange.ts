@@ -1,4 +1,4 @@
-/** Which heads are shown, and in which order. */
+/** Filters and sorts the heads. */
 
 import type { HeadFigures } from '../../lib/types';
 import { figure, headType } from '../../locales/statistics';
@@ -28,7 +28,7 @@ export function rangeOf(heads: readonly HeadFigures[], by: string): [number, num
   return values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
 }
 
-/** What differs by less, of its size, differs by rounding. */
+/** Relative differences below this are rounding. */
 const EQUAL = 1e-5;
 
 /** Where a value lies in a range: 0 to 1; null where there is no value, or all are equal. */
@@ -52,7 +52,7 @@ const COMPARE: Record<string, (one: number, other: number) => boolean> = {
 };
 
 /**
- * What someone typed: `5` is a layer, `5.1` a head (several are any of them), `entropy<2` a figure,
+ * The filter as typed: `5` is a layer, `5.1` a head (several are any of them), `entropy<2` a figure,
  * and any other word part of a type's name.
  */
 export function parseFilter(text: string, columns: string[], types: (string | null)[]): Filter {

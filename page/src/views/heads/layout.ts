@@ -61,7 +61,7 @@ export function layOut(
   };
 }
 
-/** How arrow keys step: down and to the right. */
+/** The steps of the arrow keys: down and to the right. */
 export const STEPS: Readonly<Record<string, readonly [number, number]>> = {
   ArrowLeft: [0, -1],
   ArrowRight: [0, 1],

@@ -4,7 +4,7 @@ import type { Source } from '../../lib/source';
 import { Problem } from '../../lib/transport';
 import type { Series, WatchState } from '../../lib/types';
 
-/** What is shown where the address names nothing. */
+/** The default view. */
 const USUAL = 'entropy_mean';
 
 const WHILE_GOING = 1_000;
@@ -16,7 +16,7 @@ const GOING = 60;
 export class Run {
   state = $state.raw<WatchState | null>(null);
   series = $state.raw<Series | null>(null);
-  /** Which statistic the series is of. */
+  /** The statistic of the series. */
   statistic = $state.raw<string | null>(null);
   problem = $state.raw<Problem | null>(null);
   #wanted: string | null = null;

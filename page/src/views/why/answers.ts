@@ -1,4 +1,4 @@
-/** What the experiments answer: the dataclasses of headwise/look/experiments. */
+/** The results of the experiments: the dataclasses of headwise/look/experiments. */
 
 export const EXPERIMENTS = ['scale', 'heads', 'scores', 'sharing'] as const;
 export type ExperimentId = (typeof EXPERIMENTS)[number];

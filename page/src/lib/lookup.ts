@@ -1,4 +1,4 @@
-/** What an address names: an input, a group of heads, a head; or that it is not there. */
+/** Looks up the input, group and head that an address names, or says what is missing. */
 
 import type { Group, Input, State } from './types';
 
@@ -7,12 +7,12 @@ type Parameters = Readonly<Record<string, string>>;
 /** Compare names two heads: the second by input2, group2, layer2 and head2. */
 export type Side = '' | '2';
 
-/** What is named and not there; `input` and `group` are those that it is not in. */
+/** A name without a match; `input` and `group` are where it was looked for. */
 export type Missing = { side: Side; asked: string } & (
   { what: 'input' } | { what: 'group'; input: Input } | { what: 'head'; input: Input; group: Group }
 );
 
-/** The heads of a group that can be opened, in reading order; a file holds some only. */
+/** The heads of a group that can be opened, in reading order; a file may not hold all. */
 export function headsOf(state: State | null, group: Group | null): Place[] {
   const inside = state?.static?.heads.filter((each) => each.group === group?.id);
   if (inside) {
@@ -24,7 +24,7 @@ export function headsOf(state: State | null, group: Group | null): Place[] {
   );
 }
 
-/** The first thing in an address that is not there; null while nothing is missing. */
+/** The first name in an address without a match; null if there is none. */
 export function missing(parameters: Parameters, inputs: Input[], sides: Side[]): Missing | null {
   for (const side of sides) {
     const named = (name: string) => parameters[name + side] ?? (side && parameters[name]);

@@ -1,4 +1,4 @@
-/** What a server says: in English, and in 中文 beside it, under `zh` of the same answer. */
+/** The server's sentences in English, and in 中文 under `zh` of the same answer. */
 
 import { speech } from './language.svelte';
 
@@ -11,7 +11,7 @@ export function learn<Answer>(answer: Answer): Answer {
   return answer;
 }
 
-/** A sentence of an answer in the language of the page; in English where nobody translated it. */
+/** A sentence of an answer in the language of the page; in English if it has no translation. */
 export function said(english: string): string {
   return speech.current === 'zh' ? (chinese.get(english) ?? english) : english;
 }
