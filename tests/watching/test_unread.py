@@ -150,6 +150,15 @@ def test_what_is_not_read_is_said(way: str, tmp_path: Path) -> None:
         model(x)
 
 
+def test_logits_are_not_held_longer_than_needed() -> None:
+    model, x = Pair(Written(WAYS["bmm"])), torch.randn(B, N, H * D)
+    with hw.watch(model, maps=False) as seen:
+        held = model(x)  # autograd keeps the weights
+        (undo,) = [x for x in seen._undo if getattr(x, "__name__", "") == "leave_all"]
+        assert not undo.__self__.running.written_out.waiting
+    assert held[1].requires_grad
+
+
 def test_a_model_of_which_nothing_is_read_is_an_error_with_the_reason() -> None:
     model = Written(UNREADABLE["windows"])
     refused = pytest.raises(ValueError, match="no attention could be read in this Written; the mo")

@@ -148,7 +148,9 @@ class Listener(TorchFunctionMode):
             frame = self.frames.pop()
             if frame.listening:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            if not self.frames:
+            if self.frames:
+                self.running.written_out.leave()
+            else:
                 self.report_unmet()
             self.recorder.end()
             if frame.module is module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,12 +121,15 @@ class WrittenOut:
         function, out, given = op.function, op.out, op.given
         if not isinstance(out, Tensor):
             return None
-        if function in PRODUCTS or function in ADDED:
-            return self._product(op)
         known = self._known(given[0]) if given else None
         other = self._known(given[1]) if len(given) > 1 else None
-        if isinstance(known, WeighedValues):
-            return self._sum(known, op)
+        if function in PRODUCTS or function in ADDED or isinstance(known, WeighedValues):
+            try:
+                return (
+                    self._sum(known, op) if isinstance(known, WeighedValues) else self._product(op)
+                )
+            finally:
+                self._forget(lambda x: isinstance(x, Weights) and x.origin.met)
         if isinstance(known, Exponential):
             self._normalise(known, other, op)
         elif isinstance(known, ExponentialSum) and function in LAYOUTS:
@@ -141,9 +144,18 @@ class WrittenOut:
 
     def unmet(self) -> list[Origin]:
         """Softmaxes that look like attention, and whose weights never met values; forget all."""
+        self._tracked.clear()
         found = [x for x in self.origins if x.looks_like_attention and not (x.met or x.routed)]
         self.origins.clear()
         return found
+
+    def leave(self) -> None:
+        """A module has run: exponentials that it made and did not divide are not weights."""
+        self._forget(lambda x: isinstance(x, Exponential | ExponentialSum))
+
+    def _forget(self, which: Callable[[object], bool]) -> None:
+        """Forget what is not needed: in training autograd keeps tensors, and so their logits."""
+        self._tracked = {key: kept for key, kept in self._tracked.items() if not which(kept[1])}
 
     def _track(self, out: Tensor, what: object) -> None:
         key = id(out)
