@@ -22,7 +22,7 @@ from headwise.core.observation import (
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
 from headwise.core.sums import EVERYTHING
-from headwise.dropout import Dropout
+from headwise.dropout import Dropout, drops_nothing
 from headwise.engines import quick, sdpa, settled
 from headwise.engines.again import again
 from headwise.engines.plan import Plan, choose
@@ -72,7 +72,7 @@ def attention(
         )  # fmt: skip
         return heard
     description = None
-    if bias is None and softcap is None and sinks is None and dropout == 0.0:
+    if bias is None and softcap is None and sinks is None and drops_nothing(dropout):
         found = quick.step(q, k, v, score, mask, engine)
         if found is not None:
             return found
@@ -93,7 +93,7 @@ def attention(
         out = module.attend(problem)
         return (out if q.ndim == 4 else out[0],)
 
-    if bias is not None or dropout != 0.0:
+    if bias is not None or not drops_nothing(dropout):
         return run()[0]
     return again(run, q, k, v, score, mask, softcap, sinks, engine)[0]
 
@@ -147,7 +147,7 @@ def observe(
             _, values = _observe(problem.at(sampled), engine, found, sink_keys)
         return (out, *(values[name] for name in found))
 
-    if sampled is not None or bias is not None or dropout != 0.0:
+    if sampled is not None or bias is not None or not drops_nothing(dropout):
         out, *values = run()
     else:
         out, *values = again(run, q, k, v, score, mask, softcap, sinks, engine, found, sink_keys)
@@ -271,6 +271,10 @@ def explain(
       reference  could, but streaming is preferred
     """
     four = _batched("explain", q, k, v)
+    if not isinstance(observed, bool):
+        raise ValueError(
+            f"observed={observed!r} must be a bool\n  in {restate('explain', q, k, v)}"
+        )
     problem = pose(
         "explain", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout,

@@ -96,6 +96,8 @@ def transformed(*tensors: Tensor) -> bool:
     for x in tensors:
         if (type(x) is not Tensor and type(x) is not Parameter) or x.is_meta or x.is_neg():
             return True
+        if x.layout is not torch.strided:
+            return True
     kind = tensors[0].device.type
     return (
         torch._C._len_torch_dispatch_stack() > 0
