@@ -163,7 +163,7 @@ class Between(Mask):
         first, last = self.intervals(place)[0]
         first, last = torch.broadcast_tensors(first, last)
         if first.shape[-1] == 0:
-            return first.new_zeros(*first.shape[:-1], 1)
+            return torch.zeros_like(first.sum(-1, keepdim=True))
         unseen = torch.iinfo(torch.int32).max
         start = first.masked_fill(first >= last, unseen).amin(-1, keepdim=True)
         found: Tensor = start.masked_fill(start == unseen, 0).clamp_min_(0)

@@ -308,11 +308,11 @@ class AttentionMap:
 
 def _check_lse(lse: object, q: Tensor, call: str) -> None:
     """Raise ValueError unless lse is a real tensor (B, Hq, N)."""
-    real = isinstance(lse, Tensor) and lse.is_floating_point() and lse.layout == torch.strided
-    if not isinstance(lse, Tensor) or not real or lse.shape != q.shape[:3]:
-        kind = f"has shape {tuple(lse.shape)}" if real else f"is {describe(lse)}"
+    dense = isinstance(lse, Tensor) and lse.is_floating_point() and lse.layout == torch.strided
+    if not isinstance(lse, Tensor) or not dense or lse.shape != q.shape[:3]:
         raise ValueError(
-            f"lse {kind}; give one number per query row, {tuple(q.shape[:3])}\n  in {call}"
+            f"lse is {describe(lse)}; give one number per query row, {tuple(q.shape[:3])}"
+            f"\n  in {call}"
         )
 
 
