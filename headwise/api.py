@@ -267,6 +267,10 @@ def explain(
       reference  could, but streaming is preferred
     """
     four = _batched("explain", q, k, v)
+    if not isinstance(observed, bool):
+        raise ValueError(
+            f"observed={observed!r} must be a bool\n  in {restate('explain', q, k, v)}"
+        )
     problem = pose(
         "explain", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.core.arguments import is_number
+from headwise.core.arguments import is_number, is_scalar
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class Dot:
                 "hw.Dot's scale is a number, and this tensor requires a gradient; use "
                 "hw.attention(q * scale, k, v, score=hw.Dot(1.0))"
             )
-        one = is_number(scale) or (isinstance(scale, Tensor) and scale.numel() == 1)
-        if scale is not None and not one:
+        if scale is not None and not is_scalar(scale):
             raise ValueError(f"hw.Dot({scale!r}): the scale must be a number, or None for 1/√d")
 
 
@@ -114,7 +113,7 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
                 f"hw.Cosine's temperature has shape {tuple(temperature.shape)}; this call needs "
                 f"a scalar or ({heads},)"
             )
-        return Scored(q * temperature.reshape(-1, 1, 1).to(q.dtype), k)
+        return Scored(q * temperature.reshape(-1, 1, 1).to(q), k)
     raise ValueError(f"score={score!r} is not one of hw.Dot, hw.Additive, hw.General, hw.Cosine")
 
 

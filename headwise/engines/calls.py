@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from headwise.core.intervals import Mask
+from headwise.dropout import drops_nothing
 from headwise.engines.contract import Prepared
 from headwise.score import Dot
 
@@ -38,7 +39,7 @@ def describe(
     `tensors` are q, k, v, or what a cache stores in their place; `options` is hashable: the engine,
     the statistics, whatever else the results depend on.
     """
-    if torch.compiler.is_compiling() or bias is not None or dropout != 0.0:
+    if torch.compiler.is_compiling() or bias is not None or not drops_nothing(dropout):
         return None, ()
     scale = masked = None
     if score is not None:
@@ -96,7 +97,7 @@ def is_transformed(tensors: tuple[object, ...]) -> bool:
     for x in tensors:
         if type(x) is not Tensor and type(x) is not Parameter:
             return True
-        if x.is_meta or x.is_neg():
+        if x.is_meta or x.is_neg() or x.layout is not torch.strided:
             return True
     return (
         torch._C._len_torch_dispatch_stack() > 0
