@@ -92,9 +92,7 @@ def measure(
     tokens = torch.randint(config.vocabulary, (size, config.context + 1), device=device)
     ways: dict[str, Any] = {
         "headwise": nullcontext,
-        "F.scaled_dot_product_attention": lambda: mock.patch(
-            "headwise.nn.multi_head.attention", plain
-        ),
+        "F.scaled_dot_product_attention": lambda: mock.patch("headwise.nn.call.attention", plain),
     }
     steps: dict[str, Any] = {}
     for way, patch in ways.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from headwise.engines.streaming.engine import STREAMING
 from headwise.maps.attention_map import AttentionMap
 from headwise.score import Score
 
+OPTIONS = ("score", "mask", "bias", "softcap", "sinks", "dropout")
 Found = TypeVar("Found")
 
 
@@ -72,7 +73,7 @@ def attention(
             sinks=sinks, dropout=dropout, engine=engine,
         )  # fmt: skip
         return result
-    options = _Options(score, mask, bias, softcap, sinks, dropout)
+    options = (score, mask, bias, softcap, sinks, dropout)
     (out,) = _serve("attention", _batched("attention", q, k, v), options, engine)
     return out if q.ndim == 4 else out[0]
 
@@ -113,11 +114,11 @@ def observe(
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
     found = with_max_logit(names)
-    options = _Options(score, mask, bias, softcap, sinks, dropout)
+    options: tuple[Any, ...] = (score, mask, bias, softcap, sinks, dropout)
     if sampled is None:
         out, *values = _serve("observe", four, options, engine, found, sink_keys)
     else:
-        problem = pose("observe", *four, **options._asdict())
+        problem = pose("observe", *four, **dict(zip(OPTIONS, options, strict=True)))
         out = _restating("observe", four, choose, problem, engine).attend(problem)
         values = _observe(problem.at(sampled), engine, found, sink_keys)
     seen = _observation(dict(zip(found, values, strict=True)), names, sampled, q.ndim == 4)
@@ -181,45 +182,31 @@ def _observe(problem: Problem, engine: str, names: tuple[str, ...], sink_keys: i
     return list(compute(chosen, problem, names, sink_keys)[1:])
 
 
-class _Options(NamedTuple):
-    """The options of `attention` that decide what is computed."""
-
-    score: Score | None
-    mask: Mask | None
-    bias: Bias | None
-    softcap: float | None
-    sinks: Tensor | None
-    dropout: float | Dropout
-
-
 def _serve(
     call: str,
     tensors: tuple[Tensor, Tensor, Tensor],
-    options: _Options,
+    options: tuple[Any, ...],
     engine: str,
     names: tuple[str, ...] = (),
     sink_keys: int = 1,
 ) -> Results:
-    """Return out and the named statistics, from the cache of prepared calls if possible.
+    """Return out and the named statistics: by the prepared call of this description, or a new one.
 
     The path of every call: describe it and look it up; if it is new, check it, choose an engine,
-    let the engine prepare it, and run.
+    let the engine prepare it, and run it. `options` are the values of OPTIONS.
     """
-    q, k, v = tensors
-    described = None
-    if q.dtype is k.dtype is v.dtype:  # otherwise autocast may unify them
-        described = calls.describe(tensors, **options._asdict(), options=(engine, names, sink_keys))
-    prepared = None if described is None else calls.known(described.key)
-    if described is not None and prepared is not None:
-        return prepared(*described.tensors)
-    problem = pose(call, q, k, v, **options._asdict())
+    key, given = calls.describe(tensors, *options, options=(engine, names, sink_keys))
+    prepared = None if key is None else calls.known(key)
+    if prepared is not None:
+        return prepared(*given)
+    problem = pose(call, *tensors, **dict(zip(OPTIONS, options, strict=True)))
     chosen = _restating(call, tensors, choose, problem, engine, bool(names))
-    if described is not None:
+    if key is not None:
         prepared = chosen.prepare(problem, names, sink_keys)
-    if described is None or prepared is None:
+    if key is None or prepared is None:
         return compute(chosen, problem, names, sink_keys)
-    results = prepared(*described.tensors)
-    calls.keep(described.key, prepared)
+    results = prepared(*given)
+    calls.keep(key, prepared)
     return results
 
 
@@ -280,6 +267,10 @@ def explain(
       reference  could, but streaming is preferred
     """
     four = _batched("explain", q, k, v)
+    if not isinstance(observed, bool):
+        raise ValueError(
+            f"observed={observed!r} must be a bool\n  in {restate('explain', q, k, v)}"
+        )
     problem = pose(
         "explain", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout,

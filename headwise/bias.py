@@ -10,6 +10,9 @@ from torch import Tensor
 
 from headwise.core.arguments import is_integer
 
+MOST_HEADS = 1 << 16
+LONGEST = 1 << 20  # distances that a table is expanded to
+
 
 @dataclass(frozen=True, eq=False)
 class ALiBi:
@@ -24,7 +27,7 @@ class ALiBi:
     def __init__(self, heads_or_slopes: int | Tensor) -> None:
         given: object = heads_or_slopes
         if not isinstance(given, Tensor):
-            if not is_integer(given) or given < 1:
+            if not is_integer(given) or not 1 <= given <= MOST_HEADS:
                 raise ValueError(
                     f"hw.ALiBi({given!r}): give it the number of heads, or a tensor of slopes (Hq,)"
                 )
@@ -48,6 +51,10 @@ class RelativeBuckets:
         table: object = self.table
         if not isinstance(table, Tensor) or table.ndim == 0:
             raise ValueError("hw.RelativeBuckets takes a tensor (buckets, Hq)")
+        if not isinstance(self.bidirectional, bool):
+            raise ValueError(
+                f"hw.RelativeBuckets(bidirectional={self.bidirectional!r}) takes a bool"
+            )
         check_buckets(table.shape[0], self.bidirectional, self.max_distance)
 
     def by_distance(self) -> Tensor:
@@ -86,10 +93,10 @@ def check_buckets(buckets: int, bidirectional: bool, max_distance: int) -> None:
             f"hw.RelativeBuckets with bidirectional={bidirectional} needs at least {needed} "
             f"buckets; it has {buckets}"
         )
-    if not is_integer(max_distance) or max_distance <= exact:
+    if not is_integer(max_distance) or not exact < max_distance <= LONGEST:
         raise ValueError(
             f"hw.RelativeBuckets(max_distance={max_distance!r}): {exact} of the {buckets} buckets "
-            f"hold exact distances, so it must be an integer above {exact}"
+            f"hold exact distances, so it must be an integer above {exact} and at most 2**20"
         )
 
 

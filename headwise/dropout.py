@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.core.arguments import is_integer
+from headwise.core.arguments import INTEGER_DTYPES, is_integer, is_number, is_scalar
 
 _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
@@ -40,21 +40,21 @@ class Dropout:
         return torch.tensor(signed, device=device, dtype=torch.int64)
 
 
+def drops_nothing(dropout: object) -> bool:
+    """True for a rate of zero, given as a number."""
+    return is_number(dropout) and dropout == 0
+
+
 def check_rate(rate: float) -> None:
     """Raise ValueError unless 0 <= rate < 1."""
-    try:
-        fits = 0 <= rate < 1
-    except TypeError:  # not a number
-        fits = False
-    if not fits:
+    if not is_scalar(rate) or not 0 <= float(rate) < 1:
         raise ValueError(f"dropout={rate!r} must be in [0, 1)")
 
 
 def _check_seed(seed: object) -> None:
     """Raise ValueError unless seed is an integer of 64 bits, or a tensor of one integer."""
     if isinstance(seed, Tensor):
-        fits = seed.numel() == 1 and not (seed.is_floating_point() or seed.is_complex())
-        fits = fits and seed.dtype != torch.bool
+        fits = seed.numel() == 1 and seed.dtype in INTEGER_DTYPES
         kind = f"a {seed.dtype} tensor of shape {tuple(seed.shape)}"
     else:
         fits = is_integer(seed) and -(2**63) <= seed < 2**64

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.core.arguments import is_number
+from headwise.core.arguments import is_number, is_scalar
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class Dot:
                 "hw.Dot's scale is a number, and this tensor requires a gradient; use "
                 "hw.attention(q * scale, k, v, score=hw.Dot(1.0))"
             )
-        one = is_number(scale) or (isinstance(scale, Tensor) and scale.numel() == 1)
-        if scale is not None and not one:
+        if scale is not None and not is_scalar(scale):
             raise ValueError(f"hw.Dot({scale!r}): the scale must be a number, or None for 1/√d")
 
 
@@ -96,7 +95,8 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
         return Scored(q, k, width**-0.5 if score.scale is None else float(score.scale))
     if isinstance(score, Additive):
         weight = score.weight
-        if tuple(weight.shape) not in ((width,), (heads, width)):
+        shape = tuple(weight.shape)
+        if shape != (width,) and shape != (heads, width):  # not `in`: compilers compare symbols
             raise ValueError(
                 f"hw.Additive's weight has shape {tuple(weight.shape)}; this call needs "
                 f"({width},) or ({heads}, {width})"
@@ -107,12 +107,13 @@ def rewrite(score: Score, q: Tensor, k: Tensor) -> Scored:
         if not isinstance(score.temperature, Tensor):
             return Scored(q, k, float(score.temperature))
         temperature = score.temperature
-        if tuple(temperature.shape) not in ((), (1,), (heads,)):
+        shape = tuple(temperature.shape)
+        if shape != () and shape != (1,) and shape != (heads,):
             raise ValueError(
                 f"hw.Cosine's temperature has shape {tuple(temperature.shape)}; this call needs "
                 f"a scalar or ({heads},)"
             )
-        return Scored(q * temperature.reshape(-1, 1, 1).to(q.dtype), k)
+        return Scored(q * temperature.reshape(-1, 1, 1).to(q), k)
     raise ValueError(f"score={score!r} is not one of hw.Dot, hw.Additive, hw.General, hw.Cosine")
 
 

@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "score": ("dot", "scaled", "odd scale", "additive", "general", "cosine"),
     "mask": (
         *("none", "causal", "offsets", "window", "prefix-lm", "padding", "documents", "between"),
-        *("sinks and window", "dense", "dense and causal", "blind rows", "any"),
+        *("sinks and window", "dense", "dense and causal", "blind rows", "rows alike", "any"),
     ),
     "bias": ("none", "alibi", "buckets", "tensor", "hiding"),
     "softcap": ("none", "cap"),
@@ -75,7 +75,7 @@ class Rule:
 
     mask: hw.mask.Mask | None
     sees: Sees
-    pieces: int = 1  # intervals a row; 0: none of that kind
+    pieces: int = 1  # intervals per row; 0 for a dense mask
     stands: Callable[[int, int], int] | None = None  # (batch entry, query) -> key position
 
     def __and__(self, other: Rule) -> Rule:
@@ -192,14 +192,27 @@ def rule(kind: str, sizes: Sizes, dice: random.Random) -> Rule:
         ),
         "dense": lambda: dense(sizes, _booleans(sizes, dice)),
         "dense and causal": lambda: dense(sizes, _booleans(sizes, dice)) & causal(sizes),
+        "rows alike": lambda: _alike(sizes, dice),
         "blind rows": lambda: dense(sizes, torch.arange(N)[:, None].expand(N, M) % 2 == 1),
     }
     return made[kind]()
 
 
+def _alike(sizes: Sizes, dice: random.Random) -> Rule:
+    """Every row of a head sees the same keys: padding on either side, or any keys."""
+    if dice.random() < 0.4:
+        seen = torch.tensor([[dice.random() < 0.6 for _ in range(sizes.keys)]])
+        return dense(sizes, seen.reshape(1, 1, 1, sizes.keys))
+    first = [[[dice.randint(0, sizes.keys)]] for _ in range(sizes.batch)]
+    found = between(sizes, torch.tensor(first).reshape(-1, 1, 1), torch.tensor(sizes.keys))
+    return found if dice.random() < 0.5 else found & lengths(_each(sizes, dice))
+
+
 def any_rule(sizes: Sizes, dice: random.Random, depth: int = 3) -> Rule:
-    """Masks joined by & and | as they come, with at most two intervals a row."""
-    simple = ("causal", "offsets", "window", "padding", "documents", "between", "dense")
+    """Masks joined by & and | as they come, with at most two intervals per row."""
+    simple = (
+        *("causal", "offsets", "window", "padding", "documents", "between", "dense", "rows alike"),
+    )
     found = rule(dice.choice(simple), sizes, dice)
     for _ in range(dice.randint(0, depth)):
         other = rule(dice.choice(simple), sizes, dice)

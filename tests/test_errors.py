@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from tests import garbage
 
 q = torch.randn(2, 4, 5, 8)
 k = torch.randn(2, 2, 6, 8)
@@ -243,3 +244,18 @@ def test_a_map_restates_no_values_that_it_was_not_given() -> None:
         hw.attention_map(q, k[:1])
     with pytest.raises(ValueError, match=r"need to be tensors\n  in hw\.attention_map\(q .*k list"):
         hw.attention_map(q, [1.0])
+
+
+@pytest.mark.filterwarnings("ignore")  # of PyTorch, about sparse tensors and float8
+def test_garbage_anywhere_is_taken_or_refused_in_words() -> None:
+    wrong, count = {}, 0
+    for name, call in garbage.calls():
+        count += 1
+        try:
+            call()
+        except (ValueError, TypeError):
+            continue
+        except Exception as error:
+            wrong[name] = f"{type(error).__name__}: {error}"
+    assert count > 5000
+    assert not wrong

@@ -10,11 +10,10 @@ from bench.house import size
 
 PACKAGE = Path(headwise.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MODULES = [path for path in MODULES if "training" in path.parts]
 FOLDERS = sorted({path.parent for path in MODULES})
 
-COMMANDS = {"look", "watch", "train", "doctor"}
-"""A module of cli is named after its command, and may share the name with what it shows."""
+SAME = {"look", "watch", "train", "doctor", "engine"}
+"""Modules that may share a name: a command with what it shows, and the engine of each folder."""
 
 LEARNT = {"ALiBi", "RelativeBuckets", "Additive", "General", "Cosine"}
 """A module of hw.nn with learnt weights has the name of the value that it passes to a call."""
@@ -32,7 +31,7 @@ def test_a_folder_has_at_most_twenty_modules(folder: Path) -> None:
 def test_no_two_modules_share_a_name() -> None:
     shared = size(PACKAGE)["duplicate_modules"]
     assert {
-        name: files for name, files in shared.items() if name not in COMMANDS and inside(files)
+        name: files for name, files in shared.items() if name not in SAME and inside(files)
     } == {}
 
 

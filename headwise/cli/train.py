@@ -83,6 +83,8 @@ def task_command(task: str, description: str, example: str) -> None:
             again = f"headwise train {task} --out {out} --resume"
             typer.echo(f"stopped; to continue: {again}", err=True)
             raise typer.Exit(130)
+        if not as_json:
+            typer.echo(f"finished; to see its heads: headwise look {out}", err=True)
 
 
 task_command(

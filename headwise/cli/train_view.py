@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from headwise.look.scene import printable
+
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -127,7 +129,10 @@ class TrainView:
         """Print a line above the bar; `cut` shortens it to the width of the terminal."""
         cut = cut and self.console.is_terminal
         self.console.print(
-            Text(text), no_wrap=cut, overflow="ellipsis" if cut else None, soft_wrap=not cut
+            Text(printable(text)),
+            no_wrap=cut,
+            overflow="ellipsis" if cut else None,
+            soft_wrap=not cut,
         )
 
 

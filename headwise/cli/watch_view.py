@@ -70,6 +70,9 @@ def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
     text.append(f"step {steps[-1]}", style="bold")
     text.append(f"  {len(steps)} steps recorded, {rows}{every}\n", style="dim")
     text.append(figure, style="bold cyan")
+    if run.unread:
+        names = ", ".join(name or "the model" for name in run.unread)
+        text.append(f"\nattention that could not be read: {names}", style="yellow")
     if run.damaged:
         text.append(f"\n{len(run.damaged)} damaged parts are left out", style="yellow")
     return text
@@ -169,6 +172,7 @@ def as_dictionary(run: WatchedRun, statistic: str) -> dict[str, Any]:
         "scalars": scalars(table),
         "heads": list(table),
         "alarms": [alarm.to_dict() for alarm in run.alarms],
+        "unread": run.unread,
         "maps": [vars(kept) for kept in run.kept],
         "damaged": run.damaged,
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 Given = TypeVar("Given")
 INTEGERS = (int, torch.SymInt, Integral)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, Real)
 
 
@@ -21,6 +22,13 @@ def is_integer(x: object) -> TypeGuard[int]:
 def is_number(x: object) -> TypeGuard[float]:
     """True for one real number; a bool or a tensor is not one."""
     return isinstance(x, NUMBERS) and not isinstance(x, bool)
+
+
+def is_scalar(x: object) -> TypeGuard[float | Tensor]:
+    """True for one real number, as it is or in a tensor of one element."""
+    if not isinstance(x, Tensor):
+        return is_number(x)
+    return x.numel() == 1 and x.layout == torch.strided and not x.is_complex() and not x.is_meta
 
 
 def as_int(x: SupportsIndex) -> int:
@@ -35,7 +43,7 @@ def integers(call: str, given: Given) -> Given:
     found = as_tensor(call, given)
     if found.numel() == 0 and not isinstance(given, Tensor):  # an empty list has no dtype
         return given
-    if found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
+    if found.dtype not in INTEGER_DTYPES:
         kind = f"a {found.dtype} tensor" if isinstance(given, Tensor) else repr(given)
         raise ValueError(f"{call} takes integers, not {kind}")
     return given
@@ -44,6 +52,9 @@ def integers(call: str, given: Given) -> Given:
 def as_tensor(call: str, given: object) -> Tensor:
     """The argument as a tensor, if it is one or a sequence or array of numbers."""
     try:
-        return torch.as_tensor(given)
+        found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{call} takes numbers or a tensor, not {given!r}") from None
+    if found.layout != torch.strided:
+        raise ValueError(f"{call} takes a dense tensor, not a {found.layout} one")
+    return found

@@ -9,7 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from headwise.core.arguments import as_int, is_integer
+from headwise.core.arguments import INTEGER_DTYPES, as_int, is_integer
 
 
 class Statistic:
@@ -113,6 +113,7 @@ class Reduction:
         """The rows of a call that see a key and are not padding (B, N)."""
         counted = seen.sees
         if padding is not None:
+            _check_padding(padding, counted, seen.rows)
             padding = padding if seen.rows is None else padding.index_select(1, seen.rows)
             counted = counted & ~padding[:, None]
         sums, extremes = {}, {}
@@ -155,6 +156,17 @@ STATISTICS: tuple[str, ...] = tuple(
 _EXTREMES = {"max_logit": "max", "entropy": "min", "logit_var": "max", "sink_mass": "max"}
 
 
+def _check_padding(padding: object, counted: Tensor, rows: Tensor | None = None) -> None:
+    """Raise ValueError unless padding is a bool tensor (B, N)."""
+    shape = tuple(padding.shape) if isinstance(padding, Tensor) else None
+    known = counted.shape[::2] if rows is None else (counted.shape[0], *(shape or ())[1:])
+    if not isinstance(padding, Tensor) or padding.dtype != torch.bool or shape != tuple(known):
+        kind = f"{padding.dtype} {shape}" if isinstance(padding, Tensor) else repr(padding)
+        raise ValueError(
+            f"padding is {kind}; give a bool tensor (B, N), True for the rows to leave out"
+        )
+
+
 def _extreme(value: Tensor, counted: Tensor, which: str) -> Tensor:
     """The largest or smallest counted value of each head, (Hq,); -inf or inf if there is none."""
     none = -torch.inf if which == "max" else torch.inf
@@ -193,7 +205,7 @@ def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -
     if rows is None:
         return None
     if isinstance(rows, Tensor):
-        if rows.ndim != 1 or rows.dtype.is_floating_point or rows.dtype == torch.bool:
+        if rows.ndim != 1 or rows.dtype not in INTEGER_DTYPES or rows.layout != torch.strided:
             raise ValueError(
                 f"rows is a {rows.dtype} tensor of shape {tuple(rows.shape)}; give a number of "
                 "rows, or a 1-D integer tensor of row numbers"

@@ -27,7 +27,8 @@ class Causal(Mask):
 
     def description(self) -> tuple[object, ...] | None:
         exact = type(self) is Causal  # a subclass may mean something else
-        return ("causal", self.offset) if exact and _numbers(self.offset) else None
+        number = self.offset is None or type(self.offset) is int
+        return ("causal", self.offset) if exact and number else None
 
     def check(self, place: Place) -> None:
         _check_per_batch("causal(offset=...)", self.offset, place)
@@ -199,8 +200,10 @@ class Documents(Mask):
 
     def check(self, place: Place) -> None:
         shape, keys = tuple(self.ids.shape), place.first_key + place.keys
-        fits = len(shape) in (1, 2) and (shape[-1] == keys if place.whole else shape[-1] >= keys)
-        if not fits or (len(shape) == 2 and shape[0] not in (1, place.batch)):
+        numbered = len(shape) in (1, 2) and (
+            shape[-1] == keys or (not place.whole and shape[-1] > keys)
+        )
+        if not numbered or not fits(shape[:-1], (place.batch,), exact=True):
             raise ValueError(
                 f"hw.mask.documents: ids have shape {shape}; they need one id per key: "
                 f"(batch or 1, keys) = ({place.batch}, {keys})"
@@ -302,7 +305,7 @@ def _check_per_batch(call: str, values: PerBatch | None, place: Place) -> None:
     if values is None or isinstance(values, Number):
         return
     shape = tuple(torch.as_tensor(values).shape)
-    if shape not in ((), (1,), (place.batch,)):
+    if not fits(shape, (place.batch,), exact=True):
         raise ValueError(
             f"hw.mask.{call} has shape {shape}; give an int, or one number for each of the "
             f"{place.batch} batch entries"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headwise.bias import ALiBi, Bias, RelativeBuckets
-from headwise.core.arguments import is_number
-from headwise.core.intervals import Mask
+from headwise.core.arguments import is_integer, is_scalar
+from headwise.core.intervals import FURTHEST, Mask
 from headwise.core.place import Place, check_placed, placed
 from headwise.dropout import Dropout
 from headwise.score import Dot, Score, rewrite
@@ -205,11 +205,12 @@ def _pose(
 ) -> Problem:
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
-    if first_query < 0 or first_key < 0:
-        raise ValueError(
-            f"first_query={first_query} and first_key={first_key} must not be negative: they count "
-            "from the start of the sequence"
-        )
+    for name, first in (("first_query", first_query), ("first_key", first_key)):
+        if not is_integer(first) or not 0 <= first <= FURTHEST:
+            raise ValueError(f"{name}={first!r} must be an integer from 0 to 2**30")
+    learned = getattr(score, "weight", getattr(score, "temperature", None))
+    if isinstance(learned, Tensor):
+        _check_data("score", learned, q)
     scored = rewrite(Dot() if score is None else score, q, k)
     batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     place = Place(
@@ -230,8 +231,8 @@ def _pose(
         if mask.shows_all(place) and not isinstance(stated, Tensor):
             # it hides no key, but still states the alignment
             mask, place = None, place if stated is None else replace(place, offset=stated)
-    _check_bias(bias, place)
-    _check_sinks(sinks, heads)
+    _check_bias(bias, place, q)
+    _check_sinks(sinks, q)
     check_softcap(softcap)
     rate, seed = _dropout(dropout, q.device)
     return Problem(
@@ -273,8 +274,7 @@ def check_softcap(softcap: float | None) -> None:
         raise ValueError(
             "softcap is a number, and this tensor would get no gradient; use softcap=float(softcap)"
         )
-    one = is_number(given) or (isinstance(given, Tensor) and given.numel() == 1)
-    if not one or not 0 < float(softcap) < math.inf:
+    if not is_scalar(given) or not 0 < float(given) < math.inf:
         raise ValueError(f"softcap={softcap!r} must be positive and finite, or None for no cap")
 
 
@@ -316,7 +316,18 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
+def _check_data(name: str, x: Tensor, q: Tensor) -> None:
+    """Raise ValueError for a sparse tensor, or one without data beside a q that has some."""
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} is a {x.layout} tensor; use {name}.to_dense()")
+    if x.is_meta and not q.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no data; q is on {q.device}")
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} is a {x.layout} tensor; use {name}.to_dense()")
     if 0 in (q.shape[-1], k.shape[-1]):
         raise ValueError("queries and keys need a width of at least 1, and this one is 0")
     if not (q.dtype == k.dtype == v.dtype):
@@ -341,9 +352,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_bias(bias: object, place: Place) -> None:
+def _check_bias(bias: object, place: Place, q: Tensor) -> None:
     if bias is None:
         return
+    tensor = getattr(bias, "slopes", getattr(bias, "table", bias))
+    if isinstance(tensor, Tensor):
+        _check_data("bias", tensor, q)
     if isinstance(bias, ALiBi):
         if tuple(bias.slopes.shape) != (place.heads,):
             raise ValueError(
@@ -365,9 +379,10 @@ def _check_bias(bias: object, place: Place) -> None:
         raise ValueError(f"bias={describe(bias)} is not a tensor, hw.ALiBi or hw.RelativeBuckets")
 
 
-def _check_sinks(sinks: object, heads: int) -> None:
+def _check_sinks(sinks: object, q: Tensor) -> None:
     if sinks is None:
         return
+    heads = q.shape[1]
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         raise ValueError(
             f"sinks={describe(sinks)} is not a floating-point tensor; give one logit per query "
@@ -377,9 +392,12 @@ def _check_sinks(sinks: object, heads: int) -> None:
         raise ValueError(
             f"sinks has shape {tuple(sinks.shape)}; give one logit per query head, ({heads},)"
         )
+    _check_data("sinks", sinks, q)
 
 
 def _dropout(dropout: float | Dropout, device: torch.device) -> tuple[float, Tensor | None]:
+    if isinstance(dropout, float) and dropout == 0:
+        return 0.0, None
     given = dropout if isinstance(dropout, Dropout) else Dropout(dropout)
     if given.rate == 0:
         return 0.0, None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Stored(NamedTuple):
-    """What a cache holds, as a decoding kernel reads it."""
+    """The contents of a cache, as a decoding kernel reads them."""
 
     keys: Tensor  # (B, Hkv, M or more, D), or (pages, Hkv, page, D)
     values: Tensor

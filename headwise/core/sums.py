@@ -9,6 +9,7 @@ from torch import Tensor
 
 # A call's requests besides out, lse and max_logit. Plain ints, because operators take no flags.
 ENTROPY, DISTANCE, MOMENTS, LOG_TOTAL = 1, 2, 4, 8
+COARSE = 1e-5  # relative error of weights from a rounded lse that is acceptable
 EVERYTHING = ENTROPY | DISTANCE | MOMENTS | LOG_TOTAL
 
 
@@ -47,6 +48,13 @@ class RowTotals(NamedTuple):
     def of_lse(lse: Tensor) -> RowTotals:
         """Totals from lse alone, as exact as lse is."""
         return RowTotals(lse, lse, torch.zeros_like(lse))
+
+    def coarse(self) -> bool:
+        """True if rounding makes some lse too coarse to give weights on its own."""
+        if self.lse.numel() == 0:
+            return False
+        largest = self.lse.abs().masked_fill(self.lse == -torch.inf, 0).amax()
+        return bool(largest * torch.finfo(self.lse.dtype).eps > COARSE)
 
     def safe_base(self) -> Tensor:
         """The base with +inf for rows that see no key, so that their weights are 0."""

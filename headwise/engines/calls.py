@@ -8,14 +8,13 @@ immediately.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from headwise.core.intervals import Mask
+from headwise.dropout import drops_nothing
 from headwise.engines.contract import Prepared
 from headwise.score import Dot
 
@@ -24,54 +23,53 @@ Key = tuple[object, ...]
 _PREPARED: dict[Key, Prepared] = {}
 
 
-class Description(NamedTuple):
-    """Everything that the plan and the launches of a call depend on, and its tensors."""
-
-    key: Key
-    tensors: tuple[Tensor, ...]
-    learning: bool  # some tensor requires a gradient
-
-
 def describe(
     tensors: tuple[Tensor, ...],
+    score: object,
+    mask: object,
+    bias: object,
+    softcap: object,
+    sinks: Tensor | None,
+    dropout: object,
     *,
-    score: object = None,
-    mask: object = None,
-    bias: object = None,
-    softcap: object = None,
-    sinks: Tensor | None = None,
-    dropout: object = 0.0,
-    options: tuple[object, ...] = (),
-) -> Description | None:
-    """Return a call's description, or None if the call depends on more than that.
+    options: tuple[object, ...],
+) -> tuple[Key | None, tuple[Tensor, ...]]:
+    """Return a call's description and its tensors; None if the call depends on more than that.
 
-    `tensors` are those of the call except sinks and the mask's. `options` is hashable: the engine,
-    the statistics, and whatever else the results depend on.
+    `tensors` are q, k, v, or what a cache stores in their place; `options` is hashable: the engine,
+    the statistics, whatever else the results depend on.
     """
-    if torch.compiler.is_compiling() or bias is not None or dropout != 0.0:
-        return None
-    if score is not None and type(score) is not Dot:
-        return None
-    scale = None if score is None else score.scale
+    if torch.compiler.is_compiling() or bias is not None or not drops_nothing(dropout):
+        return None, ()
+    scale = masked = None
+    if score is not None:
+        if type(score) is not Dot:
+            return None, ()
+        scale = score.scale
     if not (_is_plain(scale) and _is_plain(softcap)):
-        return None
+        return None, ()
     if sinks is not None:
         tensors += (sinks,)
-    masked = None
     if mask is not None:
-        masked = mask.description() if isinstance(mask, Mask) else None
-        if masked is None or not isinstance(mask, Mask):
-            return None
+        if not isinstance(mask, Mask):
+            return None, ()
+        masked = mask.description()
+        if masked is None:
+            return None, ()
         tensors += mask.tensors()
-    if is_transformed(*tensors):
-        return None
-    learning = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-    # Reading this switch by its older name, allow_tf32, may raise.
-    tf32 = torch.backends.cuda.matmul.fp32_precision if tensors[0].is_cuda else None
-    parts: list[object] = [options, masked, scale, softcap, sinks is None, learning, tf32]
+    if is_transformed(tensors):
+        return None, ()
+    parts: list[object] = [options, masked, scale, softcap, sinks is None, learns(tensors)]
+    if tensors[0].dtype is torch.float32:
+        parts.append(torch.backends.cuda.matmul.fp32_precision)  # its older name may raise
     for x in tensors:
         parts += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-    return Description(tuple(parts), tensors, learning)
+    return tuple(parts), tensors
+
+
+def learns(tensors: tuple[Tensor, ...]) -> bool:
+    """Return whether gradients follow a call."""
+    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
 
 
 def known(key: Key) -> Prepared | None:
@@ -81,11 +79,12 @@ def known(key: Key) -> Prepared | None:
 
 def keep(key: Key, prepared: Prepared) -> None:
     """Store a prepared call for later calls of its description, if it can be reused."""
-    if not prepared.reusable:
+    reusable = prepared.reusable
+    if reusable is None:
         return
     if len(_PREPARED) >= KEPT:
         _PREPARED.clear()
-    _PREPARED[key] = prepared
+    _PREPARED[key] = reusable
 
 
 def forget() -> None:
@@ -93,24 +92,32 @@ def forget() -> None:
     _PREPARED.clear()
 
 
-def is_transformed(*tensors: object) -> bool:
-    """Return whether a subclass, mode, transform or autocast must see the call first."""
+def is_transformed(tensors: tuple[object, ...]) -> bool:
+    """Return whether something other than gradients comes between a call and its numbers."""
     for x in tensors:
         if type(x) is not Tensor and type(x) is not Parameter:
             return True
-        if x.is_meta or x.is_neg():
+        if x.is_meta or x.is_neg() or x.layout is not torch.strided:
             return True
-    first = tensors[0]
-    assert isinstance(first, Tensor)
-    kind = first.device.type
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-        # tensors of the autocast dtype need no cast
-        or (torch.is_autocast_enabled(kind) and first.dtype != torch.get_autocast_dtype(kind))
+        or (torch._C._is_any_autocast_enabled() and _autocasts(tensors))
+    )
+
+
+def _autocasts(tensors: tuple[object, ...]) -> bool:
+    """Return whether autocast changes a dtype; where it finds its own it has nothing to do."""
+    first = tensors[0]
+    assert isinstance(first, Tensor)
+    kind = first.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else first.dtype
+    return any(
+        isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != dtype
+        for x in tensors[:3]
     )
 
 

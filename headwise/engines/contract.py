@@ -15,8 +15,10 @@ Results = tuple[Tensor, ...]  # out (B, Hq, N, Dv), then the requested statistic
 class Prepared(Protocol):
     """A call that is ready to run: it takes the tensors of any call of the same description."""
 
-    reusable: bool
-    """False if it depends on more than the description and serves a single call only."""
+    @property
+    def reusable(self) -> Prepared | None:
+        """The call to run next time; None if this one depends on more than its description."""
+        ...
 
     def __call__(self, *tensors: Tensor) -> Results:
         """Compute the call from q, k, v, then the sinks and the mask's tensors, if it has any."""
@@ -27,6 +29,8 @@ class Engine(Protocol):
     """One way to compute attention. Engines are stateless objects; `plan.ENGINES` lists them."""
 
     name: str
+    rank: int  # its place in the order in which "auto" asks engines, lowest first
+    devices: tuple[str, ...] = ()  # the types of device on which "auto" may choose it; () for all
     forward_mode: bool = False  # it has forward-mode derivatives
     functional: bool = False  # torch.func.grad can differentiate it
 
@@ -38,12 +42,9 @@ class Engine(Protocol):
         """Return why this engine can't serve a problem exactly, or None if it can."""
         return None
 
-    def priority(self, problem: Problem) -> int | None:
-        """Return its place in the order in which "auto" asks engines, lowest first.
-
-        None if it serves only callers that ask for it by name.
-        """
-        ...
+    def priority(self, problem: Problem) -> int:
+        """Return its rank for this problem, which may be better or worse than usual."""
+        return self.rank
 
     def attend(self, problem: Problem) -> Tensor:
         """Return out (B, Hq, N, Dv)."""

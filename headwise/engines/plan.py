@@ -70,8 +70,10 @@ def _best(problem: Problem, observed: bool) -> Engine:
     """Return the engine with the lowest priority number that can serve the problem."""
     best, lowest = None, 0
     for engine in ENGINES:
+        if engine.devices and problem.q.device.type not in engine.devices:
+            continue
         priority = engine.priority(problem)
-        if priority is None or (best is not None and priority > lowest):
+        if best is not None and priority > lowest:
             continue
         if refusal(engine, problem, observed) is None:
             best, lowest = engine, priority

@@ -16,10 +16,8 @@ class Reference(Engine):
     """The specification as an engine: it serves every problem, with memory for every pair."""
 
     name = "reference"
+    rank = 6
     forward_mode = functional = True
-
-    def priority(self, problem: Problem) -> int:
-        return 6
 
     def attend(self, problem: Problem) -> Tensor:
         return self.observe(problem, (), 1)[0]

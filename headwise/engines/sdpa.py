@@ -34,6 +34,7 @@ class Sdpa(Engine):
     """PyTorch's `scaled_dot_product_attention`."""
 
     name = "sdpa"
+    rank = 4
     functional = True
 
     def refuses(self, problem: Problem, observed: bool) -> str | None:
@@ -55,7 +56,7 @@ class Sdpa(Engine):
         """Prefer them if they need no mask tensor, except in decoding, where they are slow."""
         q, k = problem.q, problem.k
         decoding = q.is_cuda and is_decoding(q.shape, k.shape)
-        return 1 if maskless(problem) and not decoding else 4
+        return 1 if maskless(problem) and not decoding else self.rank
 
     def attend(self, problem: Problem) -> Tensor:
         q, k, v, place = problem.q, problem.k, problem.v, problem.place
@@ -90,7 +91,11 @@ class FusedCall:
     """A call without a mask tensor: one kernel."""
 
     kernel: Callable[..., Tensor]
-    reusable = True
+
+    @property
+    def reusable(self) -> FusedCall:
+        """This call."""
+        return self
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor]:
         return (self.kernel(*tensors),)

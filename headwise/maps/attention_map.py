@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.arguments import is_integer
-from headwise.core.problem import Problem, restate, without_dropout
+from headwise.core.problem import Problem, describe, restate, without_dropout
 from headwise.core.sums import RowTotals
 from headwise.core.versions import Versions
 from headwise.maps.backends import backend_for
@@ -54,11 +54,8 @@ class AttentionMap:
         q, k, v = problem.q.detach(), problem.k.detach(), problem.v.detach()
         with torch.no_grad():
             region = Region(q, k, v, problem.terms())
-        if lse is not None and lse.shape != q.shape[:3]:
-            raise ValueError(
-                f"lse has shape {tuple(lse.shape)}; give one number per query row, "
-                f"{tuple(q.shape[:3])}\n  in {restate('attention_map', q, k, v)}"
-            )
+        if lse is not None:
+            _check_lse(lse, q, restate("attention_map", q, k, v))
         self._hold(region, LazyTotals.of(region, lse))
 
     @classmethod
@@ -307,6 +304,16 @@ class AttentionMap:
 
     def _error(self, reason: str, call: str) -> ValueError:
         return ValueError(f"{reason}\n  in {self!r}{call}")
+
+
+def _check_lse(lse: object, q: Tensor, call: str) -> None:
+    """Raise ValueError unless lse is a real tensor (B, Hq, N)."""
+    dense = isinstance(lse, Tensor) and lse.is_floating_point() and lse.layout == torch.strided
+    if not isinstance(lse, Tensor) or not dense or lse.shape != q.shape[:3]:
+        raise ValueError(
+            f"lse is {describe(lse)}; give one number per query row, {tuple(q.shape[:3])}"
+            f"\n  in {call}"
+        )
 
 
 def _times(shape: Iterable[int]) -> str:

@@ -32,14 +32,14 @@ class Tile(NamedTuple):
         return target[self.unit.b0 : self.unit.b1, self.unit.h0 : self.unit.h1]
 
 
-class Weights(Loop):
+class RegionWeights(Loop):
     """The weights of a region, block by block."""
 
     def __init__(self, region: Region, totals: RowTotals) -> None:
         norms = region.k[..., :0] if region.norms is None else region.norms
         super().__init__(region.q, region.k, norms, region.terms)
         self.weighted = region.norms is not None
-        self.totals = self.base_and_log_total(totals)
+        self.divide_by(totals)
 
     def tiles(self, logarithm: bool) -> Iterator[Tile]:
         """Every block that the mask does not hide: its weights, or their logarithms to base 2."""
@@ -49,7 +49,7 @@ class Weights(Loop):
                 q = self.blocks.queries(unit, rows)
                 for segment in self.schedule.segments(unit, rows):
                     s = self.logits(unit, rows, segment, q)
-                    s = self.log_weights(unit, rows, s, *self.totals)
+                    s = self.log_weights(unit, rows, s)
                     self.hide(unit, s, self.seen(unit, rows, segment))
                     s = s if logarithm else s.exp2_()
                     if self.weighted:
@@ -60,7 +60,7 @@ class Weights(Loop):
 
 def tiles(region: Region, totals: RowTotals, logarithm: bool = False) -> Iterator[Tile]:
     """The blocks of a region that the mask does not hide; none if there are no pairs."""
-    return Weights(region, totals).tiles(logarithm) if all(region.box.shape) else iter(())
+    return RegionWeights(region, totals).tiles(logarithm) if all(region.box.shape) else iter(())
 
 
 def row_totals(region: Region) -> RowTotals:

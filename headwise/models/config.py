@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Self
 
 from headwise import nn
-from headwise.nn.checks import Description, check_kind
+from headwise.nn.checks import CheckedFields, check_kind
 from headwise.score import Dot
 
 # Descriptions that may be part of a configuration, by the name under which JSON knows them.
@@ -23,7 +23,7 @@ _DESCRIPTIONS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Config(Description):
+class Config(CheckedFields):
     """A model's configuration: frozen, comparable, and convertible to and from JSON."""
 
     def to_dict(self) -> dict[str, Any]:

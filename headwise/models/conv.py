@@ -85,6 +85,8 @@ class Conv(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_integers("tokens", tokens, 0, self.config.vocabulary - 1, "batch", "length")
+        if tokens.shape[1] == 0:
+            raise ValueError(f"tokens {tuple(tokens.shape)} must have a length of at least 1")
         x = self.embedding(tokens)
         for layer, around in zip(self.layers, self.around, strict=True):
             x = around(x, layer)

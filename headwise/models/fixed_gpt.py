@@ -65,8 +65,10 @@ class FixedGPT(GPT):
         cache: Cache | None = GrowingCache(),
     ) -> Tensor:
         """The tokens (B, <= count) that follow prompt (B, N), whose prompts have one length."""
+        vocabulary = self.config.vocabulary
+        check_integers("prompt", prompt, 0, vocabulary - 1, "batch", "length", wait=True)
         if lengths is not None:
-            check_integers("lengths", lengths, 1, prompt.shape[1], prompt.shape[0])
+            check_integers("lengths", lengths, 1, prompt.shape[1], prompt.shape[0], wait=True)
         if lengths is not None and not bool((lengths == prompt.shape[1]).all()):
             raise ValueError(
                 f"prompts of lengths {lengths.tolist()} would be at different positions, which "

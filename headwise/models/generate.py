@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from headwise.nn.checks import Description, check_kind, check_size
+from headwise.nn.checks import CheckedFields, check_kind, check_size
 
 
 class Decoder(Protocol):
@@ -24,12 +24,12 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Greedy(Description):
+class Greedy(CheckedFields):
     """Always pick the most likely token."""
 
 
 @dataclass(frozen=True)
-class Sample(Description):
+class Sample(CheckedFields):
     """Draw a token from softmax(logits / temperature), among the `top_k` or `top_p` best."""
 
     temperature: float = 1.0
@@ -66,7 +66,7 @@ class Sample(Description):
 
 
 @dataclass(frozen=True)
-class Beam(Description):
+class Beam(CheckedFields):
     """Keep the `width` best sequences, whose scores are divided by length^`penalty`."""
 
     width: int = 4
@@ -132,7 +132,7 @@ def _beam(decoder: Decoder, prompt: Tensor, count: int, beam: Beam, end: int | N
     for step in range(count):
         if step:
             logits = decoder.step(tokens[:, :, -1].reshape(-1, 1))
-        log_p = logits.float().log_softmax(-1).view(batch, width, -1)
+        log_p = logits.float().log_softmax(-1).unflatten(0, (batch, width))
         vocabulary = log_p.shape[-1]
         if end is not None:  # a finished sequence has one continuation, at no cost
             log_p = log_p.masked_fill(done[..., None], -torch.inf)

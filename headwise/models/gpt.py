@@ -210,10 +210,11 @@ class GPT(nn.Module):
 
         Each layer gets a fresh cache like `cache`; None recomputes everything for every token.
         """
-        check_integers("prompt", prompt, 0, self.config.vocabulary - 1, "batch", "length")
+        vocabulary = self.config.vocabulary
+        check_integers("prompt", prompt, 0, vocabulary - 1, "batch", "length", wait=True)
         check_cache(cache)
         if lengths is not None:
-            check_integers("lengths", lengths, 1, prompt.shape[1], prompt.shape[0])
+            check_integers("lengths", lengths, 1, prompt.shape[1], prompt.shape[0], wait=True)
         with evaluating(self):
             padding = None if lengths is None else prompt.shape[1] - lengths
             prompt = prompt if lengths is None else _left_padded(prompt, lengths)

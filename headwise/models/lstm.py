@@ -91,8 +91,12 @@ class LSTM(nn.Module):
     def read(self, source: Tensor, lengths: Tensor | None = None) -> State:
         """source (B, S) -> the state before the first target token."""
         check_integers("source", source, 0, self.config.vocabulary - 1, "batch", "length")
+        if source.numel() == 0:
+            raise ValueError(f"source {tuple(source.shape)} must have at least one token")
         if lengths is not None:
-            check_integers("source_lengths", lengths, 1, source.shape[1], source.shape[0])
+            check_integers(
+                "source_lengths", lengths, 1, source.shape[1], source.shape[0], wait=True
+            )
         x, total = self.dropout(self.embedding(source)), source.shape[1]
         if lengths is None:
             states, (hidden, cell) = self.reader(x)
@@ -108,6 +112,8 @@ class LSTM(nn.Module):
     def write(self, target: Tensor, state: State) -> tuple[Tensor, State]:
         """target (B, T) -> logits (B, T, vocabulary) and the state after the last token."""
         check_integers("target", target, 0, self.config.vocabulary - 1, "batch", "length")
+        if target.shape[1] == 0:
+            raise ValueError(f"target {tuple(target.shape)} must have a length of at least 1")
         mask = None if state.lengths is None else masks.lengths(state.lengths)
         outputs = []
         for token in self.dropout(self.embedding(target)).unbind(1):  # (B, d_model)

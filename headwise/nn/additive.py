@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention, observe
+from headwise.api import observe
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.nn.caches.cache import Memory
 from headwise.nn.call import Call, check_dtype
-from headwise.nn.checks import Description, Size, check_sizes, check_tensor
+from headwise.nn.checks import CheckedFields, Size, check_sizes, check_tensor
 from headwise.score import Additive
 
 
 @dataclass(frozen=True)
-class Bahdanau(Description):
+class Bahdanau(CheckedFields):
     """A description of additive attention that compares queries and keys in `width` dimensions."""
 
     width: Size
@@ -60,7 +60,7 @@ class AdditiveAttention(nn.Module):
     ) -> Tensor:
         """Attend from queries (B, N, query_dim) to values (B, M, Dv), or the keys: (B, N, Dv)."""
         call = self.prepare(queries, keys, values, mask=mask)
-        return self.join(attention(call.q, call.k, call.v, **call.options()))
+        return self.join(call.attend())
 
     def observe(
         self,

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwise.api import attention
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.problem import autocasting, describe
 from headwise.nn.caches.cache import Cache, Memory, check_cache
+from headwise.nn.caches.cache_masks import LaterKeys
 from headwise.nn.layer_options import Widths
 from headwise.nn.positions import PositionModule
 from headwise.score import Score
@@ -34,6 +36,11 @@ class Call(NamedTuple):
         """Every argument but q, k and v, by keyword."""
         return dict(zip(self._fields[3:], self[3:], strict=True))
 
+    def attend(self) -> Tensor:
+        """The output of the call, (B, Hq, N, Dv)."""
+        mask = self.mask.plain if isinstance(self.mask, LaterKeys) else self.mask
+        return attention(self.q, self.k, self.v, **self.options() | {"mask": mask})
+
 
 def position_and_cache(
     position: PositionModule | None,
@@ -51,7 +58,7 @@ def position_and_cache(
     if position is None or not position.rotates:
         return (q, k, v) if cache is None else (q, *cache.append(k, v))
     assert at is not None
-    length = at.max() + 1 if position.rotates_late else None
+    length = at.max() + 1 if position.rotates_late and at.numel() else None
     waves = position.waves(at, length)
     q = position.rotate(q, waves)
     if cache is not None and position.rotates_late:
@@ -60,7 +67,7 @@ def position_and_cache(
     if context is None:
         k = position.rotate(k, waves)
     elif isinstance(context, Tensor):
-        k = position.rotate(k, position.waves(indices(k), length))
+        k = position.rotate(k, position.waves(indices(k), k.shape[-2]))
     return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
 
@@ -89,7 +96,12 @@ def check_inputs(
             f"or (length, {widths.d_model})"
         )
     if not isinstance(context, Memory):
-        check_source(widths, "context", x if context is None else context, values)
+        check_source(widths, x if context is None else context, values)
+    elif values is not None:
+        raise ValueError(
+            "values= would be ignored: this context is a Memory, which has values; "
+            "attn.remember(context, values) makes one of both"
+        )
     for name, given in (("context", context), ("values", values)):
         if isinstance(given, Tensor) and given.ndim != x.ndim:
             raise ValueError(
@@ -102,17 +114,15 @@ def check_inputs(
         )
 
 
-def check_source(widths: Widths, name: str, keys: Tensor, values: Tensor | None) -> None:
+def check_source(widths: Widths, context: Tensor, values: Tensor | None) -> None:
     """Raise ValueError unless keys and values can be made from (..., M, context_dim)."""
-    check_sequence(name, keys)
-    if values is not None:
-        check_sequence("values", values)
-    made = (keys.shape[-1], (keys if values is None else values).shape[-1])
-    if made != widths.context:
-        shapes = [tuple(x.shape) for x in (keys, keys if values is None else values)]
+    values = context if values is None else values
+    check_sequence("context", context)
+    check_sequence("values", values)
+    if (context.shape[-1], values.shape[-1]) != widths.context:
         raise ValueError(
-            f"keys would be made from {shapes[0]} and values from {shapes[1]}, but this attention "
-            f"was built with context_dim={widths.context}"
+            f"keys would be made from {tuple(context.shape)} and values from "
+            f"{tuple(values.shape)}, but this attention was built with context_dim={widths.context}"
         )
 
 
@@ -137,12 +147,8 @@ def check_positions(position: PositionModule | None, x: Tensor, positions: objec
             f"positions={describe(positions)} must be a tensor {tuple(x.shape[-2:-1])} or "
             f"{tuple(x.shape[:-1])} for x {tuple(x.shape)}"
         )
-    if (
-        positions.dtype.is_complex
-        or positions.dtype == torch.bool
-        or (position.at_input and positions.is_floating_point())
-    ):
-        raise ValueError(f"positions={describe(positions)} must be integers")
+    if positions.dtype.is_complex or positions.dtype == torch.bool:
+        raise ValueError(f"positions={describe(positions)} must be numbers")
 
 
 def check_dtype(layer: nn.Module, **inputs: Tensor | Memory | None) -> None:

@@ -70,25 +70,28 @@ def check_tensor(name: str, given: object, *shape: int | str) -> None:
     Traceback (most recent call last):
     ValueError: keys must be a tensor (batch, length, 8), not float32 (2, 5)
     """
-    fits = isinstance(given, Tensor) and given.ndim == len(shape)
-    if not fits or any(
-        isinstance(size, int) and size != have
-        for size, have in zip(shape, getattr(given, "shape", ()), strict=True)
-    ):
-        wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
-        raise ValueError(f"{name} must be a tensor {wanted}, not {describe(given)}")
+    if isinstance(given, Tensor) and given.ndim == len(shape):
+        for wanted, size in zip(shape, given.shape, strict=True):
+            if not isinstance(wanted, str) and wanted != size:
+                break
+        else:
+            return
+    sizes = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+    raise ValueError(f"{name} must be a tensor {sizes}, not {describe(given)}")
 
 
-def check_integers(name: str, given: object, least: int, most: int, *shape: int | str) -> None:
+def check_integers(
+    name: str, given: object, least: int, most: int, *shape: int | str, wait: bool = False
+) -> None:
     """Raise ValueError unless `given` is a tensor of this shape of integers from least to most.
 
-    Reading the numbers from a GPU would wait for it, so there only their dtype is checked.
+    Numbers on a GPU are read only if `wait`, because reading waits for the GPU.
     """
     check_tensor(name, given, *shape)
     assert isinstance(given, Tensor)
     if given.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} must be int64 or int32, not {describe(given)}")
-    if given.device.type == "cpu" and not torch.compiler.is_compiling():
+    if (wait or given.device.type == "cpu") and not torch.compiler.is_compiling():
         wrong = given[(given < least) | (given > most)]
         if wrong.numel():
             raise ValueError(f"{name} must lie between {least} and {most}, not {wrong[0].item()}")
@@ -100,7 +103,7 @@ Positive = Annotated[float, check_positive]
 Rate = Annotated[float, check_rate]
 
 
-class Description:
+class CheckedFields:
     """A frozen dataclass that describes a part of a model; its fields are checked when it is made.
 
     >>> from headwise.nn import GELU

@@ -8,11 +8,11 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.nn.checks import Description, Size, check_flag, check_size
+from headwise.nn.checks import CheckedFields, Size, check_flag, check_size
 
 
 @dataclass(frozen=True)
-class ReLU(Description):
+class ReLU(CheckedFields):
     """max(0, x W₁ + b₁) W₂ + b₂, as in the 2017 paper; `width` is that of the hidden layer.
 
     >>> ReLU(2048).build(512)[0]
@@ -27,7 +27,7 @@ class ReLU(Description):
 
 
 @dataclass(frozen=True)
-class GELU(Description):
+class GELU(CheckedFields):
     """gelu(x W₁ + b₁) W₂ + b₂; GPT-2 uses `approximate="tanh"`.
 
     >>> GELU(3072).build(768)[1]
@@ -43,7 +43,7 @@ class GELU(Description):
 
 
 @dataclass(frozen=True)
-class SwiGLU(Description):
+class SwiGLU(CheckedFields):
     """(silu(x W_g) * x W_u) W_d: three matrices, of which the first gates the second.
 
     >>> sum(p.numel() for p in SwiGLU(1024).build(384, bias=False).parameters()) == 3 * 384 * 1024

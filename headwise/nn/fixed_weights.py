@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.api import attention, observe
+from headwise.api import observe
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
@@ -67,7 +67,7 @@ class FixedAttention(nn.Module):
         """x (B, N, d_model) -> (B, N, d_model); `positions` (N,) if x does not simply continue."""
         call = self.prepare(x, mask=mask, cache=cache, positions=positions)
         with RollbackOnError(cache, x.shape[1]):
-            out = attention(call.q, call.k, call.v, **call.options())
+            out = call.attend()
         return self.join(out)
 
     def observe(

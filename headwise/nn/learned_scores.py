@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise import score
-from headwise.nn.checks import Description, Positive, check_sizes
+from headwise.nn.checks import CheckedFields, Positive, check_sizes
 
 
 @dataclass(frozen=True)
-class Additive(Description):
+class Additive(CheckedFields):
     """Σ_d w_d tanh(q_d + k_d) with a learned w per head: heads · head_dim parameters."""
 
     def build(self, heads: int, head_dim: int) -> LearnedAdditive:
@@ -24,7 +24,7 @@ class Additive(Description):
 
 
 @dataclass(frozen=True)
-class General(Description):
+class General(CheckedFields):
     """(q W)·k with a learned W per head: heads · head_dim² parameters; starts as scaled dot."""
 
     def build(self, heads: int, head_dim: int) -> LearnedGeneral:
@@ -33,7 +33,7 @@ class General(Description):
 
 
 @dataclass(frozen=True)
-class Cosine(Description):
+class Cosine(CheckedFields):
     """t · cos(q, k) with a learned temperature t per head, which starts at `temperature`."""
 
     temperature: Positive = 10.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention, attention_map, observe
+from headwise.api import attention_map, observe
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
@@ -155,7 +155,7 @@ class MultiHeadAttention(nn.Module):
             if packed is not None:  # its kernel reads the pages or the int8 numbers directly
                 out = packed.attend(call.q, **call.options())
             else:
-                out = attention(call.q, call.k, call.v, **call.options())
+                out = call.attend()
         return self.join(out)
 
     def observe(
@@ -223,7 +223,7 @@ class MultiHeadAttention(nn.Module):
         >>> torch.equal(attn(x, attn.remember(context)), attn(x, context))
         True
         """
-        check_source(self.widths, "context", context, values)
+        check_source(self.widths, context, values)
         check_dtype(self.value, context=context, values=values)
         projection = self.query if self.key is None else self.key
         k = self._compared(projection(context), self.key_norm)

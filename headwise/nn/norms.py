@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from headwise.nn.checks import Description, Positive, check_size
+from headwise.nn.checks import CheckedFields, Positive, check_size
 
 
 @dataclass(frozen=True)
-class LayerNorm(Description):
+class LayerNorm(CheckedFields):
     """Subtract the mean, divide by the standard deviation; then a learned scale and shift.
 
     >>> LayerNorm().build(64)
@@ -27,7 +27,7 @@ class LayerNorm(Description):
 
 
 @dataclass(frozen=True)
-class RMSNorm(Description):
+class RMSNorm(CheckedFields):
     """Divide by the root of the mean square; then a learned scale.
 
     >>> RMSNorm().build(64)

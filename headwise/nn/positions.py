@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise import bias
-from headwise.nn.checks import Description, Positive, Size, check_sizes
+from headwise.core.problem import describe
+from headwise.nn.checks import CheckedFields, Positive, Size, check_sizes
 from headwise.nn.rotary_scaling import plain_frequencies
 
 Waves = tuple[Tensor, Tensor]  # cosine and sine, (N, W/2) or (B, 1, N, W/2)
@@ -46,7 +47,7 @@ class PositionModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class Position(Description, ABC):
+class Position(CheckedFields, ABC):
     """A description of positions, from which a layer builds its module."""
 
     at_input: ClassVar[bool] = False
@@ -151,6 +152,8 @@ class LearnedPosition(PositionModule):
 
     def add(self, x: Tensor, positions: Tensor) -> Tensor:
         length = self.table.num_embeddings
+        if positions.is_floating_point():
+            raise ValueError(f"positions={describe(positions)} must be integers to be looked up")
         # Reading a position from a GPU would wait for it; there the lookup itself fails.
         if positions.device.type == "cpu" and not torch.compiler.is_compiling():
             unknown = positions[(positions < 0) | (positions >= length)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.nn.checks import Description, Positive, Size
+from headwise.nn.checks import CheckedFields, Positive, Size
 
 
 def plain_frequencies(
@@ -28,7 +28,7 @@ def plain_frequencies(
 
 
 @dataclass(frozen=True)
-class LinearScaling(Description):
+class LinearScaling(CheckedFields):
     """Divide every position by `factor`: all wavelengths are stretched alike."""
 
     factor: Positive
@@ -44,7 +44,7 @@ class LinearScaling(Description):
 
 
 @dataclass(frozen=True)
-class DynamicNTK(Description):
+class DynamicNTK(CheckedFields):
     """Raise the base once a sequence exceeds `trained_length`: long waves are stretched most.
 
     The frequencies change with the length, so cached keys are rotated when they are read.
@@ -74,7 +74,7 @@ class DynamicNTK(Description):
 
 
 @dataclass(frozen=True)
-class YaRN(Description):
+class YaRN(CheckedFields):
     """Keep short waves, stretch long ones by `factor`, and mix those in between.
 
     A wave is short if it turns more than `fast` times within `trained_length`, and long if it turns
@@ -113,7 +113,7 @@ class YaRN(Description):
 
 
 @dataclass(frozen=True)
-class Llama3Scaling(Description):
+class Llama3Scaling(CheckedFields):
     """Llama 3.1's: stretch waves longer than trained_length / low, keep those below / high."""
 
     factor: Positive

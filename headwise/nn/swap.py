@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from headwise import mask as masks
-from headwise.core.intervals import Mask
 from headwise.core.place import Place
-from headwise.nn.call import Call
+from headwise.core.problem import describe
+from headwise.nn.call import Call, check_sequence
 from headwise.nn.checks import check_flag, check_kind
 from headwise.nn.layer_options import Separate, Widths
 from headwise.nn.multi_head import MultiHeadAttention
+from headwise.nn.torch_masks import read_torch_masks
 
 
 def swap_attention(model: nn.Module) -> nn.Module:
@@ -125,13 +125,24 @@ class TorchCall(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The forward of nn.MultiheadAttention; in its boolean masks True means hidden."""
+        for name, given in (("query", query), ("key", key), ("value", value)):
+            check_sequence(name, given)
+        check_flag("need_weights", need_weights)
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal=True is a hint about attn_mask, but attn_mask is None")
+        same = key is query and value is query
         batch_second = query.ndim == 3 and not self.batch_first
         if batch_second:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        if is_causal and attn_mask is None:
-            raise ValueError("is_causal=True is a hint about attn_mask, but attn_mask is None")
-        mask, bias = _read_masks(attn_mask, key_padding_mask, is_causal, self.num_heads)
-        same = key is query and value is query
+        _check_masks(query, key, attn_mask, key_padding_mask, self.num_heads)
+        mask, bias = read_torch_masks(
+            attn_mask,
+            key_padding_mask,
+            self.num_heads,
+            is_causal=is_causal,
+            need_weights=need_weights,
+            same_sequence=same,
+        )
         context, values = None if same else key, None if value is key else value
         out = self.attention(query, context, values=values, mask=mask, bias=bias)
         weights = None
@@ -139,6 +150,28 @@ class TorchCall(nn.Module):
             weights = _weights(self.attention.prepare(query, context, mask=mask, bias=bias))
             weights = weights.mean(-3) if average_attn_weights else weights
         return out.transpose(0, 1) if batch_second else out, weights
+
+
+def _check_masks(
+    query: Tensor, key: Tensor, attn_mask: object, key_padding_mask: object, heads: int
+) -> None:
+    """Raise ValueError unless the masks fit query (B, N, D) and key (B, M, D), or without B."""
+    batch, queries, keys = query.shape[:-2], query.shape[-2], key.shape[-2]
+    every = torch.Size((*(b * heads for b in batch or (1,)), queries, keys))
+    for name, given, shapes in (
+        ("attn_mask", attn_mask, (torch.Size((queries, keys)), every)),
+        ("key_padding_mask", key_padding_mask, (torch.Size((*batch, keys)),)),
+    ):
+        if given is None or (
+            isinstance(given, Tensor)
+            and given.shape in shapes
+            and (given.dtype == torch.bool or given.is_floating_point())
+        ):
+            continue
+        wanted = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(
+            f"{name} must be a tensor {wanted} of booleans or floats, not {describe(given)}"
+        )
 
 
 def _weights(call: Call) -> Tensor:
@@ -185,26 +218,3 @@ def _packed(ours: MultiHeadAttention, together: bool) -> dict[str, Tensor]:
     if "query.bias" in state:
         packed["in_proj_bias"] = torch.cat([state[f"{name}.bias"] for name in made])
     return packed
-
-
-def _read_masks(
-    attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, heads: int
-) -> tuple[Mask | None, Tensor | None]:
-    """(N, M) or (B·H, N, M), and (B, M), True = hidden or added to the logits, as mask and bias."""
-    mask: Mask | None = None
-    bias: Tensor | None = None
-    if is_causal:
-        mask, attn_mask = masks.causal(offset=0), None
-    if attn_mask is not None and attn_mask.ndim == 3:
-        attn_mask = attn_mask.unflatten(0, (-1, heads))
-    if padding is not None:
-        padding = padding[:, None, None] if padding.ndim == 2 else padding
-    for given in (attn_mask, padding):
-        if given is None:
-            continue
-        if given.dtype == torch.bool:
-            seen = masks.dense(~given)
-            mask = seen if mask is None else mask & seen
-        else:
-            bias = given if bias is None else bias + given
-    return mask, bias

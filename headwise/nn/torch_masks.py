@@ -25,8 +25,8 @@ def read_torch_masks(
     In both True means hidden, and numbers are added to the logits. `is_causal` is a hint that
     nn.MultiheadAttention takes at its word, in place of attn_mask, only if there is no padding and
     no weights are wanted; so it is here. `same_sequence` says that queries and keys are the same
-    tokens; numbers up to `hidden` hide a key. Compiled code can't branch on the contents of a
-    tensor, and a learned mask needs its gradient: these stay as they are.
+    tokens; numbers up to `hidden` hide a key. Masks whose contents can't be read, as in compiled
+    code, and learned masks, which need their gradient, stay as they are.
 
     >>> future = torch.ones(3, 3, dtype=torch.bool).triu(1)
     >>> read_torch_masks(future, None, heads=8)
@@ -40,7 +40,6 @@ def read_torch_masks(
         attn_mask = attn_mask.unflatten(0, (-1, heads))
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1])
-    compiling = torch.compiler.is_compiling()
     shown: Tensor | None = None
     added: Tensor | None = None
     for given in (attn_mask, key_padding_mask):
@@ -50,7 +49,7 @@ def read_torch_masks(
         bias: Tensor | None = given
         if given.dtype == torch.bool:
             seen, bias = ~given, None
-        elif not compiling and not given.requires_grad:
+        elif _readable(given) and not given.requires_grad:
             seen, bias = split_mask(given, hidden)
         if seen is not None:
             shown = seen if shown is None else shown & seen
@@ -58,4 +57,13 @@ def read_torch_masks(
             added = bias if added is None else added + bias
     if shown is None:
         return None, added
-    return Dense(shown) if compiling else read_mask(shown, stands=same_sequence), added
+    if not _readable(shown):
+        return Dense(shown), added
+    return read_mask(shown, stands=same_sequence), added
+
+
+def _readable(mask: Tensor) -> bool:
+    """False if a mask has no contents (yet): in compiled code, a CUDA graph, on the meta device."""
+    if torch.compiler.is_compiling() or mask.is_meta:
+        return False
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -3,14 +3,30 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
+from headwise.core.arguments import is_integer, is_number
+from headwise.nn.checks import CheckedFields, Count, Positive, Rate, Size
+
+
+def check_betas(name: str, given: object) -> None:
+    """Raise ValueError unless `given` is two numbers in [0, 1)."""
+    inside = isinstance(given, tuple) and [is_number(each) and 0 <= each < 1 for each in given]
+    if inside != [True, True]:
+        raise ValueError(f"{name}={given!r} must be two numbers in [0, 1)")
+
+
+def check_seed(name: str, given: object) -> None:
+    """Raise ValueError unless `given` is an integer of 64 bits."""
+    if not is_integer(given) or not -(2**63) <= given < 2**63:
+        raise ValueError(f"{name}={given!r} must be an integer of 64 bits")
+
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(CheckedFields):
     """AdamW with warm-up and cosine decay, clipping, gradient accumulation and a fixed seed.
 
     A step is one update from `accumulate` batches. The learning rate rises linearly over `warmup`
@@ -21,27 +37,20 @@ class Recipe:
     [0.0001, 0.001, 0.000505, 1e-05]
     """
 
-    steps: int
-    learning_rate: float = 1e-3
-    warmup: int = 100
+    steps: Size
+    learning_rate: Positive = 1e-3
+    warmup: Count = 100
     final: float = 0.01
     weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.98)
-    clip: float = 1.0
-    accumulate: int = 1
-    label_smoothing: float = 0.0
-    seed: int = 0
-    log_every: int = 10
-    evaluate_every: int = 500
-    checkpoint_every: int = 500
+    betas: Annotated[tuple[float, float], check_betas] = (0.9, 0.98)
+    clip: Positive = 1.0
+    accumulate: Size = 1
+    label_smoothing: Rate = 0.0
+    seed: Annotated[int, check_seed] = 0
+    log_every: Size = 10
+    evaluate_every: Size = 500
+    checkpoint_every: Size = 500
     compile: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "accumulate", "log_every", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"a recipe needs {name} of at least 1, got {getattr(self, name)}")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"a recipe needs a seed of 64 bits, got {self.seed}")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

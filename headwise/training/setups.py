@@ -7,6 +7,7 @@ from itertools import chain, islice
 from typing import Any, ClassVar
 
 from headwise.models import GPT, GPTConfig, Transformer, TransformerConfig, ViT, ViTConfig
+from headwise.nn.checks import CheckedFields, Size
 from headwise.training.data import labelled_images as images
 from headwise.training.data import pairs, texts
 from headwise.training.data.tokenisers import Tokeniser, chunks
@@ -18,19 +19,19 @@ from headwise.training.tasks.vision import Vision
 
 
 @dataclass(frozen=True)
-class TranslateSetup:
+class TranslateSetup(CheckedFields):
     """Translate the pairs of a corpus or a file; `pairs` limits how many are trained on.
 
     The tokeniser's vocabulary and special tokens replace those of `model`.
     """
 
     data: str
-    vocabulary: int
+    vocabulary: Size
     model: TransformerConfig
     recipe: Recipe
-    tokens: int
-    longest: int = 64
-    pairs: int | None = None
+    tokens: Size
+    longest: Size = 64
+    pairs: Size | None = None
     task: ClassVar[str] = "translate"
 
     def prepare(self, run: Run) -> Translation:
@@ -49,14 +50,14 @@ class TranslateSetup:
 
 
 @dataclass(frozen=True)
-class LanguageSetup:
+class LanguageSetup(CheckedFields):
     """Continue the text of a corpus or a file; `batch` windows of the model's context per step."""
 
     data: str
-    vocabulary: int
+    vocabulary: Size
     model: GPTConfig
     recipe: Recipe
-    batch: int
+    batch: Size
     task: ClassVar[str] = "language"
 
     def prepare(self, run: Run) -> Language:
@@ -69,13 +70,13 @@ class LanguageSetup:
 
 
 @dataclass(frozen=True)
-class VisionSetup:
+class VisionSetup(CheckedFields):
     """Classify the images of a corpus."""
 
     data: str
     model: ViTConfig
     recipe: Recipe
-    batch: int
+    batch: Size
     task: ClassVar[str] = "vision"
 
     def prepare(self, run: Run) -> Vision:

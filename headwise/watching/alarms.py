@@ -9,7 +9,7 @@ from typing import Any
 
 from headwise.messages import with_chinese
 from headwise.watching.layer import WatchedLayer
-from headwise.watching.rules import RULES, Rule
+from headwise.watching.rules import RULES, Finding, Rule
 from headwise.watching.table import Table
 
 log = logging.getLogger("headwise")
@@ -51,6 +51,7 @@ class Alarms:
     raised: list[Alarm] = field(default_factory=list)
     looked: int = 0  # steps that were checked
     _known: set[tuple[str, int | None, int | None]] = field(default_factory=set)
+    _failed: set[str] = field(default_factory=set)  # rules, each reported once
 
     def look(
         self, step: int, table: Table, layers: Sequence[WatchedLayer], last: bool = False
@@ -65,7 +66,7 @@ class Alarms:
             if self.looked % rule.every and not last:
                 continue
             found = []
-            for layer, head, says in rule.check(table, layers):
+            for layer, head, says in self._findings(rule, table, layers):
                 if (rule.name, layer, head) not in self._known:
                     self._known.add((rule.name, layer, head))
                     found.append(Alarm(step, rule.name, layer, head, says))
@@ -75,6 +76,16 @@ class Alarms:
             new += found
         self.raised += new
         return new
+
+    def _findings(self, rule: Rule, table: Table, layers: Sequence[WatchedLayer]) -> list[Finding]:
+        """The findings of a rule; one that fails is reported once, and the others go on."""
+        try:
+            return list(rule.check(table, layers))
+        except Exception as error:
+            if rule.name not in self._failed:
+                self._failed.add(rule.name)
+                log.warning("the alarm for %s failed, and training goes on: %s", rule.name, error)
+            return []
 
 
 def chosen(

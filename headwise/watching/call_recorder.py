@@ -20,8 +20,10 @@ from headwise.watching.seen_call import (
     address,
     bent,
     first_position,
+    newest_key,
     padding_rows,
 )
+from headwise.watching.unread import UnreadModules
 
 WITHIN = ("self_mass", "previous_mass", "distance")
 """Statistics that mean nothing where the tokens of one sequence look at another."""
@@ -38,6 +40,7 @@ class WatchOptions:
     every: int = 1
     maps: bool = True
     sink_keys: int = 1
+    strict: bool = False
 
 
 @dataclass
@@ -49,7 +52,8 @@ class CallRecorder:
     active: bool = True
     tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
-    ran: bool = False  # the model ran, whether or not any attention was seen
+    unread: UnreadModules = field(init=False)
+    passes: int = 0  # of the model, whether or not any attention was seen
     _observed: set[str] = field(
         default_factory=set
     )  # inside their own pass; a recomputation must be too
@@ -57,14 +61,19 @@ class CallRecorder:
     _depth: int = 0  # modules of the model that are running
     _calls: dict[str, int] = field(default_factory=dict)  # calls of each module in this pass so far
     _ids: Tensor | None = None  # the tokens that this forward was called with
+    _first: int = 0  # the position of its first token
     _past: bool = False  # this forward continues from a cache
+
+    def __post_init__(self) -> None:
+        self.unread = UnreadModules(self.options.strict, self.asked_for)
 
     def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
         """A module of the model starts to run; a pass begins with the outermost one."""
         if recomputing():
             return
         if self._depth == 0:
-            self.ran, self._calls, self._past, self._ids = True, {}, False, None
+            self.passes += 1
+            self._calls, self._past, self._first, self._ids = {}, False, 0, None
         self._depth += 1
         if given or options:
             self._ids = token_ids(given, options or {})
@@ -77,10 +86,17 @@ class CallRecorder:
         if self._depth:
             return
         before, ids = self.tokens, self._ids
+        before = None if before is None else before[:, : self._first]  # the rest was taken back
         if self._past and before is not None and ids is not None and len(before) == len(ids):
             self.tokens = torch.cat((before, ids), 1)
         elif ids is not None or not self._past:
             self.tokens = None if self._past else ids
+        self.unread.warn()
+
+    def asked_for(self, name: str) -> bool:
+        """True if a layer of this name would be one of those that are looked at."""
+        wanted = self.options.layers
+        return wanted is None or matches(len(self._selected), name, wanted)
 
     def wants(self, name: str) -> bool:
         """True if this module's call should be handed over."""
@@ -99,10 +115,12 @@ class CallRecorder:
         padding: Tensor | None = None,
         out: Tensor | None = None,
         maps: bool = True,
+        forgotten: int | None = None,
     ) -> None:
         """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
 
-        `maps=False` keeps nothing of it for a map, whatever the options say.
+        `maps=False` keeps nothing of it for a map, whatever the options say. `forgotten` counts the
+        tokens before its first key that a cache no longer holds; None if that is not known.
         """
         if recomputing():
             return
@@ -117,10 +135,15 @@ class CallRecorder:
         seen = statistics(q, k, v, **options, **look)
         if norm is not None and "output_norm" in self.options.stats:
             seen.values["output_norm"] = norm
-        self._keep(name, call, kind, padding, seen, maps)
+        self._keep(name, call, kind, padding, seen, maps, forgotten)
 
     def inside(
-        self, name: str, call: Call, kind: Kind = "self", padding: Tensor | None = None
+        self,
+        name: str,
+        call: Call,
+        kind: Kind = "self",
+        padding: Tensor | None = None,
+        forgotten: int | None = None,
     ) -> Tensor:
         """Compute a call's output (B, Hq, N, Dv), and observe it in the same pass.
 
@@ -131,13 +154,20 @@ class CallRecorder:
         learning = call.q.device.type == "cpu" and torch.is_grad_enabled() and call.q.requires_grad
         if self.options.rows is not None or call.engine != "auto" or learning:
             out = attention(call.q, call.k, call.v, **call.options())
-            self.beside(name, call, kind, padding, out)
+            with self.unread.reading(name):
+                self.beside(name, call, kind, padding, out, forgotten=forgotten)
             return out
-        out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
+        try:
+            out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
+        except Exception as error:
+            out = attention(call.q, call.k, call.v, **call.options())  # or it raises the same
+            self.unread.fail(name, error)
+            return out
         if not recomputing():
             self._observed.add(name)
-            seen.values = {key: value.detach() for key, value in seen.values.items()}
-            self._keep(name, call, kind, padding, seen)
+            with self.unread.reading(name):
+                seen.values = {key: value.detach() for key, value in seen.values.items()}
+                self._keep(name, call, kind, padding, seen, forgotten=forgotten)
         return out
 
     def silence(self, name: str, out: Tensor, axis: int = -3) -> Tensor:
@@ -165,9 +195,12 @@ class CallRecorder:
         padding: Tensor | None,
         seen: Observation,
         maps: bool = True,
+        forgotten: int | None = None,
     ) -> None:
         options = self.options
-        start = first_position(call) if kind == "self" else 0
+        first = first_position(call) if kind == "self" else 0
+        start = first + (forgotten or 0) if kind == "self" else 0
+        self._first = max(self._first, start)
         self._past = self._past or start > 0
         layer = self._layer(self._resolved(name, kind), call, kind)
         if layer is None:
@@ -180,16 +213,26 @@ class CallRecorder:
         kept = None
         if options.maps and maps:
             k = call.k.detach()
-            if kind == "self" and k.shape[2] > start + call.q.shape[2]:
+            if kind == "self" and k.shape[2] > first + call.q.shape[2]:
                 k = k.clone()  # a cache with room to spare, which it will write into
             none = call.v.new_empty(*call.v.shape[:3], 0)  # a view would hold all the values
             kept = call._replace(q=call.q.detach(), k=k, v=none)
-        continues = self._continues(layer, call, start)
         last = layer.last
-        if continues and last is not None and forgetting(layer, call, start):
+        if forgotten is None and last is not None and forgets(layer, call, start):
             start = last.start + last.queries  # the cache's first keys are not the sequence's
+            self._first = max(self._first, start)
+        continues = self._continues(layer, call, start)
         found = SeenCall(
-            call.q.shape[2], start, seen, padding, kept, lse, bent(call), address(call.k)
+            call.q.shape[2],
+            start,
+            seen,
+            padding,
+            kept,
+            lse,
+            bent(call),
+            call.k.shape[2],
+            newest_key(call, first + call.q.shape[2] - 1) if kind == "self" else None,
+            address(call.k),
         )
         layer.add(found, continues)
 
@@ -208,7 +251,7 @@ class CallRecorder:
         if last is None or layer.ended or last.observation.sees.shape[0] != call.q.shape[0]:
             return False  # beams begin with a larger batch
         if layer.kind == "self":  # before the end: tokens were taken back
-            return 0 < start <= last.start + last.queries or forgetting(layer, call, start)
+            return 0 < start <= last.start + last.queries
         again = self._depth > 0 and self._calls.get(layer.module, 0) > 1
         same = call.q.shape[2] == 1 and last.address == address(call.k)
         return self._past or again or same
@@ -229,11 +272,19 @@ class CallRecorder:
         return list(self._selected)
 
 
-def forgetting(layer: WatchedLayer, call: Call, start: int) -> bool:
-    """True if one more token came to a full cache: there are as many keys as the time before."""
+def forgets(layer: WatchedLayer, call: Call, start: int) -> bool:
+    """True if a call's cache has forgotten tokens, rather than taken the last ones back.
+
+    Then the newest key of the call before is still there, right before the call's own. Written-out
+    logits have no keys: there a full cache shows as many as the time before.
+    """
     last = layer.last
-    full = call.q.shape[2] == 1 and start + 1 == call.k.shape[2]
-    return full and last is not None and layer.prompted and last.start + last.queries > start
+    if last is None or not layer.prompted or not 0 < start < last.start + last.queries:
+        return False
+    before = newest_key(call, start - 1)
+    if last.newest is None or before is None:
+        return last.keys == call.k.shape[2]
+    return last.newest.shape == before.shape and torch.equal(last.newest, before)
 
 
 def token_ids(given: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | None:

@@ -25,6 +25,9 @@ FEW = 4 * NEAR
 QUIET = 0.1
 """A dormant head's output norm is below this share of the mean of its layer's heads."""
 
+BROAD = 0.5
+"""A uniform head spreads its weight over at least this share of the keys that it sees."""
+
 SAMPLE = 64
 """Rows of a layer whose weights are looked at one by one."""
 
@@ -35,6 +38,7 @@ RULES = {
     "self": "half of the weight is on the token itself",
     "sink": "half of the weight is on the first token",
     "local": f"half of the weight is on the {NEAR} tokens to each side",
+    "uniform": f"it spreads its weight over {BROAD:.0%} of the keys it sees, or more (exp entropy)",
     "content": "none of these: it looks for something in the text",
 }
 """The types and their rules; a head is of the first that fits."""
@@ -50,6 +54,7 @@ class Scores:
     self: Tensor
     sink: Tensor
     local: Tensor
+    uniform: Tensor
 
     def types(self) -> list[str]:
         """The type of each head."""
@@ -60,6 +65,7 @@ class Scores:
             "self": self.self >= HALF,
             "sink": self.sink >= HALF,
             "local": self.local >= HALF,
+            "uniform": self.uniform >= BROAD,
         }
         return [
             next((name for name, fit in fits.items() if fit[head]), "content")
@@ -82,9 +88,11 @@ def scores(layer: WatchedLayer, tokens: Tensor | None) -> Scores:
     means = {name: _mean(seen.values[name], counted) for name in needed}
     unknown = torch.full_like(means["sink_mass"], torch.nan)
     norms = means["output_norm"]
-    local = induction = unknown
-    if within:
+    local = induction = uniform = unknown
+    if within or (layer.last is not None and layer.last.call is not None):
         weights, rows = sampled_weights(layer)
+        uniform = _spread(weights)
+    if within:
         local = _local(weights, rows)
         if tokens is not None and tokens.shape == (seen.sees.shape[0], layer.map().shape[2]):
             induction = _induction(layer.map(), tokens)
@@ -95,6 +103,7 @@ def scores(layer: WatchedLayer, tokens: Tensor | None) -> Scores:
         self=means.get("self_mass", unknown),
         sink=means["sink_mass"],
         local=local,
+        uniform=uniform,
     )
 
 
@@ -143,6 +152,18 @@ def _early(layer: WatchedLayer) -> Tensor:
 def _mean(value: Tensor, counted: Tensor) -> Tensor:
     total = value.double().masked_fill(~counted, 0).sum((0, 2))
     return (total / counted.sum((0, 2)).clamp_min(1)).cpu()
+
+
+def _spread(weights: Tensor) -> Tensor:
+    """exp(entropy) as a share of the keys that are seen, (Hq,): the mean over rows (Hq, R, M).
+
+    Keys to which no head gives any weight are taken for hidden; rows that see one key are left out.
+    """
+    p = weights.double()
+    seen = (p > 0).any(0).sum(-1)  # (R,)
+    share = torch.special.entr(p).sum(-1).exp() / seen.clamp_min(1)
+    found: Tensor = share[:, seen > 1].mean(1)
+    return found
 
 
 def _local(weights: Tensor, positions: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What was seen of one attention layer: its last pass row by row, its figures over all passes."""
+"""One watched attention layer: its last pass row by row, its figures over all passes."""
 
 from __future__ import annotations
 

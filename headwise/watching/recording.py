@@ -1,4 +1,4 @@
-"""What was seen of a model: its layers, a table of heads, maps, and a series of steps."""
+"""A recording of a model: its layers, a table of heads, maps, and a series of steps."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class Recording:
         """The tokens (B, N) of the last pass; None if they are not known."""
         return None
 
+    @property
+    def unread(self) -> list[str]:
+        """The names of modules whose attention could not be read, and is left out."""
+        return []
+
     def heads(self) -> Table:
         """One row per head: layer, name, kind, head and the figures of every statistic.
 
@@ -62,7 +67,13 @@ class Recording:
                 rows.append(layer.place(head) | {x: mine.get(x, NAN) for x in columns})
         if not rows and self.series:
             return self.series[-1].table
-        return Table(rows)
+        return Table(rows, note=self._note())
+
+    def _note(self) -> str | None:
+        """The line below a table that says what is missing."""
+        more = f" and {len(self.unread) - 5} more" if len(self.unread) > 5 else ""
+        named = ", ".join(name or "the model" for name in self.unread[:5])
+        return f"(could not be read: {named}{more})" if self.unread else None
 
     def layer(self, which: int | str) -> WatchedLayer:
         """A layer by its number, -1 being the last, or by its name."""
@@ -88,8 +99,8 @@ class Recording:
     def types(self) -> Table:
         """The type of each head, by the first of `head_types.RULES` that fits, and its scores.
 
-        dormant, induction, previous-token, self, sink, local or content. Induction needs the
-        tokens, which are known if the model was called with them.
+        dormant, induction, previous-token, self, sink, local, uniform or content. Induction needs
+        the tokens, which are known if the model was called with them.
         """
         rows: list[dict[str, Value]] = []
         for layer in self.layers:

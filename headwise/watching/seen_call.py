@@ -32,6 +32,8 @@ class SeenCall:
     call: Call | None  # what a map needs; None if no maps were wanted
     lse: Tensor | None  # (B, Hq, N), if every row was looked at
     bent: str | None = None  # why its logits are more than queries times keys
+    keys: int = 0  # how many it saw
+    newest: Tensor | None = None  # (B, Hkv, D): the key of its last query, if keys are known
     address: int = 0  # of its keys: the same keys again have the same address
     kept: Versions | None = None  # the tensors that its map is made of
 
@@ -124,6 +126,13 @@ def bent(call: Call) -> str | None:
     if isinstance(call.bias, Tensor):
         return "its logits are written out, or a tensor is added to them"
     return None if call.bias is None else f"{type(call.bias).__name__} is added to its logits"
+
+
+def newest_key(call: Call, last: int) -> Tensor | None:
+    """A copy of the key at this place, (B, Hkv, D); None if keys stand for written-out logits."""
+    if isinstance(call.bias, Tensor) and call.k.shape[-1] == 1:
+        return None
+    return call.k[:, :, last].detach().clone() if 0 <= last < call.k.shape[2] else None
 
 
 def address(x: Tensor) -> int:

@@ -20,7 +20,7 @@ MOST_ROWS = 60
 class Table:
     """Rows of named values, every row with the same names; it works without pandas.
 
-    `columns` names them where there may be no rows.
+    `columns` names them where there may be no rows; `note` is shown below.
 
     >>> table = Table([{"layer": 0, "head": 1, "entropy_mean": 2.5},
     ...                {"layer": 1, "head": 0, "entropy_mean": 0.5}])
@@ -35,10 +35,14 @@ class Table:
     """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Value]], columns: Sequence[str] | None = None
+        self,
+        rows: Sequence[Mapping[str, Value]],
+        columns: Sequence[str] | None = None,
+        note: str | None = None,
     ) -> None:
         self._rows = [dict(row) for row in rows]
         self._columns = list(self._rows[0]) if self._rows else list(columns or ())
+        self.note = note
 
     @property
     def columns(self) -> list[str]:
@@ -56,7 +60,7 @@ class Table:
         if isinstance(wanted, int):
             return self._rows[wanted]
         if isinstance(wanted, slice):
-            return Table(self._rows[wanted], self._columns)
+            return Table(self._rows[wanted], self._columns, self.note)
         self._check(wanted, KeyError)
         return [row[wanted] for row in self._rows]
 
@@ -66,14 +70,14 @@ class Table:
         last = -math.inf if descending else math.inf
         keys = [last if isinstance(x, float) and math.isnan(x) else x for x in self[column]]
         order = sorted(range(len(self)), key=lambda i: keys[i], reverse=descending)
-        return Table([self._rows[i] for i in order], self._columns)
+        return Table([self._rows[i] for i in order], self._columns, self.note)
 
     def where(self, **values: Value) -> Table:
         """The rows that have these values, such as where(layer=3); ValueError as in `sort`."""
         for column in values:
             self._check(column)
         kept = (row for row in self._rows if all(row[k] == v for k, v in values.items()))
-        return Table(list(kept), self._columns)
+        return Table(list(kept), self._columns, self.note)
 
     def to_pandas(self) -> DataFrame:
         """The same as a DataFrame."""
@@ -114,6 +118,7 @@ class Table:
         hidden, half = len(self) - MOST_ROWS, MOST_ROWS // 2
         rows = self._rows if hidden <= 0 else self._rows[:half] + self._rows[-half:]
         footer = [f"({hidden} rows in the middle not shown)"] if hidden > 0 else []
+        footer += [] if self.note is None else [self.note]
         return [[_short(value) for value in row.values()] for row in rows], footer
 
     def _check(self, column: object, error: type[Exception] = ValueError) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headwise.core.observation import check_sink_keys, check_statistics
 from headwise.watching.adapters import (
+    flash_calls,
     flex_calls,
     headwise_calls,
     multi_head_calls,
@@ -18,19 +20,16 @@ from headwise.watching.adapters import (
     transformers_calls,
 )
 from headwise.watching.adapters.patching import Hook, Undo
-from headwise.watching.alarms import Alarm, Alarms, chosen
+from headwise.watching.alarms import chosen
 from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
 from headwise.watching.head_weights import query_key_weights, symmetry
 from headwise.watching.importance import importance
-from headwise.watching.layer import WatchedLayer
-from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import Rule
 from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
 from headwise.watching.table import Table, Value
-
-IN_MEMORY = 1000
-"""Steps of a recorded series that stay in memory."""
+from headwise.watching.training_steps import SteppedRecording
+from headwise.watching.unread import described
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -46,18 +45,22 @@ def watch(
     maps: bool = True,
     sink_keys: int = 1,
     alarms: bool | Rule | Iterable[Rule] = False,
+    strict: bool = False,
 ) -> Watch:
     """Watch every attention layer of any model while it trains or runs; the model is unchanged.
 
-    As a context manager it watches until the block ends; `attach()` and `detach()` do the same in a
-    loop, where `step()` ends a training step and `every=100` looks at every hundredth step only.
+    As a context manager it watches until the block ends; `attach()` and `detach()` do the same
+    without one. Each step of an optimiser that holds the model's parameters ends a training step;
+    in a loop without one `step()` does. `every=100` looks at every hundredth step only.
     `stats` names some of the statistics, `rows=64` looks at a sample of the query rows, `layers`
     are numbers or names (* matches any part of a name), `heads` are numbers. `maps=False` keeps no
     queries and keys for `seen.map`. `alarms=True` checks each step by the rules of
     `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in the log.
 
     The model's own attention still computes its output; headwise observes beside it. headwise's own
-    attention is observed in the same pass.
+    attention is observed in the same pass. Whatever goes wrong while looking is reported once, and
+    the model runs on: modules whose attention can't be read are in `seen.unread`, below the table
+    of heads and in one warning. `strict=True` raises ValueError instead.
 
     >>> import headwise as hw
     >>> gpt = hw.load("gpt")
@@ -72,6 +75,11 @@ def watch(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"hw.watch takes a torch.nn.Module, not {type(model).__name__}")
+    if not any(torch_calls.may_attend(module) for module in model.modules()):
+        raise ValueError(
+            f"there is nothing to watch in this {type(model).__name__}: none of its modules can "
+            "compute attention"
+        )
     check_sink_keys(sink_keys)
     numbers: tuple[tuple[str, object], ...] = (("rows", rows), ("every", every))
     for name, value in numbers:
@@ -85,6 +93,7 @@ def watch(
         every,
         maps,
         sink_keys,
+        strict,
     )
     return Watch(model, options, chosen(alarms, options.stats, maps))
 
@@ -99,33 +108,16 @@ def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] |
     return many
 
 
-class Watch(Recording):
+class Watch(SteppedRecording):
     """A model being watched, and what was seen of it so far; `hw.watch` makes one."""
 
     def __init__(
         self, model: nn.Module, options: WatchOptions, rules: tuple[Rule, ...] = ()
     ) -> None:
+        super().__init__(CallRecorder(options), rules)
         self.model, self.options = model, options
-        self._alarms = Alarms(rules)
-        self.series: list[Entry] = []
-        self.steps = 0  # training steps that ended
-        self._recorder = CallRecorder(options)
         self._undo: list[Undo] = []
         self._modules: set[nn.Module] = set()
-        self._runs: list[RunWriter] = []
-
-    @property
-    def layers(self) -> list[WatchedLayer]:
-        return list(self._recorder.layers.values())
-
-    @property
-    def tokens(self) -> Tensor | None:
-        return self._recorder.tokens
-
-    @property
-    def alarms(self) -> list[Alarm]:  # type: ignore[override]
-        """The findings of the rules, each head and rule once."""
-        return self._alarms.raised
 
     @property
     def attached(self) -> bool:
@@ -164,9 +156,10 @@ class Watch(Recording):
         self._undo += [before.remove, after.remove]
         listener = torch_calls.Listener(recorder)
         self._undo += headwise_calls.attach(self.model, recorder)
-        for adapter in (torch_calls, multi_head_calls, flex_calls):
+        for adapter in (torch_calls, multi_head_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
+        self._undo.append(register_optimizer_step_post_hook(self.optimised).remove)
 
     def detach(self) -> None:
         """End watching; the model is as it was before."""
@@ -180,36 +173,18 @@ class Watch(Recording):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.detach()
-        if kind is None:
+        if kind is not None:
+            return
+        if not self.steps:
             self.check()
-            if any(layer.figures() for layer in self.layers):  # after the last step, or without any
+        if any(layer.figures() for layer in self.layers):  # after the last step, or without any
+            with self._going_on("looking for alarms"):
                 self._alarms.look(self.steps, self.heads(), self.layers, last=True)
-
-    def step(self) -> None:
-        """End a training step: the figures since the last one join the series."""
-        if self._recorder.active:
-            self.check()
-            if any(layer.figures() for layer in self.layers):
-                entry = Entry(self.steps, self.heads())
-                self.series.append(entry)
-                raised = self._alarms.look(self.steps, entry.table, self.layers)
-                self._write(entry, raised)
-        for layer in self.layers:
-            layer.close()
-        self.steps += 1
-        self._recorder.active = self.steps % self.options.every == 0
-
-    def _write(self, entry: Entry, raised: list[Alarm]) -> None:
-        self._runs = [run for run in self._runs if not run.closed]
-        for run in self._runs:
-            run.add(entry, raised, self)
-        if self._runs:  # the folder has them all
-            del self.series[:-IN_MEMORY]
 
     def record(self, folder: Path | str, **options: Any) -> RunWriter:
         """Write every closed step into a folder, until the writer is closed; see `RunWriter`.
 
-        The series in memory then keeps the last 1000 steps.
+        The series in memory keeps the last 1000 steps, or fewer of a model with many heads.
 
         >>> import tempfile, torch, headwise as hw
         >>> model, folder = hw.nn.MultiHeadAttention(64, 8), tempfile.mkdtemp()
@@ -243,7 +218,9 @@ class Watch(Recording):
             )
         table = super().heads()
         wanted = self.options.heads
-        return table if wanted is None else Table([row for row in table if row["head"] in wanted])
+        if wanted is None:
+            return table
+        return Table([row for row in table if row["head"] in wanted], note=table.note)
 
     def symmetry(self) -> Table:
         """How symmetric W_qᵀ W_k is, one row per head: 1 if i scores j as j scores i, −1 if it
@@ -283,7 +260,12 @@ class Watch(Recording):
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""
         recorder, known = self._recorder, self._recorder.known()
-        if recorder.ran and not known and recorder.active and not self.series:
+        if recorder.passes and not known and recorder.active and not self.series:
+            if self.unread:
+                raise ValueError(
+                    f"no attention could be read in this {type(self.model).__name__}; "
+                    + described(recorder.unread.reasons)
+                )
             raise ValueError(
                 f"no attention was found in this {type(self.model).__name__}. headwise reads its "
                 "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, "

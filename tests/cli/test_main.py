@@ -1,4 +1,4 @@
-"""What someone at a terminal gets."""
+"""The command line as a user sees it."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ def run(*words: str, stdin: str = "") -> str:
 
 
 def refused(*words: str) -> str:
-    """What `headwise …` says when it refuses."""
+    """The message with which `headwise …` refuses."""
     result = CliRunner().invoke(app, list(words))
     assert result.exit_code == 2
     return " ".join(result.output.replace("│", " ").split())
@@ -55,6 +55,27 @@ def test_look_shows_tokens_heads_and_maps_within_80_columns_without_colour() -> 
 def test_look_fits_80_columns_however_long_the_text(words: int) -> None:
     output = run("look", "--terminal", "--file", "-", stdin="extraordinarily 世 " * words)
     assert max(cell_len(line) for line in output.splitlines()) <= 80
+
+
+def test_no_control_character_of_a_text_reaches_the_terminal() -> None:
+    output = run(
+        "look", "--terminal", "--file", "-", stdin="to \x1b[2Jbe\x07 or\x9b1m not\n\u202eto"
+    )
+    assert "␛" in output
+    assert "⏎" in output
+    assert not any(sign in output for sign in "\x1b\x07\x9b\u202e")
+
+
+@pytest.mark.parametrize("width", ["20", "30", "44", "60"])
+def test_figures_that_do_not_fit_are_left_out_and_never_cut(
+    monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    output = run("look", "--terminal")
+    table = output.split("heads\n")[1].split("\n\n")[0]
+    assert "…" not in table
+    assert "keys" in table
+    assert max(cell_len(line) for line in table.splitlines()) <= int(width)
 
 
 def test_look_draws_the_one_head_asked_for() -> None:
@@ -200,13 +221,13 @@ def test_doctor_knows_the_traps(properties: dict[str, object], traps: list[str])
     assert [trap.name for trap in found] == traps
 
 
-def test_an_import_that_fails_is_told_by_its_last_line() -> None:
+def test_a_failed_import_is_explained_by_its_last_line() -> None:
     assert machine.import_error("json") is None
     assert "No module named" in str(machine.import_error("no_such_module_anywhere"))
 
 
 @pytest.mark.parametrize("name", ["cpu", "modules", "numerics", "pictures", "watch", "watch_gpu"])
-def test_asked_for_help_a_benchmark_says_what_it_does_and_does_nothing(
+def test_a_benchmark_asked_for_help_describes_itself_and_does_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
 from headwise.core.observation import STATISTICS
-from tests.problems import small_blocks
+from tests.many import SHARES, lift, mapped
+from tests.problems import Recipe, recipes, small_blocks
 
 ENGINES = ("auto", "streaming", "reference")
 LEVELS = (-1e9, 1e9, -1e7, 3e30, -3e38, torch.finfo(torch.float32).min)
@@ -142,8 +147,27 @@ def test_the_lowest_number_on_a_whole_row_hides_none_of_it(engine: str, dtype: t
     torch.testing.assert_close(seen.self_mass, truth.self_mass)
 
 
+@given(
+    recipe=recipes(
+        longest=20, dtype=("float32", "float64"), bias="none", softcap="none", sinks="none"
+    ),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_rows_of_whole_numbers_keep_their_weights_when_lifted(
+    recipe: Recipe, seed: int
+) -> None:
+    most = 2**20 if recipe.dtype == "float32" else 2**40  # sums with it are exact
+    plain, lifted = lift(recipe.call(), random.Random(seed), most)
+    with small_blocks(), torch.no_grad():
+        seen, high = (x.observe("streaming")[1] for x in (plain, lifted))
+        amaps = [hw.attention_map(x.q, x.k, **mapped(x)) for x in (plain, lifted)]
+        for name in SHARES:
+            torch.testing.assert_close(getattr(high, name), getattr(seen, name), msg=name)
+        torch.testing.assert_close(amaps[1].to_tensor(), amaps[0].to_tensor())
+
+
 def test_a_map_that_was_given_lse_has_its_precision() -> None:
     q, k, _ = three()
     lse = hw.attention_map(q, k, bias=level(-1e9)).lse
-    given = hw.attention_map(q, k, bias=level(-1e9), lse=lse)
-    torch.testing.assert_close(given[:, :, 1:], hw.attention_map(q, k)[:, :, 1:])
+    amap = hw.attention_map(q, k, bias=level(-1e9), lse=lse)
+    torch.testing.assert_close(amap[:, :, 1:], hw.attention_map(q, k)[:, :, 1:])

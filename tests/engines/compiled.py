@@ -1,7 +1,7 @@
-"""Compile the Hopper kernel where there is no GPU, and print what each variant takes.
+"""Compile the Hopper kernel without a GPU, and print the memory that each variant takes.
 
-`python -m tests.engines.compiled`: Triton's compiler and NVIDIA's assembler need no device, only to
-be told which one they compile for.
+`python -m tests.engines.compiled`: Triton's compiler and NVIDIA's assembler need no device, only
+the name of the one that they compile for.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.engines.triton.host.hopper_call import ROWS, TILES, layout
 from headwise.engines.triton.host.moments_call import CUTS
-from headwise.engines.triton.kernels.hopper_forward import REGISTERS, Sizes, forward
-from headwise.engines.triton.kernels.hopper_softmax import Written, numbers_of_cap
+from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSizes, forward
+from headwise.engines.triton.kernels.hopper_softmax import HopperWritten, numbers_of_cap
 
 VARIANTS = [
     {"width": width, "banded": banded, "observed": observed, "capped": capped}
@@ -33,7 +33,7 @@ VARIANTS = [
 
 
 class NoGPU:
-    """As much of a driver as a compiler asks, of a GPU of the given generation."""
+    """The part of a driver that the compiler needs, for a GPU of the given generation."""
 
     def __init__(self, generation: int = 90) -> None:
         self.target = GPUTarget("cuda", generation, 32)
@@ -60,9 +60,11 @@ def compiled(width: int, banded: bool, observed: bool, capped: bool) -> Any:
 
     row = torch.empty(2048)
     rest = row if observed and banded and not capped else None
-    written = Written(row, row, *[row if observed else None] * 2, rest, rest)
+    written = HopperWritten(row, row, *[row if observed else None] * 2, rest, rest)
     rows, keys = tiles(ROWS // 2), tiles(shape.keys)
-    sizes = Sizes(1024, 1024, 2, 1, 0, 1, 0, 16, 0.1, numbers_of_cap(0.01) if capped else None)
+    sizes = HopperSizes(
+        1024, 1024, 2, 1, 0, 1, 0, 16, 0.1, numbers_of_cap(0.01) if capped else None
+    )
     return forward.warmup(
         rows, keys, keys, rows, written, None, *sizes, shape.stages, banded,
         0 if rest is None else CUTS[width].block, num_warps=4, maxnreg=REGISTERS, grid=(1,),
@@ -70,7 +72,7 @@ def compiled(width: int, banded: bool, observed: bool, capped: bool) -> Any:
 
 
 def usage(kernel: Any) -> dict[str, int]:
-    """Bytes of shared memory, and of the stack, to which registers are spilled."""
+    """Return the bytes of shared memory, and of the stack, to which registers are spilled."""
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

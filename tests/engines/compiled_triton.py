@@ -1,7 +1,7 @@
-"""Compile Triton's kernels where there is no GPU: `python -m tests.engines.compiled_triton`.
+"""Compile the Triton kernels without a GPU: `python -m tests.engines.compiled_triton`.
 
-The interpreter takes for granted what a compiler refuses, such as a name that changes its type in a
-loop. Calls are made as ever, but a launch only compiles; the names of the kernels are printed.
+The interpreter accepts code that the compiler refuses, such as a name that changes its type in a
+loop. Calls are made as usual, but a launch only compiles; the names of the kernels are printed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from headwise.engines.triton.engine import Triton
 from headwise.engines.triton.host import cards, launches
 from tests.engines.compiled import NoGPU
 
-COLUMNS = 512  # of tensor memory, where there is such
+COLUMNS = 512  # of tensor memory, on GPUs that have it
 COMPILED: set[str] = set()
 
 
 class Launched:
-    """A compiled kernel, of which a launch does nothing."""
+    """A compiled kernel whose launch does nothing."""
 
     def __getitem__(self, grid: object) -> Any:
         return lambda *given: None
@@ -49,7 +49,7 @@ def compile_only(kernel: Any, grid: Any) -> Any:
 
 
 def stand_in(generation: int = 90, shared: int = 232448) -> None:
-    """Have calls compile for a GPU of this generation, with so many bytes of shared memory."""
+    """Let calls compile for a GPU of this generation, with `shared` bytes of shared memory."""
     triton.runtime.driver.set_active(NoGPU(generation))
     JITFunction.__getitem__ = compile_only
     torch.cuda.current_device = lambda: 0
@@ -65,7 +65,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def make_calls() -> None:
-    """One call of each kind that has kernels of its own."""
+    """Make one call of each kind that has its own kernels."""
     leaves = [normal(1, heads, 300, 64).requires_grad_() for heads in (2, 1, 1)]
     bias = torch.zeros(300, 300, requires_grad=True)
     buckets = hw.RelativeBuckets(torch.zeros(8, 2, requires_grad=True))

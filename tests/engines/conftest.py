@@ -1,4 +1,4 @@
-"""What tests of engines run under: an interpreter whose maxima are a GPU's."""
+"""The interpreter for tests of engines, with the maxima of a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def maxima_of_a_gpu() -> None:
-    """On a GPU the larger of a number and NaN is the number; NumPy would pass NaN on."""
+    """Let the maximum of a number and NaN be the number, as on a GPU; NumPy would return NaN."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
     import numpy as np

@@ -1,8 +1,8 @@
-"""Whether calls fit the memory of GPUs that are not here: `python -m tests.engines.fits`.
+"""Check that calls fit the memory of GPUs that are not here: `python -m tests.engines.fits`.
 
 `python -m tests.engines.fits 86 "decode 128 bfloat16"` compiles the kernels of that call for that
-generation, and prints what of it finds no room at first: a launch would then try smaller tiles.
-Without calls it takes all of them, for minutes; without a generation, all of those too.
+generation, and prints the launches that do not fit at first: a launch would then try smaller tiles.
+Without calls it checks all of them, which takes minutes; without a generation, all generations.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import headwise as hw
 from headwise.engines.triton.host import tile_shapes as shapes
 from tests.engines.compiled_triton import normal, stand_in
 
-SHARED = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a program
+SHARED = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes per program
 N = 600
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "tf32": torch.float32}
 
 
 def refused(call: Callable[[], object]) -> list[str]:
-    """The launches of a call that found no room."""
+    """Return the launches of a call that found no room."""
     found: list[str] = []
     smaller = shapes.smaller
 
@@ -47,7 +47,7 @@ def refused(call: Callable[[], object]) -> list[str]:
 
 
 def options(kind: str) -> dict[str, Any]:
-    """What a call of this kind has beside q, k and v."""
+    """Return the options of a call of this kind."""
     causal, far = hw.mask.causal(), torch.rand(N, N) > 0.5
     return {
         "plain": {},
@@ -68,7 +68,7 @@ def buckets() -> hw.RelativeBuckets:
 
 
 def both_ways(kind: str, width: int, dtype: torch.dtype) -> None:
-    """A call with every statistic, and its gradients."""
+    """Make a call with every statistic, and compute its gradients."""
     q, k, v = (normal(1, heads, N, width, dtype=dtype).requires_grad_() for heads in (2, 1, 1))
     out, seen = hw.observe(q, k, v, engine="triton", **options(kind))
     (out.float().sum() + seen.entropy.sum()).backward()
@@ -76,11 +76,11 @@ def both_ways(kind: str, width: int, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def decode(width: int, dtype: torch.dtype) -> None:
-    """A step against a cache as it is, quick and with a cap, of few rows a key head and of all."""
+    """Make decoding steps, plain and with a cap, with few rows per key head and with the most."""
     for heads in (8, 64):
         q, k = normal(1, heads, 1, width, dtype=dtype), normal(1, 1, 2048, width, dtype=dtype)
         hw.attention(q, k, k, engine="triton", softcap=20.0)
-        if dtype == torch.bfloat16:  # no step of float32 is a quick one on a GPU
+        if dtype == torch.bfloat16:  # on a GPU a plain step is 16-bit
             hw.attention(q, k, k, engine="triton")
 
 
@@ -93,7 +93,7 @@ def decode_biased(width: int, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def stored(width: int, dtype: torch.dtype) -> None:
-    """A step against int8 and against pages."""
+    """Make decoding steps over an int8 cache and a paged cache."""
     for heads in (8, 64):
         for cache in (hw.nn.Int8Cache(), hw.nn.PagedCache(hw.nn.PagePool(64, 64))):
             k = normal(1, 1, N, width, dtype=dtype)
@@ -112,7 +112,7 @@ def map_loops(width: int, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def moments(width: int, dtype: torch.dtype) -> None:
-    """Statistics that do not go through the pairs; a call has to be long for it."""
+    """Compute moments without visiting pairs, which only happens in long calls."""
     q = torch.zeros(1, 16, 16384, width, dtype=dtype)
     for mask in (None, hw.mask.causal()):
         hw.observe(q, q, q, engine="triton", mask=mask)
@@ -138,7 +138,7 @@ KINDS = ("plain", "causal", "capped", "documents", "alibi", "bias", "half", "den
 
 
 def every() -> list[str]:
-    """All calls that there are."""
+    """Return the names of all calls."""
     found = [" ".join(map(str, x)) for x in product(OTHERS, (64, 128, 256), DTYPES)]
     found += [" ".join(map(str, x)) for x in product((*KINDS, "both"), (64, 128, 256), DTYPES)]
     return [x for x in found if _exists(*x.split())]
@@ -151,7 +151,7 @@ def _exists(kind: str, width: str, dtype: str) -> bool:
 
 
 def check(call: str) -> list[str]:
-    """What of a call finds no room at first."""
+    """Return the launches of a call that do not fit at first."""
     kind, width, dtype = call.split()
     torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
     given = int(width), DTYPES[dtype]

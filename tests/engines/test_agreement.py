@@ -1,7 +1,7 @@
 """Every engine gives the reference's answer: values, statistics and gradients, problem by problem.
 
-The truth is `reference` in float64. An engine's own dtype decides how far it may be off: see
-`tests/rounding.py`. To test another engine, name it in ENGINES with what it can do.
+The truth is `reference` in float64. The dtype of an engine decides its tolerance: see
+`tests/rounding.py`. To test another engine, add it to ENGINES with what it can do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ pairs = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave: out and every statistic, and the gradient of every learnable part."""
+    """The results of a call: out, every statistic, and the gradient of every learnable input."""
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -68,7 +68,7 @@ def outcome(call: Call, engine: str, grads: Grads) -> Outcome:
 
 
 def backward(values: dict[str, Tensor], grads: Grads) -> None:
-    """Send the gradients into out and, where they were observed, into lse and entropy."""
+    """Backpropagate the gradients of out and, if observed, of lse and entropy."""
     given = [(values["out"], grads.out)]
     if "lse" in values:
         given += [(values["lse"], grads.lse), (values["entropy"], grads.entropy)]
@@ -77,7 +77,7 @@ def backward(values: dict[str, Tensor], grads: Grads) -> None:
 
 
 def some_grads(call: Call, observed: bool) -> Grads:
-    """Gradients that arrive from outside, exact in the call's dtype."""
+    """Return incoming gradients that are exact in the call's dtype."""
     numbers = torch.Generator().manual_seed(7)
     rows = call.sizes.batch, call.sizes.heads, call.sizes.queries
 
@@ -89,7 +89,7 @@ def some_grads(call: Call, observed: bool) -> Grads:
 
 
 def assert_agrees(recipe: Recipe, engine: str, device: str = "cpu") -> None:
-    """The engine's outcome is within rounding of the reference's in float64 on a CPU."""
+    """Assert that the engine agrees with the reference in float64 on a CPU, up to rounding."""
     call = recipe.call()
     observed = engine in OBSERVING
     grads = some_grads(call, observed)
@@ -126,7 +126,7 @@ def test_every_pair_of_options_agrees_with_the_reference(engine: str, recipe: Re
 def test_every_pair_of_options_agrees_on_a_gpu_too(engine: str, recipe: Recipe) -> None:
     there = recipe.call().copy(device="cuda", learn=engine != "sdpa")
     reason = there.explain(observed=engine in OBSERVING).reasons[engine]
-    if engine == "sdpa" and reason is not None:  # kernels there refuse other things than those here
+    if engine == "sdpa" and reason is not None:  # kernels on a GPU refuse other things
         pytest.skip(reason)
     assert_agrees(recipe, engine, "cuda")
 
@@ -146,7 +146,7 @@ LONG = ("none", "causal", "window", "prefix-lm", "documents", "sinks and window"
 @pytest.mark.parametrize("mask", LONG)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "reference"])
 def test_problems_longer_than_a_real_block_agree(engine: str, mask: str) -> None:
-    # Long enough for a second block of rows and of keys, with the sizes that users meet.
+    # Long enough for a second block of rows and of keys, with block sizes as in practice.
     queries, keys = 300, 1100
     numbers = torch.Generator().manual_seed(3)
 
@@ -210,7 +210,7 @@ def test_out_lse_and_entropy_each_have_a_gradient_of_their_own(
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "reference"])
 @given(data=st.data())
-def test_a_part_that_alone_asks_for_a_gradient_gets_the_same_one(
+def test_an_input_that_alone_requires_a_gradient_gets_the_same(
     engine: str, data: st.DataObject
 ) -> None:
     recipe = data.draw(recipes(dtype="float64", longest=20, **ENGINES[engine]))
@@ -230,7 +230,7 @@ def test_a_part_that_alone_asks_for_a_gradient_gets_the_same_one(
 
 
 @given(recipe=recipes(dtype=("float64", "bfloat16")), engine=st.sampled_from(OBSERVING))
-def test_the_answer_is_the_same_whether_or_not_anyone_looks(recipe: Recipe, engine: str) -> None:
+def test_the_answer_is_the_same_with_and_without_observation(recipe: Recipe, engine: str) -> None:
     call = recipe.call()
     looked, _ = call.observe(engine)
     few, _ = call.observe(engine, stats=("max_logit",))
@@ -244,10 +244,8 @@ def test_the_answer_is_the_same_whether_or_not_anyone_looks(recipe: Recipe, engi
 
 @pytest.mark.parametrize("how", ["dense", "bias", "interval"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_rows_that_see_only_late_keys_of_low_logits_lose_none_of_them(
-    engine: str, how: str
-) -> None:
-    # Nothing is seen in the first blocks, and then logits near -1800: far below any base of zero.
+def test_rows_that_see_only_late_keys_of_low_logits_agree(engine: str, how: str) -> None:
+    # The first blocks are hidden, then logits are near -1800: far below a base of zero.
     numbers = torch.Generator().manual_seed(5)
     q = torch.full((2, 1, 20, 4), 30.0)
     k = torch.randn(2, 1, 40, 4, generator=numbers) / 20 - 30.0
@@ -267,7 +265,9 @@ def test_rows_that_see_only_late_keys_of_low_logits_lose_none_of_them(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
-def test_rows_that_see_nothing_give_zero_and_take_zero(engine: str, data: st.DataObject) -> None:
+def test_rows_that_see_nothing_have_zero_output_and_gradient(
+    engine: str, data: st.DataObject
+) -> None:
     kinds = ENGINES[engine] | {"mask": ("blind rows", "between", "any", "dense", "padding")}
     call = data.draw(recipes(dtype=("float64", "float32", "bfloat16"), **kinds)).call().copy()
     if engine == "sdpa" and call.table is not None:

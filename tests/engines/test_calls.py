@@ -1,4 +1,4 @@
-"""A call of a known description runs at once, and no other call is mistaken for it."""
+"""A call of a known description runs from the cache, and no other call is mistaken for it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_second_call_is_served_without_a_plan(
     torch.testing.assert_close(hw.attention(*given, mask=mask, engine=engine), expected)
 
 
-def test_it_has_gradients_too() -> None:
+def test_a_repeated_call_has_gradients_too() -> None:
     for _ in range(2):
         leaves = [x.requires_grad_() for x in three()]
         found = torch.autograd.grad(hw.attention(*leaves, mask=CAUSAL).sin().sum(), leaves)
@@ -81,7 +81,7 @@ def test_another_shape_or_dtype_is_another_call() -> None:
         torch.testing.assert_close(found, hw.attention(*given, mask=CAUSAL, engine="reference"))
 
 
-def test_whoever_must_see_the_call_sees_it() -> None:
+def test_modes_and_transforms_still_see_the_call() -> None:
     q, k, v = three()
     hw.attention(q, k, v)
     for wrong, word in (({"engine": "sdp"}, "unknown"), ({"mask": q > 0}, r"hw\.mask\.dense")):
@@ -101,7 +101,7 @@ def test_whoever_must_see_the_call_sees_it() -> None:
     assert grad.abs().sum() > 0
 
 
-def test_dtypes_that_only_autocast_makes_one_are_refused_without_it() -> None:
+def test_mixed_dtypes_are_refused_without_autocast() -> None:
     q, k, v = three()
     with torch.autocast("cpu", torch.bfloat16):
         hw.attention(q.bfloat16(), k, v)
@@ -109,7 +109,7 @@ def test_dtypes_that_only_autocast_makes_one_are_refused_without_it() -> None:
         hw.attention(q.bfloat16(), k, v)
 
 
-def test_few_prepared_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_prepared_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "KEPT", 3)
     for n in range(1, 9):
         hw.attention(*three(1, 1, n, 8))

@@ -58,7 +58,7 @@ def posed(call: Call) -> Problem:
 
 @contextmanager
 def their_warnings() -> Iterator[None]:
-    """What torch says of itself: its own forward mode compiles with the old torch.jit."""
+    """Ignore torch's warnings about itself: its forward mode compiles with the old torch.jit."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=Warning)
         warnings.filterwarnings("ignore", message=".*performance drop.*", category=UserWarning)
@@ -165,7 +165,7 @@ def test_every_learnable_part_passes_gradcheck_through_out_lse_and_entropy(
 def compiled_like_eager(
     run: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], backend: str
 ) -> None:
-    """One graph, the same numbers, the same gradients."""
+    """Assert that compiling gives one graph, the same numbers and the same gradients."""
     torch.compiler.reset()
     twins = [x.detach().clone().requires_grad_() for x in tensors]
     found, wanted = torch.compile(run, fullgraph=True, backend=backend)(*tensors), run(*twins)
@@ -199,8 +199,8 @@ def test_the_reference_compiles_too() -> None:
     compiled_like_eager(run, leaves(), "aot_eager")
 
 
-def test_generated_code_reads_gradients_as_they_lie() -> None:
-    # Keys laid out heads last, whose gradients go on into generated code: strides matter here.
+def test_generated_code_reads_gradients_by_their_strides() -> None:
+    # Keys are a view with heads after positions, and their gradients go into generated code.
     layer = nn.Linear(8, 24).double()
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
@@ -224,7 +224,7 @@ def test_a_compiled_call_takes_other_lengths_without_another_graph() -> None:
     assert len(set(graphs)) == 1
 
 
-def test_a_compiler_does_not_follow_the_question_which_gpu_it_is(
+def test_compilers_do_not_trace_the_query_for_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -236,7 +236,7 @@ def test_a_compiler_does_not_follow_the_question_which_gpu_it_is(
 
 
 class Layer(nn.Module):
-    """What someone would export: attention and what it saw."""
+    """A module to export: attention and a statistic."""
 
     def __init__(self, engine: str) -> None:
         super().__init__()
@@ -257,13 +257,13 @@ def test_attention_can_be_exported(engine: str) -> None:
 
 
 class Plain(nn.Module):
-    """Attention on the engine that the plan takes."""
+    """Attention on the engine that the plan chooses."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return hw.attention(q, k, v, mask=hw.mask.causal())
 
 
-def test_what_the_plan_takes_exports_with_any_length() -> None:
+def test_the_chosen_engine_exports_with_any_length() -> None:
     n = torch.export.Dim("n", min=2, max=64)
     shapes = {name: {2: n} for name in "qkv"}
     program = torch.export.export(Plain(), tuple(three()), dynamic_shapes=shapes)
@@ -339,7 +339,7 @@ def test_the_reference_counts_its_two_products() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", [*ENGINES, "sdpa"])
-def test_autocast_gives_what_halves_would(engine: str, dtype: torch.dtype) -> None:
+def test_autocast_gives_what_16_bit_inputs_give(engine: str, dtype: torch.dtype) -> None:
     tensors = [x.requires_grad_() for x in three(torch.float32)]
     halves = [x.detach().to(dtype).requires_grad_() for x in tensors]
     with torch.autocast("cpu", dtype):
@@ -446,7 +446,7 @@ def test_forward_mode_is_refused_where_it_would_be_lost(call: Callable[..., obje
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0], ids=["sdpa's", "streaming's"])
-def test_left_to_itself_the_plan_passes_such_derivatives_to_the_reference(
+def test_auto_gives_such_derivatives_to_the_reference(
     softcap: float | None,
 ) -> None:
     q, k, v = three()
@@ -463,14 +463,14 @@ def test_left_to_itself_the_plan_passes_such_derivatives_to_the_reference(
     torch.testing.assert_close(grad, q.grad)
 
 
-def test_streaming_says_that_it_does_not_go_into_functional_gradients() -> None:
+def test_streaming_refuses_functional_gradients_with_a_reason() -> None:
     q, k, v = three()
     with pytest.raises(ValueError, match=r"torch\.func\.grad does not support"):
         torch.func.grad(lambda x: causal("streaming")(x, k, v).sum())(q)
 
 
 @pytest.mark.parametrize("engine", ["streaming", "reference"])
-def test_vmap_maps(engine: str) -> None:
+def test_vmap_agrees_with_a_loop(engine: str) -> None:
     tensors = torch.randn(3, 4, 1, 2, 5, 8, dtype=torch.float64).unbind(0)
     with their_warnings():
         found = torch.func.vmap(causal(engine))(*tensors)

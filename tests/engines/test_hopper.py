@@ -1,4 +1,4 @@
-"""The Hopper engine: compiled here, where no such GPU is, and run under `-m gpu` where one is."""
+"""The Hopper engine: compiled without such a GPU, and run on one under `-m gpu`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def test_every_variant_compiles_within_a_multiprocessors_memory() -> None:
     assert len(variants) == 16
     for variant in variants:
         assert variant["shared"] <= 227 * 1024, variant
-        assert variant["stack"] <= 512, (
-            variant
-        )  # what is kept between blocks, not inside their loop
+        assert variant["stack"] <= 512, variant  # spilled between blocks, not inside their loop
 
 
 def test_without_a_hopper_gpu_it_refuses_and_another_engine_serves() -> None:
@@ -50,7 +48,7 @@ def test_without_a_hopper_gpu_it_refuses_and_another_engine_serves() -> None:
     assert "Hopper" in str(told.reasons["hopper"])
 
 
-def test_an_amd_gpu_of_the_same_number_is_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_amd_gpu_of_the_same_number_is_not_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "NVIDIA" in str(HOPPER.absent(torch.device("cuda")))
 
@@ -77,7 +75,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_it_cannot_do_it_refuses_with_the_reason(case: str) -> None:
+def test_it_refuses_what_it_cannot_do_with_a_reason(case: str) -> None:
     made, options, word = REFUSED[case]
     given = {"dtype": torch.bfloat16, "width": 64, "queries": 200, "keys": 300} | made
     q = torch.randn(1, 2, given["queries"], given["width"]).to(given["dtype"])
@@ -90,7 +88,7 @@ def test_what_it_cannot_do_it_refuses_with_the_reason(case: str) -> None:
 
 
 @pytest.mark.parametrize("observed", [False, True])
-@pytest.mark.parametrize("scale", [0.125, -0.3])  # a cap's own sign is what counts
+@pytest.mark.parametrize("scale", [0.125, -0.3])  # the scale of a capped score may be negative
 def test_caps_are_served(scale: float, observed: bool) -> None:
     q, k, v = torch.randn(3, 1, 2, 200, 64).bfloat16()
     problem = pose("attention", q, k, v, score=hw.Dot(scale), softcap=30.0)
@@ -119,7 +117,7 @@ def test_observed_and_banded_calls_go_to_it() -> None:
 
 @pytest.mark.gpu
 @on_hopper
-def test_plain_calls_go_to_it_where_it_leads_and_no_gradient_follows() -> None:
+def test_plain_calls_without_gradients_go_to_it_where_it_is_fastest() -> None:
     long, short = normal(1, 1, 4096, 128), normal(1, 1, 1024, 128)
     assert hw.explain(long, long, long).engine == "hopper"
     assert hw.explain(short, short, short).engine == "sdpa"
@@ -140,7 +138,7 @@ SERVED = {
 
 @dataclass(frozen=True)
 class Even(Recipe):
-    """The same recipe with values as wide as rows that leave in steps of 16 bytes."""
+    """A recipe whose values have a width that is a multiple of 8."""
 
     def call(self) -> Call:
         made = super().call()
@@ -174,7 +172,7 @@ def refusal(recipe: Recipe, device: str = "cpu") -> str | None:
 
 
 def test_all_but_a_few_generated_problems_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    # as on a GPU, where tiles are wider and few queries are worth a split with more keys only
+    # as on a GPU, where tiles are wider and only more keys than these are split
     monkeypatch.setattr(
         attention_call, "pad", lambda x: max(64, 1 << (x.shape[-1] - 1).bit_length())
     )
@@ -185,7 +183,7 @@ def test_all_but_a_few_generated_problems_are_served(monkeypatch: pytest.MonkeyP
     assert all(reason is None or reason.startswith(masks) for reason in reasons)
 
 
-OWN = ("lse", "max_logit", "entropy", "distance")  # what its own kernel finds, whatever the length
+OWN = ("lse", "max_logit", "entropy", "distance")  # from its own kernel at any length
 MASKS = {
     "none": None,
     "causal": hw.mask.causal(),
@@ -233,10 +231,10 @@ def test_capped_problems_agree(dtype: torch.dtype, width: int, mask: str, size: 
 
 @pytest.mark.gpu
 @on_hopper
-def test_calls_with_one_cap_another_and_none_are_told_apart() -> None:
+def test_calls_with_different_caps_are_told_apart() -> None:
     q, k, v = (normal(1, 40, 300, 64) for _ in range(3))
     wide = [x.double() for x in (q, k, v)]
-    turned = {"softcap": 2.0, "score": hw.Dot(-0.3)}  # no scale for a call without a cap
+    turned = {"softcap": 2.0, "score": hw.Dot(-0.3)}  # not allowed without a cap
     for options in ({"softcap": 2.0}, {}, {"softcap": 0.5}, turned):
         found = hw.attention(q, k, v, **options, engine="hopper")
         truth = hw.attention(*wide, **options, engine="reference")
@@ -281,7 +279,7 @@ def test_moments_of_long_inputs_agree(
 
 @pytest.mark.gpu
 @on_hopper
-def test_a_sink_that_rules_is_lse_to_the_bit() -> None:
+def test_a_dominant_sink_is_lse_to_the_bit() -> None:
     q, k, v = (normal(1, 4, 300, 64) for _ in range(3))
     sinks = torch.tensor([93.7, 228.447, 178.13, 1e4], device="cuda")
     _, seen = hw.observe(q, k, v, sinks=sinks, stats=("lse", "entropy"), engine="hopper")

@@ -1,4 +1,4 @@
-"""The plan takes the best engine that can do a call exactly, and says why not the others."""
+"""The plan takes the best engine that serves a call exactly, and says why not the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wide_values() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, torch.randn(1, 4, 6, 12)
 
 
-REFUSED = {  # what PyTorch's kernels can't do exactly, and the word their reason must hold
+REFUSED = {  # what PyTorch's kernels can't do exactly, and a word of their reason
     "softcap": (three, {"softcap": 30.0}, "softcap"),
     "sinks": (three, {"sinks": torch.zeros(4)}, "sinks"),
     "dropout": (three, {"dropout": 0.1}, "dropout"),
@@ -53,7 +53,7 @@ REFUSED = {  # what PyTorch's kernels can't do exactly, and the word their reaso
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_pytorchs_kernels_cannot_do_exactly_they_refuse_with_the_reason(case: str) -> None:
+def test_pytorchs_kernels_refuse_what_they_cannot_do_exactly(case: str) -> None:
     make, options, word = REFUSED[case]
     plan = hw.explain(*make(), **options)
     assert plan.engine == "streaming"
@@ -61,7 +61,7 @@ def test_what_pytorchs_kernels_cannot_do_exactly_they_refuse_with_the_reason(cas
 
 
 @pytest.mark.parametrize("case", [name for name in REFUSED if name != "statistics"])
-def test_an_engine_that_is_forced_to_do_what_it_cannot_says_so(case: str) -> None:
+def test_a_forced_engine_that_cannot_serve_says_so(case: str) -> None:
     make, options, word = REFUSED[case]
     for call in (hw.attention, hw.explain):
         with pytest.raises(ValueError, match=rf"(?s)engine='sdpa' can't serve.*{word}.*'auto'"):
@@ -73,17 +73,17 @@ def test_pytorchs_kernels_cannot_observe() -> None:
         hw.observe(*three(), engine="sdpa")
 
 
-def test_a_bias_that_needs_no_gradient_just_now_may_go_to_pytorchs_kernels() -> None:
+def test_a_bias_may_go_to_pytorchs_kernels_without_gradients() -> None:
     bias = torch.zeros(6, 6, requires_grad=True)
     with torch.no_grad():
         assert chosen(*three(), bias=bias) == "sdpa"
 
 
-def test_long_masks_are_not_written_out() -> None:
+def test_long_masks_are_not_materialised() -> None:
     q = torch.empty(1, 1, 8192, 8)
     assert chosen(q, q, q, mask=hw.mask.causal()) == "sdpa"
     assert chosen(q, q, q, mask=hw.mask.causal() & hw.mask.window(64)) == "streaming"
-    assert chosen(q, q, q, mask=hw.mask.lengths(9)) == "sdpa"  # one row serves all
+    assert chosen(q, q, q, mask=hw.mask.lengths(9)) == "sdpa"  # all rows are alike
 
 
 @pytest.mark.parametrize("engine", ["reference", "streaming"])
@@ -152,7 +152,7 @@ def test_a_plan_can_be_copied_deeply() -> None:
         (True, False, 127, False),
     ],
 )
-def test_cudnns_gradients_are_asked_for_only_where_they_hold(
+def test_cudnn_is_used_only_where_its_gradients_are_right(
     learns: bool, masked: bool, queries: int, cudnn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []

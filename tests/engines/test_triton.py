@@ -1,6 +1,6 @@
-"""The GPU engine: every kernel on Triton's interpreter here, and on the device under `-m gpu`.
+"""The Triton engine: every kernel under Triton's interpreter, and on a GPU under `-m gpu`.
 
-The generated problems are those of the other engines; what is special to kernels comes after.
+The generated problems are those of the other engines; tests special to kernels follow.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ pytest.importorskip("triton", reason="the engine's kernels are written in Triton
 from headwise.engines.triton.host import cards
 from headwise.engines.triton.host.operands import ready, stride_unit
 
-# NumPy, which Triton's interpreter computes with, warns where 32-bit hashes wrap around and where
-# an exponential of something far away becomes nothing, as both are meant to.
+# NumPy, which Triton's interpreter uses, warns when 32-bit hashes wrap around and exponentials
+# underflow. Both are intended.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 KERNELS = {  # what the kernels do
@@ -38,7 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def observing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine returns statistics, so the comparison asks for them and for their gradients."""
+    """Compare statistics and their gradients too, because this engine returns them."""
     monkeypatch.setattr(agreement, "OBSERVING", (*agreement.OBSERVING, "triton"))
 
 
@@ -69,7 +69,7 @@ def test_any_problem_agrees_with_the_reference(recipe: Recipe) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("share", range(5))  # each compiles kernels of its own, beside the others
+@pytest.mark.parametrize("share", range(5))  # each compiles its own kernels, in parallel
 def test_any_problem_agrees_with_the_reference_on_the_device(share: int) -> None:
     @seed(share)
     @settings(max_examples=4)
@@ -101,13 +101,13 @@ def test_rows_and_keys_of_several_blocks_agree(mask: hw.mask.Mask | None) -> Non
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, tolerance: float, **options: object) -> None:
-    """Output, statistics and gradients against the reference in float64."""
+    """Compare output, statistics and gradients with the reference in float64."""
     found = everything("triton", q, k, v, **options)
     compare(found, everything("reference", *(x.double() for x in (q, k, v)), **options), tolerance)
 
 
 def compare(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float) -> None:
-    """Each by its norm, but for infinities, which must be the same."""
+    """Compare each by its norm, except infinities, which must be the same."""
     for name, x in found.items():
         y = truth[name]
         assert torch.equal(x.isinf(), y.isinf()), name
@@ -118,7 +118,7 @@ def compare(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float
 def everything(
     engine: str, q: Tensor, k: Tensor, v: Tensor, **options: object
 ) -> dict[str, Tensor]:
-    """Output, statistics, and gradients through the output, lse and entropy."""
+    """Return output, statistics, and gradients through the output, lse and entropy."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out, seen = hw.observe(*leaves, engine=engine, **options)
     lse = seen.lse.masked_fill(seen.lse == -torch.inf, 0)
@@ -135,8 +135,8 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("score", ["dot", "additive"])
-def test_gradients_of_the_entropy_may_lie_in_any_order(score: str) -> None:
-    # 128 rows fill whole blocks, which are then copied as they lie
+def test_gradients_of_the_entropy_may_have_any_strides(score: str) -> None:
+    # 128 rows fill whole blocks, which need no padding
     q, k, v = (normal(1, 2, 128, 8) for _ in range(3))
     share, weight = normal(1, 128, 2), normal(8)
     grads = []
@@ -150,7 +150,7 @@ def test_gradients_of_the_entropy_may_lie_in_any_order(score: str) -> None:
         assert (x - y).norm() <= 1e-4 * y.norm()
 
 
-def test_strides_that_a_kernel_would_multiply_beyond_32_bits_come_whole() -> None:
+def test_strides_beyond_32_bits_are_passed_whole() -> None:
     assert stride_unit([64, 4096], 16) == 16
     assert stride_unit([64, 4100], 16) == 1
     assert stride_unit([64, 1 << 31], 16) == 1
@@ -218,7 +218,7 @@ def test_a_second_derivative_is_refused_in_words() -> None:
         ({"width": 129, "score": hw.Additive(torch.ones(129))}, "head widths of 1 to 128"),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused_with_a_reason(
+def test_the_kernels_refuse_what_they_cannot_do_with_a_reason(
     change: dict[str, object], reason: str
 ) -> None:
     q = torch.zeros(1, 1, 4, change.pop("width", 16), dtype=change.pop("dtype", torch.float32))
@@ -278,14 +278,14 @@ def test_calls_can_be_captured_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_a_new_length_compiles_no_other_forward() -> None:
+def test_a_new_length_does_not_compile_the_forward_again() -> None:
     from headwise.engines.triton.kernels.forward import forward
 
     def call(n: int) -> None:
         q = normal(1, 2, n, 64, dtype=torch.bfloat16)
         hw.attention(q, q, q, mask=hw.mask.causal(), engine="triton")
 
-    call(1)  # whose mask hides nothing, and is left out
+    call(1)  # its mask hides nothing and is dropped
     call(512)
     known = sum(len(cache[0]) for cache in forward.device_caches.values())
     for n in (16, 100, 513, 777):
@@ -313,10 +313,10 @@ def test_an_older_gpu_is_refused_with_its_name_and_another_engine_serves(
 @pytest.mark.parametrize("shared", [166912, 101376], ids=["A100", "RTX"])
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gpus_without_a_copy_engine_compute_addresses(
+def test_gpus_without_tma_compute_addresses(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, shared: int
 ) -> None:
-    # As they would: their shapes and their loads, on whatever GPU is here.
+    # Simulated by their tile shapes and loads, on any GPU.
     monkeypatch.setattr(cards, "CARDS", {0: cards.Card("older", 8, 0, shared)})
     q, k, v = (normal(1, heads, 300, width, dtype=dtype) for heads in (2, 1, 1))
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4

@@ -1,4 +1,4 @@
-"""Bahdanau's score by its own kernels: the other engines' problems, and what is special to it."""
+"""The additive score by its own kernels: the other engines' problems, and its special cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 KERNELS = {"score": ("additive",), "bias": ("none",), "dtype": ("float32", "bfloat16", "float16")}
-SMALL = [  # the interpreter takes seconds for one
+SMALL = [  # the interpreter takes seconds for each
     Recipe("additive", mask="causal", sinks="sinks", dtype="float32", seed=3, longest=8),
     Recipe("additive", mask="any", softcap="cap", dropout="dropout", dtype="bfloat16", longest=8),
 ]
@@ -30,7 +30,7 @@ pairs = [
 
 @pytest.fixture(autouse=True)
 def observing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine returns statistics, so the comparison asks for them and for their gradients."""
+    """Compare statistics and their gradients too, because this engine returns them."""
     monkeypatch.setattr(agreement, "OBSERVING", (*agreement.OBSERVING, "triton"))
 
 
@@ -49,9 +49,9 @@ def grads(leaves: list[Tensor], mask: hw.mask.Mask, engine: str) -> list[Tensor]
     return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
 
 
-def test_sums_that_no_exponential_holds_and_keys_that_nobody_sees() -> None:
+def test_sums_too_large_for_exponentials_and_hidden_keys_agree() -> None:
     q, k, v, weight = normal(1, 1, 9, 4), normal(1, 1, 40, 4), normal(1, 1, 40, 4), normal(4)
-    q[:, :, 2], k[:, :, 5] = 100.0, -97.0  # tanh(3), of which e^{200} knows nothing
+    q[:, :, 2], k[:, :, 5] = 100.0, -97.0  # tanh(3), but e^{200} overflows
     mask = hw.mask.lengths(35)
     truth = grads([x.double().requires_grad_() for x in (q, k, v, weight)], mask, "reference")
     k[:, :, 35:], v[:, :, 35:] = torch.nan, torch.nan
@@ -72,7 +72,7 @@ def test_a_small_tanh_keeps_its_digits_in_the_weights_gradient() -> None:
 
 
 @torch.no_grad()
-def test_weights_that_vanish_beside_others_or_all_together() -> None:
+def test_tiny_and_zero_weights_agree() -> None:
     q, k, v = normal(1, 2, 9, 6), normal(1, 2, 40, 6), normal(1, 2, 40, 4)
     weight = torch.tensor([[1.0, 0.0, -1e-6, 1e-30, 3.0, 0.0], [0.0] * 6], device=DEVICE)
     found, seen = hw.observe(q, k, v, score=hw.Additive(weight), engine="triton")
@@ -84,7 +84,7 @@ def test_weights_that_vanish_beside_others_or_all_together() -> None:
 
 
 @torch.no_grad()
-def test_one_query_shares_many_keys_among_programs() -> None:
+def test_the_keys_of_one_query_are_split_over_programs() -> None:
     q, k, v, weight = normal(1, 2, 1, 8), normal(1, 1, 600, 8), normal(1, 1, 600, 8), normal(8)
     found, seen = hw.observe(q, k, v, score=hw.Additive(weight), engine="triton")
     wide = [x.double() for x in (q, k, v)]
@@ -94,7 +94,7 @@ def test_one_query_shares_many_keys_among_programs() -> None:
     assert (seen.logit_var.double() - right.logit_var).abs().max() <= 1e-4
 
 
-def test_a_bias_is_refused_in_words_and_served_by_another() -> None:
+def test_a_bias_is_refused_and_served_by_another_engine() -> None:
     q = normal(1, 1, 4, 8)
     options = {"score": hw.Additive(torch.ones(8, device=DEVICE)), "bias": torch.zeros(4, 4)}
     options["bias"] = options["bias"].to(DEVICE)
@@ -118,7 +118,7 @@ def test_large_problems_agree(dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_memory_grows_with_the_length_alone() -> None:
+def test_memory_is_linear_in_the_length() -> None:
     q, k, v = (normal(1, 8, 32768, 64, dtype=torch.bfloat16) for _ in range(3))
     weight = normal(8, 64, dtype=torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()

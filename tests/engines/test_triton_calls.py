@@ -1,4 +1,4 @@
-"""A prepared call of the Triton engine gives the same numbers with nothing but launches."""
+"""A prepared call of the Triton engine gives the same numbers by launches alone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_prepared_call_gives_what_a_new_one_gives(kind: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(before, run(*given), strict=True))
 
 
-def test_what_is_no_tensor_is_told_so() -> None:
+def test_arguments_that_are_not_tensors_are_refused() -> None:
     q, k, _ = three()
     with pytest.raises(ValueError, match="need to be tensors"):
         hw.attention(q, k, [1.0], engine="triton")
@@ -137,7 +137,7 @@ def test_one_tensor_in_three_roles_is_never_prepared() -> None:
     )
 
 
-def test_a_mask_made_of_another_is_no_such_mask() -> None:
+def test_a_subclass_of_a_mask_is_another_mask() -> None:
     class Later(Causal):
         def intervals(self, place: Place) -> tuple[Interval, ...]:
             ((first, last),) = super().intervals(place)
@@ -152,7 +152,7 @@ def test_a_mask_made_of_another_is_no_such_mask() -> None:
     torch.testing.assert_close(found, hw.attention(q, k, v, mask=Later(), engine="reference"))
 
 
-def test_a_view_that_says_minus_is_read_as_it_is_meant() -> None:
+def test_a_negated_view_is_read_negated() -> None:
     prepare(lambda q, k, v: hw.attention(q, k, v, engine="triton"))
     q, k, v = three()
     found = hw.attention(torch._neg_view(q), k, v, engine="triton")
@@ -192,7 +192,7 @@ def test_a_call_without_a_batch_is_prepared() -> None:
     torch.testing.assert_close(run(*given), run(*given, "reference"))
 
 
-def test_whoever_must_see_the_call_sees_it() -> None:
+def test_modes_and_transforms_still_see_the_call() -> None:
     prepare(lambda *given: hw.attention(*given, engine="triton"))
     q, k, v = three()
     learning = q.clone().requires_grad_()
@@ -299,7 +299,7 @@ def test_a_prepared_call_can_be_captured_and_runs_on_any_stream() -> None:
 
 @triton.jit
 def doubled(x, found):
-    """Sixteen numbers, twice as large."""
+    """Double sixteen numbers."""
     at = tl.arange(0, 16)
     tl.store(found + at, 2 * tl.load(x + at))
 

@@ -1,4 +1,4 @@
-"""The kernels' cap: one accuracy for every score, whichever of its two formulas a thread takes."""
+"""The softcap of the kernels: equally accurate by both of its formulas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as in test_
 
 @pytest.fixture(autouse=True, params=["here", pytest.param("device", marks=pytest.mark.gpu)])
 def place() -> None:
-    """The interpreter has the formulas only; the assembly that chooses one needs a device."""
+    """Run on a GPU too: the interpreter has both formulas, but not the assembly that chooses."""
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def cap_all(x, found, ratio, COUNT: tl.constexpr, CAP: tl.constexpr):
 
 
 def cap(x: Tensor, ratio: float = 1.0, warps: int = 1) -> Tensor:
-    """tanh(ratio · x) of a power of two of numbers, as a kernel finds it."""
+    """Return tanh(ratio · x) from a kernel; x has a power of two of numbers."""
     found = torch.empty_like(x)
     cap_all[(1,)](x, found, ratio, COUNT=x.numel(), CAP=cap_of(ratio, 1.0), num_warps=warps)
     return found
@@ -45,7 +45,7 @@ def error(x: Tensor, ratio: float = 1.0, warps: int = 1) -> float:
 
 
 def spread(least: float, most: float, count: int = 1024) -> Tensor:
-    """Numbers of either sign whose sizes lie between two powers of ten."""
+    """Return numbers of both signs with magnitudes between two powers of ten."""
     size = torch.logspace(least, most, count // 2, device=DEVICE, dtype=torch.float64)
     return torch.stack([size, -size], 1).flatten().float()
 
@@ -67,7 +67,7 @@ def test_tanh_is_as_exact_on_both_sides_of_the_limit() -> None:
 
 @pytest.mark.parametrize("ratio", [1e-12, 1e-5, 1e-3, 1.0, 1e3, 1e5, 1e12])
 def test_tanh_is_as_exact_for_any_scale_and_cap(ratio: float) -> None:
-    assert error(spread(-3, 2) / ratio, ratio) < 3e-7  # of which the product's rounding is a part
+    assert error(spread(-3, 2) / ratio, ratio) < 3e-7  # including the rounding of the product
 
 
 def test_small_scores_keep_their_relative_precision() -> None:
@@ -95,12 +95,12 @@ def test_gradients_agree_for_scores_below_at_and_far_beyond_the_cap(size: float)
     options = {"softcap": 2.0, "mask": hw.mask.causal()}
     found = everything("triton", q * size, k, v, **options)
     wide = (x.double() for x in (q * size, k, v))
-    tolerance = 1e-5 if DEVICE == "cpu" else 1e-4  # three tf32 products are not one of float32
+    tolerance = 1e-5 if DEVICE == "cpu" else 1e-4  # three tf32 products are less exact than float32
     compare(found, everything("reference", *wide, **options), tolerance)
 
 
 @pytest.mark.parametrize("softcap", [1e-7, 1e7])
-def test_caps_beyond_every_use_are_lawful(softcap: float) -> None:
+def test_extreme_caps_are_allowed(softcap: float) -> None:
     q, k, v = (torch.randn(1, 1, 20, 16, device=DEVICE) for _ in range(3))
     options = {"mask": hw.mask.causal() & hw.mask.window(5), "softcap": softcap}
     found = hw.attention(q, k, v, engine="triton", **options)
@@ -108,7 +108,7 @@ def test_caps_beyond_every_use_are_lawful(softcap: float) -> None:
     assert (found - truth).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("rows", [1, 40])  # by the kernels of decoding, and of everything else
+@pytest.mark.parametrize("rows", [1, 40])  # by the decoding kernels, and by the others
 def test_two_runs_give_the_same_bits(rows: int) -> None:
     q, k, v = torch.randn(3, 1, 2, 600 if DEVICE == "cuda" else 60, 16, device=DEVICE)
     one, two = (hw.attention(3 * q[:, :, :rows], k, v, softcap=4.0, engine="triton") for _ in "ab")

@@ -1,4 +1,4 @@
-"""Few queries, many keys: split over the chip and merged, whatever form the keys are kept in."""
+"""Few queries, many keys: split over programs and merged, for every form of KV cache."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_shares_of_the_keys_merge_to_the_whole(kind: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache", [PagedCache(PagePool(16, 8)), Int8Cache()], ids=["pages", "int8"])
-def test_the_kernel_reads_what_a_cache_keeps_as_it_lies_there(cache: hw.nn.Packed) -> None:
-    dtype = torch.float32 if DEVICE == "cpu" else torch.float16  # on a GPU steps are of halves
+def test_the_kernel_reads_a_packed_cache_directly(cache: hw.nn.Packed) -> None:
+    dtype = torch.float32 if DEVICE == "cpu" else torch.float16  # on a GPU steps are 16-bit
     q, k, v = (normal(2, h, n, 64, dtype=dtype) for h, n in ((4, 2), (2, 30), (2, 30)))
     cache = cache.fresh()
     cache.append(k, v)
@@ -69,9 +69,7 @@ def test_the_kernel_reads_what_a_cache_keeps_as_it_lies_there(cache: hw.nn.Packe
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kept", ["one piece", "pages", "int8"])
-def test_a_step_of_halves_is_as_exact_however_the_keys_are_kept(
-    kept: str, dtype: torch.dtype
-) -> None:
+def test_a_16_bit_step_is_as_exact_with_every_cache(kept: str, dtype: torch.dtype) -> None:
     q, k, v = (normal(1, h, n, 64, dtype=dtype) for h, n in ((4, 1), (2, 1030), (2, 1030)))
     options = {"mask": CAUSAL, "engine": "triton"}
     if kept == "one piece":
@@ -112,7 +110,7 @@ WRONG = {
 @torch.no_grad()
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("cache", [PagedCache(PagePool(16, 8)), Int8Cache()], ids=["pages", "int8"])
-def test_what_does_not_fit_a_cache_is_an_error(cache: hw.nn.Packed, case: str) -> None:
+def test_wrong_arguments_to_a_cache_are_an_error(cache: hw.nn.Packed, case: str) -> None:
     made, options, word = WRONG[case]
     cache = cache.fresh()
     cache.append(normal(2, 2, 30, 64), normal(2, 2, 30, 64))
@@ -120,10 +118,10 @@ def test_what_does_not_fit_a_cache_is_an_error(cache: hw.nn.Packed, case: str) -
         cache.attend(normal(made.get("batch", 2), 4, 2, made.get("width", 64)), **options)
 
 
-def test_a_nan_sink_is_no_nan_logit() -> None:
+def test_a_nan_sink_is_not_a_nan_logit() -> None:
     zeros = torch.zeros(1, 1, 40, 16, device=DEVICE)
     sinks = torch.tensor([torch.nan], device=DEVICE)
-    for rows in (2, 40):  # a step, and a call of the forward's
+    for rows in (2, 40):  # the decoding kernels, and the forward
         _, seen = hw.observe(zeros[:, :, :rows], zeros, zeros, sinks=sinks, engine="triton")
         assert (seen.max_logit == 0).all()
         assert seen.lse.isnan().all()
@@ -134,7 +132,7 @@ DTYPE = torch.float32 if DEVICE == "cpu" else torch.float16
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What the kernels of a plain step returned."""
+    """The results of the kernels of a plain step."""
     from headwise.engines.triton.host import decoding_call
 
     found, step = [], decoding_call._step
@@ -148,7 +146,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-def test_more_batch_entries_than_a_grid_holds_take_another_way() -> None:
+def test_a_step_of_more_batch_entries_than_a_grid_holds_is_refused() -> None:
     q = torch.zeros(65536, 1, 1, 64, device=DEVICE, dtype=DTYPE)
     k = torch.zeros(1, 1, 1024, 64, device=DEVICE, dtype=q.dtype).expand(65536, -1, -1, -1)
     hw.attention(q[:1], k[:1], k[:1], engine="triton")
@@ -167,7 +165,7 @@ def test_a_plain_step_has_kernels_of_its_own(steps: list[Tensor]) -> None:
     assert len(steps) == 2  # the second calls were prepared
 
 
-def test_other_calls_take_no_plain_step(steps: list[Tensor]) -> None:
+def test_other_calls_do_not_take_the_plain_step(steps: list[Tensor]) -> None:
     q, k = normal(1, 2, 2, 64, dtype=DTYPE), normal(1, 2, 2000, 64, dtype=DTYPE)
     hw.attention(q.clone().requires_grad_(), k, k, engine="triton").sum().backward()
     with torch.no_grad():
@@ -175,7 +173,7 @@ def test_other_calls_take_no_plain_step(steps: list[Tensor]) -> None:
             {"mask": hw.mask.window(3)},
             {"mask": hw.mask.causal(5)},
             {"score": hw.Cosine()},
-            {"score": hw.Dot(torch.tensor(0.5))},  # it may change
+            {"score": hw.Dot(torch.tensor(0.5))},  # a tensor, which may change
             {"softcap": 5.0},
         ):
             found = hw.attention(q, k, k, engine="triton", **options)

@@ -1,4 +1,4 @@
-"""What is at the edge of what a kernel computes: no number, no key, no head, and too large ones."""
+"""Edge cases of the kernels: NaN, no keys, no heads, and numbers or batches that are too large."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_a_row_that_sees_nothing_and_has_no_sink_takes_no_gradient(score: str) -
 
 
 @pytest.mark.parametrize("place", ["here", pytest.param("device", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("queries", [1, 40])  # decoding's kernels, and the forward's
-def test_a_sink_that_rules_is_lse_to_the_bit(queries: int, place: str) -> None:
+@pytest.mark.parametrize("queries", [1, 40])  # the decoding kernels, and the forward
+def test_a_dominant_sink_is_lse_to_the_bit(queries: int, place: str) -> None:
     q, k, v = normal(1, 4, queries, 16), normal(1, 4, 70, 16), normal(1, 4, 70, 16)
     sinks = torch.tensor([93.7, 228.447, 178.13, 1e4], device=DEVICE)
     _, seen = hw.observe(q, k, v, sinks=sinks, stats=("lse", "entropy"), engine="triton")
@@ -64,9 +64,9 @@ def test_a_sink_that_rules_is_lse_to_the_bit(queries: int, place: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["streaming", "triton"])
-@pytest.mark.parametrize("queries", [2, 40])  # decoding's kernels, and the forward's
+@pytest.mark.parametrize("queries", [2, 40])  # the decoding kernels, and the forward
 @pytest.mark.parametrize("sink", [1e30, 1e38])
-def test_a_sink_however_far_above_leaves_no_entropy(sink: float, queries: int, engine: str) -> None:
+def test_a_very_large_sink_leaves_no_entropy(sink: float, queries: int, engine: str) -> None:
     leaves = [normal(1, 1, n, 16).requires_grad_() for n in (queries, 40, 40)]
     sinks = torch.tensor([sink], device=DEVICE, requires_grad=True)
     _, seen = hw.observe(*leaves, sinks=sinks, engine=engine)
@@ -77,7 +77,7 @@ def test_a_sink_however_far_above_leaves_no_entropy(sink: float, queries: int, e
 
 @pytest.mark.parametrize("engine", ["reference", "streaming", "triton"])
 @pytest.mark.parametrize("queries", [2, 40])
-def test_an_endless_sink_takes_all_the_weight(queries: int, engine: str) -> None:
+def test_an_infinite_sink_takes_all_the_weight(queries: int, engine: str) -> None:
     q, k = normal(1, 1, queries, 16), normal(1, 1, 40, 16)
     sinks = torch.tensor([torch.inf], device=DEVICE)
     out, seen = hw.observe(q, k, k, sinks=sinks, engine=engine)
@@ -105,7 +105,7 @@ def test_a_variance_that_is_too_large_is_infinite(queries: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ["streaming", "triton"])
-def test_no_heads_of_an_additive_score_give_nothing(engine: str) -> None:
+def test_an_additive_score_without_heads_gives_empty_tensors(engine: str) -> None:
     q, k = normal(2, 0, 3, 8), normal(2, 1, 4, 8)
     out, seen = hw.observe(q, k, k, score=hw.Additive(normal(8)), engine=engine)
     assert out.shape == (2, 0, 3, 8)
@@ -119,7 +119,7 @@ def test_more_batch_entries_than_a_grid_holds_are_refused() -> None:
     assert hw.attention(q, q, q, softcap=1.0).shape == q.shape
 
 
-CALLS = {  # each by kernels of its own
+CALLS = {  # each by its own kernels
     "rows": (40, 40, None),
     "masked rows": (40, 40, hw.mask.causal()),
     "few rows, many keys": (2, 40, None),
@@ -129,9 +129,7 @@ CALLS = {  # each by kernels of its own
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_query_that_is_no_number_is_told_from_one_that_sees_nothing(
-    call: str, poison: float
-) -> None:
+def test_a_nan_query_is_told_from_one_that_sees_nothing(call: str, poison: float) -> None:
     queries, keys, mask = CALLS[call]
     q, k, v = normal(1, 1, queries, 16), normal(1, 1, keys, 16), normal(1, 1, keys, 16)
     score = hw.Additive(normal(16)) if call == "additive" else None
@@ -151,7 +149,7 @@ def test_a_query_that_is_no_number_is_told_from_one_that_sees_nothing(
 def test_the_lowest_number_of_a_dtype_hides_a_key_beside_others_and_nothing_alone(
     dtype: torch.dtype,
 ) -> None:
-    # the masks of transformers, whose rows of padding are full of it
+    # as in masks of transformers, whose padding rows are full of it
     q, k, v = (normal(1, 2, 6, 16) for _ in range(3))
     bias = torch.zeros(6, 6, device=DEVICE, dtype=dtype)
     bias[:, 4:], bias[0] = torch.finfo(dtype).min, torch.finfo(dtype).min

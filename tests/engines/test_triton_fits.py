@@ -1,4 +1,4 @@
-"""A call runs on the GPU that is there: with the table's tile, or with a smaller one that fits."""
+"""A call runs on any GPU: with the tile of the table, or with a smaller one that fits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CAUSAL = hw.mask.causal()
 
 
 class Crowded:
-    """A kernel on a GPU that has no room for tiles of more keys, rows or loads than these."""
+    """A kernel on a GPU without room for tiles of more keys, rows or stages than these."""
 
     def __init__(self, kernel: Any, keys: int = 16, rows: int = 64, stages: int = 1) -> None:
         self.kernel, self.refused = kernel, 0
@@ -55,7 +55,7 @@ class Crowded:
 
 @pytest.fixture(autouse=True)
 def unchosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing was tuned or found too large, and what a test finds is forgotten after it."""
+    """Start without tuned or reduced shapes, and forget those of the test after it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shapes, "_CHOSEN", {})
     large = dict.fromkeys(shapes._INTERPRETED, Shape(32, 64, 4, 3))
@@ -128,7 +128,7 @@ def test_decoding_takes_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         found = hw.attention(q, k, v, mask=CAUSAL, engine="triton")
         close([found], [hw.attention(q, k, v, mask=CAUSAL, engine="reference")])
-    assert crowded.refused == 4  # two loads fewer in flight, a half and a quarter of the keys
+    assert crowded.refused == 4  # two stages fewer, then half and a quarter of the keys
 
 
 @interpreted
@@ -145,7 +145,7 @@ def test_a_plain_step_takes_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 @interpreted
 @pytest.mark.parametrize("loop", ["log_sums", "cells", "largest"])
-def test_loops_of_maps_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+def test_kernels_of_maps_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
     crowded = crowd(monkeypatch, maps.logsum if loop == "log_sums" else maps, loop, rows=16)
     q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
     found, truth = (
@@ -154,7 +154,7 @@ def test_loops_of_maps_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, loop:
     )
     close([found.received(), found.pool(7)], [truth.received().float(), truth.pool(7).float()])
     close([found.top(4)[0]], [truth.top(4)[0].float()])
-    assert crowded.refused == 5  # two loads, two halves of the keys and one of the rows
+    assert crowded.refused == 5  # two stages, two halvings of the keys and one of the rows
 
 
 @interpreted
@@ -180,7 +180,7 @@ def test_calls_are_prepared_again_with_the_tile_that_fits(
 
 
 @interpreted
-def test_a_gpu_without_room_for_any_tile_is_told_of_in_words(
+def test_a_gpu_without_room_for_any_tile_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     crowd(monkeypatch, call, "forward", keys=8)
@@ -189,7 +189,7 @@ def test_a_gpu_without_room_for_any_tile_is_told_of_in_words(
     assert "streaming" in str(e.value)
 
 
-def test_what_was_tuned_without_a_bias_serves_no_call_with_one() -> None:
+def test_shapes_tuned_without_a_bias_do_not_serve_calls_with_one() -> None:
     best = Shape(256, 256, 8, 5)
     here = card(CPU)
     shapes.remember(here, {(kernel, 128, 2): best for kernel in shapes.KERNELS})
@@ -217,7 +217,7 @@ def test_tuning_gives_the_time_to_the_shape_that_ran(monkeypatch: pytest.MonkeyP
 
 
 def room_for(generation: int, *calls: str) -> None:
-    """Compile calls as if for another GPU: all of their first choices fit its memory."""
+    """Compile calls as if for another GPU; assert that their first shapes fit its memory."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.engines.fits", str(generation), *calls]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -226,7 +226,7 @@ def room_for(generation: int, *calls: str) -> None:
     assert [x for x in found if x[2]] == []
 
 
-def test_a_step_of_decoding_fits_a_desk_gpu() -> None:
+def test_a_decoding_step_fits_a_desktop_gpu() -> None:
     room_for(86, "decode 128 bfloat16")
 
 
@@ -237,7 +237,7 @@ def test_a_mask_tensor_and_a_table_fit_an_h100() -> None:
 HUNGRY = ("both", "bias", "causal", "decode", "decode_biased", "stored", "maps")
 
 
-@pytest.mark.slow  # all the calls there are take far longer: `python -m tests.engines.fits`
+@pytest.mark.slow  # for all calls, which take far longer: `python -m tests.engines.fits`
 @pytest.mark.parametrize("generation", [80, 86, 90, 100, 120])
 def test_the_hungriest_calls_fit_every_gpu(generation: int) -> None:
     calls = [f"{kind} {width} bfloat16" for kind in HUNGRY for width in (128, 256)]

@@ -1,4 +1,4 @@
-"""Moments of logits that need no pairs: from the keys' mean and scatter, by blocks."""
+"""Moments of logits without visiting pairs: from mean and scatter of the keys, by blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CUTS = moments.CUTS
 
 @pytest.fixture(autouse=True)
 def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device only long calls have blocks, and are worth the launches; these are short."""
+    """Let short calls use blocks, which a GPU uses for long calls only."""
     for limit in ("LEAST", "LEAST_KEYS", "LEAST_ROWS"):
         monkeypatch.setattr(moments, limit, 0)
     small = {n: replace(cut, block=128, whole_block=128) for n, cut in CUTS.items()}
@@ -51,11 +51,11 @@ def seen_by(engine: str, q: Tensor, k: Tensor, **options: object) -> dict[str, T
     return hw.observe(q, k, k, stats=STATS, engine=engine, **options)[1].values
 
 
-USUAL = 1e-5 if DEVICE == "cpu" else 3e-5  # a device rounds the scatter's parts to 16 bits
+USUAL = 1e-5 if DEVICE == "cpu" else 3e-5  # on a GPU the parts of a scatter are 16-bit
 
 
 def check(q: Tensor, k: Tensor, tolerance: float = USUAL, **options: object) -> None:
-    """Against the reference in float64, where the kernels of this file serve."""
+    """Compare with the reference in float64; the kernels of moments must serve the call."""
     assert served(q, k, **options)
     found, truth = seen_by("triton", q, k, **options), seen_by("reference", q, k, **options)
     for name in STATS:
@@ -64,7 +64,7 @@ def check(q: Tensor, k: Tensor, tolerance: float = USUAL, **options: object) -> 
     assert found["logit_var"].min() >= 0
 
 
-CALLS = {  # queries, keys, mask: blocks of 64 keys where the interpreter runs them
+CALLS = {  # queries, keys, mask: blocks have 64 keys under the interpreter
     "every key": (70, 150, None),
     "causal": (150, 150, hw.mask.causal()),
     "more keys": (40, 203, hw.mask.causal()),
@@ -88,21 +88,21 @@ def test_key_heads_serve_their_query_heads_in_every_batch_entry() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", [None, hw.mask.causal()], ids=str)
-def test_a_large_common_offset_of_the_keys_leaves_the_variance(
+def test_a_large_common_offset_of_the_keys_keeps_the_variance_exact(
     mask: hw.mask.Mask | None, dtype: torch.dtype
 ) -> None:
     q, k = normal(1, 1, 150, 16, dtype=dtype), normal(1, 1, 150, 16) * 8
     check(q, (k + 8000).to(dtype), 1e-3, mask=mask)
 
 
-def test_numbers_whose_squares_overflow_are_met_pair_by_pair() -> None:
+def test_keys_whose_squares_overflow_are_computed_pair_by_pair() -> None:
     q, k = normal(1, 1, 100, 16) * 1e-20, normal(1, 1, 100, 16) * 1e20
     check(q, k, mask=hw.mask.causal())
     check(q, k)
 
 
 @pytest.mark.parametrize("place", [70, 127])  # inside a block, and at its end
-def test_a_key_that_is_no_number_reaches_no_row_before_it(place: int) -> None:
+def test_a_nan_key_reaches_no_row_before_it(place: int) -> None:
     q, k = normal(1, 1, 150, 16), normal(1, 1, 150, 16)
     clean = seen_by("triton", q, k, mask=hw.mask.causal())
     k[:, :, place] = torch.nan
@@ -119,7 +119,7 @@ def test_keys_that_no_row_sees_may_hold_anything() -> None:
 
 
 @pytest.mark.parametrize("limit", [("SCRATCH", 1), ("GRID", 2)])
-def test_heads_take_turns_where_room_is_short(
+def test_heads_take_turns_if_memory_is_short(
     limit: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k = normal(1, 4, 70, 16), normal(1, 2, 70, 16)
@@ -141,7 +141,7 @@ def test_heads_take_turns_where_room_is_short(
     ],
     ids=["cap", "bias", "window", "lengths", "dense", "blind"],
 )
-def test_what_is_no_plain_score_over_the_first_keys_stays_in_the_loop(
+def test_other_scores_and_masks_stay_in_the_loop(
     options: dict[str, object],
 ) -> None:
     q = normal(1, 2, 16, 16)

@@ -1,6 +1,6 @@
-"""Tensors of all pairs, biases and dense masks, in every way that they can lie in memory.
+"""Bias tensors and dense masks in every memory layout.
 
-Where the copy engine can load them it does; elsewhere the kernels compute addresses.
+TMA loads them if it can; otherwise the kernels compute addresses.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ MASKS = {
     "window": CAUSAL & hw.mask.window(21),
     "documents": hw.mask.documents(torch.arange(M) // 25),
 }
-BEGINNING = [*MASKS][:4]  # of these all tiles begin at multiples of 16 keys
+BEGINNING = [*MASKS][:4]  # the masks whose tiles all begin at multiples of 16 keys
 
 
 @pytest.fixture(params=["here", pytest.param("device", marks=pytest.mark.gpu)])
 def place() -> None:
-    """The interpreter here, and a device's compiled kernels where there is one."""
+    """Run under the interpreter, and on a GPU if there is one."""
 
 
 def three() -> list[Tensor]:
@@ -68,7 +68,7 @@ def agrees(**options: object) -> None:
 
 
 def tiles(mask: hw.mask.Mask | None = None, bias: Tensor | None = None) -> tuple[bool, bool]:
-    """Whether the copy engine loads the bias, and the dense mask."""
+    """Return whether TMA loads the bias, and the dense mask."""
     q, k, v = three()
     terms = pose("attention", q, k, v, bias=bias, mask=mask).terms(banded=True)
     bias_tiles, dense_tiles = pair_tiles(operands(q, k, v, terms), 32, 32)
@@ -77,13 +77,13 @@ def tiles(mask: hw.mask.Mask | None = None, bias: Tensor | None = None) -> tuple
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("lying", LYING)
-def test_a_bias_is_added_wherever_it_lies(lying: str) -> None:
+def test_a_bias_is_added_in_every_layout(lying: str) -> None:
     agrees(bias=LYING[lying](normal), mask=CAUSAL)
 
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("lying", LYING)
-def test_a_dense_mask_hides_wherever_it_lies(lying: str) -> None:
+def test_a_dense_mask_hides_in_every_layout(lying: str) -> None:
     agrees(mask=hw.mask.dense(LYING[lying](shown)), softcap=3.0)
 
 
@@ -104,15 +104,15 @@ def dense() -> hw.mask.Mask:
 
 
 @pytest.mark.parametrize("lying", LYING)
-def test_the_copy_engine_loads_what_it_can(lying: str) -> None:
+def test_tma_loads_what_it_can(lying: str) -> None:
     mask = hw.mask.dense(LYING[lying](shown))
     assert tiles(mask, LYING[lying](normal)) == (lying in COPIED, lying in COPIED)
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_copy_engine_loads_what_begins_at_16_bytes(mask: str) -> None:
+def test_tma_loads_what_begins_at_16_bytes(mask: str) -> None:
     assert tiles(MASKS[mask], normal(B, H, N, M)) == (mask in BEGINNING, False)
 
 
-def test_the_copy_engine_loads_a_dense_mask_that_is_part_of_another() -> None:
+def test_tma_loads_a_dense_mask_that_is_part_of_another() -> None:
     assert tiles(MASKS["offset"] & dense()) == (False, True)

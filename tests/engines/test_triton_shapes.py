@@ -1,4 +1,4 @@
-"""Block shapes that were measured: kept for each GPU, found again, and never in a user's way."""
+"""Tuned tile shapes: stored for each GPU, found again, and ignored if unreadable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_tuned_shapes_are_kept_for_each_gpu_and_preferred(
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", '{"one": {"forward 64 2": {"rows": 64}}}', "\x00"]
 )
-def test_a_file_of_shapes_that_nobody_can_read_is_as_good_as_none(
+def test_an_unreadable_file_of_shapes_is_ignored(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -49,7 +49,7 @@ def test_a_file_of_shapes_that_nobody_can_read_is_as_good_as_none(
 def test_tuning_tries_the_usual_shape_and_keeps_what_it_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headwise.engines.triton.host import tuning
+    from headwise.engines.triton import tuning
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shapes, "_CHOSEN", {})

@@ -476,7 +476,7 @@ SMALL = hw.attention_map(torch.zeros(1, 2, 9, 4), K)
         (lambda: LARGE.grid(-1), r"levels 0 to 6(.|\n)*grid\(-1\)"),
         (
             lambda: hw.attention_map(torch.zeros(1, 2, 9, 4), K, lse=torch.zeros(1, 2, 8)),
-            r"lse has shape \(1, 2, 8\).*\(1, 2, 9\)(.|\n)*attention_map\(q float32[^v]*$",
+            r"lse is float32 \(1, 2, 8\).*\(1, 2, 9\)(.|\n)*attention_map\(q float32[^v]*$",
         ),
     ],
 )

@@ -116,6 +116,21 @@ EVERY: dict[str, tuple[Callable[..., object], Callable[[], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("batch", "length"), [(0, N), (B, 0), (0, 0)])
+@torch.no_grad()
+def test_empty_inputs_give_empty_outputs_or_are_refused(name: str, batch: int, length: int) -> None:
+    given = CALLS[name]()
+    for key, value in given.items():
+        if isinstance(value, Tensor):
+            given[key] = value[:batch] if value.ndim == 4 else value[:batch, :length]
+    if name in ("Conv", "LSTM") and (length == 0 or name == "LSTM"):
+        with pytest.raises(ValueError, match="at least"):
+            built(name)(**given)
+    else:
+        assert built(name)(**given).shape[0] == batch
+
+
 @pytest.mark.parametrize("what", EVERY)
 @torch.no_grad()
 def test_nonsense_is_refused_in_words(what: str) -> None:

@@ -59,7 +59,7 @@ GPTS = {
 
 @strategies
 @pytest.mark.parametrize("kind", GPTS)
-def test_a_gpt_says_the_same_with_and_without_cache(kind: str, strategy: Strategy) -> None:
+def test_a_gpt_generates_the_same_with_and_without_cache(kind: str, strategy: Strategy) -> None:
     model = gpt(**GPTS[kind])
     prompt = torch.randint(V, (B, N))
     for lengths in (None, LENGTHS):
@@ -71,7 +71,7 @@ def test_a_gpt_says_the_same_with_and_without_cache(kind: str, strategy: Strateg
 
 @strategies
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_transformer_says_the_same_with_and_without_cache(
+def test_a_transformer_generates_the_same_with_and_without_cache(
     padded: bool, strategy: Strategy
 ) -> None:
     model, source = transformer(), torch.randint(V, (B, N))
@@ -82,7 +82,7 @@ def test_a_transformer_says_the_same_with_and_without_cache(
 
 
 @strategies
-def test_fixed_weights_say_the_same_with_and_without_cache(strategy: Strategy) -> None:
+def test_fixed_weights_generate_the_same_with_and_without_cache(strategy: Strategy) -> None:
     model = randomised(FixedGPT(FixedGPTConfig(V, 20, d_model=32, layers=2, heads=4)))
     prompt = torch.randint(V, (B, N))
     expected = model.generate(prompt, COUNT, strategy=strategy)
@@ -91,7 +91,7 @@ def test_fixed_weights_say_the_same_with_and_without_cache(strategy: Strategy) -
 
 
 def greedily(logits_of: object, prompt: Tensor, count: int) -> Tensor:
-    """The definition: the whole sequence anew for every token."""
+    """The definition: recompute the whole sequence for every token."""
     tokens = prompt
     with torch.no_grad():
         for _ in range(count):
@@ -231,7 +231,7 @@ def test_generating_leaves_the_model_in_its_mode() -> None:
     assert model.training
 
 
-def test_bad_wishes_are_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     model, prompt = gpt(), torch.randint(V, (B, N))
     with pytest.raises(ValueError, match=r"prompt of shape \(3, 0\)"):
         model.generate(prompt[:, :0], 3)

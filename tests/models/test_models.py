@@ -119,7 +119,7 @@ def test_a_gpt2_layer_has_12_h_squared_and_13_h() -> None:
         assert parameters(config.block()) == 12 * h**2 + 13 * h
 
 
-def test_the_rivals_have_the_sizes_of_their_formulas() -> None:
+def test_the_alternatives_have_the_sizes_of_their_formulas() -> None:
     d, v, n, h = 32, 30, 16, 4
     conv = v * d + 3 * (2 * d * d * 3 + 2 * d + 2 * d) + 2 * d
     assert built(Conv, ConvConfig(v, d, 3, kernel=3)) == conv
@@ -140,7 +140,7 @@ def test_configurations_survive_json(name: str) -> None:
     assert type(config).from_dict(written) == config
 
 
-def test_a_configuration_names_what_it_does_not_know() -> None:
+def test_a_configuration_names_unknown_fields() -> None:
     with pytest.raises(ValueError, match="GPTConfig has no field depth; it has attention_dropout"):
         GPTConfig.from_dict({"vocabulary": 10, "depth": 3})
     with pytest.raises(ValueError, match="unknown type 'Spiral' in a configuration"):

@@ -1,4 +1,4 @@
-"""Decoding step by step equals the whole forward, with every cache, up to its limits."""
+"""Decoding step by step equals the whole forward, with every cache, within its limits."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -92,7 +92,9 @@ def test_pieces_of_any_size_equal_the_whole(kind: str, cuts: list[int], seed: in
 @caches
 @given(before=st.integers(1, 8), wrong=st.integers(0, 3), seed=st.integers(0, 99))
 @torch.no_grad()
-def test_what_is_rolled_back_was_never_there(kind: str, before: int, wrong: int, seed: int) -> None:
+def test_after_a_rollback_the_cache_is_as_before(
+    kind: str, before: int, wrong: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     cache, mask = CACHES[kind]
     cache = (
@@ -110,7 +112,7 @@ def test_what_is_rolled_back_was_never_there(kind: str, before: int, wrong: int,
 
 @caches
 @torch.no_grad()
-def test_reordered_entries_go_on_as_those_they_were(kind: str) -> None:
+def test_reordered_entries_continue_the_chosen_ones(kind: str) -> None:
     cache, mask = CACHES[kind]
     cache = cache.fresh()
     attn, x = layer(mask), torch.randn(3, N, D)
@@ -159,7 +161,7 @@ def test_padding_masks_and_documents_hold_over_steps(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_without_a_causal_mask_a_piece_sees_all_that_was_written() -> None:
+def test_without_a_causal_mask_a_step_sees_every_token_so_far() -> None:
     attn, x = layer(None), torch.randn(B, N, D)
     for cache in (GrowingCache(), FixedCache(30)):
         attn(x[:, :6], cache=cache)
@@ -167,7 +169,7 @@ def test_without_a_causal_mask_a_piece_sees_all_that_was_written() -> None:
 
 
 @torch.no_grad()
-def test_the_unwritten_part_may_hold_anything() -> None:
+def test_unwritten_storage_may_hold_anything() -> None:
     attn, x, cache = layer(CAUSAL), torch.randn(B, N, D), FixedCache(40)
     first = attn(x[:, :6], cache=cache)
     assert cache._keys is not None
@@ -189,7 +191,7 @@ def test_observation_sees_the_same_with_a_cache() -> None:
 
 @torch.no_grad()
 def test_stretched_frequencies_equal_a_forward_over_the_text_so_far() -> None:
-    """Dynamic scaling turns every key anew as the text grows, so rows compare with their prefix."""
+    """Dynamic scaling rotates every key again as the text grows, so a row equals its prefix's."""
     scaling = hw.nn.DynamicNTK(factor=2.0, trained_length=6)
     attn = MultiHeadAttention(D, HEADS, mask=CAUSAL, position=hw.nn.Rotary(scaling=scaling)).eval()
     x = torch.randn(B, N, D)
@@ -199,7 +201,15 @@ def test_stretched_frequencies_equal_a_forward_over_the_text_so_far() -> None:
             same(step, attn(x[:, : i + 1])[:, -1:])
 
 
-def test_gradients_flow_through_what_was_cached() -> None:
+@torch.no_grad()
+def test_a_remembered_context_equals_the_context_with_stretched_frequencies_too() -> None:
+    position = hw.nn.Rotary(scaling=hw.nn.DynamicNTK(factor=2.0, trained_length=6))
+    attn = MultiHeadAttention(D, HEADS, position=position).eval()
+    x, context = torch.randn(B, 3, D), torch.randn(B, N, D)
+    assert torch.equal(attn(x, attn.remember(context)), attn(x, context))
+
+
+def test_gradients_flow_through_cached_tokens() -> None:
     attn = layer(CAUSAL)
     for cache in (GrowingCache(), FixedCache(20), SlidingCache(20)):
         x = torch.randn(B, N, D, requires_grad=True)
@@ -210,7 +220,7 @@ def test_gradients_flow_through_what_was_cached() -> None:
 
 
 def test_appending_moves_each_token_a_bounded_number_of_times() -> None:
-    """Storage is made anew log2(n) times in n appends, and never when it slides."""
+    """Storage is allocated log2(n) times in n appends, and never when it slides."""
     key = torch.zeros(1, 1, 1, 4)
     cache, storages = GrowingCache(), set()
     for _ in range(1000):
@@ -286,7 +296,7 @@ def test_a_refused_call_leaves_the_cache_as_it_was(kind: str, case: str) -> None
 
 
 @torch.no_grad()
-def test_what_a_cache_can_not_place_is_refused_before_it_is_held() -> None:
+def test_unsupported_masks_are_refused_and_nothing_is_cached() -> None:
     attn, x, cache = layer(CAUSAL), torch.randn(B, N, D), FixedCache(20)
     with pytest.raises(ValueError, match="a FixedCache does not support"):
         attn(x, mask=hw.mask.documents(torch.zeros(1, N, dtype=torch.int64)), cache=cache)
@@ -298,7 +308,7 @@ def test_what_a_cache_can_not_place_is_refused_before_it_is_held() -> None:
 
 
 @torch.no_grad()
-def test_a_mask_that_a_fixed_cache_placed_stays_as_it_is() -> None:
+def test_a_later_step_does_not_change_an_earlier_mask() -> None:
     attn, x, cache = layer(None), torch.randn(B, N, D), FixedCache(20)
     call = attn.prepare(x[:, :5], cache=cache)
     attn(x[:, 5:], cache=cache)

@@ -137,6 +137,7 @@ def calls() -> dict[str, tuple[Callable[..., object], Make]]:
     learned = attention(position=hw.nn.Learned(N))
     fixed = hw.nn.FixedAttention(D, HEADS, 40, mask=hw.mask.causal()).eval()
     additive = hw.nn.AdditiveAttention(D, D, 16)
+    torch_call = hw.nn.TorchCall(MultiHeadAttention(D, HEADS), True)
     own = {"mask": None, "positions": torch.arange(N)}
     return {
         "rotary": (rotary, lambda: {"x": x(), "bias": None, **own}),
@@ -151,6 +152,13 @@ def calls() -> dict[str, tuple[Callable[..., object], Make]]:
         "additive": (
             additive,
             lambda: {"queries": x(), "keys": x(), "values": x(), "mask": None},
+        ),
+        "TorchCall()": (
+            torch_call,
+            lambda: {
+                **{"query": x(), "key": x(), "value": x(), "key_padding_mask": None},
+                **{"attn_mask": None, "need_weights": True},
+            },
         ),
         **{
             f"with a {name}": (
@@ -202,6 +210,11 @@ def cache_methods() -> dict[str, tuple[Callable[..., object], Make]]:
         found[f"{name}.append, first"] = (first, both)
         found[f"{name}.rollback"] = (rollback, lambda: {"count": 1})
         found[f"{name}.reorder"] = (reorder, lambda: {"index": torch.tensor([1, 0])})
+    both = {"keys": heads(), "values": heads()}
+    found["FixedCache.reserve"] = (hw.nn.FixedCache(9).reserve, lambda: dict(both))
+    found["PagePool.take"] = (hw.nn.PagePool(64).take, lambda: {"count": 1})
+    index = {"index": torch.tensor([0, 0])}
+    found["Memory.reorder"] = (hw.nn.Memory(**both).reorder, lambda: dict(index))
     return found
 
 

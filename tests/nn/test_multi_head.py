@@ -25,7 +25,7 @@ def randomised(module: MultiHeadAttention) -> MultiHeadAttention:
 
 
 def by_hand(attn: MultiHeadAttention, x: Tensor, seen: Tensor | None = None) -> Tensor:
-    """softmax(Q Kᵀ / √d) V a head at a time, side by side, through the last matrix."""
+    """softmax(Q Kᵀ / √d) V head by head, concatenated, through the output matrix."""
     made = []
     for head in range(attn.heads):
         group = head * attn.kv_heads // attn.heads
@@ -249,6 +249,25 @@ def test_dropped_heads_add_up_and_come_back_in_order() -> None:
     assert list(attn.state_dict()) == list(MultiHeadAttention(D, HEADS).state_dict())
 
 
+@pytest.mark.parametrize("heads", [2, [2], {2}, (-2,), torch.tensor(2), torch.tensor([2, 2])])
+def test_heads_to_drop_may_be_a_number_a_tensor_or_any_collection(heads: object) -> None:
+    attn, x = randomised(MultiHeadAttention(D, HEADS)), torch.randn(B, N, D)
+    with attn.drop_heads([2]):
+        expected = attn(x)
+    with attn.drop_heads(heads):
+        assert torch.equal(attn(x), expected)
+    with attn.drop_heads([]):
+        assert not torch.equal(attn(x), expected)
+
+
+@pytest.mark.parametrize("heads", [4, -5, 1.0, "2", None, True, torch.tensor([0.0]), [[1]]])
+def test_heads_that_do_not_exist_are_refused_in_words(heads: object) -> None:
+    attn = MultiHeadAttention(D, HEADS)
+    with pytest.raises(ValueError, match=r"there is no head .* 0 to 3|takes the numbers of heads"):
+        attn.drop_heads(heads)
+    assert attn.head_gate is None
+
+
 def test_the_gate_has_a_gradient_for_each_head() -> None:
     attn = MultiHeadAttention(D, HEADS)
     attn.head_gate = torch.ones(HEADS, requires_grad=True)
@@ -411,7 +430,7 @@ def test_widths_that_do_not_fit_are_refused(options: dict[str, object], message:
         ({"engine": "flash"}, "engine='flash' is unknown; choose 'auto' or one of 'hopper'"),
     ],
 )
-def test_what_no_layer_is_made_with_is_refused_before_the_first_call(
+def test_bad_options_are_refused_when_a_layer_is_built(
     options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -432,6 +451,8 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"values from \(2, 9, 32\).*context_dim=\(20, 20\)"):
         attn(x, x[..., :20], values=x)
     plain = MultiHeadAttention(D, HEADS)
+    with pytest.raises(ValueError, match=r"values= would be ignored.*attn.remember"):
+        plain(x, plain.remember(x), values=x)
     with pytest.raises(ValueError, match="positions= would be ignored"):
         plain(x, positions=torch.arange(N))
     with pytest.raises(ValueError, match=r"positions=int64 \(4,\) must .*\(9,\) or \(2, 9\)"):

@@ -1,4 +1,4 @@
-"""Caches of pages and of int8: what they hold, what they give back, and how far they are off."""
+"""Caches of pages and of int8: their contents, their memory, and their rounding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_int8_takes_a_quarter_of_the_memory_and_a_scale_for_each_token_and_head(
 
 
 @torch.no_grad()
-def test_steps_with_int8_stay_near_the_whole_and_go_back_exactly() -> None:
+def test_steps_with_int8_are_close_to_the_whole_and_roll_back_exactly() -> None:
     attn, x, cache = layer(), torch.randn(B, N, D), Int8Cache()
     steps = [attn(x[:, i : i + 1], cache=cache) for i in range(N)]
     torch.testing.assert_close(torch.cat(steps, 1), attn(x), rtol=0, atol=0.02)
@@ -114,7 +114,7 @@ def test_bad_pools_and_gradients_are_refused_in_words() -> None:
 
 
 @torch.no_grad()
-def test_options_that_no_kernel_takes_are_served_from_what_is_read() -> None:
+def test_options_that_no_kernel_takes_are_served_from_ordinary_tensors() -> None:
     pool = PagePool(8)
     cache, keys, q = PagedCache(pool), torch.randn(B, 2, 20, 8), torch.randn(B, 4, 3, 8)
     cache.append(keys, keys)
@@ -124,7 +124,7 @@ def test_options_that_no_kernel_takes_are_served_from_what_is_read() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache", [PagedCache(PagePool(8, 64)), Int8Cache()], ids=["pages", "int8"])
-def test_a_prompt_is_let_go_when_it_is_written(cache: hw.nn.Packed) -> None:
+def test_a_cache_keeps_no_reference_to_the_prompt(cache: hw.nn.Packed) -> None:
     cache = cache.fresh()
     k, v = torch.randn(2, 1, 2, 100, 16).unbind(0)
     cache.write(k, v)

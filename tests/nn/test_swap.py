@@ -1,4 +1,4 @@
-"""Whole models run the same with our attention in the place of PyTorch's, and with theirs again."""
+"""Whole models give the same with our attention as with PyTorch's, and can be restored."""
 
 import copy
 
@@ -48,12 +48,12 @@ def test_masks_of_every_kind_mean_the_same(batch_first: bool) -> None:
     masks = {
         "bool": {"mask": hidden},
         "float": {"mask": torch.zeros(N, N).masked_fill(hidden, -torch.inf)},
-        "a head": {"mask": hidden.expand(B * HEADS, N, N)},
+        "one per head": {"mask": hidden.expand(B * HEADS, N, N)},
         "causal": {
             "mask": nn.Transformer.generate_square_subsequent_mask(N),
             "is_causal": True,
         },
-        "causal, unsaid": {"mask": nn.Transformer.generate_square_subsequent_mask(N)},
+        "causal, without the hint": {"mask": nn.Transformer.generate_square_subsequent_mask(N)},
     }
     expected = {name: model(x, **given) for name, given in masks.items()}
     hw.nn.swap_attention(model)
@@ -127,7 +127,7 @@ def test_other_widths_modes_and_dtypes_come_along() -> None:
     assert torch.equal(model["again"].k_proj_weight, theirs.k_proj_weight)
 
 
-def test_what_has_no_equal_is_refused_by_name() -> None:
+def test_unsupported_attention_is_refused_by_name() -> None:
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(D, HEADS, add_bias_kv=True)})
     with pytest.raises(ValueError, match="attn uses add_bias_kv, which headwise does not support"):
         hw.nn.swap_attention(model)
@@ -139,3 +139,68 @@ def test_what_has_no_equal_is_refused_by_name() -> None:
         hw.nn.restore_attention(swapped)
     with pytest.raises(ValueError, match="is_causal=True is a hint about attn_mask"):
         swapped(*(torch.randn(N, B, D),) * 3, is_causal=True)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_are_read_as_intervals(kind: str) -> None:
+    """So an engine may skip blocks, and no mask of all pairs is made of padding."""
+    swapped = hw.nn.swap_attention(nn.MultiheadAttention(D, HEADS, batch_first=True))
+    x, seen = torch.randn(B, N, D), []
+
+    def look(module: nn.Module, args: object, options: dict[str, object]) -> None:
+        seen.append(options["mask"])
+
+    swapped.attention.register_forward_pre_hook(look, with_kwargs=True)
+    future = torch.ones(N, N, dtype=torch.bool).triu(1)
+    padding = PADDING
+    if kind == "float":
+        future, padding = (
+            torch.zeros(m.shape).masked_fill(m, -torch.inf) for m in (future, padding)
+        )
+    for given in ({"attn_mask": future}, {"key_padding_mask": padding}):
+        swapped(x, x, x, **given)
+    swapped(x, x, x, attn_mask=future, key_padding_mask=padding)
+    assert str(seen[0]) == "causal(offset=0)"
+    assert [mask.pieces for mask in seen] == [1, 1, 1]
+
+
+def test_a_hint_of_causality_is_taken_as_pytorch_takes_it() -> None:
+    """In place of attn_mask, but only if there is no padding and no weights are wanted."""
+    theirs = nn.MultiheadAttention(D, HEADS, batch_first=True)
+    ours, x = hw.nn.swap_attention(theirs), torch.randn(B, N, D)
+    other = torch.ones(N, N, dtype=torch.bool).triu(3)
+    for need_weights in (True, False):
+        for padding in (None, PADDING):
+            given = {"attn_mask": other, "is_causal": True, "need_weights": need_weights}
+            (one, _), (two, _) = (
+                attn(x, x, x, key_padding_mask=padding, **given) for attn in (ours, theirs)
+            )
+            same(one, two)
+
+
+def test_a_learned_mask_keeps_its_gradient() -> None:
+    theirs = nn.MultiheadAttention(D, HEADS, batch_first=True)
+    ours, x = hw.nn.swap_attention(theirs), torch.randn(B, N, D)
+    grads = []
+    for attn in (ours, theirs):
+        bias = torch.zeros(N, N, requires_grad=True)
+        attn(x, x, x, attn_mask=bias, need_weights=False)[0].square().sum().backward()
+        grads.append(bias.grad)
+    same(*grads)
+
+
+def test_a_swapped_model_compiles_whole() -> None:
+    torch._dynamo.reset()
+    model, x = hw.nn.swap_attention(encoder()).eval(), torch.randn(B, N, D)
+    future = nn.Transformer.generate_square_subsequent_mask(N)
+    given = {"mask": future, "src_key_padding_mask": PADDING.float().masked_fill(PADDING, -1e9)}
+    compiled = torch.compile(model.layers[0], backend="aot_eager", fullgraph=True)
+    expected = model.layers[0](x, future, given["src_key_padding_mask"])
+    same(compiled(x, future, given["src_key_padding_mask"]), expected)
+
+
+def test_masks_without_contents_stay_dense() -> None:
+    with torch.device("meta"):
+        layer, x = hw.nn.swap_attention(encoder()).layers[0], torch.randn(B, N, D)
+        future = torch.ones(N, N, dtype=torch.bool).triu(1)
+        assert layer(x, future, PADDING.to("meta")).shape == x.shape

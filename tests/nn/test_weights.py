@@ -37,7 +37,7 @@ def hidden(padded: bool, causal: bool) -> Tensor:
 
 
 def agree(ours: Tensor, theirs: Tensor, padded: bool) -> None:
-    """Equal to float32 rounding, on rows that are no padding."""
+    """Equal to float32 rounding, on rows that are not padding."""
     kept = torch.arange(N) < LENGTHS[:, None] if padded else torch.ones(B, N, dtype=torch.bool)
     torch.testing.assert_close(ours[kept], theirs[kept], rtol=1e-5, atol=1e-5)
 

@@ -1,8 +1,9 @@
-"""Each task can be learnt from a small file, and judged in the figures others use."""
+"""Each task can be learnt from a small file and scored by the usual metrics."""
 
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,15 +20,14 @@ import headwise as hw
 from headwise.cli.main import app
 from headwise.models import GPTConfig, TransformerConfig, ViTConfig
 from headwise.nn import GELU, PreNorm, ReLU, SwiGLU
-from headwise.training import evaluation as judging
-from headwise.training import presets, setups
+from headwise.training import evaluation, presets, setups
 from headwise.training.data import labelled_images as images
 from headwise.training.loading import Classifier, LanguageModel, Translator
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import Run
 from headwise.training.setups import LanguageSetup, TranslateSetup, VisionSetup
 from headwise.training.start import train
-from headwise.training.tasks import metrics as scores
+from headwise.training.tasks import metrics
 from headwise.training.tasks.language import text_loss
 from headwise.training.tasks.translation import Sentences
 from headwise.training.tasks.vision import moved, patched
@@ -39,7 +39,7 @@ WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 
 @pytest.fixture(scope="module")
 def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Numbers and their names turned round: a language of its own."""
+    """Three numbers, translated by reversing their order."""
     path = tmp_path_factory.mktemp("data") / "pairs.tsv"
     lines = [f"{a} {b} {c}\t{c} {b} {a} !" for a in WORDS for b in WORDS for c in WORDS[:4]]
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -48,14 +48,14 @@ def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def translating(data: Path, recipe: Recipe = RECIPE) -> TranslateSetup:
     model = TransformerConfig(
-        0, d_model=32, encoder_layers=1, decoder_layers=1, heads=2, feed_forward=ReLU(64),
+        300, d_model=32, encoder_layers=1, decoder_layers=1, heads=2, feed_forward=ReLU(64),
         arrangement=PreNorm(), dropout=0.1,
     )  # fmt: skip
     return TranslateSetup(str(data), 300, model, recipe, tokens=600, longest=32)
 
 
 def continuing(data: Path, recipe: Recipe = RECIPE) -> LanguageSetup:
-    model = GPTConfig(0, context=32, d_model=32, layers=1, heads=2, feed_forward=SwiGLU(64))
+    model = GPTConfig(300, context=32, d_model=32, layers=1, heads=2, feed_forward=SwiGLU(64))
     return LanguageSetup(str(data), 300, model, recipe, batch=4)
 
 
@@ -144,15 +144,15 @@ def test_a_classifier_is_trained_and_loaded(tmp_path: Path) -> None:
 
 def test_half_a_model_is_as_good(pairs_file: Path, tmp_path: Path) -> None:
     train(translating(pairs_file), tmp_path / "run", device="cpu")
-    size = judging.export(tmp_path / "run", tmp_path / "half")
+    size = evaluation.export(tmp_path / "run", tmp_path / "half")
     assert size < (tmp_path / "run/model.safetensors").stat().st_size
     whole, half = (hw.load(tmp_path / name) for name in ("run", "half"))
     for name, tensor in whole.model.state_dict().items():
         torch.testing.assert_close(half.model.state_dict()[name], tensor, atol=1e-3, rtol=1e-3)
-    figures = judging.judge(tmp_path / "half", "cpu")
+    figures = evaluation.judge(tmp_path / "half", "cpu")
     assert figures["sentences"] > 0
     with pytest.raises(ValueError, match="already holds a model"):
-        judging.export(tmp_path / "run", tmp_path / "half")
+        evaluation.export(tmp_path / "run", tmp_path / "half")
 
 
 class Counting(nn.Module):
@@ -205,7 +205,7 @@ def test_setups_survive_json() -> None:
 
 def test_bleu_takes_sentences_with_different_numbers_of_references() -> None:
     said = ["va t'en tout de suite", "bonjour à tous les amis"]
-    figures = scores.bleu(said, [["x", "va t'en tout de suite"], ["bonjour à tous les amis"]])
+    figures = metrics.bleu(said, [["x", "va t'en tout de suite"], ["bonjour à tous les amis"]])
     assert figures["bleu"] == pytest.approx(100)
     assert figures["single"] < 100
 
@@ -232,6 +232,19 @@ def test_the_command_trains_tells_and_resumes(
     assert "sentences" in run("score", out, "--device", "cpu").output
     assert "no device 'meta' to compute on" in run("score", out, "--device", "meta").output
     assert "MB" in run("export", out, "--out", str(tmp_path / "half")).output
+
+
+def test_a_log_file_gets_the_size_the_data_units_and_the_time_left(
+    pairs_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = translating(pairs_file, replace(RECIPE, steps=6))
+    monkeypatch.setitem(presets.PRESETS["translate"], "tiny", setup)
+    out = tmp_path / "run"
+    first, *lines = run("translate", "--out", str(out), "--device", "cpu").output.splitlines()
+    assert re.fullmatch(rf"translate: [\d,]+ parameters, {pairs_file}, on cpu, in {out}", first)
+    assert re.search(r"2/6  loss [\d.]+ · [\d,]+ tokens/s · \d:\d\d:\d\d left", lines[0])
+    assert "left" not in next(line for line in lines if "6/6" in line)
+    assert lines[-1] == f"finished; to see its heads: headwise look {out}"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""A run goes on where it was stopped, to the bit, and survives being killed."""
+"""A run resumes where it was stopped, to the bit, and survives being killed."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -85,7 +86,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path: Path, stop: 
     seen = iter(range(1, 100))
     stopped = trainer(tmp_path / "parts", should_stop=lambda: next(seen) == stop)
     assert stopped.train() is None
-    torch.rand(17)  # the world goes on meanwhile
+    torch.rand(17)  # something else draws random numbers meanwhile
     assert trainer(tmp_path / "parts").train() is not None
     assert same(state(tmp_path / "whole"), state(tmp_path / "parts"))
     last = without_speed(tmp_path / "whole")[-1]
@@ -263,7 +264,10 @@ def test_steps_are_fitted_into_a_time(tmp_path: Path) -> None:
 
 def test_a_recipe_survives_json_and_refuses_nonsense() -> None:
     assert Recipe.from_dict(json.loads(json.dumps(RECIPE.to_dict()))) == RECIPE
-    with pytest.raises(ValueError, match="steps of at least 1, got 0"):
+    with pytest.raises(ValueError, match="Recipe: steps=0 must be a positive integer"):
         Recipe(steps=0)
+    for wrong in ({"seed": 2**64}, {"betas": (0.9, 2)}, {"learning_rate": math.nan}, {"clip": "1"}):
+        with pytest.raises(ValueError, match=f"Recipe: {next(iter(wrong))}="):
+            Recipe(steps=1, **wrong)  # type: ignore[arg-type]
     one = Recipe(steps=1, warmup=100)
     assert one.rate(0) > 0

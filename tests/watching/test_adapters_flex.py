@@ -65,7 +65,7 @@ def blocks(rule: Callable[..., Tensor], batch: int | None = None) -> theirs.Bloc
 def watched(model: Attention, x: Tensor) -> tuple[Any, hw.watching.Watch]:
     """What the model gives while it is watched, the same as ever, and what was seen."""
     alone = model(x)
-    with hw.watch(model) as seen:
+    with hw.watch(model, strict=True) as seen:
         out = model(x)
     outputs = [given[0] if isinstance(given, tuple) else given for given in (alone, out)]
     assert torch.equal(*outputs)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import copy
 import sys
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BigBirdPegasusConfig,
+    BigBirdPegasusModel,
+    LlamaConfig,
+)
 
 import headwise as hw
 import headwise.transformers
@@ -39,6 +45,41 @@ def test_models_are_made_and_saved_and_loaded_with_it(tmp_path: object) -> None:
     with torch.no_grad():
         ours_, theirs = model(**given).logits, made(**given).logits
     torch.testing.assert_close(ours_[rows], theirs[rows], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_adds_the_mask_itself_hides_what_is_hidden() -> None:
+    config = BigBirdPegasusConfig(
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        vocab_size=99,
+        attention_type="original_full",
+        attn_implementation="eager",
+    )
+    model, given = BigBirdPegasusModel(config).eval(), inputs("llama", "right")
+    states = {}
+    for attention in ("eager", "headwise"):
+        with implementation(model, attention), torch.no_grad():
+            states[attention] = model.get_encoder()(**given)[0][given["attention_mask"].bool()]
+    torch.testing.assert_close(states["headwise"], states["eager"])
+
+
+@pytest.mark.parametrize("way", [
+    lambda s, m: s + m,
+    lambda s, m: m + s,
+    lambda s, m: s.add(m),
+    lambda s, m: s + m[:, :, :, :3],
+    lambda s, m: s + m.to(s.dtype),
+    lambda s, m: s + m[:, :, :, :3].expand(2, 4, 3, 3),
+])  # fmt: skip
+def test_a_mask_that_is_added_hides(way: Any) -> None:
+    mask = ours.MaskTensor(hw.mask.causal(), (2, 1, 3, 3), torch.device("cpu"))
+    p = way(torch.randn(2, 4, 3, 3), mask).softmax(-1)
+    assert torch.equal(p > 0, torch.ones(2, 4, 3, 3).tril().bool())
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt_oss", "gemma2"])

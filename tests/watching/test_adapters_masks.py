@@ -192,7 +192,9 @@ def test_a_mask_in_the_dress_of_a_tensor_survives_what_models_do_with_one() -> N
     assert given.contiguous() is given
     assert given.ndim == len(given.shape) == given.dim() == 4
     assert isinstance(given.to("cpu"), MaskTensor)
-    assert torch.equal(given.to(torch.float32), plain.float())
+    hidden = torch.zeros(plain.shape).masked_fill(~plain, torch.finfo(torch.float32).min)
+    assert torch.equal(given.to(torch.float32), hidden)  # numbers are to be added to scores
+    assert torch.equal(given.float(), hidden)
     assert torch.equal(given[:, :, :, :5], plain[:, :, :, :5])
     assert torch.equal(torch.where(given, 0.0, -1.0), torch.where(plain, 0.0, -1.0))
     assert torch.equal(~given, ~plain)

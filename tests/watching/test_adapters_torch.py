@@ -165,8 +165,8 @@ def test_values_that_cannot_be_told_are_refused_by_name() -> None:
 
     model = nn.Sequential(Twisted())
     with (
-        pytest.raises(ValueError, match=r"0 \(Twisted\) writes its attention out"),
-        hw.watch(model),
+        pytest.raises(ValueError, match=r"0 can't be watched: it writes its attention out"),
+        hw.watch(model, strict=True),
     ):
         model(torch.randn(N, B, D))
 
@@ -220,10 +220,54 @@ def test_multihead_attention_without_batch_across_and_with_other_widths() -> Non
 
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
 def test_keys_that_are_no_tokens_are_refused_by_name(option: str) -> None:
-    model = nn.ModuleDict({"attn": nn.MultiheadAttention(D, H, **{option: True})})
-    with pytest.raises(ValueError, match=f"attn uses {option}"):
-        hw.watch(model).attach()
+    model = nn.Sequential(Around(Attends(nn.MultiheadAttention(D, H, **{option: True}))))
+    refused = pytest.raises(
+        ValueError, match=rf"0\.inner\.inner can't be watched: it uses {option}"
+    )
+    with refused, hw.watch(model, strict=True):
+        model(torch.randn(N, B, D))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Functional(nn.Module):
+    """PyTorch's function, called with parameters of its own, as WavLM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(D, H)
+
+    def forward(self, x: Tensor, hides: Tensor) -> Tensor:
+        inner = self.inner
+        packed = (inner.in_proj_weight, inner.in_proj_bias, None, None, False, 0.0)
+        last = (inner.out_proj.weight, inner.out_proj.bias)
+        return F.multi_head_attention_forward(
+            x, x, x, D, H, *packed, *last, attn_mask=hides, need_weights=False
+        )[0]
+
+
+def test_the_function_behind_multihead_attention_is_read() -> None:
+    model, x = Functional().eval(), torch.randn(N, B, D)
+    hides = torch.ones(N, N, dtype=torch.bool).triu(1)
+    before = model(x, hides)
+    with hw.watch(model, strict=True) as seen:
+        assert torch.equal(model(x, hides), before)
+    p = torch_weights(model.inner, x, x, x, attn_mask=hides)
+    torch.testing.assert_close(seen.layers[0].map().to_tensor(), p)
+    refused = pytest.raises(ValueError, match="multi_head_attention_forward can't be switched off")
+    with hw.watch(model) as seen, refused:
+        seen.importance(lambda: model(x, hides).sum())
+
+
+class Attends(nn.Module):
+    """Self-attention of PyTorch's."""
+
+    def __init__(self, inner: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x, x, x)[0]
+        return out
 
 
 class Around(nn.Module):

@@ -330,8 +330,8 @@ def test_a_function_that_computes_something_else_is_refused_by_name() -> None:
     try:
         with (
             implementation(model, "odd"),
-            pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn.*'odd'.*can't be watched"),
-            hw.watch(model),
+            pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn can't be watched.*'odd'"),
+            hw.watch(model, strict=True),
         ):
             model(**inputs("llama", "whole"))
     finally:
@@ -363,7 +363,7 @@ def test_a_function_that_computes_something_else_is_refused_while_it_drops_weigh
     AttentionMaskInterface.register("odd", AttentionMaskInterface._global_mapping["sdpa"])
     refused = pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn.*can't be watched")
     try:
-        with implementation(model, "odd"), refused, hw.watch(model):
+        with implementation(model, "odd"), refused, hw.watch(model, strict=True):
             model(**inputs("llama", "whole"))
     finally:
         del AttentionInterface._global_mapping["odd"]
@@ -421,6 +421,24 @@ def test_masks_as_flash_attention_has_them_are_read(family: str, padding: str) -
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_they_are_read_while_a_sliding_cache_forgets(family: str, padding: str) -> None:
     check_generation(family, "flat", {}, padding)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "headwise"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_guessed_tokens_that_are_rejected_are_rows_no_more(family: str, attention: str) -> None:
+    model, ids = model_of(family), torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 5, 6]])
+    given = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    guesses = {} if family == "mistral" else {"prompt_lookup_num_tokens": 3}  # it may not slide
+    with implementation(model, attention), torch.no_grad(), hw.watch(model) as seen:
+        made = model.generate(ids, **given, **guesses)
+    assert seen.tokens is not None
+    assert torch.equal(seen.tokens, made[:, :-1])
+    with torch.no_grad(), hw.watch(model) as whole:
+        model(made[:, :-1])
+    for one, other in zip(seen.layers, whole.layers, strict=True):
+        torch.testing.assert_close(
+            one.observation.entropy, other.observation.entropy, rtol=1e-3, atol=1e-4
+        )
 
 
 def test_a_mask_with_numbers_of_its_own_is_a_bias() -> None:

@@ -195,8 +195,8 @@ def test_only_layers_that_are_asked_for_are_refused() -> None:
     model, x = Pair(Hand(summed)), torch.randn(B, N, H * D)
     before = model(x)
     with (
-        pytest.raises(ValueError, match=r"first \(Hand\) writes its attention out"),
-        hw.watch(model),
+        pytest.raises(ValueError, match=r"first can't be watched: it writes its attention out"),
+        hw.watch(model, strict=True),
     ):
         model(x)
     with hw.watch(model, layers="second") as seen:
@@ -209,7 +209,7 @@ def test_only_layers_that_are_asked_for_are_refused() -> None:
 def test_weights_that_were_changed_are_not_shown_as_if_they_were_the_softmax(change: Any) -> None:
     model = Hand(lambda p, v: change(p) @ v.transpose(1, 2))
     refused = pytest.raises(ValueError, match="can't be watched: its output is not softmax")
-    with refused, hw.watch(model):
+    with refused, hw.watch(model, strict=True):
         model(torch.randn(B, N, H * D))
 
 
@@ -223,8 +223,8 @@ class Flat(nn.Module):
 
 def test_heads_that_nobody_counts_are_refused_by_name() -> None:
     model, x = nn.Sequential(Flat()), torch.randn(1, N, H * D)
-    refused = pytest.raises(ValueError, match=r"0 \(Flat\).*how many heads.*num_heads")
-    with refused, hw.watch(model):
+    refused = pytest.raises(ValueError, match=r"0 can't be watched: .*how many heads.*num_heads")
+    with refused, hw.watch(model, strict=True):
         model(x)
     model[0].num_heads = H
     with hw.watch(model) as seen:

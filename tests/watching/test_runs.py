@@ -413,7 +413,7 @@ def test_time_flushes_too(tmp_path: Path) -> None:
 def test_a_recorded_series_stays_small_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["headwise.watching.watch"], "IN_MEMORY", 2)
+    monkeypatch.setattr(sys.modules["headwise.watching.training_steps"], "IN_MEMORY", 2)
     watch, _ = watched(tmp_path, steps=5)
     assert [each.step for each in watch.series] == [3, 4]
     assert open_run(tmp_path).steps == [0, 1, 2, 3, 4]

@@ -200,6 +200,13 @@ def test_gradients_are_those_of_the_unwatched_model(model: GPT, ids: Tensor) -> 
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
 
+class Own(nn.Module):
+    """A module that may attend, and does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
 def test_what_went_wrong_is_said(model: GPT, ids: Tensor) -> None:
     with pytest.raises(ValueError, match="unknown statistic 'entropie'; choose from lse"):
         hw.watch(model, stats=["entropie"])
@@ -211,9 +218,9 @@ def test_what_went_wrong_is_said(model: GPT, ids: Tensor) -> None:
     model(ids)  # nobody looks any more
     with pytest.raises(ValueError, match="there is no layer 0; there are none yet"):
         seen.map(0, 0)
-    said, linear = "no attention was found in this Linear", nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=said), hw.watch(linear):
-        linear(torch.zeros(1, 3))
+    said, own = "no attention was found in this Own", Own()
+    with pytest.raises(ValueError, match=said), hw.watch(own):
+        own(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="is compiled"):
         hw.watch(torch.compile(model, backend="eager")).attach()
     with pytest.raises(ValueError, match=r"takes a torch.nn.Module, not int"):
@@ -230,8 +237,8 @@ def test_an_exception_in_the_model_leaves_it_as_it_was(model: GPT, ids: Tensor) 
 
 
 def test_types_name_what_a_head_was_built_to_do() -> None:
-    length, heads = 64, 4
-    attention = hw.nn.FixedAttention(16, heads, length, mask=hw.mask.causal())
+    length, heads = 64, 6
+    attention = hw.nn.FixedAttention(24, heads, length, mask=hw.mask.causal())
     rows = torch.arange(length)
     with torch.no_grad():
         attention.logits[0, rows[1:], rows[:-1]] = 20  # the token before
@@ -239,13 +246,26 @@ def test_types_name_what_a_head_was_built_to_do() -> None:
         attention.logits[2, :, 0] = 20  # the first token
         for back in range(4):
             attention.logits[3, rows[back:], rows[: length - back]] = 20  # the last few
-    model = nn.Sequential(nn.Embedding(5, 16), attention)
+        attention.logits[5, :, ::7] = 20  # a few, near and far; the fifth looks everywhere alike
+    model = nn.Sequential(nn.Embedding(5, 24), attention)
     with hw.watch(model) as seen:
         model(torch.randint(0, 5, (1, length)))
-    assert seen.types()["type"] == ["previous-token", "self", "sink", "local"]
+    types = ["previous-token", "self", "sink", "local", "uniform", "content"]
+    assert seen.types()["type"] == types
     alike = seen.similarity(0)
-    assert alike.diagonal() == pytest.approx(torch.ones(4).numpy())
+    assert alike.diagonal() == pytest.approx(torch.ones(heads).numpy())
     assert alike[0, 1] < 0.01
+
+
+def test_heads_of_a_model_that_has_learnt_nothing_are_uniform(model: GPT) -> None:
+    attention = hw.nn.MultiHeadAttention(16, 4)
+    for watched, given in ((model, (torch.randint(0, 9, (1, 40)),)), (attention, CROSSED)):
+        with hw.watch(watched) as seen:
+            watched(*given)
+        assert set(seen.types()["type"]) == {"uniform"}
+
+
+CROSSED = (0.3 * torch.randn(1, 20, 16), torch.randn(1, 30, 16))
 
 
 def test_types_find_the_induction_heads_of_the_built_in_model() -> None:
@@ -337,6 +357,71 @@ def test_tokens_that_were_taken_back_are_rows_no_more(model: GPT, ids: Tensor) -
     assert seen.layers[0].observation.entropy.shape[2] == 23
     with pytest.raises(ValueError, match="takes tokens back"):
         seen.map(0, 0)
+
+
+@pytest.mark.parametrize("maps", [True, False])
+@pytest.mark.parametrize("back", [1, 3])
+def test_one_token_after_some_were_taken_back_is_no_full_cache(
+    model: GPT, ids: Tensor, back: int, maps: bool
+) -> None:
+    with hw.watch(model, maps=maps) as seen:
+        caches = [hw.nn.GrowingCache() for _ in model.blocks]
+        model(ids[:, :10], caches=caches)
+        for cache in caches:
+            cache.rollback(back)
+        model(ids[:, 10:11], caches=caches)
+    assert seen.layers[0].observation.entropy.shape[2] == 11 - back
+    kept = torch.cat((ids[:, : 10 - back], ids[:, 10:11]), 1)
+    assert seen.tokens is not None
+    assert torch.equal(seen.tokens, kept)
+    with hw.watch(model) as whole:
+        model(kept)
+    for one, other in zip(seen.layers, whole.layers, strict=True):
+        torch.testing.assert_close(one.observation.entropy, other.observation.entropy)
+
+
+class Cached(nn.Module):
+    """Somebody's own attention with a cache of some kind; nothing says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = torch.zeros(1, 2, 0, 8)
+
+    def forward(self, x: Tensor, room: int = 99) -> Tensor:
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        self.held = torch.cat((self.held, q), 2)
+        k = self.held[:, :, -max(room, q.shape[2]) :]
+        self.held = k
+        after = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool()
+        return torch.nn.functional.scaled_dot_product_attention(q, k, k, after)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("room", [4, 99])
+@pytest.mark.parametrize("back", [0, 1, 5])
+def test_a_foreign_cache_that_slides_is_told_from_one_that_takes_back(
+    room: int, back: int, at_once: int
+) -> None:
+    if back and room < 99:
+        return  # nobody takes tokens back from a cache that slides
+    model, x = Cached(), torch.randn(1, 30, 16)
+    with hw.watch(model) as seen:
+        model(x[:, :10], room)
+        model.held = model.held[:, :, : model.held.shape[2] - back]
+        model(x[:, 10 : 10 + at_once], room)
+        model(x[:, 20:21], room)
+    assert seen.layers[0].observation.entropy.shape[2] == 11 - back + at_once
+
+
+def test_a_refused_call_under_a_watch_leaves_its_cache_as_it_was() -> None:
+    attention, cache = hw.nn.MultiHeadAttention(16, 2, mask=hw.mask.causal()), hw.nn.GrowingCache()
+    with hw.watch(attention) as seen:
+        attention(torch.randn(1, 5, 16), cache=cache)
+        with pytest.raises(ValueError, match="bias"):
+            attention(torch.randn(1, 2, 16), cache=cache, bias=torch.zeros(3, 3))
+        assert cache.length == 5
+        attention(torch.randn(1, 2, 16), cache=cache)
+    assert seen.layers[0].observation.entropy.shape == (1, 2, 7)
 
 
 def test_a_cache_that_forgets_still_adds_a_row_a_token() -> None:

@@ -14,8 +14,6 @@ from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradi
 from headwise.engines.streaming.forward_loop import row_totals
 from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop
 
-COARSE = 1e-4  # relative error of weights above which lse alone is not precise enough
-
 
 class Backward(Loop):
     """Gradients of every input from those of out, lse and entropy."""
@@ -37,8 +35,9 @@ class Backward(Loop):
         super().__init__(q, k, v, terms)
         wide = self.blocks.wide
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
-        totals = self.totals(q, k, lse)
-        self.base, self.log_total = self.base_and_log_total(totals)
+        totals = RowTotals.of_lse(lse)
+        totals = row_totals(q, k, terms) if totals.coarse() else totals
+        self.divide_by(totals)
         share = None if terms.sinks is None else sink_share(terms.sinks, totals)
         products = (grad_out.to(wide) * out.to(wide)).sum(-1)
         self.row = row_constant(products, share, entropy, grad_lse, grad_entropy)
@@ -53,13 +52,6 @@ class Backward(Loop):
         self.grad_bias = _zeros(terms.bias if bias_learns else None, wide)
         self.grad_slopes = _zeros(terms.slopes, wide)
         self.grad_relative = _zeros(terms.relative, wide)
-
-    def totals(self, q: Tensor, k: Tensor, lse: Tensor) -> RowTotals:
-        """The totals that turn logits into weights: lse, or its parts if rounding would show."""
-        large = lse.abs().masked_fill(lse == -torch.inf, 0).amax() if lse.numel() else lse.sum()
-        if bool(large * torch.finfo(lse.dtype).eps > COARSE):
-            return row_totals(q, k, self.terms)
-        return RowTotals.of_lse(lse)
 
     def run(self) -> None:
         for unit in self.schedule.units():
@@ -80,7 +72,7 @@ class Backward(Loop):
         k, v = self.k[:, columns], self.v[:, columns]
         s, slope = self.logits_and_slope(unit, rows, segment, q)
         s = self.hide(unit, s, self.seen(unit, rows, segment))
-        s = self.log_weights(unit, rows, s, self.base, self.log_total)
+        s = self.log_weights(unit, rows, s)
         p = torch.exp2(s, out=self.buffer(1, s.shape))
         grad_p = torch.bmm(grad_out, v.transpose(1, 2), out=self.buffer(2, s.shape))
         kept = None

@@ -22,9 +22,7 @@ class Streaming(Engine):
     """Serves every problem, on any device."""
 
     name = "streaming"
-
-    def priority(self, problem: Problem) -> int:
-        return 5
+    rank = 5
 
     def attend(self, problem: Problem) -> Tensor:
         return self.run(problem, 0).out

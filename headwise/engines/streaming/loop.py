@@ -33,6 +33,8 @@ class Loop:
         self.clean = terms.bias is None  # only the mask hides keys
         self.k = self.v = self.nothing = q.new_zeros((), dtype=blocks.wide)
         self.hidden = self.nothing - torch.inf
+        self.base: Tensor | None = None
+        self.rest = self.nothing
         self._buffers: dict[int, Tensor] = {}
         self._views: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
@@ -58,19 +60,19 @@ class Loop:
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         return self.blocks.bend(unit, rows, segment.columns, s)
 
-    @staticmethod
-    def base_and_log_total(totals: RowTotals) -> tuple[Tensor, Tensor]:
-        """The last two arguments of `log_weights`, (B, Hq, N) each."""
-        return totals.safe_base(), totals.log_total * LOG2_E
+    def divide_by(self, totals: RowTotals) -> None:
+        """Set what `log_weights` subtracts: lse at once, or its parts if it is too coarse."""
+        self.base = totals.safe_base() if totals.coarse() else None
+        lse = totals.lse.masked_fill(totals.lse == -torch.inf, torch.inf)  # weights of 0
+        self.rest = (lse if self.base is None else totals.log_total) * -LOG2_E
 
-    def log_weights(
-        self, unit: Unit, rows: slice, s: Tensor, base: Tensor, log_total: Tensor
-    ) -> Tensor:
-        """Turn a block's logits into log₂ p, in place."""
-        s.sub_(self.per_row(unit, rows, base)[..., None])
-        s.clamp_max_(0)  # no weight is above 1, despite rounding
-        log_total = self.per_row(unit, rows, log_total)[..., None]
-        return torch.add(-log_total, s, alpha=LOG2_E, out=s)
+    def log_weights(self, unit: Unit, rows: slice, s: Tensor) -> Tensor:
+        """log₂ p of a block's logits, in place."""
+        if self.base is not None:
+            s.sub_(self.per_row(unit, rows, self.base)[..., None])
+        rest = self.per_row(unit, rows, self.rest)[..., None]
+        torch.add(rest, s, alpha=LOG2_E, out=s)
+        return s.clamp_max_(0)  # no weight is above 1, whatever rounding does
 
     def seen(self, unit: Unit, rows: slice, segment: Segment) -> Tensor | None:
         """The mask of the block, broadcastable to (b, h, G, R, C); None if it hides nothing."""

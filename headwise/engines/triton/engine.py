@@ -29,6 +29,8 @@ class Triton(Engine):
     """The engine of `kernels`. Only `host` imports Triton, and is loaded when a call needs it."""
 
     name = "triton"
+    rank = 3
+    devices = ("cuda",)  # the interpreter serves only callers that ask for it by name
 
     def absent(self, device: torch.device) -> str | None:
         if device.type != "cuda" and not (device.type == "cpu" and interpreting()):
@@ -58,10 +60,6 @@ class Triton(Engine):
         if problem.k.shape[2] == 0:
             return "there are no keys, so there is nothing to compute"
         return None
-
-    def priority(self, problem: Problem) -> int | None:
-        """Return None on a CPU: the interpreter serves only callers that ask for it by name."""
-        return None if problem.q.device.type == "cpu" else 3
 
     def attend(self, problem: Problem) -> Tensor:
         terms = problem.terms(banded=True)

@@ -21,6 +21,7 @@ class Hopper(Triton):
     """Plain and capped dot scores in 16-bit dtypes, under masks that are bands."""
 
     name = "hopper"
+    rank = 2
 
     def absent(self, device: torch.device) -> str | None:
         needs = "it needs an NVIDIA Hopper GPU, such as an H100 or H200"
@@ -70,14 +71,12 @@ class Hopper(Triton):
             return f"it takes scales of 1/10000 to 10000 times a cap, and this is {scale / cap:g}"
         return None
 
-    def priority(self, problem: Problem) -> int | None:
+    def priority(self, problem: Problem) -> int:
         """Come before PyTorch's kernels for long inputs of wide heads without gradients."""
         q, k = problem.q, problem.k
-        if not q.is_cuda:
-            return None
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, problem.v))
         ahead = not learning and min(q.shape[2], k.shape[2]) >= LONG and q.shape[-1] > 64
-        return 0 if ahead else 2
+        return 0 if ahead else self.rank
 
     @property
     def _forward(self) -> Any:

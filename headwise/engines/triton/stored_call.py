@@ -33,14 +33,14 @@ def attend_stored(
     if engine not in ("auto", TRITON.name) or not _serves(q, stored, mask, softcap, sinks):
         return None
     held = (stored.key_scales, stored.value_scales, stored.pages)
-    described = calls.describe(
+    key, tensors = calls.describe(
         (q, stored.keys, stored.values, *(x for x in held if x is not None)),
-        score=score, bias=bias, softcap=softcap, sinks=sinks, dropout=dropout,
+        score, None, bias, softcap, sinks, dropout,
         options=("stored", engine, mask is not None, stored.length, *(x is None for x in held)),
     )  # fmt: skip
-    if described is None or described.learning:
+    if key is None or calls.learns(tensors):
         return None
-    prepared = calls.known(described.key)
+    prepared = calls.known(key)
     if prepared is None:
         from headwise.engines.triton.host import attention_call, decoding_call
 
@@ -55,8 +55,8 @@ def attend_stored(
                 ),
             )
         )
-    (out,) = prepared(*described.tensors)
-    calls.keep(described.key, prepared)
+    (out,) = prepared(*tensors)
+    calls.keep(key, prepared)
     return out
 
 

@@ -17,9 +17,6 @@ from headwise.messages import Sentence, say, with_chinese
 MOST_BYTES = 4 << 20
 """The largest request body."""
 
-HTTP_PORT = 80
-"""The port that clients leave out of the Host header and the origin."""
-
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 HEADERS = {
@@ -101,11 +98,13 @@ def refused(headers: Headers, port: int | None, path: str) -> JSONResponse | Non
 
 
 def ours(host: str, port: int | None) -> bool:
-    """True if a host with its port names this server."""
+    """True if a host with its port names this server; clients leave out port 80.
+
+    >>> ours("localhost:8000", 8000), ours("localhost", 80), ours("localhost", 8000)
+    (True, True, False)
+    """
     match = HOST.fullmatch(host)
-    if match is None or port is None:
-        return match is not None
-    return match[2] == f":{port}" or (port == HTTP_PORT and match[2] is None)
+    return match is not None and (port is None or (match[2] or ":80") == f":{port}")
 
 
 def port_of(scope: Scope) -> int | None:

@@ -2,8 +2,9 @@
 
 A cache belongs to one layer: `GrowingCache` takes any length, `FixedCache` keeps its shapes (for
 `torch.compile` and CUDA graphs), `SlidingCache` keeps a window, `PagedCache` takes pages from a
-pool that many sequences share, `Int8Cache` stores eight bits per number. A `Memory` holds the keys
-and values of a context that does not change.
+pool that many sequences share, `Int8Cache` stores eight bits per number. In compiled code only a
+`FixedCache` avoids a new compilation for each length. A `Memory` holds the keys and values of a
+context that does not change.
 
 >>> import torch, headwise as hw
 >>> attn = hw.nn.MultiHeadAttention(32, 4, mask=hw.mask.causal())
@@ -140,6 +141,7 @@ class Memory:
 
     def reorder(self, index: Tensor) -> Memory:
         """The memory whose batch entry b is entry index[b] of this one; index (B',)."""
+        check_integers("index", index, 0, self.keys.shape[0] - 1, "batch")
         return Memory(self.keys.index_select(0, index), self.values.index_select(0, index))
 
 

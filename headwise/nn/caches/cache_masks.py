@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,36 @@ from torch import Tensor
 
 from headwise.core.intervals import Both, Either, Mask
 from headwise.core.patterns import Between, Causal, Dense, Documents, Lengths, Window
+from headwise.core.place import Place
 from headwise.core.problem import describe
+
+Length = Callable[[], int | None]  # tokens so far, read only if needed; None if it can't be
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LaterKeys(Both):
+    """A mask for keys `first` and later that knows where the sequence began, before them.
+
+    Only `sink_mass` depends on that, so `plain` is the same mask for a call without statistics: it
+    has a description, by which the next call is recognised.
+    """
+
+    whole: Mask | None = None  # the mask of the whole sequence
+    first: int = 0
+
+    @property
+    def plain(self) -> Mask:
+        """The same keys, without the beginning."""
+        return Both(self.a, self.b)
+
+    def shows_all(self, place: Place) -> bool:
+        return False  # a mask that hides nothing is left out, and the beginning with it
+
+    def start(self, place: Place) -> int | Tensor:
+        if self.whole is None:
+            return -self.first
+        first_key, offset = place.first_key + self.first, place.offset + self.first
+        return self.whole.start(replace(place, first_key=first_key, offset=offset)) - self.first
 
 
 def shifted(mask: Mask, first: int, keys: int) -> Mask:
@@ -38,13 +68,11 @@ def shifted(mask: Mask, first: int, keys: int) -> Mask:
     raise ValueError(f"a SlidingCache does not support {mask!r}; use a GrowingCache")
 
 
-def aligned(mask: Mask, offset: Tensor, keys: int, length: int | None = None) -> Mask:
-    """The mask with query 0 at position `offset`, for storage of `keys` keys of which some exist.
-
-    `length` of them do, if it is known.
+def aligned(mask: Mask, offset: Tensor, keys: int, length: Length) -> Mask:
+    """The mask with query 0 at position `offset`, for storage of `keys` keys.
 
     >>> from headwise import mask
-    >>> aligned(mask.causal(), torch.tensor(3), 8).offset
+    >>> aligned(mask.causal(), torch.tensor(3), 8, lambda: 4).offset
     tensor(3)
     """
     if isinstance(mask, Causal | Window):
@@ -67,16 +95,14 @@ def from_key(name: str, pairs: Tensor, first: int, keys: int) -> Tensor:
     return pairs[..., first:]
 
 
-def padded(name: str, pairs: Tensor, keys: int, length: int | None = None) -> Tensor:
-    """A tensor (..., N, M) over pairs of tokens so far, padded to `keys` keys with 0 or False.
-
-    There are `length` tokens so far, if it is known.
-    """
-    if _for_any_key(pairs):
+def padded(name: str, pairs: Tensor, keys: int, length: Length) -> Tensor:
+    """A tensor (..., N, M) over pairs of tokens so far, padded to `keys` keys with 0 or False."""
+    missing = 0 if _for_any_key(pairs) else keys - pairs.shape[-1]
+    if missing == 0:
         return pairs
-    missing = keys - pairs.shape[-1]
-    if length is not None and missing:
-        check_keys(name, pairs, length)
+    tokens = length()
+    if tokens is not None:
+        check_keys(name, pairs, tokens)
     if missing < 0:
         raise ValueError(f"{name} {describe(pairs)} is for more keys than the cache has, {keys}")
     return F.pad(pairs, (0, missing))

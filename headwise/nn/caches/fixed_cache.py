@@ -12,7 +12,7 @@ from headwise.core.intervals import Mask
 from headwise.engines.operators import define
 from headwise.nn.caches.cache import Cache, needs_grad
 from headwise.nn.caches.cache_masks import aligned, padded
-from headwise.nn.checks import check_size
+from headwise.nn.checks import check_size, check_tensor
 
 
 class FixedCache(Cache):
@@ -32,6 +32,8 @@ class FixedCache(Cache):
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
         """Allocate for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv) like these."""
+        check_tensor("keys", keys, "batch", "heads", "length", "width")
+        check_tensor("values", values, *keys.shape[:2], "length", "width")
         room = keys.shape[0], keys.shape[1], self.capacity
         self._keys = keys.new_zeros(*room, keys.shape[3])
         self._values = values.new_zeros(*room, values.shape[3])
@@ -65,10 +67,10 @@ class FixedCache(Cache):
         written = masks.lengths(self.length) & masks.window(self.capacity, self.capacity, start)
         if mask is None:
             return written
-        return aligned(mask, start, self.capacity, self._known_length()) & written
+        return aligned(mask, start, self.capacity, self._known_length) & written
 
     def place_bias(self, bias: Tensor) -> Tensor:
-        return padded("bias", bias, self.capacity, self._known_length())
+        return padded("bias", bias, self.capacity, self._known_length)
 
     def _known_length(self) -> int | None:
         """The number of tokens, or None while a compiler or CUDA graph records the call."""

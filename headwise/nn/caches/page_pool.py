@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.nn.checks import check_sizes
+from headwise.nn.checks import check_count, check_sizes
 
 
 class PagePool:
@@ -55,6 +55,7 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """Take this many free pages, or none and raise ValueError."""
+        check_count("count", count)
         if count > len(self._free):
             raise ValueError(
                 f"{self!r} does not have {count} free pages; release() a cache whose sequences "

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from headwise.core.problem import describe
 from headwise.core.stored import Stored
 from headwise.nn.caches.packed_cache import Packed, emptied
 from headwise.nn.caches.page_pool import PagePool
@@ -43,6 +44,8 @@ class PagedCache(Packed):
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         self._check(keys, values)
+        if keys.shape[0] == 0:
+            raise ValueError(f"a PagedCache needs at least one sequence; keys are {describe(keys)}")
         self.pool.reserve(keys, values)
         count = keys.shape[2]
         self._make_room(keys.shape[0], self._length + count)
@@ -62,12 +65,12 @@ class PagedCache(Packed):
         last = self._length // size
         mine = [table for table in tables if partly and pool.shared(table[last])]
         needed = [-(-length // size) - len(table) for table in tables]
-        if not mine and not any(needed):
-            return
         if sum(needed) + len(mine) > pool.free:
             pool.take(sum(needed) + len(mine))  # raises, and takes nothing
         if not self._tables:
             self._tables.extend(tables)
+        if not mine and not any(needed):
+            return
         for table in mine:
             if pool.shared(table[last]):  # of two that share it, the second keeps it
                 (own,) = pool.copy([table[last]])

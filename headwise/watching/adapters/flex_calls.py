@@ -8,8 +8,7 @@ in PyTorch's own file.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -21,11 +20,11 @@ from headwise.core.intervals import Mask
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
+from headwise.watching.adapters.logits_call import from_logits
 from headwise.watching.adapters.mask_functions import by_rows
-from headwise.watching.adapters.patching import Replacement, Undo, is_taken, taken
+from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
 from headwise.watching.adapters.scaled_dot_product import kind_of, lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
-from headwise.watching.adapters.written_out import from_logits
 from headwise.watching.layer import LARGEST
 from headwise.watching.seen_call import Kind
 
@@ -35,18 +34,8 @@ _OURS = "__watched_flex__"  # an attribute of a replacement: the function that i
 
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Show the flex_attention calls of a model's own code to the recorder; returns the undoing."""
-    return [_replacement(owner, name).add(listener) for owner, name in set(_places(model))]
-
-
-def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """The places where a model's code finds the function: an owner, and a name in it."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
-    files = {sys.modules.get(kind.__module__) for kind in kinds}
-    for owner in (flex, *files, *kinds):
-        for name, value in list(vars(owner).items()) if owner is not None else ():
-            if _is_flex(value.__func__ if isinstance(value, staticmethod) else value):
-                yield owner, name
+    found = set(places(model, _is_flex, flex))
+    return [_replacement(owner, name).add(listener) for owner, name in found]
 
 
 def _is_flex(value: object) -> bool:
@@ -84,14 +73,9 @@ def _observed(
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result
         if recorder.wants(name):
-            try:
-                with torch.no_grad():
-                    call, kind = read(name, *given, **options)
-                    listener.prove(name, call, out.detach().transpose(1, 2))
-            except ValueError:
-                if name in recorder.silenced or listener.asked_for(name):
-                    raise
-            else:
+            with recorder.unread.reading(name):
+                call, kind = read(name, *given, **options)
+                listener.prove(name, call, out.detach().transpose(1, 2))
                 recorder.beside(name, call, kind)
         silenced = recorder.silence(name, out)
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
@@ -128,8 +112,7 @@ def _mask(name: str, blocks: flex.BlockMask, q: Tensor, k: Tensor, kind: Kind) -
         return by_rows(blocks.mask_mod, sizes, q.device, kind == "self", None)
     except Exception as error:  # it is somebody else's function
         raise ValueError(
-            f"{name or 'the model'} can't be watched: the mask_mod of its flex_attention does not "
-            f"take whole rows: {error}"
+            f"the mask_mod of its flex_attention does not take whole rows: {error}"
         ) from error
 
 
@@ -138,7 +121,7 @@ def _modified(name: str, call: Call, score_mod: Callable[..., Tensor]) -> Call:
     (batch, heads, queries, width), keys = call.q.shape, call.k.shape[2]
     if batch * heads * queries * keys > LARGEST:
         raise ValueError(
-            f"{name or 'the model'} can't be watched: its flex_attention has a score_mod, which "
+            f"its flex_attention has a score_mod, which "
             f"must be asked about each pair, and {batch} × {heads} × {queries} × {keys} pairs are "
             f"more than the {LARGEST:,} that headwise writes out; use a shorter input, or leave "
             "the layer out with layers="

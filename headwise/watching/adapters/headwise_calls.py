@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headwise.api import attention
 from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
+from headwise.nn.caches.cache import RollbackOnError
 from headwise.watching.adapters.patching import Replacement, Undo
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.seen_call import Kind
@@ -68,11 +69,14 @@ def _observed(
     wanted = recorder.wants(name)
     if not wanted and name not in recorder.silenced:
         return run(*given, **options)
-    call = module.prepare(*given, **options)
-    if wanted:
-        out = recorder.inside(name, call, _kind(module, given, options))
-    else:
-        out = attention(call.q, call.k, call.v, **call.options())
+    call, cache = module.prepare(*given, **options), options.get("cache")
+    with RollbackOnError(cache, call.q.shape[-2]):
+        if wanted:
+            forgotten = None if cache is None else int(cache.first)
+            kind = _kind(module, given, options)
+            out = recorder.inside(name, call, kind, forgotten=forgotten)
+        else:
+            out = attention(call.q, call.k, call.v, **call.options())
     return module.join(recorder.silence(name, out))  # type: ignore[no-any-return]
 
 

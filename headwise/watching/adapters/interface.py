@@ -42,6 +42,12 @@ class TokenSequence:
             return None
         return ~self.shown[:, self.past :]
 
+    def forgotten(self, q: Tensor, k: Tensor, kind: Kind) -> int | None:
+        """How many tokens a sliding cache forgot before k; None if these are not its queries."""
+        if kind == "cross" or self.queries != q.shape[2]:
+            return None
+        return max(0, self.tokens - k.shape[2])
+
 
 @dataclass(frozen=True)
 class InterfaceCall:
@@ -144,9 +150,9 @@ def _stand(
     """The key beside which the first query stands, and where each sequence begins."""
     if kind == "cross":
         return False, None
-    if sequence is None or sequence.queries != q.shape[2]:
+    gone = None if sequence is None else sequence.forgotten(q, k, kind)
+    if sequence is None or gone is None:
         return True, None
-    gone = max(0, sequence.tokens - k.shape[2])  # tokens that a sliding cache forgot
     begins = None if sequence.begins is None else (sequence.begins - gone)[:, None, None]
     return sequence.past - gone, begins
 

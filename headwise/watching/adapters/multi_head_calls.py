@@ -7,6 +7,7 @@ the forwards are replaced in their classes, and nothing is hooked inside an enco
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,19 +44,11 @@ class TorchModules:
 
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Show the calls of nn.MultiheadAttention in the model to the recorder; returns the undoing."""
+    listener.readers[F.multi_head_attention_forward] = partial(_functional, listener.recorder)
     kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
     names = {id(m): name for name, m in model.named_modules() if isinstance(m, kinds)}
     if not names:
         return []
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and (
-            module.bias_k is not None or module.add_zero_attn
-        ):
-            option = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
-            raise ValueError(
-                f"{names[id(module)] or 'this nn.MultiheadAttention'} uses {option}: it has "
-                "more keys than tokens, and their positions are not known"
-            )
     modules = TorchModules(names, listener)
     return [replacement.add(modules) for replacement in _REPLACED]
 
@@ -97,7 +90,8 @@ def _attention(
     modules.seen.add(id(module))
     if modules.recorder.wants(modules.names[id(module)]):
         masks = (attn_mask, key_padding_mask, is_causal, need_weights)
-        _look(modules, module, query, key, value, *masks)
+        with modules.recorder.unread.reading(modules.names[id(module)]):
+            _look(modules, module, query, key, value, *masks)
     return out
 
 
@@ -119,14 +113,14 @@ def _encoder_layer(
     name = modules.names.get(id(attention))
     if name is None or id(attention) in modules.seen or not modules.recorder.wants(name):
         return out
-    x = src.detach()
-    if x.is_nested:
-        lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
-        x = x.to_padded_tensor(0.0)
-        src_key_padding_mask = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
-    with torch.no_grad(), taken():
+    with modules.recorder.unread.reading(name), taken():
+        x = src.detach()
+        if x.is_nested:
+            lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
+            x = x.to_padded_tensor(0.0)
+            src_key_padding_mask = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
         x = layer.norm1(x) if layer.norm_first else x
-    _look(modules, attention, x, x, x, src_mask, src_key_padding_mask)
+        _look(modules, attention, x, x, x, src_mask, src_key_padding_mask)
     return out
 
 
@@ -142,6 +136,7 @@ def _encoder(
         return run()
 
 
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _REPLACED: tuple[Replacement[TorchModules], ...] = (
     Replacement(nn.MultiheadAttention, "forward", _forward(_attention)),
     Replacement(nn.TransformerEncoderLayer, "forward", _forward(_encoder_layer)),
@@ -161,43 +156,87 @@ def _look(
     need_weights: bool = True,
 ) -> None:
     """Show the call to the recorder: its projections are computed once more."""
-    across: Kind = "self" if _are_same(query, key) or _are_same(query, value) else "cross"
-    if query.ndim == 2:
-        query, key, value = (x[None] for x in (query, key, value))
-    elif not module.batch_first:
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    with torch.no_grad(), taken():
-        q, k, v = _projected(module, query.detach(), key.detach(), value.detach())
-        mask, bias = read_torch_masks(
-            attn_mask,
-            key_padding_mask,
-            module.num_heads,
-            is_causal=is_causal,
-            need_weights=need_weights,
-            same_sequence=across == "self",
-            hidden=HIDDEN,
+    if module.bias_k is not None or module.add_zero_attn:
+        option = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
+        raise ValueError(
+            f"it uses {option}: it has more keys than tokens, and their positions are not known"
         )
+    if query.ndim == 3 and module.batch_first:
+        query, key, value = _turned(query, key, value)
+    weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    if module._qkv_same_embed_dim:
+        weights = module.in_proj_weight.chunk(3)  # type: ignore[assignment]
+    with taken():
+        _show(
+            modules.recorder,
+            modules.names[id(module)],
+            (query, key, value),
+            weights,
+            module.in_proj_bias,
+            module.num_heads,
+            (attn_mask, key_padding_mask),
+            {"is_causal": is_causal, "need_weights": need_weights},
+        )
+
+
+def _functional(recorder: CallRecorder, name: str, *given: Any, **options: Any) -> None:
+    """Show a call of F.multi_head_attention_forward to the recorder."""
+    named = _SIGNATURE.bind(*given, **options)
+    named.apply_defaults()
+    x = named.arguments
+    if x["bias_k"] is not None or x["add_zero_attn"] or x["static_k"] is not None:
+        raise ValueError("it adds keys that are not tokens, or has its own keys")
+    if x["use_separate_proj_weight"]:
+        weights = tuple(x[f"{part}_proj_weight"] for part in "qkv")
+    else:
+        weights = x["in_proj_weight"].chunk(3)
+    _show(
+        recorder,
+        name,
+        (x["query"], x["key"], x["value"]),
+        weights,
+        x["in_proj_bias"],
+        x["num_heads"],
+        (x["attn_mask"], x["key_padding_mask"]),
+        {"is_causal": x["is_causal"], "need_weights": x["need_weights"]},
+    )
+
+
+def _show(
+    recorder: CallRecorder,
+    name: str,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Any, ...],
+    biases: Tensor | None,
+    heads: int,
+    masks: tuple[Tensor | None, Tensor | None],
+    hints: dict[str, bool],
+) -> None:
+    """Project the inputs (N, B, width) or (N, width) once more, and show the call."""
+    query, key, value = inputs
+    across: Kind = "self" if _are_same(query, key) or _are_same(query, value) else "cross"
+    inputs = (query[:, None], key[:, None], value[:, None]) if query.ndim == 2 else inputs
+    parts = (None,) * 3 if biases is None else biases.chunk(3)
+    made = (F.linear(x.detach(), *one) for x, *one in zip(inputs, weights, parts, strict=True))
+    q, k, v = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in made)
+    same = across == "self"
+    attn_mask, key_padding_mask = masks
+    mask, bias = read_torch_masks(
+        attn_mask, key_padding_mask, heads, **hints, same_sequence=same, hidden=HIDDEN
+    )
     padding = None
     if key_padding_mask is not None and across == "self":
         padding = key_padding_mask.reshape(-1, k.shape[2])
         padding = padding if padding.dtype == torch.bool else padding == -torch.inf
     bias = None if bias is None else bias.detach()
     call = Call(q, k, v, Dot(), mask, bias, None, None, 0.0, "auto")
-    modules.recorder.beside(modules.names[id(module)], call, across, padding)
+    recorder.beside(name, call, across, padding)
 
 
-def _projected(
-    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ...]:
-    """Queries, keys and values of the heads, (B, H, N, D)."""
-    if module._qkv_same_embed_dim:
-        weights: tuple[Any, ...] = module.in_proj_weight.chunk(3)
-    else:
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    packed: Tensor | None = module.in_proj_bias
-    biases = (None,) * 3 if packed is None else packed.chunk(3)
-    made = (F.linear(*one) for one in zip((query, key, value), weights, biases, strict=True))
-    return tuple(x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in made)
+def _turned(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """(B, N, width) as (N, B, width); what was the same tensor still is."""
+    turned = {id(x): x.transpose(0, 1) for x in inputs}
+    return tuple(turned[id(x)] for x in inputs)
 
 
 @contextmanager

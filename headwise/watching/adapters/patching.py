@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
+
+from torch import nn
 
 Undo = Callable[[], None]
 User = TypeVar("User")
@@ -75,6 +78,22 @@ class Replacement(Generic[User]):
             setattr(self.owner, self.name, self._before)
         else:
             delattr(self.owner, self.name)
+
+
+def places(
+    model: nn.Module, wanted: Callable[[object], bool], *owners: Any
+) -> Iterator[tuple[Any, str]]:
+    """The places where a model's code finds a function: an owner, and a name in it.
+
+    They are the files and the classes of its modules, and further `owners`.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
+    files = {sys.modules.get(kind.__module__) for kind in kinds}
+    for owner in (*owners, *files, *kinds):
+        for name, value in list(vars(owner).items()) if owner is not None else ():
+            if wanted(value.__func__ if isinstance(value, staticmethod) else value):
+                yield owner, name
 
 
 @contextmanager

@@ -20,7 +20,7 @@ Made = TypeVar("Made")
 
 
 class MaskMemo:
-    """What was read from the last few mask tensors: all layers of a model are given the same."""
+    """The masks read from the last few tensors: all layers of a model are given the same."""
 
     def __init__(self) -> None:
         self._made: list[tuple[weakref.ref[Tensor], int, tuple[object, ...], Any]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
-from headwise.watching.adapters.patching import Hook, Undo, is_taken
+from headwise.watching.adapters.patching import Hook, Undo, is_taken, taken
 from headwise.watching.adapters.proof import prove
 from headwise.watching.adapters.scaled_dot_product import (
     MaskMemo,
@@ -27,8 +27,9 @@ from headwise.watching.adapters.scaled_dot_product import (
     lengths_differ,
     scaled_dot_product,
 )
-from headwise.watching.adapters.written_out import PRODUCTS, SOFTMAXES, WrittenOut
-from headwise.watching.call_recorder import CallRecorder, matches, recomputing
+from headwise.watching.adapters.softmax_results import STARTS
+from headwise.watching.adapters.written_out import Operation, UnreadableError, WrittenOut
+from headwise.watching.call_recorder import CallRecorder, recomputing
 from headwise.watching.layer import LARGEST
 
 _PLAIN = ("torch.nn.", "headwise.")
@@ -39,13 +40,23 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Let the listener know which of the model's modules run; returns the undoing."""
     undo: list[Undo] = [listener.leave_all]
     for name, module in model.named_modules():
-        if not isinstance(module, OURS) and type(module).__module__.startswith(_PLAIN):
+        if _is_plain(module):
             continue
         listener.names[id(module)] = name
         before = module.register_forward_pre_hook(Hook(listener.enter), with_kwargs=True)
         after = module.register_forward_hook(Hook(listener.leave), always_call=True)
         undo += [before.remove, after.remove]
     return undo
+
+
+def may_attend(module: nn.Module) -> bool:
+    """True unless it is certain that this module computes no attention itself."""
+    return isinstance(module, nn.MultiheadAttention) or not _is_plain(module)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    known = type(module).__module__.startswith(_PLAIN) and "forward" not in vars(module)
+    return known and not isinstance(module, OURS)
 
 
 @dataclass
@@ -57,7 +68,6 @@ class Frame:
     quiet: bool
     listening: bool  # the listener was switched on for this frame
     sizes: tuple[int, ...]  # of the first tensor that the outermost module was called with
-    written_out: WrittenOut = field(default_factory=WrittenOut)
 
 
 class Running(threading.local):
@@ -65,6 +75,7 @@ class Running(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
+        self.written_out = WrittenOut()
 
 
 class Listener(TorchFunctionMode):
@@ -78,6 +89,7 @@ class Listener(TorchFunctionMode):
         self.thread = threading.get_ident()
         self.running = Running()
         self.proved: set[tuple[str, bool, bool]] = set()
+        self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
 
     @property
     def frames(self) -> list[Frame]:
@@ -134,11 +146,22 @@ class Listener(TorchFunctionMode):
             return  # it was refused as it started
         while self.frames:
             frame = self.frames.pop()
-            self.recorder.end()
             if frame.listening:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if self.frames:
+                self.running.written_out.leave()
+            else:
+                self.report_unmet()
+            self.recorder.end()
             if frame.module is module:
                 return
+
+    def report_unmet(self) -> None:
+        """Report softmaxes that look like attention and were never multiplied with values."""
+        for origin in self.running.written_out.unmet():
+            if self.recorder.wants(origin.names[-1]):
+                said = f"no values were found for its softmax of shape {origin.shape}"
+                self.recorder.unread.fail(origin.names[-1], ValueError(said))
 
     def leave_all(self) -> None:
         """Nothing runs any more; a run that was interrupted may have left modules behind."""
@@ -163,15 +186,19 @@ class Listener(TorchFunctionMode):
         out = func(*args, **options)
         if func is F.scaled_dot_product_attention:
             if self.recorder.wants(frame.name):
-                call, kind = scaled_dot_product(self.memo, *args, **options)
-                self.recorder.beside(frame.name, call, kind or kind_of(frame.name))
+                with self.recorder.unread.reading(frame.name):
+                    call, kind = scaled_dot_product(self.memo, *args, **options)
+                    self.recorder.beside(frame.name, call, kind or kind_of(frame.name))
             return self.recorder.silence(frame.name, out)
-        if func in SOFTMAXES:
-            frame.written_out.softmax(out, args, options)
-        elif frame.written_out.waiting and func in PRODUCTS:
-            return self.product(frame, args, out)
-        elif frame.written_out.waiting:
-            frame.written_out.follow(func, out, args, options)
+        if func in self.readers:
+            if frame.name in self.recorder.silenced:
+                raise ValueError(f"{frame.name}: a head of {func.__name__} can't be switched off")
+            if self.recorder.wants(frame.name):
+                with self.recorder.unread.reading(frame.name), taken():
+                    self.readers[func](frame.name, *args, **options)
+            return out
+        if func in STARTS or self.running.written_out.waiting:
+            return self.written(func, out, args, options)
         return out
 
     def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -184,47 +211,44 @@ class Listener(TorchFunctionMode):
             out = self.recorder.inside(name, call, "cross" if across else kind_of(name))
         return self.recorder.silence(name, out)
 
-    def product(self, frame: Frame, given: tuple[Any, ...], out: Tensor) -> Tensor:
-        """A product that may weigh values by a softmax: attention that is written out."""
-        name, recorder = frame.name, self.recorder
-        wanted, silenced = recorder.wants(name), name in recorder.silenced
+    def written(
+        self, func: Callable[..., Any], out: Any, given: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Any:
+        """Any function, which may be a part of attention that is written out; its output."""
+        running, recorder = self.running.written_out, self.recorder
+        modules = {frame.name: frame.module for frame in self.frames}
+        op = Operation(func, out, given, options, modules, self.frames[0].sizes)
         try:
-            found = frame.written_out.product(frame.module, name, given, frame.sizes)
-            if found is not None and wanted and found.exact:
-                heads = found.product.heads_first(out.detach(), found.call.q.shape[1])
-                self.prove(name, found.call, heads.transpose(1, 2))
-        except ValueError:
-            if silenced or (wanted and self.asked_for(name)):
+            with torch.no_grad():
+                if func in STARTS:
+                    running.start(op)
+                    return out
+                found = running.follow(op)
+        except Exception as error:
+            name = error.name if isinstance(error, UnreadableError) else self.frames[-1].name
+            if name in recorder.silenced:
                 raise
-            return out  # nobody asked for this one, so it need not be readable
+            recorder.unread.fail(name, error)
+            return out
         if found is None:
             return out
-        if wanted:
-            across = found.call.mask is None and lengths_differ(*found.call[:2])
-            few = found.call.q.shape[:3].numel() * found.call.k.shape[2] <= LARGEST
-            recorder.beside(name, found.call, "cross" if across else kind_of(name), maps=few)
-        if not silenced:
+        name, call = found.name, found.call
+        if recorder.wants(name):
+            with recorder.unread.reading(name):
+                if found.exact:
+                    self.prove(name, call, found.heads_first(out.detach()).transpose(1, 2))
+                across = call.mask is None and lengths_differ(*call[:2])
+                few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
+                recorder.beside(name, call, "cross" if across else kind_of(name), maps=few)
+        if name not in recorder.silenced:
             return out
-        heads = found.product.heads_first(out, found.call.q.shape[1])
-        return found.product.as_it_was(recorder.silence(name, heads))
+        return found.as_it_was(recorder.silence(name, found.heads_first(out)))
 
     def prove(self, name: str, call: Call, out: Tensor) -> None:
         """Check, once for every form of a layer's calls, that it computed out (B, N, H, D)."""
         form = (name, call.mask is None, call.bias is None)
-        if form in self.proved:
-            return
-        try:
-            with torch.no_grad():
-                proved = prove(call, out)
-        except ValueError as error:
-            raise ValueError(f"{name or 'the model'} can't be watched: {error}") from None
-        if proved:
+        if form not in self.proved and prove(call, out):
             self.proved.add(form)
-
-    def asked_for(self, name: str) -> bool:
-        """True if a layer of this name would be one of those that are looked at."""
-        wanted = self.recorder.options.layers
-        return wanted is None or matches(len(self.recorder.known()), name, wanted)
 
 
 @_disable_dynamo  # torch.compiler.disable, but it imports the compiler only when it is called

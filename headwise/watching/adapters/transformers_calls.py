@@ -171,8 +171,11 @@ def _observed(
     name, recorder = modules.names[id(given.module)], modules.recorder
     kind, sequence = _kind(given, name), modules.sequence(name)
     padding = None if sequence is None else sequence.padding(given.q)
+    forgotten = None if sequence is None else sequence.forgotten(given.q, given.k, kind)
     if function is ours.attend and recorder.wants(name):
-        look = functools.partial(recorder.inside, name, kind=kind, padding=padding)
+        look = functools.partial(
+            recorder.inside, name, kind=kind, padding=padding, forgotten=forgotten
+        )
         with taken():  # its engine may be PyTorch's
             return _run(function, given, look=look)
     with taken():
@@ -181,17 +184,11 @@ def _observed(
     if not recorder.wants(name):
         return silenced
     given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
-    try:
-        with torch.no_grad():
-            call = to_call(given, kind, sequence, modules.memo)
-            modules.prove(name, function, given, call, result[0])
-    except ValueError as error:
-        raise ValueError(
-            f"{name} ({type(given.module).__name__}, attn_implementation="
-            f"{given.implementation!r}) can't be watched: {error}"
-        ) from None
-    modules.remember(name, call, sequence)
-    recorder.beside(name, call, kind, padding)
+    with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
+        call = to_call(given, kind, sequence, modules.memo)
+        modules.prove(name, function, given, call, result[0])
+        modules.remember(name, call, sequence)
+        recorder.beside(name, call, kind, padding, forgotten=forgotten)
     return silenced
 
 

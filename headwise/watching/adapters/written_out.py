@@ -1,214 +1,299 @@
-"""Attention that a module writes out: a softmax whose result is multiplied with values."""
+"""Attention that a model writes out: a softmax whose result is multiplied with values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.core.mask_reading import HIDDEN, read_mask, without_hidden
 from headwise.nn.call import Call
-from headwise.score import Dot
-from headwise.watching.adapters.product_axes import Product, of_einsum, of_matmul, weighs
+from headwise.watching.adapters.logits_call import from_logits, heads_lead, split_heads
+from headwise.watching.adapters.product_axes import Equation, Product
+from headwise.watching.adapters.softmax_results import (
+    ADDED,
+    CUTS,
+    DROPOUTS,
+    EXPONENTIALS,
+    LAYOUTS,
+    PRODUCTS,
+    QUOTIENTS,
+    SOFTMAXES,
+    SUMS,
+    TIMES,
+    Exponential,
+    ExponentialSum,
+    Function,
+    Origin,
+    WeighedValues,
+    Weights,
+    drops,
+    moved,
+)
 
-SOFTMAXES: frozenset[Callable[..., Any]] = frozenset(
-    (torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax)
-)
-PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
-    (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, torch.einsum)
-)
-_DROPOUTS = frozenset((F.dropout, torch.dropout))
-_LAYOUTS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in (
-        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
-        *("transpose", "permute", "movedim", "swapaxes"),
-    )
-    if hasattr(owner, name)
-) | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nheads", "nhead", "h")
-FURTHER = 1e3
-"""A logit that lies so far below the largest of its row has the weight 0, and was hidden."""
+
+class UnreadableError(ValueError):
+    """Attention that was found in a module and can't be read."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
 
 
 @dataclass(frozen=True)
-class Softmax:
-    """A softmax over the last axis, and what was made of it since."""
+class WrittenAttention:
+    """An attention that was written out: the call, and the axes of its product."""
 
-    result: Tensor  # itself, so that it lives on, and no other tensor gets its identity
-    logits: Tensor
-    dropped: bool = False  # some of its weights were
-
-    def followed(
-        self, function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> Tensor | None:
-        """The logits where a function changed the layout of the weights; None: not by rows."""
-        shape = self.logits.shape
-        probe = function(torch.empty(shape, device="meta"), *given[1:], **options)
-        if probe.shape[-1] != shape[-1] or (probe.numel() and probe.stride(-1) != 1):
-            return None  # a row is no longer the last axis
-        made: Tensor = function(self.logits, *given[1:], **options)
-        return made
-
-
-@dataclass(frozen=True)
-class Found:
-    """An attention that was written out: the call, and how its product laid out the heads."""
-
+    name: str  # of the module
     call: Call
     product: Product
     exact: bool  # no weight was dropped
+    added: tuple[float | Tensor, float] = (0.0, 1.0)  # out = added[0] + added[1] · product
+
+    def heads_first(self, out: Tensor) -> Tensor:
+        """The output as (B, H, N, D)."""
+        rest, factor = self.added
+        return self.product.heads_first((out - rest) / factor, self.call.q.shape[1])
+
+    def as_it_was(self, heads: Tensor) -> Tensor:
+        """The output in its own layout, from (B, H, N, D)."""
+        rest, factor = self.added
+        return rest + factor * self.product.as_it_was(heads)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A function that was called, its arguments, and the modules that ran, the outermost first.
+
+    `sizes` are those of the model's input, (B, N, ...) or (N, B, ...).
+    """
+
+    function: Function
+    out: Any
+    given: tuple[Any, ...]
+    options: Mapping[str, Any]
+    modules: Mapping[str, nn.Module]
+    sizes: tuple[int, ...]
+
+    def axis(self, default: int | None = None) -> Any:
+        """The axis that the function works on; a tuple of one is that one."""
+        axis = self.given[1] if len(self.given) > 1 else self.options.get("dim", default)
+        return axis[0] if isinstance(axis, list | tuple) and len(axis) == 1 else axis
 
 
 @dataclass
 class WrittenOut:
-    """The softmaxes of a module that runs, until their results meet the values.
+    """The softmaxes of a model that runs, until their results are multiplied with values."""
 
-    The logits that entered the softmax are all there is to know, so a call has them as its bias,
-    and queries and keys of zeros.
-    """
+    origins: list[Origin] = field(default_factory=list)
+    _tracked: dict[int, tuple[weakref.ref[Tensor], Any]] = field(default_factory=dict)
 
-    waiting: dict[int, Softmax] = field(default_factory=dict)  # by the identity of a result
+    @property
+    def waiting(self) -> bool:
+        """True if a function may make something of weights."""
+        return bool(self._tracked)
 
-    def softmax(self, out: Any, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """A softmax over the last axis of (B, H, N, M) or (B, N, M) was computed."""
-        logits = given[0] if given else options.get("input")
-        axis = given[1] if len(given) > 1 else options.get("dim", -1)
-        if isinstance(logits, Tensor) and logits.ndim in (3, 4) and axis in (-1, logits.ndim - 1):
-            self.waiting[id(out)] = Softmax(out, logits.detach())
-
-    def follow(
-        self,
-        function: Callable[..., Any],
-        out: Any,
-        given: tuple[Any, ...],
-        options: Mapping[str, Any],
-    ) -> None:
-        """Something was made of a result: dropout, another dtype, another shape."""
-        known = self.waiting.get(id(given[0])) if given else None
-        if known is None or not isinstance(out, Tensor):
+    def start(self, op: Operation) -> None:
+        """A softmax or an exponential was computed."""
+        x, out = op.given[0] if op.given else op.options.get("input"), op.out
+        if not isinstance(x, Tensor) or not isinstance(out, Tensor) or x.ndim < 2 or out is x:
             return
-        dropped = known.dropped or (function in _DROPOUTS and _drops(*given, **options))
-        if function in _LAYOUTS and out is not known.result:
-            logits = known.followed(function, given, options)
-            if logits is not None:
-                self.waiting[id(out)] = Softmax(out, logits, dropped)
-        elif out.shape == known.result.shape:
-            self.waiting[id(out)] = Softmax(out, known.logits, dropped)
+        if op.function in EXPONENTIALS:
+            known = self._known(x)
+            if isinstance(known, Weights):  # exp(log_softmax(...))
+                self.origins.append(known.origin)
+                self._track(out, known)
+            else:
+                self._track(out, Exponential(x.detach()))
+        elif isinstance(axis := op.axis(-1), int):
+            weights = _first_weights(x, axis, op)
+            self._track(out, weights)
+            if op.function in SOFTMAXES:
+                self.origins.append(weights.origin)
 
-    def product(
-        self, module: nn.Module, name: str, given: tuple[Any, ...], sizes: tuple[int, ...]
-    ) -> Found | None:
-        """The call, where a result is multiplied with values; None: this is another product.
+    def follow(self, op: Operation) -> WrittenAttention | None:
+        """Something may have been made of weights; the attention if they met their values.
 
-        `sizes` are those of what the model was called with, (B, N, ...) or (N, B, ...).
+        UnreadableError if they met values in a way that can't be read.
         """
-        written = given[0] if isinstance(given[0], str) else None  # einsum
+        function, out, given = op.function, op.out, op.given
+        if not isinstance(out, Tensor):
+            return None
+        known = self._known(given[0]) if given else None
+        other = self._known(given[1]) if len(given) > 1 else None
+        if function in PRODUCTS or function in ADDED or isinstance(known, WeighedValues):
+            try:
+                return (
+                    self._sum(known, op) if isinstance(known, WeighedValues) else self._product(op)
+                )
+            finally:
+                self._forget(lambda x: isinstance(x, Weights) and x.origin.met)
+        if isinstance(known, Exponential):
+            self._normalise(known, other, op)
+        elif isinstance(known, ExponentialSum) and function in LAYOUTS:
+            self._track(out, known)
+        elif isinstance(known, Weights) and not known.origin.met:
+            self._made_of(known, op)
+        elif isinstance(other, Weights) and not other.origin.met and function in TIMES:
+            self._made_of(other, replace(op, given=(given[1], given[0])))
+        elif function in CUTS and isinstance(other := self._first(op), Weights):
+            self._track(out, replace(other, logits=None))  # cat([p, ...])
+        return None
+
+    def unmet(self) -> list[Origin]:
+        """Softmaxes that look like attention, and whose weights never met values; forget all."""
+        self._tracked.clear()
+        found = [x for x in self.origins if x.looks_like_attention and not (x.met or x.routed)]
+        self.origins.clear()
+        return found
+
+    def leave(self) -> None:
+        """A module has run: exponentials that it made and did not divide are not weights."""
+        self._forget(lambda x: isinstance(x, Exponential | ExponentialSum))
+
+    def _forget(self, which: Callable[[object], bool]) -> None:
+        """Forget what is not needed: in training autograd keeps tensors, and so their logits."""
+        self._tracked = {key: kept for key, kept in self._tracked.items() if not which(kept[1])}
+
+    def _track(self, out: Tensor, what: object) -> None:
+        key = id(out)
+
+        def forget(gone: weakref.ref[Tensor]) -> None:
+            if self._tracked.get(key, (None,))[0] is gone:
+                del self._tracked[key]
+
+        self._tracked[key] = (weakref.ref(out, forget), what)
+
+    def _known(self, x: object) -> object:
+        reference, what = self._tracked.get(id(x), (None, None))
+        return what if reference is not None and reference() is x else None
+
+    def _first(self, op: Operation) -> object:
+        """The first weights in a list of tensors."""
+        many = op.given[0] if op.given else op.options.get("tensors")
+        found = (self._known(x) for x in many) if isinstance(many, list | tuple) else ()
+        return next((x for x in found if isinstance(x, Weights)), None)
+
+    def _normalise(self, known: Exponential, other: object, op: Operation) -> None:
+        """Follow exp(x) to exp(x) / Σ exp(x), which is a softmax."""
+        if op.function in SUMS:
+            if isinstance(axis := op.axis(), int):
+                self._track(op.out, ExponentialSum(known, axis))
+        elif op.function in QUOTIENTS and isinstance(other, ExponentialSum) and other.of is known:
+            weights = _first_weights(known.logits, other.axis, op)
+            self.origins.append(weights.origin)
+            self._track(op.out, weights)
+
+    def _made_of(self, known: Weights, op: Operation) -> None:
+        """Follow weights through dropout, another dtype, another shape, a factor."""
+        function, out, given = op.function, op.out, op.given
+        shape, dropped = given[0].shape, known.dropped
+        if function in DROPOUTS:
+            dropped = dropped or drops(*given[1:], **op.options)
+        if function in LAYOUTS:
+            found = None if known.logits is None else moved(known, function, given, op.options)
+            logits, axis = (None, -1) if found is None else found
+            self._track(out, Weights(known.origin, logits, axis, dropped))
+        elif out.shape == shape:
+            self._track(out, replace(known, dropped=dropped))
+        elif function in TIMES and isinstance(given[1], Tensor) and out.ndim == len(shape):
+            self._track(out, WeighedValues(known, shape, given[1].detach()))
+        elif function in CUTS:
+            self._track(out, replace(known, logits=None))
+
+    def _product(self, op: Operation) -> WrittenAttention | None:
+        given, added = op.given, (0.0, 1.0)
+        if op.function in ADDED and len(given) > 2:
+            beta, alpha = op.options.get("beta", 1), op.options.get("alpha", 1)
+            added, given = (beta * given[0].detach() if beta else 0.0, alpha), given[1:]
+        written = given[0] if given and isinstance(given[0], str) else None
         operands = given if written is None else given[1:]
         operands = operands[0] if len(operands) == 1 else operands
         if len(operands) != 2 or not all(isinstance(x, Tensor) for x in operands):
             return None
-        first = id(operands[0]) in self.waiting
-        if not first and (written is None or id(operands[1]) not in self.waiting):
+        first = isinstance(self._known(operands[0]), Weights)
+        p, values = operands if first else reversed(operands)
+        known = self._known(p)
+        if not isinstance(known, Weights) or known.origin.met:
             return None
-        weights, values = operands if first else reversed(operands)
-        if values.ndim < 3:
-            return None  # the same for all: a matrix of weights, such as an embedding
-        if written is not None and not weighs(written, first):
+        alike = values.ndim != 2 if p.ndim == 2 else values.ndim < 3
+        if alike or isinstance(values, nn.Parameter):
+            if op.out.shape == p.shape:  # heads are mixed
+                self._track(op.out, replace(known, logits=None))
+            return None  # values that are the same for all sequences: a table, such as embeddings
+        axes = operands[0].ndim, operands[1].ndim
+        equation = (
+            Equation.of_matmul(*axes) if written is None else Equation.of_einsum(written, *axes)
+        )
+        if equation is not None and not first:
+            equation = equation.swapped()
+        if known.logits is None and not known.origin.looks_like_attention:
             return None
-        known = self.waiting[id(weights)]
-        self.waiting.clear()
-        if written is None:
-            product = of_matmul(weights.ndim, values.ndim)
-        else:
-            product = of_einsum(written, known.logits.ndim, values.ndim, first)
-        if product is not None and _heads_lead(module, product, known.logits, sizes):
+        return _read(known, values.detach(), equation, op, added)
+
+    def _sum(self, known: WeighedValues, op: Operation) -> WrittenAttention | None:
+        """(p[..., None] * v).sum(keys)."""
+        weights, values, axis = known.weights, known.values, op.axis()
+        if op.function not in SUMS or not isinstance(axis, int) or weights.origin.met:
+            return None
+        shapes = known.shape, (1,) * (len(known.shape) - values.ndim) + values.shape
+        axis, letters = axis % len(known.shape), "abcdefgh"[: len(known.shape)]
+        kept = [[n for n, size in enumerate(shape) if size > 1 or shapes[1 - side][n] == 1]
+                for side, shape in enumerate(shapes)]  # fmt: skip
+        first, second = ("".join(letters[n] for n in side) for side in kept)
+        values = values.reshape([shapes[1][n] for n in kept[1]])
+        equation = Equation(first, second, letters.replace(letters[axis], ""))
+        if weights.logits is None or op.options.get("keepdim"):
+            return _read(replace(weights, logits=None), values, equation, op)
+        logits = weights.logits.reshape([shapes[0][n] for n in kept[0]])
+        key = first.index(letters[weights.axis])
+        return _read(replace(weights, logits=logits, axis=key), values, equation, op)
+
+
+def _first_weights(logits: Tensor, axis: int, op: Operation) -> Weights:
+    """The weights of a softmax over this axis."""
+    parts = tuple(op.modules), tuple(op.modules.values())
+    origin = Origin(*parts, tuple(logits.shape), axis)
+    return Weights(origin, logits.detach(), axis % logits.ndim)
+
+
+def _read(
+    known: Weights,
+    values: Tensor,
+    equation: Equation | None,
+    op: Operation,
+    added: tuple[float | Tensor, float] = (0.0, 1.0),
+) -> WrittenAttention | None:
+    """The call, where weights meet values; None if they only route or gate them."""
+    origin, logits, modules = known.origin, known.logits, op.modules
+    if logits is not None and (equation is None or not equation.attends(known.axis)):
+        origin.routed = True
+        return None
+    origin.met = True
+    name = _common(origin.names, tuple(modules))
+    near = [modules[name], [*modules.values()][-1], origin.modules[-1]]
+    product = None if equation is None or logits is None else equation.product(known.axis)
+    if product is not None and logits is not None:
+        if heads_lead(product, logits, near[:1], op.sizes):
             product = product.swapped()
-        made = None if product is None else product.arranged(known.logits, values.detach())
-        if product is None or made is None:
-            raise ValueError(_unclear(module, name, known.logits, values))
-        logits, v = made
-        if logits.ndim == 3:
-            heads = _heads(module, name, logits, sizes)
-            logits = logits.unflatten(0, (-1, heads))
-            v = v.expand(logits.shape[0] * heads, -1, -1).unflatten(0, (-1, heads))
-        return Found(from_logits(logits, v), product, not known.dropped)
-
-
-def _drops(
-    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **options: bool
-) -> bool:
-    """Whether a dropout with these arguments drops anything."""
-    return p > 0 and options.get("train", training)
-
-
-def from_logits(logits: Tensor, v: Tensor) -> Call:
-    """Attention with these logits (B, H, N, M) and values (B|1, H|1, M, D)."""
-    batch, heads, queries, keys = logits.shape
-    largest = logits.amax(-1, keepdim=True)
-    hidden = (logits <= HIDDEN) | (logits < largest - FURTHER)
-    seen, bias = without_hidden(logits, ~hidden)  # NaN hides nothing
-    nothing = logits.new_zeros(batch, heads, max(queries, keys), 1)
-    return Call(
-        nothing[:, :, :queries],
-        nothing[:, :, :keys],
-        v.expand(batch, heads, *v.shape[2:]).to(logits.dtype),
-        Dot(1.0),
-        None if seen is None else read_mask(seen),
-        bias,
-        None,
-        None,
-        0.0,
-        "auto",
+        made = product.arranged(logits, values)
+        if made is not None:
+            try:
+                call = from_logits(*split_heads(*made, product, near, op.sizes))
+            except ValueError as error:
+                raise UnreadableError(name, str(error)) from None
+            return WrittenAttention(name, call, product, not known.dropped, added)
+    raise UnreadableError(
+        name,
+        f"it writes its attention out in a way that can't be read: weights {origin.shape}, "
+        f"values {tuple(values.shape)}; headwise reads (B, H, N, M) weights and "
+        "(B, H, M, D) values, in any order of axes",
     )
 
 
-def _stated(module: nn.Module) -> list[int]:
-    """How many heads a module says it has, by any of the names that are usual."""
-    found = (getattr(module, name, None) for name in _HEADS)
-    return [heads for heads in found if isinstance(heads, int) and heads > 0]
-
-
-def _heads_lead(
-    module: nn.Module, product: Product, logits: Tensor, sizes: tuple[int, ...]
-) -> bool:
-    """Whether what was read as (B, H, N, M) is (H, B, N, M): its module or its input say so.
-
-    Where there are as many heads as sequences, nobody can say it.
-    """
-    size = dict(zip(product.weights, logits.shape, strict=True))
-    if "h" not in size or size["b"] == size["h"]:
-        return False
-    batch, heads, queries = size["b"], size["h"], size["q"]
-    stated = _stated(module)
-    if (batch in stated) != (heads in stated):
-        return batch in stated and sizes[:2] not in ((batch, queries), (queries, batch))
-    return sizes[:2] in ((heads, queries), (queries, heads))
-
-
-def _heads(module: nn.Module, name: str, logits: Tensor, sizes: tuple[int, ...]) -> int:
-    """How many heads (B · H, N, M) logits are of; ValueError where nobody says it."""
-    entries = logits.shape[0]
-    for heads in _stated(module):
-        if entries % heads == 0:
-            return heads
-    if sizes[:1] == (entries,) or sizes[:2] == (logits.shape[1], entries):
-        return 1  # (B, N, ...) or (N, B, ...)
-    raise ValueError(
-        f"{name or 'the model'} ({type(module).__name__}) writes its attention out, and headwise "
-        f"can't tell how many heads its logits {tuple(logits.shape)} are of; its attribute "
-        "num_heads would say it"
-    )
-
-
-def _unclear(module: nn.Module, name: str, logits: Tensor, values: Tensor) -> str:
-    return (
-        f"{name or 'the model'} ({type(module).__name__}) writes its attention out, and headwise "
-        f"can't tell its values: logits {tuple(logits.shape)}, values {tuple(values.shape)}. "
-        "(B, H, N, M) and (B, H, M, width) would work"
-    )
+def _common(first: Sequence[str], second: Sequence[str]) -> str:
+    """The innermost module that ran both times; else the innermost of the second."""
+    shared = [x for x, y in zip(first, second, strict=False) if x == y]
+    return shared[-1] if shared else second[-1]

@@ -67,7 +67,8 @@ def write_map(path: Path, amap: AttentionMap) -> None:
     tensors = {"q": region.q, "k": region.k, "lse": amap.lse}
     tensors |= {name: x for name, x in terms.items() if isinstance(x, Tensor)}
     plain = {name: x for name, x in terms.items() if not isinstance(x, Tensor)}
-    flat = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    # Copies: safetensors refuses tensors that share memory, as a written-out call's q and k do.
+    flat = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     write_whole(path, save(flat, metadata={"headwise": json.dumps(plain)}))
 
 

@@ -79,6 +79,10 @@ class WatchedRun(Recording):
         return "ended" in self.manifest
 
     @property
+    def unread(self) -> list[str]:
+        return list(self.manifest.get("unread", ()))
+
+    @property
     def steps(self) -> list[int]:
         """The numbers of the steps that were looked at."""
         found = set() if self._rows is None else set(self._rows["step"].to_pylist())
@@ -132,7 +136,8 @@ class WatchedRun(Recording):
                 f"step {step} was not recorded; {len(steps)} of {steps[0]} to {steps[-1]} were"
             )
         chosen = self._rows.filter([x == step for x in self._rows["step"].to_pylist()])
-        return Table([_numbers(row) for row in chosen.drop(["step"]).to_pylist()])
+        rows = [_numbers(row) for row in chosen.drop(["step"]).to_pylist()]
+        return Table(rows, note=self._note())
 
     @property
     def layers(self) -> list[WatchedLayer]:

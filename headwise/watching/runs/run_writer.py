@@ -6,7 +6,8 @@ import errno
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -70,7 +71,7 @@ class RunWriter:
         self._entries = 0  # steps that wait
         self._alarms: list[Alarm] = []  # alarms that wait
         self._flushed_at = time.monotonic()
-        self._failing = False
+        self._failing: set[str] = set()  # what could not be done, until it can
         self._resuming = self._begin(about, resume)
 
     def _begin(self, about: dict[str, Any], resume: bool) -> bool:
@@ -103,15 +104,19 @@ class RunWriter:
         """Add a closed step; `seen` holds the maps of its last pass."""
         if self._resuming:
             self._resuming = False
-            self._try(lambda: self._forget(entry.step))
+            self._try("", lambda: self._forget(entry.step))
         self._waiting += [{"step": entry.step, "rank": self.rank, **row} for row in entry.table]
         self._entries += 1
         self._alarms += alarms
         if alarms:
-            self._try(self._write_alarms)
+            self._try("", self._write_alarms)
+        if seen is not None and seen.unread != self._about.get("unread", []):
+            self._about["unread"] = seen.unread
+            self._try("", lambda: self._write_manifest(self._about))
         if seen is not None and entry.step % self.keep_every == 0:
             for layer, head in self.keep:
-                self._try(lambda: self.keep_map(entry.step, layer, head, seen))  # noqa: B023
+                keep = partial(self.keep_map, entry.step, layer, head, seen)
+                self._try(f"the map of head {head} in layer {layer}", keep)
         waited = time.monotonic() - self._flushed_at
         if self._entries >= self.steps or waited >= self.seconds:
             self.flush()
@@ -127,9 +132,9 @@ class RunWriter:
         """Write what waits."""
         self._flushed_at, self._entries = time.monotonic(), 0
         if self._waiting:
-            self._try(self._write)
+            self._try("", self._write)
         if self._alarms:
-            self._try(self._write_alarms)
+            self._try("", self._write_alarms)
 
     def _write(self) -> None:
         part = SeriesPart(self.rank, self._next, self._next)
@@ -165,8 +170,8 @@ class RunWriter:
         self.closed = True
         self.flush()
         if len(mine := self._parts()) > 1:
-            self._try(lambda: parts.join(self.folder, mine))
-        self._try(lambda: self._write_manifest({**self._about, "ended": manifest.now()}))
+            self._try("", lambda: parts.join(self.folder, mine))
+        self._try("", lambda: self._write_manifest({**self._about, "ended": manifest.now()}))
 
     def __enter__(self) -> Self:
         return self
@@ -179,21 +184,25 @@ class RunWriter:
     def _parts(self) -> list[SeriesPart]:
         return [part for part in parts.parts_in(self.folder) if part.rank == self.rank]
 
-    def _try(self, write: Any) -> None:
-        """Write; if that fails, log it once and go on, or stop if that was chosen."""
+    def _try(self, what: str, write: Callable[[], None]) -> None:
+        """Write a part of the folder; if that fails, log it once and go on, or stop if chosen."""
         try:
             write()
-        except OSError as error:
-            reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
-            said = f"could not write {self.folder}: {reason}; what was written before is untouched"
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            reason = "the disk is full" if full else str(error) or type(error).__name__
+            part = f"{what} into {self.folder}" if what else str(self.folder)
+            said = f"could not write {part}: {reason}; what was written before is untouched"
             if self.on_error == "stop":
-                raise OSError(error.errno, said) from error
-            if not self._failing:
+                if isinstance(error, OSError):
+                    raise OSError(error.errno, said) from error
+                raise
+            if what not in self._failing:
                 log.error("%s. The run goes on, and writing is tried again", said)
-            self._failing = True
+            self._failing.add(what)
             self._waiting = self._waiting[-MOST_WAITING:]
         else:
-            self._failing = False
+            self._failing.discard(what)
 
 
 def read_alarms(path: Path) -> list[Alarm]:

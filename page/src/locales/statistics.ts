@@ -85,6 +85,7 @@ const typesInEnglish: Record<string, Named> = {
   self: { name: 'self', meaning: 'looks mostly at the token itself' },
   sink: { name: 'sink', meaning: 'puts most of its weight on the first token' },
   local: { name: 'local', meaning: 'looks mostly at tokens close by' },
+  uniform: { name: 'uniform', meaning: 'spreads its weight over half of the keys or more' },
   content: { name: 'content', meaning: 'looks for something in the text' },
 };
 
@@ -95,6 +96,7 @@ const typesInChinese: Record<string, Named> = {
   self: { name: '自身', meaning: '主要看词元自身' },
   sink: { name: '注意力汇（sink）', meaning: '把大部分权重放在第一个词元上' },
   local: { name: '局部', meaning: '主要看附近的词元' },
+  uniform: { name: '均匀', meaning: '把权重分散到一半以上的键上' },
   content: { name: '内容', meaning: '在文本中寻找某些内容' },
 };
 

@@ -77,22 +77,16 @@ def complete(
 
 
 class FirstCall:
-    """A call that is recorded when it first runs, and replayed from then on."""
-
-    reusable = False
+    """A call that is worked out while it runs; `reusable` repeats it from then on."""
 
     def __init__(self, work_out: Callable[[Launches], Results]) -> None:
-        self._work_out: Callable[[Launches], Results] | None = work_out
-        self._prepared: PreparedCall | None = None
+        self._work_out = work_out
+        self.reusable: PreparedCall | None = None
 
     def __call__(self, *tensors: Tensor) -> Results:
-        if self._prepared is not None:
-            return self._prepared(*tensors)
-        assert self._work_out is not None
         launches = Launches(*tensors)
         results = self._work_out(launches)
-        self._prepared, self._work_out = launches.prepared(results), None
-        self.reusable = self._prepared is not None
+        self.reusable = launches.prepared(results)
         return results
 
 

@@ -18,8 +18,8 @@ from headwise.engines.triton.host.forward_call import run_forward
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.moments_call import cut_of, run_moments
 from headwise.engines.triton.host.operands import Steps, on, operands, pad, pieces
-from headwise.engines.triton.kernels.hopper_forward import REGISTERS, Sizes, forward
-from headwise.engines.triton.kernels.hopper_softmax import Written, numbers_of_cap
+from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSizes, forward
+from headwise.engines.triton.kernels.hopper_softmax import HopperWritten, numbers_of_cap
 
 LOG2E = 1.4426950408889634
 ROWS = 128  # per work item: 64 for each of two warpgroups
@@ -66,9 +66,9 @@ def run_hopper_forward(
         *(x if x.numel() else None for x in sums[3:5]),
         *((None, None) if rest is None else rest),
     )
-    written = Written(sums.lse, sums.max_logit, *asked)
+    written = HopperWritten(sums.lse, sums.max_logit, *asked)
     items = -(-q.shape[2] // ROWS) * q.shape[1] * q.shape[0]
-    sizes = Sizes(
+    sizes = HopperSizes(
         z.queries, z.keys, q.shape[1], z.group, z.low, z.high, z.shift - z.first_key, items,
         (z.softcap or z.scale) * LOG2E, numbers_of_cap(z.scale / z.softcap) if z.softcap else None,
     )  # fmt: skip

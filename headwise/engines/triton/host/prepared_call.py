@@ -60,7 +60,11 @@ class PreparedCall:
     made: list[Allocated | View]
     launches: list[Launch]
     results: list[int]  # places among the known tensors
-    reusable = True
+
+    @property
+    def reusable(self) -> PreparedCall:
+        """This call."""
+        return self
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return what the call returns for these tensors."""

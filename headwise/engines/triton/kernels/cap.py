@@ -1,9 +1,9 @@
-"""The tanh of a cap: exact for every score, and without the special-function unit for most.
+"""The tanh of a softcap: accurate for every score, without the special-function unit for most.
 
-tanh x = 1 - 2 / (1 + e^2x) takes two operations of that unit, and softmax a third; at 16 a clock
-they would take longer than the matrix products. Where |x| < LIMIT, as nearly all scores are that a
-cap is meant for, an odd polynomial does as well. A thread chooses for up to TOGETHER of its scores
-at once, in assembly: a branch of Triton's own is the whole program's, and waits for all of it.
+tanh x = 1 - 2 / (1 + e^2x) takes two operations of that unit, and softmax a third. At 16 per clock
+they would take longer than the matrix products. For |x| < LIMIT, which nearly all scores satisfy in
+practice, an odd polynomial is as good. A thread chooses for up to TOGETHER of its scores at once
+in assembly, because a branch in Triton waits for all threads of the program.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -20,7 +20,7 @@ from headwise.engines.triton.kernels.interpreter import INTERPRETING
 TWO_LOG2E = tl.constexpr(2.8853900817779268)  # e^2x is 2 to this times x
 INTERPRETED = tl.constexpr(INTERPRETING)
 TOGETHER = 64
-GROUP = 8  # scores whose squares are summed, which is cheaper than to find the largest
+GROUP = 8  # scores whose squares are summed, which is cheaper than finding the largest
 LIMIT = tl.constexpr(0.45)
 SERIES = tl.constexpr(  # minimax: x · SERIES(x²) is tanh x to 3.3e-7 of itself for |x| < LIMIT
     (0.999999764394643, -0.333295349284928, 0.132372591414493, -0.046057459185412)
@@ -29,19 +29,19 @@ SERIES = tl.constexpr(  # minimax: x · SERIES(x²) is tanh x to 3.3e-7 of itsel
 
 @triton.constexpr_function
 def together(elements: int, threads: int) -> int:
-    """How many scores of a tile a thread takes at once: no more than it has.
+    """Return how many scores of a tile a thread takes at once: no more than it holds.
 
-    Triton would fill up with whatever a register holds, and that would then choose the formula.
+    Triton would pad with undefined registers, which could then decide the choice of formula.
     """
     return max(1, min(TOGETHER, elements // threads))
 
 
 @triton.constexpr_function
 def assembly(pack: int) -> str:
-    """tanh of `pack` scores in PTX.
+    """Return PTX code for the tanh of `pack` scores.
 
-    Operands, `pack` of each: the results, the scores, and then `pack` times the same number: what
-    a sum of squares must stay below, the factor of the exponent, the series' four coefficients.
+    Operands, `pack` of each: the results, the scores, then constants, each repeated `pack` times:
+    the limit for a sum of squares, the factor of the exponent, the series' four coefficients.
     """
     every = range(pack)
     score = [f"${pack + n}" for n in every]
@@ -52,7 +52,7 @@ def assembly(pack: int) -> str:
         first = n < groups
         sum_to = f"x{n % groups}, {score[n]}, {score[n]}"
         lines.append(f"mul.f32 {sum_to};" if first else f"fma.rn.f32 {sum_to}, x{n % groups};")
-    while groups > 1:  # NaN and infinity are not small, and must not be taken for it
+    while groups > 1:  # max.NaN, so that NaN does not count as small
         groups //= 2
         lines += [f"max.NaN.f32 x{n}, x{n}, x{n + groups};" for n in range(groups)]
     lines.append(f"setp.lt.f32 small, x0, {limit}; @!small bra LARGE;")
@@ -71,13 +71,13 @@ def assembly(pack: int) -> str:
 
 @triton.constexpr_function
 def operands(pack: int) -> str:
-    """Results that are written before every score is read, then everything else."""
+    """Return the operand constraints: results, written before all inputs are read, then inputs."""
     return ",".join(["=&f"] * pack + ["f"] * (7 * pack))
 
 
 @triton.jit
 def capped(s, ratio, CAP: tl.constexpr = 1):
-    """tanh(ratio · s), with an absolute error below 2.5e-7; CAP as `launch.cap_of` has it."""
+    """Return tanh(ratio · s), with an error below 2.5e-7; CAP as `operands.cap_of` returns it."""
     if CAP == 2:
         s *= ratio
         ratio = 1.0

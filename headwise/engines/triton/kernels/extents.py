@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of rows meets: edges, where a mask decides, and a middle without."""
+"""The blocks of keys that a block of rows visits: masked edges and an unmasked middle."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from headwise.engines.triton.kernels.tile import interval
 
 @triton.jit
 def extent(t, z, piece: tl.constexpr, b, h, i, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """The key blocks that rows i see in one piece of the mask, scalars but for the rows' bounds.
+    """Return the blocks of keys that rows i see in one piece of the mask; only bounds are per row.
 
-    Blocks are counted from `low`, the first key that any row sees; [inner, outer) of them are seen
-    whole by all rows and need no mask. `dirty`: some key inside the blocks may be seen by none of
-    these rows, perhaps by no row at all, and may hold anything.
+    Blocks are counted from `low`, the first key that any row sees. Blocks [inner, outer) are fully
+    visible to all rows and need no mask. `dirty`: the blocks may contain a key that none of these
+    rows sees, perhaps no row at all, and that may hold anything.
     """
     first, last = tl.zeros(i.shape, tl.int32), tl.zeros(i.shape, tl.int32) + z.keys
     if PIECES > 0:
@@ -29,9 +29,9 @@ def extent(t, z, piece: tl.constexpr, b, h, i, BLOCK: tl.constexpr, PIECES: tl.c
     outer = tl.maximum(all_high - low, 0) // BLOCK
     some = (outer > inner) & (blocks > 0)
     inner, outer = tl.where(some, inner, blocks), tl.where(some, outer, blocks)
-    dirty = blocks < 0  # without a mask every key is seen, and there is none past the last
+    dirty = blocks < 0  # False: without a mask every key is visible
     if PIECES > 0:
-        # Neighbours whose intervals touch leave no gap; a single block reaches past its last key.
+        # Touching intervals of neighbours leave no gap; a single block may pass the last key.
         next_first, next_last = interval(t, z, piece, b, h, i + 1)
         gap = empty | (next_first > last) | (next_last < first)
         dirty = (tl.max(gap.to(tl.int32), 0) > 0) | (blocks < 2)
@@ -43,21 +43,21 @@ def extent(t, z, piece: tl.constexpr, b, h, i, BLOCK: tl.constexpr, PIECES: tl.c
 
 @triton.jit
 def edge(n, extent, BLOCK: tl.constexpr):
-    """The n-th block of an extent that needs a mask: its first key, and the rows' bounds in it."""
+    """Return the n-th masked block of an extent: its first key, and the rows' bounds in it."""
     first, last, low, high, blocks, inner, outer, dirty = extent
     number = tl.where(n < inner, n, n - inner + outer)
     start = low + number * BLOCK
-    # A clean last block moves back to end at the last key that is seen; what it meets again is
-    # masked by the new bound.
+    # A last block that is not dirty moves back to end at the last visible key; keys that it
+    # repeats are masked by the new bound.
     back = (number == blocks - 1) & (blocks > 1) & (dirty == 0)
     return tl.where(back, high - BLOCK, start), tl.maximum(first, start), last
 
 
 @triton.jit
 def met(t, z, b, h, i, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """What rows i meet: the extents of both pieces, whether one is dirty, and how many blocks.
+    """Return the extents of rows i in both pieces, whether one is dirty, and the block counts.
 
-    Edges of the first piece and of both, then blocks in the middle of the first and of both.
+    The counts: edges of the first piece, of both; middle blocks of the first piece, of both.
     """
     one = extent(t, z, 0, b, h, i, BLOCK, PIECES)
     two = one
@@ -76,7 +76,7 @@ def met(t, z, b, h, i, BLOCK: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def edge_of(n, one, two, edges, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """The n-th block that needs a mask, of both pieces; the first of them has `edges`."""
+    """Return the n-th masked block of both pieces; the first piece has `edges` of them."""
     start, first, last = edge(n, one, BLOCK)
     if PIECES == 2:
         other, more_first, more_last = edge(n - edges, two, BLOCK)
@@ -88,7 +88,7 @@ def edge_of(n, one, two, edges, BLOCK: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def middle_of(n, one, two, middle, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """Where the n-th block without a mask begins, of both pieces; the first has `middle`."""
+    """Return the first key of the n-th unmasked block; the first piece has `middle` of them."""
     _, _, low, _, _, inner, _, _ = one
     start = low + (inner + n) * BLOCK
     if PIECES == 2:

@@ -1,8 +1,8 @@
 """The forward kernel: output and statistics of a block of rows in one pass over the keys it sees.
 
 The online softmax is `headwise.core.partial.merge` written out for a tile. Statistics that were not
-asked for are None and leave no trace in the compiled kernel. Scores are kept in base 2 (`unit`
-turns a score into one), because the exponential of the hardware is 2^x.
+requested are None and cost nothing. `unit` turns scores into base 2, because the hardware's
+exponential is 2^x.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headwise.engines.triton.kernels.tile import (
 
 
 class Written(NamedTuple):
-    """Where the kernel writes, (B, Hq, N) float32 each; None: not asked for."""
+    """The outputs of the kernel, (B, Hq, N) float32 each; None if not requested."""
 
     lse: Tensor
     max_logit: Tensor
@@ -53,8 +53,8 @@ def absorb(
 ):  # fmt: skip
     """Merge the keys [j0, j0 + KEYS) into the rows' state.
 
-    MASKED: not all rows see all of them. CLEAN: some may be seen by no row of the call. APART:
-    their moments are taken elsewhere.
+    MASKED: some rows do not see some of them. CLEAN: some may be hidden from every row of the call.
+    APART: another kernel takes their moments.
     """
     acc, l, m, shifted, reach, count, mean, spread = state
     k, v, ks, vs, bias, dense = tensors
@@ -68,8 +68,8 @@ def absorb(
     )  # fmt: skip
     unit = unit_of(z, PLAIN, CAP)
     new = tl.maximum(m, row_max(s, i.shape[0], KEYS) * unit)
-    # A row that has seen nothing yet must not take FAR from FAR: fused into one instruction the
-    # product is not rounded as `new` was, and their difference is anything up to 1e23.
+    # For a row that has seen no key, FAR - FAR must not be computed: in a fused multiply-add the
+    # product is not rounded as `new` was, and the difference can be as large as 1e23.
     base = tl.where(new < unit * (0.5 * FAR), 0.0, new)
     e = s * unit - base[:, None]
     p = tl.exp2(e)
@@ -79,15 +79,15 @@ def absorb(
         moved = tl.where(m == NOTHING, 0.0, m - new)
         shifted = (shifted + l * moved) * shrink + tl.sum(p * e, 1)
     if written.distance is not None:
-        # From the block's first key, so that small distances stay exact.
+        # Counted from the block's first key, so that small distances stay exact.
         steps = tl.sum(p * tl.arange(0, KEYS).to(tl.float32)[None, :], 1)
         away = (position - (j0 + z.first_key)).to(tl.float32)
         reach = reach * shrink + (away * total - steps)
     if written.mean is not None and not APART:
-        # About the largest so far, which is at most √n deviations from the mean.
+        # About the running maximum, which is at most √n deviations from the mean.
         found = tl.full(m.shape, KEYS, tl.float32)
         if MASKED or t.bias is not None:
-            there = (s <= 0.5 * FAR) == 0  # NaN is there
+            there = (s <= 0.5 * FAR) == 0  # NaN counts as visible
             found = tl.sum(there.to(tl.float32), 1)
             e = tl.where(there, e, 0.0)
         off = tl.sum(e, 1) / tl.maximum(found, 1.0)
@@ -104,7 +104,7 @@ def absorb(
         p = tl.where(kept(hashed[:, None], (j + z.first_key)[None, :], z.threshold), p, 0.0)
     values = load_tile(v, vs, b, kh, j0, z.keys, KEYS, VALUES, PADDED_VALUES, TMA)
     if CLEAN:
-        # A weight of zero does not silence a NaN, and a key that no row sees may hold one.
+        # A hidden key may hold NaN, and 0 · NaN is NaN.
         used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
         values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
     acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
@@ -116,7 +116,7 @@ def write(
     state, t, z, out, written, b, h, i, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
     PLAIN: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Divide the rows' sums, the sink among them, and write what was asked for."""
+    """Normalise the rows' sums, with the sink, and write the requested outputs."""
     acc, l, m, shifted, reach, count, mean, spread = state
     unseen = saw_nothing(l, m, unit_of(z, PLAIN, CAP))
     l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
@@ -141,7 +141,7 @@ def write(
     if written.entropy is not None:
         over = tl.where(m == NOTHING, 0.0, above + (base - m))
         entropy = weight * (l * over - shifted) * LN2
-        # A sink may be so far above that this is 0 · inf.
+        # With a very large sink this is 0 · inf.
         tl.store(written.entropy + line + i, tl.where(weight == 0.0, 0.0, entropy), mask=here)
     if written.distance is not None:
         tl.store(written.distance + line + i, reach * weight, mask=here)
@@ -165,18 +165,18 @@ def forward(
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
     CLEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS query rows of one head of one batch entry.
+    """Compute one block of ROWS query rows of one head of one batch entry.
 
-    bias, dense: the tensors of all pairs that the copy engine loads. BLOCK, where it is not 0:
-    moments are only of the keys past the last whole BLOCK that all of these rows see, and the
-    variance is left a sum of squares (`row_moments` joins the others).
+    bias, dense: TMA descriptors or None. If BLOCK is not 0, moments cover only the keys past the
+    last whole BLOCK that all of these rows see, and the variance stays a sum of squares:
+    `row_moments` joins those of the other keys.
     """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PIECES > 0:  # late rows of a causal mask see most: they start first
+    if PIECES > 0:  # late rows of a causal mask see the most keys: they start first
         block = tl.num_programs(0) - 1 - block
     i0 = block * ROWS
     i = i0 + tl.arange(0, ROWS)
@@ -186,15 +186,15 @@ def forward(
     if t.seed is not None:
         hashed = row_hash(t.seed, b, h, position)
 
-    # Before the rows' bounds, which it need not wait for.
+    # Starts before the rows' bounds, on which it does not depend.
     rows = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)
     one, two, dirty, counts = met(t, z, b, h, i, KEYS, PIECES)
     edges, all_edges, middle, all_middle = counts
     zero = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)
-    # Loops of their own: a middle without a trace of masks, and edges that need no cleaning, are
-    # worth more than one pipeline for all.
+    # Separate loops: unmasked middle blocks, and edges without cleaning, save more time than one
+    # pipelined loop over all blocks would.
     cleaned = 0
     if CLEAN:
         cleaned = tl.where(dirty, all_edges, 0)

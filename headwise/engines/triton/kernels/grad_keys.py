@@ -1,7 +1,7 @@
 """The backward kernel of keys and values: a block of keys, and every row of its heads that sees it.
 
-Tiles are keys by rows, so that weights and their gradients are the left factors of the products
-that follow and never leave their registers.
+Tiles are keys by rows, so that weights and their gradients are the left operands of the next
+products and stay in registers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headwise.engines.triton.kernels.tile import (
     row_hash,
 )
 
-SCAN = tl.constexpr(128)  # row blocks that are looked at together
+SCAN = tl.constexpr(128)  # row blocks that are scanned together
 
 
 @triton.jit(do_not_specialize=[*LOOSE, "blocks"])
@@ -31,7 +31,7 @@ def row_blocks(
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     table, blocks, ROWS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """What each block of rows sees: some row [low, high), every row [all_low, all_high).
+    """Write the keys that each block of rows sees: some row [low, high), all [all_low, all_high).
 
     table is (entries, heads, PIECES, 4, blocks) int32.
     """
@@ -54,10 +54,10 @@ def row_blocks(
 
 @triton.jit
 def seen_by(table, blocks, j0, KEYS: tl.constexpr):
-    """The row blocks [begin, end) that may see the keys, and [inner, outer) of which all rows do.
+    """Return the row blocks [begin, end) that may see the keys, and [inner, outer) that see all.
 
-    Blocks in between that see nothing are visited all the same; masks whose rows move along the
-    keys have none.
+    Blocks in between that see no key are visited too; there are none if the rows' bounds increase
+    along the sequence.
     """
     j1 = j0 + KEYS
     begin, end, inner = blocks, 0, blocks
@@ -76,7 +76,7 @@ def seen_by(table, blocks, j0, KEYS: tl.constexpr):
     begin = tl.minimum(begin, end)
     inner = tl.minimum(inner, end)
     outer = end
-    for start in tl.range(0, blocks, SCAN):  # the first block after `inner` that is not whole
+    for start in tl.range(0, blocks, SCAN):  # the first block after `inner` that does not see all
         n = start + tl.arange(0, SCAN)
         there = (n < end) & (n >= inner)
         all_low = tl.load(table + 2 * blocks + n, mask=there, other=0)
@@ -88,7 +88,7 @@ def seen_by(table, blocks, j0, KEYS: tl.constexpr):
 
 @triton.jit
 def seen_by_band(z, j0, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """The same of a band, where two numbers say it all. Rows past the end weigh nothing."""
+    """Return what `seen_by` does, for a band, without a table. Rows past the end have no weight."""
     blocks = tl.cdiv(z.queries, ROWS)
     begin = tl.maximum(j0 - z.high + 1, 0) // ROWS
     end = tl.minimum(tl.cdiv(tl.maximum(j0 + KEYS - z.low, 0), ROWS), blocks)
@@ -107,7 +107,7 @@ def step(
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of rows to the keys' and values' gradients."""
+    """Add one block of rows to the gradients of keys and values."""
     q, do, qs, dos, bias, dense = tensors
     i0 = block * ROWS
     i, j = i0 + tl.arange(0, ROWS), j0 + tl.arange(0, keys.shape[0])
@@ -130,12 +130,12 @@ def step(
         PLAIN, CAP, t.dense is not None, i0, j0, bias, dense, True,
     )  # fmt: skip
     if t.dense is not None:
-        dp = tl.where(s > 0.5 * FAR, dp, 0.0)  # a key that nobody sees has no gradient
+        dp = tl.where(s > 0.5 * FAR, dp, 0.0)  # hidden keys have no gradient
     met, _, raw = weigh(
         s, bent, dp, t, z, rows, j[:, None], hashed[None, :], lse[None, :], shared[None, :],
         entropy[None, :], PLAIN, CAP,
     )  # fmt: skip
-    if PIECES > 0 and hidden:  # not in the scores, which a cap needs without a mask too
+    if PIECES > 0 and hidden:  # here, because the gradient of a cap needs unmasked scores
         first, last = interval(t, z, piece, b, h, i)
         seen = (j[:, None] >= first[None, :]) & (j[:, None] < last[None, :])
         met, raw = tl.where(seen, met, 0.0), tl.where(seen, raw, 0.0)
@@ -154,7 +154,7 @@ def grad_keys(
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """One block of KEYS keys of one key head of one batch entry."""
+    """Compute the gradients of one block of KEYS keys of one key head of one batch entry."""
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,
@@ -177,7 +177,7 @@ def grad_keys(
             elif PIECES > 0:
                 start = table + b.to(tl.int64) * table_batch + h.to(tl.int64) * table_head
                 begin, end, inner, outer = seen_by(start + piece * 4 * blocks, blocks, j0, KEYS)
-            # Blocks whose rows see part of the keys, then those that see all: one pipeline.
+            # Blocks whose rows see part of the keys, then those that see all, in one pipeline.
             edges = end - begin - (outer - inner)
             for n in tl.range(0, end - begin):
                 block = tl.where(begin + n < inner, begin + n, begin + n - inner + outer)

@@ -22,7 +22,7 @@ from headwise.engines.triton.kernels.tile import (
 
 
 class RowSums(NamedTuple):
-    """Sums over a row's keys that small gradients need, (B, Hq, N) each; None: they don't."""
+    """Row sums for gradients of slopes and relative table, (B, Hq, N) each; None if not needed."""
 
     slopes: Tensor | None  # Σ ds |i - j|
     before: Tensor | None  # Σ ds over keys at least R before the query
@@ -53,7 +53,7 @@ def step(
     if MASKED:
         seen = s > 0.5 * FAR
         dp = tl.where(seen, dp, 0.0)
-        if CLEAN:  # as in the forward: a key that nobody sees may hold NaN
+        if CLEAN:  # as in the forward: a hidden key may hold NaN
             used = tl.max(seen.to(tl.int32), 0)
             keys = tl.where(used[:, None] != 0, keys, 0.0).to(keys.dtype)
     _, ds, raw = weigh(
@@ -81,7 +81,7 @@ def grad_queries(
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
     CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS query rows of one head of one batch entry; the loops are the forward's."""
+    """Compute the gradient of one block of ROWS query rows; the loops are the forward's."""
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,

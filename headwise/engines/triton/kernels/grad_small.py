@@ -1,7 +1,7 @@
-"""Gradients of what is added to the logits: a bias tensor of any broadcast shape, and T5's table.
+"""Gradients of a bias tensor of any broadcast shape, and of the relative table (T5).
 
-Sums over pairs that share one parameter. A program owns its parameters and walks over the pairs,
-so these are deterministic too.
+Each is a sum over the pairs that share one parameter. A program owns its parameters and loops over
+their pairs, so the results are deterministic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headwise.engines.triton.kernels.tile import (
 
 @triton.jit
 def visible(t, z, b, h, i, j, row, PIECES: tl.constexpr):
-    """Which of the pairs (i, j) are seen; `row` is i in the shape that intervals are to have."""
+    """Return True for visible pairs (i, j); `row` is i in the shape that intervals shall have."""
     seen = (i < z.queries) & (j >= 0) & (j < z.keys)
     if t.dense is not None:
         seen = seen & dense_seen(t, z, b, h, i, tl.maximum(j, 0))
@@ -53,10 +53,10 @@ def grad_bias(
     PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
     ROW_SUM: tl.constexpr, KEY_SUM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a bias' gradient, contiguous float32, summed over every axis that is one wide.
+    """Compute one tile of a bias gradient, contiguous float32, summed over every axis of size 1.
 
-    entries, members, row_span, key_span: how many batch entries, heads, row tiles and key tiles
-    each program walks over.
+    entries, members, row_span, key_span: the number of batch entries, heads, row tiles and key
+    tiles that each program loops over.
     """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
@@ -117,7 +117,7 @@ def grad_distance(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Σ ds over the pairs at one distance, -R < i - j < R; grad is (B, Hq, 2R + 1) float32."""
+    """Sum ds over the pairs at one distance, -R < i - j < R; grad is (B, Hq, 2R + 1) float32."""
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,

@@ -1,7 +1,7 @@
-"""What the backward kernels share: a tile's weights from lse, and the gradient of its logits.
+"""Device functions of the backward kernels: a tile's weights from lse, the gradient of its logits.
 
-Each program owns the rows it writes and reads what it needs again, so there are no atomics and
-the result is the same every time.
+Each program owns the rows it writes and reads its inputs again, so there are no atomics and the
+result is deterministic.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ WHOLE = tl.constexpr(128)  # rows of the largest tile
 
 
 class Rows(NamedTuple):
-    """What backward knows of each query row, (B, Hq, N) float32 each.
+    """The constants of each query row in the backward, (B, Hq, N) float32 each.
 
-    Dot products' come in WHOLE blocks of rows, those past the end with weights of zero: without a
-    mask, and aligned, they take the loop over rows half as many instructions.
+    For dot scores N is padded to a multiple of WHOLE, and rows past the end have weights of zero:
+    loads that are aligned and need no mask take half as many instructions.
     """
 
     lse: Tensor
@@ -34,10 +34,10 @@ def weigh(
     s, bent, dp, t, z, rows, j, hashed, lse, shared, entropy,
     PLAIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """From logits and dP: the weights that met the values, ∂ logits, ∂ raw scores / scale."""
+    """Return the weights after dropout, ∂ logits, and ∂ raw scores / scale, from logits and dP."""
     unit = unit_of(z, PLAIN, CAP)
     e = s * unit - lse * LOG2E
-    if t.bias is not None:  # where it rules a row, rounding could make a weight of 1 larger
+    if t.bias is not None:  # a large one may push a weight above 1 by rounding
         e = tl.minimum(e, 0.0, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(e)
     met = p
@@ -57,9 +57,9 @@ def weigh(
 
 @triton.jit
 def row_numbers(rows, line, i, here):
-    """lse, what a row shares, its entropy's gradient; a row that is not there weighs nothing."""
+    """Load lse, `shared` and the entropy's gradient; rows past the end have no weight."""
     lse = tl.load(rows.lse + line + i, mask=here, other=1e30)
-    lse = tl.where(lse == NOTHING, 0.0, lse)  # such a row's weights are 0 all the same
+    lse = tl.where(lse == NOTHING, 0.0, lse)  # its weights are 0 anyway
     shared = tl.load(rows.shared + line + i, mask=here, other=0.0)
     entropy = shared
     if rows.entropy is not None:
@@ -69,7 +69,7 @@ def row_numbers(rows, line, i, here):
 
 @triton.jit
 def whole_rows(z, b, heads, h):
-    """Where the numbers of a head's rows start, when they come in WHOLE blocks."""
+    """Return the offset of a head's constants of rows, padded to WHOLE blocks."""
     return (b * heads + h).to(tl.int64) * (tl.cdiv(z.queries, WHOLE) * WHOLE)
 
 
@@ -81,10 +81,10 @@ def fill_rows(
     left, right, left_batch, left_head, left_row, right_batch, right_head, right_row, lse, found,
     queries, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """lse and Σ left · right along the last axis, (2, B, H, N in WHOLE blocks) float32.
+    """Write lse and Σ left · right along the last axis, (2, B, H, N in WHOLE blocks) float32.
 
-    left and right are (B, H, N, D). Strides count in UNITs, so that wide loads are known to be
-    lawful.
+    left and right are (B, H, N, D). Strides are in multiples of UNIT, so that the compiler can use
+    wide loads.
     """
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     strides = (left_batch * UNIT, left_head * UNIT, left_row * UNIT)
@@ -95,7 +95,7 @@ def fill_rows(
     i = block * ROWS + tl.arange(0, ROWS)
     head = (b * tl.num_programs(1) + h).to(tl.int64)
     known = tl.load(lse + head * queries + i, mask=i < queries, other=1e30)
-    known = tl.where(known == NOTHING, 0.0, known)  # such a row's weights are 0 all the same
+    known = tl.where(known == NOTHING, 0.0, known)  # its weights are 0 anyway
     length = tl.num_programs(0) * ROWS
     heads = (tl.num_programs(1) * tl.num_programs(2)).to(tl.int64)
     tl.store(found + head * length + i, known)

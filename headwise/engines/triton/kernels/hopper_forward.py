@@ -1,13 +1,13 @@
-"""The forward for Hopper: one warp loads, two groups of four multiply and see to the softmax.
+"""The Hopper forward: a producer warp loads, two consumer warpgroups compute products and softmax.
 
-Matrix products and exponentials run on different units of the chip. Triton's loops do one after the
-other. Here a group of warps asks for the scores of the next keys before it multiplies the values of
-these, so that its softmax runs beside a product; and the groups take turns at asking, so that one's
-softmax runs beside the other's products.
+Matrix products and exponentials run on different units. Triton's loops use them one after the
+other. Here a warpgroup issues the scores of the next keys before it multiplies the current weights
+by their values, so that its softmax overlaps with that product. The warpgroups take turns to issue
+products, so that the softmax of one also overlaps with the products of the other.
 
-As many programs run as the chip has multiprocessors, and each takes item after item, a block of
-rows each, so that one item's first tiles are loaded while the last one's sums are finished. Every
-buffer has two barriers: `full`, which the copy engine completes, and `empty`, at which each group
+The kernel is persistent: each multiprocessor runs one program, which processes items, blocks of
+rows, one after the other, so that an item's first tiles are loaded while the last item is finished.
+Every buffer has two barriers: `full`, which TMA completes, and `empty`, at which each warpgroup
 arrives when it has read the buffer for the last time.
 """
 
@@ -39,42 +39,42 @@ from headwise.engines.triton.kernels.hopper_softmax import (
     unpacked,
 )
 
-GROUPS = gl.constexpr(2)  # that multiply, of a program
-REGISTERS = 168  # of a thread at first; then those that multiply take 240, the loading warp 24
+GROUPS = gl.constexpr(2)  # consumer warpgroups per program
+REGISTERS = 168  # per thread at launch; then consumers take 240, the producer 24
 
 
-class Sizes(NamedTuple):
-    """The numbers of a call, as its functions take them."""
+class HopperSizes(NamedTuple):
+    """The numbers of a call, as device functions take them."""
 
     queries: int
     keys: int
     heads: int
-    group: int  # query heads a key head
-    low: int  # row i sees [i + low, i + high)
+    group: int  # query heads per key head
+    low: int  # row i sees the keys [i + low, i + high)
     high: int
-    shift: int  # and stands beside the key i + shift
+    shift: int  # and is at position i + shift
     items: int  # blocks of rows, of all heads and batch entries
-    unit: float  # turns a score, or its tanh, into a power of two
-    cap: tuple[float, ...] | None  # what `capped` takes; None: there is no cap
+    unit: float  # turns a score, or its tanh, into a base-2 logit
+    cap: tuple[float, ...] | None  # the constants of `capped`; None without a cap
 
 
 @gluon.jit
 def whole_tile(tiles, n):
-    """The n-th buffer as a matrix."""
+    """Return the n-th buffer as a matrix."""
     return tiles.index(n).reshape([tiles.shape[-2], tiles.shape[-1]])
 
 
 @gluon.jit
 def work(item, z, KEYS: gl.constexpr, BANDED: gl.constexpr):
-    """An item's place (batch entry, head, first row) and its blocks of keys.
+    """Return an item's batch entry, head, first row and blocks of keys.
 
     Blocks are counted from the first key that any row sees; [inner, outer) of them need no mask,
-    and the `edges` others come first.
+    and the `edges` others are visited first.
     """
     ROWS: gl.constexpr = GROUPS * GROUP
     blocks_of_rows = gl.cdiv(z.queries, ROWS)
     line, block = item // blocks_of_rows, item % blocks_of_rows
-    if BANDED and line % 2 == 0:  # few rows see much: who had a long block has a short one next
+    if BANDED and line % 2 == 0:  # balances the load: a short block follows a long one
         block = blocks_of_rows - 1 - block
     i0 = block * ROWS
     begin, end, all_begin, all_end = 0, z.keys, 0, z.keys
@@ -95,7 +95,7 @@ def work(item, z, KEYS: gl.constexpr, BANDED: gl.constexpr):
 
 @gluon.jit
 def bounds_of(i, z, BANDED: gl.constexpr):
-    """[first, last) of the keys that rows i see, and where they stand."""
+    """Return the keys [first, last) that rows i see, and the rows' positions."""
     row = gl.minimum(i, z.queries - 1)
     first = row * 0
     last = first + z.keys
@@ -107,7 +107,7 @@ def bounds_of(i, z, BANDED: gl.constexpr):
 
 @gluon.jit
 def first_key(n, extent, KEYS: gl.constexpr):
-    """Where the n-th block of keys begins: edges, then the others from the last to the first."""
+    """Return the first key of the n-th block: edges, then the others from last to first."""
     begin, inner, outer, edges, _ = extent
     edge = gl.where(n < inner, n, n - inner + outer)
     return begin + gl.where(n < edges, edge, outer - 1 - (n - edges)) * KEYS
@@ -115,7 +115,7 @@ def first_key(n, extent, KEYS: gl.constexpr):
 
 @gluon.jit
 def blocks_with_rest(extent, KEYS: gl.constexpr, BLOCK: gl.constexpr):
-    """How many blocks come before those whose moments `triton.moments` takes, by whole BLOCKs."""
+    """Return the number of blocks before those whose moments `row_moments` takes, in BLOCKs."""
     _, inner, outer, edges, _ = extent
     whole = gl.minimum(outer * KEYS // BLOCK * (BLOCK // KEYS), outer - inner)
     return edges + outer - inner - whole
@@ -123,7 +123,7 @@ def blocks_with_rest(extent, KEYS: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def load(call, KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr):
-    """The one warp that loads: an item's rows, then its keys and values in turns."""
+    """Run the producer warp: load each item's rows, then its keys and values in turns."""
     q, k, v, rows, keys, values, barriers, z = call
     rows_full, rows_empty, keys_full, keys_empty, values_full, values_empty = barriers
     done, round = 0, 0
@@ -153,7 +153,7 @@ def absorb(
     SCORES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     MOMENTS: gl.constexpr,
 ):  # fmt: skip
-    """Block n's scores and softmax, beside the product of the block before it with its values."""
+    """Compute scores and softmax of block n, while the block before it is multiplied by values."""
     acc, weights, shrink, state = sums
     _, _, keys_full, keys_empty, values_full, values_empty, turns = barriers
     at, turn = (done + n) % STAGES, ((done + n) // STAGES) & 1
@@ -164,7 +164,7 @@ def absorb(
     mbarrier.wait(turns.index(w), (done + n) & 1)
     tile = whole_tile(keys, at).permute((1, 0))
     scores = warpgroup_mma(own, tile, zero, use_acc=False, is_async=True)
-    # While the scores are made, the sums are shrunk to fit the last block's weights.
+    # While the scores are computed, the accumulators are rescaled for the last block's weights.
     p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
     acc = acc * along(shrink, SUMS)
     mbarrier.wait(values_full.index(last), last_turn)
@@ -186,7 +186,7 @@ def follow(
     w: gl.constexpr, call, KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr,
     BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: GROUP rows of each item, over all of its blocks of keys."""
+    """Run a consumer warpgroup: GROUP rows of each item, over all of its blocks of keys."""
     out, rows, results, keys, values, barriers, z, sinks, written = call
     rows_full, rows_empty, keys_full, keys_empty, values_full, values_empty, turns = barriers
     WIDTH: gl.constexpr = values.shape[-1]
@@ -204,7 +204,7 @@ def follow(
         i = i0 + w * GROUP + gl.arange(0, GROUP, ROWS)
         bounds = bounds_of(i, z, BANDED)
 
-        # The first block has no block before it.
+        # The first block has no product before it to overlap with.
         at = done % STAGES
         mbarrier.wait(rows_full.index(w), round & 1)
         mbarrier.wait(keys_full.index(at), (done // STAGES) & 1)
@@ -243,7 +243,7 @@ def follow(
                 SCORES, KEYS, STAGES, False, False,
             )  # fmt: skip
         acc, weights, shrink, state = sums
-        mbarrier.arrive(rows_empty.index(w), count=1)  # the rows have met their last key
+        mbarrier.arrive(rows_empty.index(w), count=1)  # the rows are no longer needed
         done, round = done + blocks, round + 1
         at, turn = (done - 1) % STAGES, ((done - 1) // STAGES) & 1
         p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
@@ -254,7 +254,7 @@ def follow(
         acc, p = warpgroup_mma_wait(0, deps=(summed, p))
         mbarrier.arrive(values_empty.index(at), count=1)
         acc = acc * along(weight, SUMS)
-        tma.store_wait(0)  # the last item's rows have left
+        tma.store_wait(0)  # until the last item's rows are copied out
         whole_tile(results, w).store(acc.to(keys.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [b, h, i0 + w * GROUP, 0], results.index(w))
@@ -263,24 +263,24 @@ def follow(
 
 @gluon.jit
 def barriers_of(count: gl.constexpr, arrivals: gl.constexpr):
-    """So many barriers, each completed by so many arrivals."""
+    """Allocate `count` barriers, each completed by `arrivals` arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(count):
         mbarrier.init(made.index(n), count=arrivals)
     return made
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields])
+@gluon.jit(do_not_specialize=[*HopperSizes._fields])
 def forward(
     q, k, v, out, written, sinks, queries, keys, heads, group, low, high, shift, items, unit, cap,
     STAGES: gl.constexpr, BANDED: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """As many items as come to this program, GROUPS · GROUP query rows of one head each.
+    """Compute this program's items, GROUPS · GROUP query rows of one head each.
 
-    BLOCK, where it is not 0: the logits' moments are taken of the keys past the last whole BLOCK
-    that all rows of an item see, as `headwise.engines.triton.host.moments_call` asks.
+    If BLOCK is not 0, moments cover the keys past the last whole BLOCK that all rows of an item
+    see; `row_moments` joins those of the other keys.
     """
-    z = Sizes(queries, keys, heads, group, low, high, shift, items, unit, cap)
+    z = HopperSizes(queries, keys, heads, group, low, high, shift, items, unit, cap)
     KEYS: gl.constexpr = k.block_type.shape[2]
     WIDTH: gl.constexpr = k.block_type.shape[3]
     rows = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, GROUP, WIDTH], q.layout)
@@ -301,6 +301,6 @@ def forward(
             (follow, (1, call, KEYS, STAGES, BANDED, BLOCK)),
             (load, (given, KEYS, STAGES, BANDED)),
         ],
-        [4, 1],  # warps of the second group, and of the one that loads
+        [4, 1],  # warps of the second consumer, and of the producer
         [240, 24],
     )

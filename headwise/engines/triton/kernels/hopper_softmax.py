@@ -1,8 +1,8 @@
 """The softmax of a tile on Hopper: weights, running sums, and statistics from them.
 
-It computes what the kernel `forward` does for plain scores and for their tanh, where there is a
-cap, in the same base-2 units. A matrix product leaves each thread every eighth key of
-two rows, two keys each time; sums are kept so until the end, and threads need not meet for them.
+It computes what the Triton kernel `forward` does for plain and for capped scores, in the same
+base-2 units. After a matrix product a thread holds two of every eight keys, of two rows. Sums stay
+per thread until the end, so that threads exchange nothing in the loop.
 """
 
 # A kernel is Gluon's language, not Python's: its arguments have no Python types.
@@ -21,13 +21,13 @@ from headwise.engines.triton.kernels.cap import LIMIT, SERIES, TWO_LOG2E, assemb
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NOTHING = gl.constexpr(float("-inf"))
-FAR = gl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
-GROUP = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
-TOGETHER = gl.constexpr(16)  # scores for which a thread chooses one of the cap's two formulas
+FAR = gl.constexpr(-1e30)  # the score of a hidden key: finite, so 0 · FAR is 0
+GROUP = gl.constexpr(64)  # rows per warpgroup: those of one matrix instruction
+TOGETHER = gl.constexpr(16)  # scores for which a thread chooses one formula of the cap at once
 
 
-class Written(NamedTuple):
-    """Where the kernel writes, (B, Hq, N) float32 each; None: not asked for."""
+class HopperWritten(NamedTuple):
+    """The outputs of the kernel, (B, Hq, N) float32 each; None if not requested."""
 
     lse: Tensor
     max_logit: Tensor
@@ -39,33 +39,33 @@ class Written(NamedTuple):
 
 @gluon.jit
 def in_eighths(s):
-    """(rows, keys) scores as (rows, keys / 8, 8): all that one thread holds lies along axis 1."""
+    """Reshape (rows, keys) scores to (rows, keys / 8, 8): a thread's keys lie along axis 1."""
     return s.reshape([GROUP, s.shape[1] // 8, 8])
 
 
 @gluon.jit
 def row_max(s):
-    """Of scores in eighths."""
+    """Return the maximum of each row of scores in eighths."""
     return gl.max(gl.max(s, 1), 1)
 
 
 @gluon.jit
 def along(x, LIKE: gl.constexpr):
-    """A number a row, beside columns of a layout."""
+    """Broadcast one number per row along the columns of a layout."""
     return gl.convert_layout(x, gl.SliceLayout(1, LIKE))[:, None]
 
 
 @gluon.jit
 def steps(LAYOUT: gl.constexpr, COUNT: gl.constexpr):
-    """0, 1, 2, … along axis 1 of scores in eighths."""
+    """Return 0, 1, 2, … along axis 1 of scores in eighths."""
     return gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
 
 
 @gluon.jit
 def visible(s, j0, first, last):
-    """Which keys of a tile in eighths each row sees.
+    """Return True for the keys of a tile in eighths that each row sees.
 
-    A thread's keys of a row are a word's bits, so that a key costs one test.
+    A thread's keys of a row are the bits of one word, so that each key costs one test.
     """
     LAYOUT: gl.constexpr = s.type.layout
     COUNT: gl.constexpr = s.shape[1]
@@ -78,14 +78,14 @@ def visible(s, j0, first, last):
 
 
 def numbers_of_cap(ratio: float) -> tuple[float, ...]:
-    """What `capped` takes for tanh(ratio · s); a kernel that made them would spill registers."""
+    """Return the constants of `capped`; a kernel that computed them would spill registers."""
     series = (c * ratio ** (2 * n + 1) for n, c in enumerate(SERIES.value))
     return (LIMIT.value / ratio) ** 2, TWO_LOG2E.value * ratio, *series
 
 
 @gluon.jit
 def capped(s, cap):
-    """tanh by the assembly of `headwise.engines.triton.kernels.cap`, with the numbers of a cap."""
+    """Return the tanh of a cap by the assembly of `cap`, with the numbers of `numbers_of_cap`."""
     limit, factor, one, three, five, seven = cap
     return gl.inline_asm_elementwise(
         assembly(TOGETHER), operands(TOGETHER), [s, limit, factor, one, three, five, seven],
@@ -95,10 +95,10 @@ def capped(s, cap):
 
 @gluon.jit
 def packed(p, TYPE: gl.constexpr):
-    """Weights in eighths, rounded and two to a word: (rows, keys / 2).
+    """Round weights in eighths to 16 bits and pack two per word: (rows, keys / 2).
 
-    As 16-bit numbers they would be taken apart and put together again on their way to the next
-    step, and unrounded they would take twice the registers.
+    As a 16-bit tensor they would be unpacked and packed again on their way to the next step, and
+    unrounded they would take twice the registers.
     """
     low, high = gl.split(p.reshape([GROUP, p.shape[1] * 4, 2]))
     ROUND: gl.constexpr = "bf16x2" if TYPE.is_bf16() else "f16x2"
@@ -110,7 +110,7 @@ def packed(p, TYPE: gl.constexpr):
 
 @gluon.jit
 def unpacked(words, TYPE: gl.constexpr):
-    """The weights, (rows, keys), where they are: the assembler sees that nothing moves."""
+    """Return packed weights as (rows, keys), in place: the assembler sees that nothing moves."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True,
         pack=1,
@@ -123,7 +123,7 @@ def soften(
     s, before, j0, bounds, z, written,
     TYPE: gl.constexpr, FIRST: gl.constexpr, MASKED: gl.constexpr, MOMENTS: gl.constexpr,
 ):  # fmt: skip
-    """Merge a tile into the rows' state: its weights, the state, and what shrinks older sums.
+    """Merge a tile into the rows' state; return its weights, the state, and the rescale factor.
 
     The weights are `packed`, of the type TYPE.
     """
@@ -138,7 +138,7 @@ def soften(
     new = row_max(s) * unit
     if not FIRST:
         new = gl.maximum(before[0], new)
-    # As in Triton's kernel: a row that has seen nothing yet must not take FAR from FAR.
+    # As in Triton's kernel: for a row that has seen no key, FAR - FAR must not be computed.
     base = gl.where(new < unit * (0.5 * FAR), 0.0, new)
     e = s * unit - base[:, None][:, None, :]
     p = gl.exp2(e)
@@ -148,12 +148,12 @@ def soften(
     if written.entropy is not None:
         shifted = gl.sum(p * e, 1)
     if written.distance is not None:
-        # From the block's first key, so that small distances stay exact.
+        # Counted from the block's first key, so that small distances stay exact.
         TILE: gl.constexpr = s.type.layout
         beyond = gl.sum(p * (8 * steps(TILE, s.shape[1])).to(gl.float32), 1)
         reach = along((position - j0).to(gl.float32), SUMS) * l - beyond
     if MOMENTS:
-        # About the largest so far, which is at most √n deviations from the mean.
+        # About the running maximum, which is at most √n deviations from the mean.
         count = gl.full([GROUP, 8], s.shape[1], gl.float32, SUMS)
         if MASKED:
             count = gl.sum(gl.where(seen, 1.0, 0.0), 1)
@@ -179,7 +179,7 @@ def soften(
 
 @gluon.jit
 def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
-    """Write mean and sum of squares of the logits so far, and go on without them."""
+    """Write mean and sum of squares of the logits so far; return the state without them."""
     m, l, shifted, reach, count, off, squares = state
     count = gl.convert_layout(gl.sum(count, 1), ROWS)
     off = gl.convert_layout(gl.sum(off, 1), ROWS)
@@ -196,16 +196,16 @@ def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
 
 @gluon.jit
 def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
-    """Write the rows' statistics; returns what the sums of values are multiplied by."""
+    """Write the rows' statistics; return the factor that normalises the accumulators."""
     m, l_parts, shifted, reach, _, _, _ = state
     l = gl.convert_layout(gl.sum(l_parts, 1), ROWS)
-    unseen = (m < z.unit * (0.5 * FAR)) & (l == l)  # a maximum does not tell of NaN, the sum does
+    unseen = (m < z.unit * (0.5 * FAR)) & (l == l)  # NaN shows in the sum, not in the maximum
     l, m = gl.where(unseen, 0.0, l), gl.where(unseen, NOTHING, m)
     base = gl.where(m == NOTHING, 0.0, m)
     total, top = l, base * LN2
     if sinks is not None:
         sink = gl.load(sinks + h).to(gl.float32)
-        rules = sink * LOG2E > m  # and is not rounded twice then, and weighs 1
+        rules = sink * LOG2E > m  # then its logit is not rounded twice, and its weight is 1
         top = gl.where(rules, sink, m * LN2)
         base = gl.maximum(m, sink * LOG2E)
         base = gl.where(base == NOTHING, 0.0, base)
@@ -220,7 +220,7 @@ def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
     if written.entropy is not None:
         over = gl.where(m == NOTHING, 0.0, above + (base - m))
         shifted = gl.convert_layout(gl.sum(shifted, 1), ROWS)
-        entropy = weight * (l * over - shifted) * LN2  # 0 · inf where a sink is far above
+        entropy = weight * (l * over - shifted) * LN2  # 0 · inf with a very large sink
         gl.store(written.entropy + line, gl.where(weight == 0.0, 0.0, entropy), mask=here)
     if written.distance is not None:
         step = gl.arange(0, 8, gl.SliceLayout(0, reach.type.layout)).to(gl.float32)

@@ -1,10 +1,10 @@
 """Mean and scatter matrix of the keys before each block of keys, or of all of them.
 
 The logits q·k of a row over some keys have the mean q·mean(k) and the variance qᵀCq / count, where
-C is the keys' scatter about their mean: O(n·d²) for all rows, and no pairs.
+C is the keys' scatter about their mean: O(n·d²) for all rows, without visiting pairs.
 
-A line is a key head of a batch entry. It has a slot for each of its blocks of keys, and a last one.
-A scatter lies there as the sum of two 16-bit numbers, which is what fast matrix products take.
+A line is one key head of one batch entry. It has one slot per block of keys, and a last slot for
+all keys. A scatter is stored as the sum of two 16-bit numbers, which fast matrix products take.
 """
 
 # A kernel is Triton's language, not Python's: its arguments have no Python types.
@@ -17,27 +17,27 @@ import triton.language as tl
 
 from headwise.engines.triton.kernels.tile import load_tile
 
-# The vectors of a slot: the block's own mean; mean, and diagonal of the scatter, of all before it.
+# The vectors of a slot: the block's own mean; mean and scatter diagonal of all keys before it.
 OWN_MEAN, MEAN, DIAGONAL = (tl.constexpr(n) for n in range(3))
 VECTORS = 3
-FAR_OUT = tl.constexpr(64.0)  # (mean / deviation)², beyond which squares about zero lose digits
+FAR_OUT = tl.constexpr(64.0)  # (mean / deviation)² above which squares about zero lose digits
 
 
 @triton.jit
 def vector(vectors, which, line, slot, lines, slots, PADDED: tl.constexpr):
-    """Where one of a block's vectors begins; vectors (VECTORS, lines, slots, PADDED)."""
+    """Return the address of a block's vector; vectors (VECTORS, lines, slots, PADDED)."""
     return vectors + ((which * lines + line) * slots + slot) * PADDED
 
 
 @triton.jit
 def matrix(scatters, half, line, slot, lines, slots, PADDED: tl.constexpr):
-    """Where one half of a block's scatter begins; scatters (2, lines, slots, PADDED, PADDED)."""
+    """Return the address of half a block's scatter; scatters (2, lines, slots, PADDED, PADDED)."""
     return scatters + ((half * lines + line) * slots + slot).to(tl.int64) * (PADDED * PADDED)
 
 
 @triton.jit
 def halves(x, half: tl.constexpr):
-    """x as the sum of two numbers of a shorter type."""
+    """Split x into a sum of two numbers of a shorter type."""
     high = x.to(half)
     return high, (x - high.to(tl.float32)).to(half)
 
@@ -56,15 +56,15 @@ def scatter_of_blocks(
     k, keys, heads, first_line, slots, vectors, scatters,
     BLOCK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of one line: its mean, and its scatter about it. k holds `keys` keys."""
+    """Compute mean and scatter of one block of keys of one line. k holds `keys` keys."""
     block, lines = tl.program_id(0), tl.num_programs(1)
-    line = lines - 1 - tl.program_id(1)  # the forward has just read the last one's keys
+    line = lines - 1 - tl.program_id(1)  # last line first: the forward has just read its keys
     b, h = (first_line + line) // heads, (first_line + line) % heads
     start = block * BLOCK
     column = tl.arange(0, PADDED)
     count = tl.minimum(keys - start, BLOCK)
     tiles = tl.cdiv(count, TILE)
-    # About zero: both factors of the product are what was loaded, as it lies there.
+    # About zero, so that both factors of the product are the tile as it was loaded.
     total = tl.zeros([TILE, PADDED], tl.float32)
     scatter = tl.zeros([PADDED, PADDED], tl.float32)
     for n in tl.range(0, tiles):
@@ -76,7 +76,7 @@ def scatter_of_blocks(
     scatter -= mean[:, None] * sums[None, :]
     squares = tl.sum(tl.where(column[:, None] == column[None, :], scatter, 0.0), 1)
     if tl.max((mean * mean * count > squares * FAR_OUT).to(tl.int32), 0) > 0:
-        # Too much of it cancelled: once more, about the mean. Σ k xᵀ is Σ x xᵀ + centre · Σ xᵀ.
+        # Too much cancelled: again, about the mean, x = k - centre: Σ k xᵀ = Σ x xᵀ + centre Σ xᵀ.
         centre = mean
         row = tl.arange(0, TILE)[:, None]
         total = tl.zeros([TILE, PADDED], tl.float32)
@@ -99,7 +99,7 @@ def scatter_of_blocks(
 def publish(
     scatter, mean, r, c, vectors, scatters, line, slot, lines, slots, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Write the rows r of what is known of the keys before a block."""
+    """Write the rows r of mean, diagonal and scatter of all keys before a block."""
     diagonal = tl.sum(tl.where(r[:, None] == c[None, :], scatter, 0.0), 1)
     tl.store(vector(vectors, MEAN, line, slot, lines, slots, PADDED) + r, mean)
     tl.store(vector(vectors, DIAGONAL, line, slot, lines, slots, PADDED) + r, diagonal)
@@ -111,9 +111,9 @@ def join_blocks(
     keys, slots, vectors, scatters, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PADDED: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of every scatter of a line, in place: from the block's own to all before it.
+    """Turn the scatters of a line's blocks into those of all keys before them, ROWS rows, in place.
 
-    Chan's formula joins them. The last slot is for all keys; WHOLE: no other is wanted.
+    Chan's formula joins them. The last slot is for all keys; WHOLE: only that one is needed.
     """
     part, line, lines = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     r, c = part * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)

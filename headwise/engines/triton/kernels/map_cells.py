@@ -1,9 +1,9 @@
 """The map kernel: sums or maxima of the weights in each cell, from q, k and lse.
 
-A program owns some cells by some cells. Its tile takes a few rows of each of its row cells and a
-few keys of each of its key cells, and goes through them all: an entry of the tile belongs to the
-same cell every time, so nothing is added up across a tile before the end. Pools, tiles of a
-pyramid and column sums are one kernel: a column sum is a cell of all rows by one key.
+A program owns a rectangle of cells. Its tile takes a few rows of each of its row cells and a few
+keys of each of its key cells, and steps through them. An entry of the tile always belongs to the
+same cell, so nothing is summed across a tile before the end. Pooled maps, tiles of a pyramid and
+column sums use this one kernel: a column sum is a cell of all rows by one key.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -28,14 +28,14 @@ from headwise.engines.triton.kernels.tile import (
 
 @triton.jit
 def edge_of(cell, count, length, width):
-    """The first position of a cell: multiples of `width`, or where it is 0 evenly many of them."""
+    """Return a cell's first position: cells are `width` long, or if 0, evenly divided."""
     even = (cell.to(tl.int64) * length // tl.maximum(count, 1)).to(tl.int32)
     return tl.minimum(tl.where(width > 0, cell * width, even), length)
 
 
 @triton.jit
 def rows_of(x, start, row_step, at, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """x[at], (rows, PADDED); zeros outside."""
+    """Load x[at], (rows, PADDED); zeros outside."""
     column = tl.arange(0, PADDED)
     address = x + start + at.to(tl.int64)[:, None] * row_step + column[None, :]
     return tl.load(address, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
@@ -43,7 +43,7 @@ def rows_of(x, start, row_step, at, inside, WIDTH: tl.constexpr, PADDED: tl.cons
 
 @triton.jit
 def seen_pairs(t, z, b, h, i, j, PIECES: tl.constexpr):
-    """Which rows i (rows, 1) see which keys j (1, keys)."""
+    """Return True where a row of i (rows, 1) sees a key of j (1, keys)."""
     seen = (j >= 0) & (i >= 0)
     if t.dense is not None:
         seen = dense_seen(t, z, b, h, i, j)
@@ -58,7 +58,7 @@ def seen_pairs(t, z, b, h, i, j, PIECES: tl.constexpr):
 
 @triton.jit
 def touched(t, z, b, h, i, inside, low, high, PIECES: tl.constexpr):
-    """Whether some of the rows sees some of the keys [low, high), and whether all see them all."""
+    """Return whether any row sees any key of [low, high), and whether all rows see all of them."""
     some, whole = high > low, high > low
     if t.dense is not None:
         whole = high < low
@@ -87,7 +87,7 @@ def weigh(
     s, _ = scores(s, t, z, b, h, i[:, None], at[None, :], position[:, None], PLAIN, CAP)
     e = s * unit_of(z, PLAIN, CAP) - lse[:, None]
     if LARGEST:
-        # a weight is at most 1, whatever rounding says
+        # a weight is at most 1, despite rounding
         e = tl.minimum(e, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if norms is not None:
             norm = tl.load(norms + start_norms + at, mask=inside, other=0.0)
@@ -121,9 +121,9 @@ def cells(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
     PLAIN: tl.constexpr, CAP: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """ROWS // ROW_PART row cells by KEYS // KEY_PART key cells; a tile has a PART of each.
+    """Compute ROWS // ROW_PART row cells by KEYS // KEY_PART key cells; a tile has a PART of each.
 
-    out is (B, Hq, row_cells, key_cells); lse (B, Hq, N) in base 2, +inf where a row sees nothing.
+    out is (B, Hq, row_cells, key_cells); lse (B, Hq, N) in base 2, +inf if a row sees no key.
     """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
@@ -139,7 +139,7 @@ def cells(
     key_first = edge_of(key_cell, key_cells, keys, key_width)
     key_last = edge_of(key_cell + 1, key_cells, keys, key_width)
     lowest, highest = tl.min(key_first, 0), tl.max(key_last, 0)
-    full = tl.min(key_last - key_first, 0) // KEY_PART  # steps in which every cell has a part
+    full = tl.min(key_last - key_first, 0) // KEY_PART  # steps in which every cell has a whole part
     row_offset, key_offset = tl.arange(0, ROWS) % ROW_PART, tl.arange(0, KEYS) % KEY_PART
 
     kh = h // group
@@ -178,7 +178,7 @@ def cells(
 
     found = tl.reshape(acc, (ROWS // ROW_PART, ROW_PART, KEYS // KEY_PART, KEY_PART))
     if LARGEST:
-        lost = tl.max(tl.max((found != found).to(tl.int32), 3), 1)  # a maximum drops NaN
+        lost = tl.max(tl.max((found != found).to(tl.int32), 3), 1)  # a maximum would drop NaN
         found = tl.where(lost > 0, float("nan"), tl.exp2(tl.max(tl.max(found, 3), 1)))
     else:
         found = tl.sum(tl.sum(found, 3), 1)

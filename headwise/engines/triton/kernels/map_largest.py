@@ -1,4 +1,4 @@
-"""The kernel of a map's largest weights: each row's best so far, and the keys that they are on."""
+"""The kernel of a map's largest weights: keeps each row's largest so far, and their keys."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: no-check-untyped-defs
@@ -30,9 +30,9 @@ def largest(
     PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows: logarithms to base 2 of their `count` largest weights, in no order.
+    """Find log2 of the `count` largest weights of each row of a block, in no order.
 
-    best_out and key_out are (B, Hq, N, KEPT); lse (B, Hq, N) in base 2, +inf: sees nothing.
+    best_out and key_out are (B, Hq, N, KEPT); lse (B, Hq, N) in base 2, +inf if it sees no key.
     """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
@@ -63,7 +63,7 @@ def largest(
 
     slot = tl.arange(0, KEPT)[None, :]
     column = tl.arange(0, KEYS)
-    # A slot that was not asked for is never the smallest, so nothing comes to stand in it.
+    # A slot beyond `count` is never the smallest, so nothing is stored there.
     best = tl.where(slot + tl.zeros([ROWS, 1], tl.int32) < count, NOTHING, float("inf"))
     key = tl.zeros([ROWS, KEPT], tl.int32) - 1
     for n in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 0)):
@@ -77,7 +77,7 @@ def largest(
         if norms is not None:
             start = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
             norm = tl.load(norms + start + j, mask=inside, other=0.0)
-            e += tl.log2(tl.maximum(norm, 1.1754944e-38))[None, :]  # a value of 0 is still a key
+            e += tl.log2(tl.maximum(norm, 1.1754944e-38))[None, :]  # a value of 0 still counts
         seen = seen_pairs(t, z, b, h, i[:, None], j[None, :], PIECES) & inside[None, :]
         e = tl.where(seen & (sums != float("inf"))[:, None], e, NOTHING)
         floor = tl.min(best, 1)
@@ -90,7 +90,7 @@ def largest(
             e = tl.where(column[None, :] == at[:, None], NOTHING, e)
             floor = tl.min(best, 1)
             top, at = tl.max(e, 1, return_indices=True)
-    # Of a row that is NaN all weights are, and any of its keys will do.
+    # If a row is NaN, all of its weights are, and any of its keys will do.
     best = tl.where((sums != sums)[:, None] & (key >= 0), float("nan"), best)
     there = here[:, None] & (slot < KEPT)
     tl.store(best_out + line[:, None] * KEPT + slot, best, mask=there)

@@ -1,4 +1,4 @@
-"""The kernel of lse alone: the forward pass of a map, which has no values to mix."""
+"""The kernel of lse alone: the forward pass of a map, which needs no values."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: no-check-untyped-defs
@@ -57,13 +57,13 @@ def log_sums(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """lse (B, Hq, N) of a block of rows of one head; -inf where a row sees nothing."""
+    """Compute lse (B, Hq, N) of a block of rows of one head; -inf if a row sees no key."""
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    block = tl.num_programs(0) - 1 - block  # late rows of a causal mask see most
+    block = tl.num_programs(0) - 1 - block  # late rows of a causal mask see the most keys
     i = block * ROWS + tl.arange(0, ROWS)
     there = i < queries
     i = tl.minimum(i, queries - 1)
@@ -74,8 +74,8 @@ def log_sums(
     sums = nothing_yet(ROWS)
     for piece in tl.static_range(PIECES if PIECES > 0 else 1):
         first, last, lowest, highest = bounds(t, z, piece, b, h, i, PIECES)
-        # Whole blocks that every row sees come first and need no mask; what is before and after
-        # them does. A row that sees nothing may say so by any two numbers.
+        # Whole blocks that every row sees come first and need no mask; keys before and after them
+        # do. The bounds of a row that sees no key are any two numbers with first >= last.
         clean = tl.minimum(tl.maximum(tl.max(first, 0), lowest), highest)
         blocks = tl.maximum(tl.min(tl.where(first < last, last, 0), 0) - clean, 0) // KEYS
         if t.dense is not None:

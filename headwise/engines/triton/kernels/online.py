@@ -13,7 +13,7 @@ from headwise.engines.triton.kernels.tile import FAR, LN2, LOG2E, NOTHING, inter
 
 @triton.jit
 def bounds(t, z, piece: tl.constexpr, b, h, i, PIECES: tl.constexpr):
-    """[first, last) of each row in one piece, and of all of them together."""
+    """Return the keys [first, last) of each row in one piece, and the range that covers them."""
     first, last = i * 0, i * 0 + z.keys
     lowest, highest = z.keys * 0, z.keys
     if PIECES > 0:
@@ -26,32 +26,32 @@ def bounds(t, z, piece: tl.constexpr, b, h, i, PIECES: tl.constexpr):
 
 @triton.jit
 def nothing_yet(ROWS: tl.constexpr):
-    """The sums of rows that have seen no key, as `take_in` hands them on."""
+    """Return the initial sums for `take_in`, of rows that have seen no key."""
     zero = tl.zeros([ROWS], tl.float32)
     return zero, zero + NOTHING, zero, zero, zero, zero, zero
 
 
 @triton.jit
 def most(x):
-    """The largest of each row of a tile, (rows, keys) or as `additive_scores` spreads it."""
+    """Return the maximum of each row of a tile (rows, keys), or of one that is spread."""
     return tl.max(x, 1) if len(x.shape) == 2 else tl.max(tl.max(x, 1), 3)
 
 
 @triton.jit
 def all_of(x):
-    """The sum of each row of a tile, as in `most`."""
+    """Return the sum of each row of a tile; `additive_scores` describes spread tiles."""
     return tl.sum(x, 1) if len(x.shape) == 2 else tl.sum(tl.sum(x, 1), 3)
 
 
 @triton.jit
 def beside(row, s):
-    """A number of each row, to meet the tile s."""
+    """Broadcast one number per row to the shape of the tile s."""
     return row[:, None] if len(s.shape) == 2 else row[:, None, :, :, None]
 
 
 @triton.jit
 def steps(s, KEYS: tl.constexpr):
-    """How far each key of a tile is from its first."""
+    """Return the index of each key within a tile."""
     if len(s.shape) == 2:
         found = tl.arange(0, KEYS)[None, :]
     else:
@@ -66,15 +66,15 @@ def take_in(
     sums, s, unit, position, j0, first_key, KEYS: tl.constexpr, ENTROPY: tl.constexpr,
     DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the logits s of the KEYS from j0 on into the rows' sums; s as `most` takes it.
+    """Merge the logits s of the keys [j0, j0 + KEYS) into the rows' running sums.
 
-    Returns the sums, the tile's weights before division, and what older sums are multiplied by.
-    `unit` turns a logit into one of base 2, because the exponential of the hardware is 2^x.
+    Returns the sums, the tile's weights before normalisation, and the factor that rescales older
+    sums. `unit` turns logits into base 2, because the hardware's exponential is 2^x.
     """
     l, m, shifted, far, count, mean, spread = sums
     new = tl.maximum(m, most(s) * unit)
-    # A row that has seen nothing yet must not take FAR from FAR: fused into one instruction the
-    # product is not rounded as `new` was, and their difference is anything up to 1e23.
+    # For a row that has seen no key, FAR - FAR must not be computed: in a fused multiply-add the
+    # product is not rounded as `new` was, and the difference can be as large as 1e23.
     base = tl.where(new < unit * (0.5 * FAR), 0.0, new)
     e = s * unit - beside(base, s)
     p = tl.exp2(e)
@@ -86,8 +86,8 @@ def take_in(
     if DISTANCE:
         away = (position - (j0 + first_key)).to(tl.float32)
         far = far * shrink + (away * total - all_of(p * steps(s, KEYS).to(tl.float32)))
-    if MOMENTS:  # about the largest so far, which is at most √n deviations from the mean
-        there = (s <= 0.5 * FAR) == 0  # NaN is there
+    if MOMENTS:  # about the running maximum, at most √n deviations from the mean
+        there = (s <= 0.5 * FAR) == 0  # NaN counts as visible
         found = all_of(there.to(tl.float32))
         e = tl.where(there, e, 0.0)
         off = all_of(e) / tl.maximum(found, 1.0)
@@ -104,16 +104,16 @@ def take_in(
 
 @triton.jit
 def saw_nothing(l, m, unit):
-    """Which rows met no key: not those that met NaN, of which a maximum does not tell."""
+    """Return True for rows that saw no key. A row with NaN has the same maximum, but a NaN sum."""
     return (m < unit * (0.5 * FAR)) & (l == l)
 
 
 @triton.jit
 def beside_sink(m, sinks, h):
-    """Where a row's weights are counted from, as a power of two and as a logit; its sink's weight.
+    """Return the larger of m and the sink, in base 2 and as a logit, and the sink's weight.
 
-    That is m, its largest power, or its sink. A sink that rules is not rounded twice and weighs 1:
-    a device would subtract the rounded product from the unrounded one, and find the difference.
+    A larger sink is not converted to base 2 and back, and its weight is set to 1: a GPU would
+    compute another number, because it subtracts a rounded product from an unrounded one.
     """
     base, summit, weight = m, m * LN2, 0.0
     if sinks is not None:
@@ -129,7 +129,7 @@ def leave(
     parts, sums, acc, unit, line, there, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Write rows' sums at `line` of the parts; rows that saw nothing leave nothing."""
+    """Write the rows' sums to `line` of the parts; rows that saw no key write an empty part."""
     l, m, shifted, far, count, mean, spread = sums
     unseen = saw_nothing(l, m, unit)
     width = tl.arange(0, PADDED_VALUES)

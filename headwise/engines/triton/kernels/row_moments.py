@@ -1,7 +1,7 @@
 """Mean and variance of a row's plain logits, from mean and scatter of the keys it sees.
 
-Where a row does not see all keys, these are of whole blocks; the keys after them are few, and their
-moments come from the forward's loop.
+If a row does not see all keys, these cover whole blocks; the moments of the few keys after them
+come from the forward's loop.
 """
 
 # A kernel is Triton's language, not Python's: its arguments have no Python types.
@@ -15,12 +15,12 @@ import triton.language as tl
 from headwise.engines.triton.kernels.key_scatter import DIAGONAL, MEAN, halves, matrix, vector
 from headwise.engines.triton.kernels.tile import load_tile
 
-LARGEST = tl.constexpr(1e36)  # of a scatter that serves; rows beyond it meet their keys
+LARGEST = tl.constexpr(1e36)  # of a usable scatter; above it rows loop over their keys
 
 
 @triton.jit
 def join(count, mean, spread, more, its_mean, its_spread):
-    """Chan's formula: how many, their mean and their squares about it, of two sets of numbers."""
+    """Join count, mean and sum of squares about the mean of two sets, by Chan's formula."""
     share = more / tl.maximum(count + more, 1.0)
     gap = its_mean - mean
     return count + more, mean + gap * share, spread + its_spread + gap * gap * (count * share)
@@ -31,7 +31,7 @@ def meet(
     state, rows, k, b, h, j0, last, scale, KEYS: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Join the logits of the keys [j0, j0 + KEYS) before `last`."""
+    """Join the moments of the logits of the keys [j0, j0 + KEYS) before `last`."""
     tile = load_tile(k, None, b, h, j0, 0, KEYS, WIDTH, PADDED, True)
     s = tl.dot(rows, tile.T) * scale
     seen = (j0 + tl.arange(0, KEYS) < last)[None, :]
@@ -43,10 +43,10 @@ def meet(
 
 @triton.jit
 def turn(rows, high, low):
-    """rows · (high + low)."""
+    """Return rows · (high + low)."""
     if rows.dtype == high.dtype:
         turned = tl.dot(rows, low, tl.dot(rows, high))
-    else:  # float16, whose range is too small for squares
+    else:  # float16, whose range is too small for a scatter
         most, rest = halves(rows.to(tl.float32), high.dtype)
         turned = tl.dot(rest, high, tl.dot(most, low, tl.dot(most, high)))
     return turned
@@ -54,7 +54,7 @@ def turn(rows, high, low):
 
 @triton.jit
 def left(rest_mean, rest_spread, line, i, end, reach, keys, before):
-    """The moments of the keys past the blocks: how many, their mean, their squares about it."""
+    """Return count, mean and sum of squares about it of the keys past the whole blocks."""
     more = tl.maximum(tl.minimum(i + reach, keys) - before, 0).to(tl.float32)
     mean, spread = tl.zeros(i.shape, tl.float32), tl.zeros(i.shape, tl.float32)
     if rest_mean is not None:
@@ -83,12 +83,12 @@ def moments_of_rows(
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a head that see the same whole blocks; row i sees the keys [0, i + reach).
+    """Compute the rows of a head that see the same whole blocks; row i sees keys [0, i + reach).
 
-    The forward takes AT_ONCE rows at once, and knows them by the first. Without `rest_mean` all
-    rows see all keys, and a program takes BLOCK of them.
+    The forward takes AT_ONCE rows per tile; the first of them decides the whole blocks of all.
+    Without `rest_mean` all rows see all keys, and a program takes BLOCK rows.
     """
-    # From the last to the first, whose queries the next kernel then finds in the cache.
+    # In reverse order, so that the next kernel finds the first queries in the cache.
     head, lines = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(1) // group
     line = head // group
     b, kh = (first_line + line) // heads, (first_line + line) % heads
@@ -116,12 +116,12 @@ def moments_of_rows(
             rest = left(rest_mean, rest_spread, start, i, end, reach, keys, before)
             rows = load_tile(q, None, b, h, begin + n * ROWS, 0, ROWS, WIDTH, PADDED, True)
             wide = rows.to(tl.float32)
-            # Both sums at once, or the compiler lays one of them out twice.
+            # Both sums at once, or the compiler converts the layout of one of them twice.
             both = tl.join(wide * centre, turn(rows, high, low) * wide)
             mean, spread = tl.split(tl.sum(both, 1))
             state = (zero + before, mean * scale, spread * scale * scale)
             finish(state, rest, start, i, end, means, variances, visible)
-    else:  # some key is no number, or its square is none
+    else:  # some key is not finite, or its square is not
         for n in tl.range(0, tl.cdiv(end - begin, ROWS)):
             i = begin + n * ROWS + lane
             rest = left(rest_mean, rest_spread, start, i, end, reach, keys, before)

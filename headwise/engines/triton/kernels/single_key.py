@@ -1,6 +1,6 @@
-"""What a row's statistics need beyond the loop over its keys: weights on single keys, and a norm.
+"""Statistics outside the loop over keys: weights on single keys, and the norm of the output.
 
-Once lse is known a weight is one dot product, so this is one short pass over the rows.
+Once lse is known, a weight is one dot product, so this is one short pass over the rows.
 """
 
 # A kernel is Triton's language, not Python's: its arguments have no Python types.
@@ -27,7 +27,7 @@ from headwise.engines.triton.kernels.tile import (
 
 
 class Known(NamedTuple):
-    """What the forward has found of each row, (B, Hq, N) float32; None: nobody needs it."""
+    """The forward's results for each row, (B, Hq, N) float32; None if not needed."""
 
     lse: Tensor
     max_logit: Tensor
@@ -35,7 +35,7 @@ class Known(NamedTuple):
 
 
 class Single(NamedTuple):
-    """Where the kernel writes, (B, Hq, N) float32 each; None: not asked for."""
+    """The outputs of the kernel, (B, Hq, N) float32 each; None if not requested."""
 
     top_prob: Tensor | None
     effective_keys: Tensor | None
@@ -47,12 +47,12 @@ class Single(NamedTuple):
 
 @triton.jit
 def power(s, lse):
-    """exp(s - lse), no more than 1 whatever rounding says.
+    """Return exp(s - lse), at most 1 despite rounding.
 
-    The whole powers of two are split off first: a weight of 1e-20 is as exact as one near 1.
+    Whole powers of two are split off first: a weight of 1e-20 is as precise as one near 1.
     """
     x = s - lse
-    x = tl.where(x < -200.0, -200.0, x)  # NaN stays, which a maximum would lose
+    x = tl.where(x < -200.0, -200.0, x)  # keeps NaN, which a maximum would drop
     whole = tl.floor(x * LOG2E + 0.5)
     rest = (x - whole * 0.693359375) + whole * 2.12194440e-4  # ln 2 in two parts
     found = tl.exp2(whole) * tl.exp2(rest * LOG2E)
@@ -64,7 +64,7 @@ def weight_on(
     column, rows, k, ks, t, z, b, h, i, position, lse,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """The weight of each row on the key `column`, which may be none of the call's."""
+    """Return the weight of each row on the key `column`, 0 if the call has no such key."""
     seen = visible(t, z, b, h, i, column, i, PIECES)
     wide = tl.arange(0, PADDED)[None, :]
     start = k + b.to(tl.int64) * ks[0] + (h // z.group).to(tl.int64) * ks[1]
@@ -90,9 +90,9 @@ def single(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS query rows of one head; its sequence starts at key `first` or `starts`.
+    """Compute ROWS query rows of one head, whose sequence starts at key `first` or `starts`.
 
-    Strides count in UNITs, so that wide loads are known to be lawful.
+    Strides are in multiples of UNIT, so that the compiler can use wide loads.
     """
     qs = (q_batch * UNIT, q_head * UNIT, q_row * UNIT)
     ks = (k_batch * UNIT, k_head * UNIT, k_row * UNIT)
@@ -106,7 +106,7 @@ def single(
     line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries + i
     position = positions(t, z, b, i)
     lse = tl.load(known.lse + line, mask=here, other=0.0)
-    lse = tl.where(lse == NOTHING, -NOTHING, lse)  # a row that sees nothing weighs nothing
+    lse = tl.where(lse == NOTHING, -NOTHING, lse)  # a row that sees no key has no weight
     if found.top_prob is not None:
         top = tl.load(known.max_logit + line, mask=here, other=0.0)
         tl.store(found.top_prob + line, power(top, lse), mask=here)

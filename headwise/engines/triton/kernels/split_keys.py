@@ -1,9 +1,9 @@
-"""The decoding kernels: a few queries, their keys split over the chip, the parts merged.
+"""The decoding kernels: a few queries, keys split over programs, the partial results merged.
 
-All query rows that share a key head are one tile, so a key is read once whatever the group. A
-program takes a share of the keys and leaves a `Partial`; `merge` joins them by the same rule as
-`headwise.core.partial.merge`. Keys lie in one piece, in pages of a pool, or as int8 with a scale
-each.
+All query rows that share a key head are one tile, so that a key is read only once. A program takes
+a share of the keys and writes a `Partial`; `merge` joins them by the rule of
+`headwise.core.partial.merge`. The KV cache is contiguous, paged, or int8 with one scale per key and
+value.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -33,7 +33,7 @@ from headwise.engines.triton.kernels.tile import (
 
 
 class Parts(NamedTuple):
-    """Where programs leave their sums, (B, Hq, N, splits) float32 each; None: not asked for."""
+    """The partial results of programs, (B, Hq, N, splits) float32 each; None if not requested."""
 
     mixed: Tensor  # (B, Hq, N, splits, Dv): Σ exp(s - base) v
     maximum: Tensor
@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Where `merge` writes, (B, Hq, N) float32 each; None: not asked for."""
+    """The outputs of `merge`, (B, Hq, N) float32 each; None if not requested."""
 
     lse: Tensor | None
     max_logit: Tensor | None
@@ -58,11 +58,11 @@ class Merged(NamedTuple):
 
 
 class Held(NamedTuple):
-    """How keys lie in memory other than in one piece; None: they do not."""
+    """The scales of an int8 cache and the page table of a paged one; None for other caches."""
 
     key_scales: Tensor | None  # (B, Hkv, M, 1): int8 keys are multiplied by them
     value_scales: Tensor | None
-    pages: Tensor | None  # (B, any) int32: the pool's page of each page of a sequence
+    pages: Tensor | None  # (B, any) int32: the page in the pool of each page of a sequence
 
 
 STRIDES = [
@@ -74,7 +74,7 @@ STRIDES = [
 @triton.jit
 def rows_at(x, held, first, row_step, b, batch_step, page_batch, j0, keys, KEYS: tl.constexpr,
             PAGE: tl.constexpr):  # fmt: skip
-    """Addresses of the rows [j0, j0 + KEYS) of a head: its first element is `first` after x."""
+    """Return the addresses of the rows [j0, j0 + KEYS) of a head, which starts at x + first."""
     step = tl.arange(0, KEYS)
     if PAGE == 0:
         start = x + first + b.to(tl.int64) * batch_step + j0.to(tl.int64) * row_step
@@ -92,7 +92,7 @@ def rows_at(x, held, first, row_step, b, batch_step, page_batch, j0, keys, KEYS:
 
 @triton.jit
 def take(rows, here, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """(KEYS, PADDED) from the addresses of rows; zeros where a key is not `here`."""
+    """Load (KEYS, PADDED) from the addresses of rows; zeros where a key is not `here`."""
     column = tl.arange(0, PADDED)
     inside = here[:, None]
     if WIDTH < PADDED:
@@ -104,7 +104,7 @@ def take(rows, here, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 def rows_together(
     q, steps, z, b, kh, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr
 ):
-    """The rows that share a key head: which there are, their queries' numbers, heads and tile."""
+    """Load the rows that share a key head: which are valid, their queries, heads and tile."""
     row = tl.arange(0, ROWS)
     there = row < z.group * z.queries
     row = tl.minimum(row, z.group * z.queries - 1)
@@ -119,9 +119,9 @@ def rows_together(
 
 @triton.jit
 def add_values(acc, p, values, size, PRECISION: tl.constexpr):
-    """acc + p · values, each of which is times its size; None: of size 1."""
+    """Return acc + p · values, each value multiplied by its size, unless that is None."""
     if size is not None and values.dtype == tl.float16:
-        # A weight times a small size would be no normal number: only their ratios are rounded.
+        # A weight times a small size would be subnormal, so only ratios of sizes are rounded.
         most = tl.max(size, 0)
         p *= (size / tl.where(most > 0.0, most, 1.0))[None, :]
         acc += tl.dot(p.to(values.dtype), values) * most
@@ -140,9 +140,9 @@ def share(
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """One share of the keys of one key head of one batch entry, for all rows of its group.
+    """Compute one share of the keys of one key head of one batch entry, for all rows of its group.
 
-    Strides come in UNITs, so that a kernel knows what they are multiples of.
+    Strides are in multiples of UNIT, so that the compiler can use wide loads.
     """
     number, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row = strides[:9]
@@ -195,7 +195,7 @@ def share(
                 parts.reach is not None, parts.seen is not None,
             )  # fmt: skip
             if t.intervals is not None or t.dense is not None:
-                # A weight of zero does not silence a NaN, and a key that no row sees may hold one.
+                # A hidden key may hold NaN, and 0 · NaN is NaN.
                 used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
                 values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
             size = None
@@ -223,7 +223,7 @@ def split(
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """Any call's share of the keys."""
+    """Compute a share of the keys of any call."""
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,
@@ -246,10 +246,10 @@ def split_step(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The same of a plain step, whose few arguments take a processor little time.
+    """Compute a share of the keys of a plain step, with few arguments, so that launches are fast.
 
     `mixed` has room for `size` parts: their values, then their maxima, then their totals. CHAINED:
-    a kernel is put on the chip while the one before it ends, and waits there for what that wrote.
+    programmatic dependent launch; the kernel starts early and waits for the one before it.
     """
     if CHAINED:
         gdc_wait()
@@ -273,7 +273,7 @@ def join_row(
     parts, out, merged, sinks, splits, queries, heads,
     SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one row, for BLOCK of its values: `partial.merge` of all at once."""
+    """Merge all parts of one row at once, for BLOCK of its values, as `partial.merge` does."""
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, SPLITS)
     at = line * splits + n
@@ -282,7 +282,7 @@ def join_row(
     top = tl.max(m, 0)
     l = tl.load(parts.total + at, mask=there, other=0.0)
     base, summit, sink = beside_sink(top, sinks, (line // queries) % heads)
-    share = tl.exp2(m - base)  # of each part; 0 where it saw nothing
+    share = tl.exp2(m - base)  # of each part; 0 if it saw no key
     seen = tl.sum(l * share, 0)
     total = seen + sink
     empty = total == 0.0
@@ -303,7 +303,7 @@ def join_row(
         if merged.entropy is not None:
             moved = tl.where(l == 0.0, 0.0, m - base)
             shifted = tl.load(parts.shifted + at, mask=there, other=0.0)
-            # A sink may be so far above that this is 0 · inf.
+            # With a very large sink this is 0 · inf.
             shifted = tl.sum(tl.where(share == 0.0, 0.0, share * (shifted + l * moved)), 0)
             tl.store(merged.entropy + line, weight * (seen * above - shifted) * LN2)
         if merged.distance is not None:
@@ -314,7 +314,7 @@ def join_row(
             mean = tl.load(parts.mean + at, mask=there, other=0.0)
             spread = tl.load(parts.spread + at, mask=there, other=0.0)
             whole = tl.maximum(tl.sum(count, 0), 1.0)
-            # About the largest mean of a part, so that what is added up stays small.
+            # About the largest mean of a part, so that the terms of the sum stay small.
             about = tl.max(tl.where(count > 0.0, mean, NOTHING), 0)
             about = tl.where(about == NOTHING, 0.0, about)
             middle = tl.sum(count * tl.where(count > 0.0, mean - about, 0.0), 0) / whole
@@ -330,7 +330,7 @@ def merge(
     parts, out, merged, sinks, splits, queries, heads,
     SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Any call's parts, joined."""
+    """Merge the parts of any call."""
     join_row(parts, out, merged, sinks, splits, queries, heads, SPLITS, VALUES, BLOCK)
 
 
@@ -339,7 +339,7 @@ def merge_step(
     mixed, out, size, splits,
     SPLITS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The same of a plain step."""
+    """Merge the parts of a plain step."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()

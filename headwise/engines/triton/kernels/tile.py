@@ -1,7 +1,7 @@
-"""One tile of the score matrix, inside a kernel: loads, what bends a logit, masks, dropout.
+"""Device functions for one tile of the score matrix: loads, softcap, biases, masks, dropout.
 
-Kernels are written for tiles of (rows, keys), and for their transposes where the backward wants
-keys first: every function here takes positions that broadcast, so one text serves both.
+Most tiles are (rows, keys); the backward of the keys uses (keys, rows). The functions here take row
+and key indices that broadcast, so they serve both.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 GOLDEN = tl.constexpr(0x9E3779B9)
 NOTHING = tl.constexpr(float("-inf"))
 INTERPRETED = tl.constexpr(INTERPRETING)
-FAR = tl.constexpr(-1e30)  # the score of a key that is not seen: finite, so 0 · FAR is 0
-LOW = tl.constexpr(-1e7)  # what a bias lowers a logit to at most: below, float32 has no fractions
+FAR = tl.constexpr(-1e30)  # the score of a hidden key: finite, so 0 · FAR is 0
+LOW = tl.constexpr(-1e7)  # lower bound of a biased logit: below, float32 has no fractions
 
 
 class Given(NamedTuple):
-    """What bends the logits, as a kernel takes it. None costs a kernel nothing."""
+    """Masks, biases, sinks and dropout seed, as kernels take them. None costs a kernel nothing."""
 
     intervals: Tensor | None  # (P, 2, B|1, Hq|1, N) int32, contiguous
     dense: Tensor | None  # (B|1, Hq|1, N|1, M|1) as int8
     dense_strides: tuple[int, ...] | None
     bias: Tensor | None
     bias_strides: tuple[int, ...] | None
-    position: Tensor | None  # (B|1, N) int32; None: row i stands beside i + shift
+    position: Tensor | None  # (B|1, N) int32; if None, row i is at i + shift
     slopes: Tensor | None  # (Hq,)
     relative: Tensor | None  # (Hq, 2R + 1)
     sinks: Tensor | None  # (Hq,)
@@ -40,21 +40,21 @@ class Given(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers of a call, as its functions take them.
+    """The numbers of a call, as device functions take them.
 
-    A kernel takes them one by one, because only so can it be told (by LOOSE) not to be compiled
-    again when one of them becomes 1 or a multiple of 16.
+    A kernel takes them one by one, so that LOOSE can exempt them from Triton's specialisation:
+    otherwise it would be compiled again when one of them becomes 1 or a multiple of 16.
     """
 
     queries: int
     keys: int
-    group: int  # query heads a key head
+    group: int  # query heads per key head
     first_key: int
     reach: int  # R of the relative table
-    shift: int  # where there are no positions
-    low: int  # row i sees no more than [i + low, i + high)
+    shift: int  # position of row 0, if there is no position tensor
+    low: int  # row i sees at most the keys [i + low, i + high)
     high: int
-    interval_step: int  # from `first` to `last`, and on to the next piece
+    interval_step: int  # stride from `first` to `last`, and on to the next piece
     interval_batch: int
     interval_head: int
     position_batch: int
@@ -72,7 +72,7 @@ def load_tile(
     x, strides, b, h, first, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows [first, first + ROWS) of x[b, h], (ROWS, PADDED); zeros outside of (limit, WIDTH)."""
+    """Load rows [first, first + ROWS) of x[b, h], (ROWS, PADDED); zeros outside (limit, WIDTH)."""
     if TMA:
         tile = x.load([b, h, first, 0]).reshape(ROWS, PADDED)
     else:
@@ -89,9 +89,9 @@ def load_tile(
 def of_pairs(
     x, strides, tiles, z, b, h, i, j, i0, j0, SHAPE: tl.constexpr, KEYS_FIRST: tl.constexpr
 ):
-    """A tensor of all pairs at rows i and keys j, whose first are i0 and j0.
+    """Load a bias tensor or dense mask at rows i and keys j, which start at i0 and j0.
 
-    tiles: the same as the copy engine loads it; None: addresses are computed.
+    tiles is its TMA descriptor; if None, addresses are computed.
     """
     if tiles is None:
         inside = (i < z.queries) & (j < z.keys)
@@ -108,13 +108,13 @@ def of_pairs(
 
 @triton.jit
 def tanh(x):
-    """From one exponential and one reciprocal; the absolute error is below 2.5e-7."""
+    """Return tanh x from one exponential and one reciprocal, with an error below 2.5e-7."""
     return 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E)))
 
 
 @triton.jit
 def reciprocal(x):
-    """1 / x to the last bit but one, of which a division would make six instructions."""
+    """Return 1 / x to within a bit, in one instruction; a division takes six."""
     if INTERPRETED:
         found = 1.0 / x
     else:
@@ -129,7 +129,7 @@ def bend(
     s, t, z, b, h, i, j, position, CAP: tl.constexpr, i0=0, j0=0, bias=None,
     KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """cap(scale · s) + bias for rows i and keys j of the call, and tanh where there is a cap."""
+    """Return cap(scale · s) + bias for rows i and keys j, and the tanh of the cap, if any."""
     bent = s
     if CAP:
         bent = capped(s, z.scale / z.softcap, CAP)
@@ -139,7 +139,7 @@ def bend(
     if t.bias is not None:
         added = of_pairs(t.bias, t.bias_strides, bias, z, b, h, i, j, i0, j0, s.shape, KEYS_FIRST)
         s += added.to(tl.float32)
-        s = tl.where((s < LOW) & (s != NOTHING), LOW, s)  # -inf, and nothing else, hides a key
+        s = tl.where((s < LOW) & (s != NOTHING), LOW, s)  # only -inf hides a key
     if t.slopes is not None:
         away = tl.abs(position - (j + z.first_key)).to(tl.float32)
         s -= tl.load(t.slopes + h).to(tl.float32) * away
@@ -151,7 +151,7 @@ def bend(
 
 @triton.jit
 def unit_of(z, PLAIN: tl.constexpr, CAP: tl.constexpr):
-    """What makes a power of two of a score that `scores` returned."""
+    """Return the factor that turns a result of `scores` into a base-2 logit."""
     unit = LOG2E
     if PLAIN:
         unit = (z.softcap if CAP else z.scale) * LOG2E
@@ -163,9 +163,9 @@ def scores(
     s, t, z, b, h, i, j, position, PLAIN: tl.constexpr, CAP: tl.constexpr, i0=0, j0=0, bias=None,
     KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """From raw scores to logits, and tanh where there is a cap.
+    """Turn raw scores into logits; also return the tanh of the cap, if any.
 
-    PLAIN scores, to which nothing is added, stay as they are, or tanh: `unit_of` says of what.
+    PLAIN scores, without any bias, stay raw, or the tanh of the cap: `unit_of` has their factor.
     """
     bent = s
     if not PLAIN:
@@ -182,9 +182,9 @@ def logits(
     PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, i0=0, j0=0, bias=None,
     dense=None, KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """As `scores`, and FAR where a row does not see a key.
+    """Return `scores`, with FAR where a row does not see a key.
 
-    MASKED: some rows do not see some keys of the tile. bias, dense: as `of_pairs` takes tiles.
+    MASKED: some rows do not see some keys of the tile. bias, dense: TMA descriptors or None.
     """
     s, bent = scores(s, t, z, b, h, i, j, position, PLAIN, CAP, i0, j0, bias, KEYS_FIRST)
     if t.bias is not None:
@@ -194,7 +194,7 @@ def logits(
             seen = dense_seen(t, z, b, h, i, j, i0, j0, dense, s.shape, KEYS_FIRST)
             s = tl.where(seen, s, FAR)
         else:
-            # one comparison instead of two: a key before the first is far after it, unsigned
+            # one comparison instead of two: as unsigned, a negative difference is large
             length = tl.maximum(last - first, 0).to(tl.uint32)
             s = tl.where((j - first).to(tl.uint32) < length, s, FAR)
     return s, bent
@@ -202,16 +202,16 @@ def logits(
 
 @triton.jit
 def row_max(s, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """The largest score of each row, quarter beside quarter first.
+    """Return the maximum of each row, first across its four quarters, then along the row.
 
-    Along a row it would be one chain of comparisons, each of which waits for the one before.
+    One reduction would be a single chain of comparisons, each waiting for the one before.
     """
     return tl.max(tl.max(tl.reshape(s, [ROWS, 4, KEYS // 4]), 1), 1)
 
 
 @triton.jit
 def _entry(x, strides, b, h, i, j):
-    """Where x[b, h, i, j] is; broadcast axes have stride 0."""
+    """Return the address of x[b, h, i, j]; broadcast axes have stride 0."""
     start = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     return start + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
 
@@ -221,14 +221,14 @@ def dense_seen(
     t, z, b, h, i, j, i0=0, j0=0, dense=None, SHAPE: tl.constexpr = None,
     KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """The dense mask's part for rows i and keys j."""
+    """Load the dense mask for rows i and keys j."""
     tile = of_pairs(t.dense, t.dense_strides, dense, z, b, h, i, j, i0, j0, SHAPE, KEYS_FIRST)
     return tile != 0
 
 
 @triton.jit
 def interval(t, z, piece: tl.constexpr, b, h, i):
-    """[first, last) of each row i in one piece; rows past the end repeat the last one."""
+    """Return each row's keys [first, last) in one piece; rows past the end repeat the last one."""
     row = tl.minimum(i, z.queries - 1)
     first, last = row + z.low, row + z.high
     if t.intervals is not None:
@@ -243,7 +243,7 @@ def interval(t, z, piece: tl.constexpr, b, h, i):
 
 @triton.jit
 def positions(t, z, b, i):
-    """The key position beside which each row i stands."""
+    """Return the position of each row i in the sequence of keys."""
     row = tl.minimum(i, z.queries - 1)
     if t.position is not None:
         position = tl.load(t.position + b.to(tl.int64) * z.position_batch + row)

@@ -1,1 +1,1 @@
-"""The kernels of additive scores."""
+"""The kernels of additive (Bahdanau) scores."""

@@ -41,13 +41,13 @@ def additive_forward(
     FOURS: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """A block of ROWS query rows of one head: its sums over a share of the keys, for `merge`."""
+    """Compute the sums of ROWS query rows of one head over a share of the keys, for `merge`."""
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     number, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    number = tl.num_programs(0) - 1 - number  # late rows of a causal mask see most
+    number = tl.num_programs(0) - 1 - number  # late rows of a causal mask see the most keys
     block, share = number // splits, number % splits
     heads, kh = tl.num_programs(1), h // group
     row = tl.minimum(block * ROWS + tl.arange(0, ROWS), queries - 1)
@@ -88,7 +88,7 @@ def additive_forward(
             if t.seed is not None:
                 p = tl.where(kept(hashed, j + first_key, threshold), p * kept_share, 0.0)
             values = load_tile(v, vs, b, kh, j0, highest, KEYS, VALUES, PADDED_VALUES, False)
-            if CLEAN:  # a key that no row sees may hold a NaN
+            if CLEAN:  # a hidden key may hold NaN
                 used = tl.max(as_tile((s > 0.5 * FAR).to(tl.int32), ROWS, KEYS), 0)
                 values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
             p = as_tile(p.to(values.dtype), ROWS, KEYS)

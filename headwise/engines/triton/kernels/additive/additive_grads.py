@@ -1,7 +1,7 @@
-"""The backward kernels of the additive score: its weights from lse, its slopes computed again.
+"""The backward kernels of the additive score: weights come from lse, slopes are recomputed.
 
-A program owns the rows, or the keys, that it writes; there are no atomics, and the result is the
-same every time.
+A program owns the rows, or the keys, that it writes, so there are no atomics and the result is
+deterministic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -40,7 +40,7 @@ def score_gradient(
     s, bent, seen, grads, values, t, z, rows, j, hashed, numbers, PRECISION: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """The weights that met the values, and ∂ score, 0 where a key is not seen; (ROWS, KEYS)."""
+    """Return the weights after dropout, and ∂ score, 0 for hidden keys; (ROWS, KEYS)."""
     lse, shared, entropy = numbers
     dp = tl.dot(grads, values.T, input_precision=PRECISION)
     met, _ds, raw = weigh(
@@ -60,13 +60,13 @@ def additive_grad_queries(
     FOURS: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """One block of query rows: its gradient, and its part of the weight's, (B, Hq, blocks, D)."""
+    """Compute the gradient of a block of rows, and its part of the weight's, (B, Hq, blocks, D)."""
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,
     )  # fmt: skip
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    block = tl.num_programs(0) - 1 - block  # late rows of a causal mask see most
+    block = tl.num_programs(0) - 1 - block  # late rows of a causal mask see the most keys
     heads, kh = tl.num_programs(1), h // group
     i = block * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(i, queries - 1)
@@ -130,7 +130,7 @@ def additive_grad_keys(
     FOURS: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of one key head, and every row of its heads that sees some of them."""
+    """Compute the gradients of one block of keys, from every row of its heads that sees some."""
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,

@@ -1,13 +1,13 @@
 """Bahdanau's score of a tile, Σ_d w_d tanh(q_d + k_d).
 
-From the powers that `powers` prepares, a dimension of a pair adds the reciprocal of one sum. Four
-dimensions share it, 1/x + 1/y = (x + y) / (x y) twice over, so the special-function unit does a
-quarter of an operation where a tanh would be one, and 13 instructions do four dimensions of a pair.
-It is exact to float32's rounding. Tiles whose products could overflow are computed from their sums.
+With the powers from `powers`, each dimension of a pair adds the reciprocal of one sum. Four
+dimensions share one reciprocal, by 1/x + 1/y = (x + y) / (x y) twice. So a dimension takes a
+quarter of a special-function operation where a tanh takes one, and four dimensions take 13
+instructions. It is exact up to float32 rounding. Tiles whose products could overflow use tanh.
 
-A tile is spread over five axes: (rows a thread, keys a thread, warps, lanes along the rows, lanes
-along the keys). So a thread holds a rectangle of pairs and loads little for each of them, and a
-row's maximum or sum takes few exchanges between threads.
+A tile is spread over five axes: (rows per thread, keys per thread, warps, lanes along the rows,
+lanes along the keys). So a thread holds a rectangle of pairs and loads little for each pair, and
+the maximum or sum of a row takes few exchanges between threads.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -27,7 +27,7 @@ KEY_LANES = tl.constexpr(8)
 
 @triton.jit
 def spread_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """The rows of a tile: (rows a thread, 1, warps, lanes, 1)."""
+    """Return the rows of a tile, spread: (rows per thread, 1, warps, lanes, 1)."""
     COUNT: tl.constexpr = ROWS // (WARPS * ROW_LANES)
     place = tl.arange(0, WARPS)[:, None] * ROW_LANES + tl.arange(0, ROW_LANES)[None, :]
     rows = tl.arange(0, COUNT)[:, None, None] + place[None, :, :] * COUNT
@@ -36,26 +36,26 @@ def spread_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def spread_keys(KEYS: tl.constexpr):
-    """The keys of a tile: (1, keys a thread, 1, 1, lanes)."""
+    """Return the keys of a tile, spread: (1, keys per thread, 1, 1, lanes)."""
     keys = tl.arange(0, KEYS // KEY_LANES)[:, None] * KEY_LANES + tl.arange(0, KEY_LANES)[None, :]
     return keys[None, :, None, None, :]
 
 
 @triton.jit
 def as_tile(x, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """(ROWS, KEYS) of what is spread."""
+    """Gather a spread tile into (ROWS, KEYS)."""
     return x.permute(2, 3, 0, 1, 4).reshape(ROWS, KEYS)
 
 
 @triton.jit
 def as_rows(x, ROWS: tl.constexpr):
-    """(ROWS,) of a number of each row, (rows a thread, warps, lanes)."""
+    """Gather one number per row, (rows per thread, warps, lanes), into (ROWS,)."""
     return x.permute(1, 2, 0).reshape(ROWS)
 
 
 @triton.jit
 def four(at):
-    """Four numbers from each address on, in one load where it is a GPU that loads."""
+    """Load four consecutive numbers from each address, on a GPU in one instruction."""
     if INTERPRETED:
         found = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     else:
@@ -69,7 +69,7 @@ def four(at):
 @triton.jit
 def near_scores(a, c, inverse, ROWS: tl.constexpr, KEYS: tl.constexpr, WARPS: tl.constexpr,
                 FOURS: tl.constexpr):  # fmt: skip
-    """Σ_d 1 / (1/w_d + (a_d / w_d) c_d) of a block of rows and one of keys, spread."""
+    """Return Σ_d 1 / (1/w_d + (a_d / w_d) c_d) of a block of rows and one of keys, spread."""
     at_a, at_c = a + spread_rows(ROWS, WARPS) * 4, c + spread_keys(KEYS) * 4
     total = tl.zeros(
         [ROWS // (WARPS * ROW_LANES), KEYS // KEY_LANES, WARPS, ROW_LANES, KEY_LANES], tl.float32
@@ -90,7 +90,7 @@ def near_scores(a, c, inverse, ROWS: tl.constexpr, KEYS: tl.constexpr, WARPS: tl
 @triton.jit
 def far_scores(q, k, qs, ks, weight, z, b, h, i0, j0, ROWS: tl.constexpr, KEYS: tl.constexpr,
                WARPS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Σ_d w_d tanh(q_d + k_d) of the rows from i0 and the keys from j0 on, spread."""
+    """Return Σ_d w_d tanh(q_d + k_d) of the rows from i0 and the keys from j0 on, spread."""
     i = tl.minimum(i0 + spread_rows(ROWS, WARPS), z.queries - 1).to(tl.int64)
     j = tl.minimum(j0 + spread_keys(KEYS), z.keys - 1).to(tl.int64)
     line = q + b.to(tl.int64) * qs[0] + h.to(tl.int64) * qs[1] + i * qs[2]
@@ -110,7 +110,7 @@ def scores(
     q, k, qs, ks, weight, powers, z, b, h, heads, block, key_block, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
-    """The scores of a block of rows and a block of keys of a head, spread."""
+    """Return the scores of a block of rows and a block of keys of a head, spread."""
     key_head = b * (heads // z.group) + h // z.group
     row_place = (b * heads + h) * tl.cdiv(z.queries, ROWS) + block
     key_place = key_head * tl.cdiv(z.keys, KEYS) + key_block

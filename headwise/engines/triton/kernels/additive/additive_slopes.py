@@ -1,12 +1,12 @@
-"""What a tile's ∂ score adds to the gradients of q, k and the weight, for every dimension.
+"""Contributions of a tile's ∂ score to the gradients of q, k and the weight, in every dimension.
 
-∂s/∂q_d = w_d (1 - tanh²) = 4 w_d r (1 - r) with r = 1 / (1 + e^{2q} e^{2k}). The threads that
-computed ∂ score held pairs of a row and a key. Those that add up slopes are owners of a row, or of
-a key, in some dimensions, so that nothing is added up across threads: ∂ score goes to memory and
-comes back number by number. Two of the others' pairs share a reciprocal.
+∂s/∂q_d = w_d (1 - tanh²) = 4 w_d r (1 - r) with r = 1 / (1 + e^{2q} e^{2k}). To compute ∂ score, a
+thread held pairs of a row and a key. To sum slopes, a thread owns rows (or keys) in some
+dimensions and loops over the others, so that nothing is summed across threads. For that, ∂ score is
+written to memory and read back number by number. Two pairs share a reciprocal.
 
-Owners and dimensions are spread over five axes: (dimensions a thread, owners a thread, warps, lanes
-along the owners, lanes along the dimensions).
+Owners and dimensions are spread over five axes: (dimensions per thread, owners per thread, warps,
+lanes along the owners, lanes along the dimensions).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,23 +23,23 @@ from torch import Tensor
 from headwise.engines.triton.kernels.tile import reciprocal, tanh
 
 FAR_APART = tl.constexpr(20.0)  # (1 + e^{2·20})² < 2^126
-CLOSE = tl.constexpr(0.25)  # where no sum is larger, 1 - 2r would show its absolute error
+CLOSE = tl.constexpr(0.25)  # if no |q + k| is larger, tanh = 1 - 2r loses relative precision
 
 
 class Side(NamedTuple):
     """A block of rows, or of keys, of one head."""
 
-    powers: Tensor  # of the head, e^{2x}, one row after another
-    sums: Tensor  # of the head, x itself: what is added up to q + k
+    powers: Tensor  # e^{2x} of the head, row by row
+    sums: Tensor  # x of the head itself, for q + k
     step: int  # from one row of x to the next
-    first: int  # row of the block
-    last: int  # row of the head
+    first: int  # first row of the block
+    last: int  # last row of the head
     size: float  # the largest |x| of the block
 
 
 @triton.jit
 def close_tanh(x):
-    """tanh with a small relative error."""
+    """Return tanh x with a small relative error."""
     y = x * x
     series = 1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0))))
     return tl.where(tl.abs(x) < CLOSE, x * series, tanh(x))
@@ -47,7 +47,7 @@ def close_tanh(x):
 
 @triton.jit
 def owners(COUNT: tl.constexpr, WARPS: tl.constexpr, PADDED: tl.constexpr):
-    """Owners, spread: (1, owners a thread, warps, lanes, 1)."""
+    """Return the owners, spread: (1, owners per thread, warps, lanes, 1)."""
     LANES: tl.constexpr = 32 // min(PADDED, 32)
     EACH: tl.constexpr = COUNT // (WARPS * LANES)
     place = tl.arange(0, WARPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -57,7 +57,7 @@ def owners(COUNT: tl.constexpr, WARPS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def dimensions(PADDED: tl.constexpr):
-    """Dimensions, spread: (dimensions a thread, 1, 1, 1, lanes)."""
+    """Return the dimensions, spread: (dimensions per thread, 1, 1, 1, lanes)."""
     LANES: tl.constexpr = min(PADDED, 32)
     found = tl.arange(0, PADDED // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     return found[:, None, None, None, :]
@@ -65,13 +65,13 @@ def dimensions(PADDED: tl.constexpr):
 
 @triton.jit
 def gathered(x, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """(COUNT, PADDED) of what is spread."""
+    """Gather spread numbers into (COUNT, PADDED)."""
     return x.permute(2, 3, 1, 0, 4).reshape(COUNT, PADDED)
 
 
 @triton.jit
 def no_slopes(COUNT: tl.constexpr, WARPS: tl.constexpr, PADDED: tl.constexpr):
-    """Zeros for COUNT owners and PADDED dimensions."""
+    """Return zeros for COUNT owners and PADDED dimensions, spread."""
     LANES: tl.constexpr = min(PADDED, 32)
     return tl.zeros(
         [PADDED // LANES, COUNT * LANES // (WARPS * 32), WARPS, 32 // LANES, LANES], tl.float32
@@ -80,7 +80,7 @@ def no_slopes(COUNT: tl.constexpr, WARPS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def side_of_rows(powers, q, qs, z, b, h, heads, block, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """A block of rows of a head."""
+    """Return the side of a block of rows of a head."""
     head = b * heads + h
     place = 2 * (head * tl.cdiv(z.queries, ROWS) + block) + 1
     return Side(
@@ -92,7 +92,7 @@ def side_of_rows(powers, q, qs, z, b, h, heads, block, ROWS: tl.constexpr, WIDTH
 
 @triton.jit
 def side_of_keys(powers, k, ks, z, b, h, heads, block, KEYS: tl.constexpr, WIDTH: tl.constexpr):
-    """A block of keys of a head's key head."""
+    """Return the side of a block of keys of a head's key head."""
     kh = h // z.group
     head = b * (heads // z.group) + kh
     place = 2 * (head * tl.cdiv(z.keys, KEYS) + block) + 1
@@ -108,7 +108,7 @@ def own(
     start, step, side, COUNT: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The owners' numbers from `start` on, `step` apart, as float32, spread; zeros outside."""
+    """Load the owners' numbers from `start` on, `step` apart, in float32, spread; zeros outside."""
     row, column = side.first + tl.arange(0, COUNT)[:, None], tl.arange(0, PADDED)[None, :]
     inside = (row <= side.last) & (column < WIDTH)
     x = tl.load(start + row.to(tl.int64) * step + column, mask=inside, other=0.0).to(tl.float32)
@@ -122,7 +122,7 @@ def near_slopes(
     total, turned, room, mine, theirs, COUNT: tl.constexpr, OTHERS: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """`slopes` from powers."""
+    """Compute `slopes` from powers."""
     a = own(mine.powers, WIDTH, mine, COUNT, WARPS, WIDTH, PADDED)
     others = theirs.powers + tl.minimum(dimensions(PADDED), WIDTH - 1)
     for n in tl.range(0, OTHERS, 2):
@@ -144,14 +144,14 @@ def far_slopes(
     total, turned, room, mine, theirs, COUNT: tl.constexpr, OTHERS: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """`slopes` from the sums themselves."""
+    """Compute `slopes` from the sums q + k themselves."""
     x = own(mine.sums, mine.step, mine, COUNT, WARPS, WIDTH, PADDED)
     others = theirs.sums + tl.minimum(dimensions(PADDED), WIDTH - 1)
     for n in tl.range(0, OTHERS):
         at = tl.minimum(theirs.first + n, theirs.last).to(tl.int64) * theirs.step
         each = tl.load(room + n * COUNT)
         bent = close_tanh(x + tl.load(others + at).to(tl.float32))
-        bent = tl.where(each == 0.0, 0.0, bent)  # a key that nobody sees may hold a NaN
+        bent = tl.where(each == 0.0, 0.0, bent)  # a hidden key may hold NaN
         total += each * (0.25 - 0.25 * bent * bent)
         if TURN:
             turned += each * bent
@@ -163,13 +163,13 @@ def slopes(
     total, turned, raw, room, mine, theirs, COUNT: tl.constexpr, OTHERS: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Add Σ raw (1 - tanh²) / 4 over the others to `total`, for each owner and dimension, and where
-    TURN Σ raw tanh to `turned`.
+    """Add Σ raw (1 - tanh²) / 4 over the others to `total`, for each owner and dimension, and if
+    TURN, Σ raw tanh to `turned`.
 
-    raw is (OTHERS, COUNT), and 0 where a key is not seen; `room` holds as many numbers.
+    raw is (OTHERS, COUNT), 0 for hidden keys; `room` is scratch memory of that size.
     """
     at = room + tl.arange(0, OTHERS)[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
-    tl.debug_barrier()  # until every thread has read the tile before
+    tl.debug_barrier()  # until every thread has read the previous tile
     tl.store(at, raw)
     tl.debug_barrier()
     room += owners(COUNT, WARPS, PADDED)

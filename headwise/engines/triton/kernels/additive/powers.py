@@ -1,12 +1,12 @@
-"""What the additive kernels read in place of q and k: e^{2q} and e^{2k}, made by one short kernel.
+"""The inputs of the additive kernels, e^{2q} and e^{2k} instead of q and k, from one short kernel.
 
-With a = e^{2q} and c = e^{2k}, tanh(q + k) = 1 - 2 / (1 + a c). The weight w of a dimension goes
-in with it, w / (1 + a c) = 1 / (1/w + (a/w) c), so what a pair of a query and a key adds for each
-dimension is the reciprocal of one sum.
+With a = e^{2q} and c = e^{2k}, tanh(q + k) = 1 - 2 / (1 + a c). The weight w of a dimension is
+folded in, w / (1 + a c) = 1 / (1/w + (a/w) c), so that each dimension of a pair adds the reciprocal
+of one sum.
 
-Weights are divided by their head's largest first. One below 2^-24 of it is less than the rounding
+Weights are first divided by the largest of their head. One below 2^-24 is less than the rounding
 of the score: its dimension, like those that pad the width to a multiple of four, adds 2^-24 to
-every pair, and that is taken off again.
+every pair, which is subtracted again.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,20 +22,20 @@ from torch import Tensor
 
 from headwise.engines.triton.kernels.tile import LOG2E, load_tile
 
-FAINT = tl.constexpr(2.0**-24)  # of the largest weight
-STEEP = tl.constexpr(40.0)  # |x| beyond which e^{2x} is not a float32 that products can use
-NEVER = tl.constexpr(1e9)  # the reach of what must not be computed from powers
-NEAR = tl.constexpr(120.0)  # rows and keys whose reaches add up to less meet below 2^126
+FAINT = tl.constexpr(2.0**-24)  # relative to the largest weight
+STEEP = tl.constexpr(40.0)  # |x| above which e^{2x} is out of range for products in float32
+NEVER = tl.constexpr(1e9)  # the reach of blocks that must not be computed from powers
+NEAR = tl.constexpr(120.0)  # if the reaches of rows and keys sum to less, products stay below 2^126
 
 
 class Powers(NamedTuple):
-    """Float32. Dimensions come in fours, (…, D / 4, rows of a block, 4): one load takes four."""
+    """Float32 each. Dimensions come in fours, (…, D / 4, rows of a block, 4), for vector loads."""
 
     a: Tensor  # (B, Hq, blocks, D / 4, ROWS, 4): e^{2q} / w
     c: Tensor  # (B, Hkv, blocks, D / 4, KEYS, 4): e^{2k}
     inverse: Tensor  # (Hq, D): 1 / w
-    scale: Tensor  # (Hq, 2): a score is the first number less the second times its reciprocals
-    row_reach: Tensor  # (B, Hq, blocks, 2): log2 of a block's largest product of four, and its |q|
+    scale: Tensor  # (Hq, 2): a score is the first number - the second · Σ reciprocals
+    row_reach: Tensor  # (B, Hq, blocks, 2): a block's largest log2 of a product of four, and |q|
     key_reach: Tensor  # (B, Hkv, blocks, 2)
     rows: Tensor | None  # (B, Hq, N, D): e^{2q}, as the gradients take it
     keys: Tensor | None  # (B, Hkv, M, D)
@@ -43,7 +43,7 @@ class Powers(NamedTuple):
 
 @triton.jit
 def power(x):
-    """e^{2x} for |x| < 40, by the exponential of a small rest: its error does not grow with x."""
+    """Return e^{2x} for |x| < 40, by range reduction, so that the error does not grow with x."""
     whole = tl.floor(x * (2.0 * LOG2E) + 0.5)
     rest = (2.0 * x - whole * 0.693359375) + whole * 2.12194440e-4  # together ln 2
     return tl.exp2(rest * LOG2E) * tl.exp2(whole)
@@ -54,10 +54,10 @@ def leave_powers(
     to, reach, plain, x, inverse, bits, line, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     FOURS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Write e^{2x} · inverse of a block x (ROWS, PADDED), how far it reaches, and e^{2x} itself.
+    """Write e^{2x} · inverse of a block x (ROWS, PADDED), its reach, and e^{2x} itself to `plain`.
 
-    bits are what a weight adds to its reach. A NaN is no number to compute with. The block has so
-    many rows, and the first of them is `line` of `plain`.
+    bits is the weight's part of the reach. A block with NaN gets the reach NEVER. It has `rows`
+    rows, the first of which is row `line` of `plain`.
     """
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     x = x.to(tl.float32)
@@ -77,9 +77,9 @@ def leave_powers(
 @triton.jit
 def leave_weight(powers, weight, h, first, WIDTH: tl.constexpr, FOURS: tl.constexpr,
                  PADDED: tl.constexpr):  # fmt: skip
-    """What the powers of a head are multiplied by, and log2 of 1 / w, (PADDED,) both.
+    """Return the factors of a head's powers, and log2 of 1 / w, (PADDED,) each.
 
-    1 / w itself is written by the first program of the head.
+    The first program of the head also writes 1 / w itself.
     """
     column = tl.arange(0, PADDED)
     w = tl.load(weight + h * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -101,7 +101,7 @@ def prepare(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FOURS: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries or, after all of those, one block of keys."""
+    """Write the powers of one block of queries or, after all of those, one block of keys."""
     number, b = tl.program_id(0), tl.program_id(1)
     blocks, key_blocks = tl.cdiv(queries, ROWS), tl.cdiv(keys, KEYS)
     if number < blocks * heads:

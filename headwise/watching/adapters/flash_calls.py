@@ -1,0 +1,138 @@
+"""Functions of the package flash_attn that a model calls itself: observed from outside the call."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise import mask as masks
+from headwise.bias import ALiBi
+from headwise.core.intervals import Mask
+from headwise.nn.call import Call
+from headwise.score import Dot
+from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
+from headwise.watching.adapters.scaled_dot_product import kind_of, lengths_differ
+from headwise.watching.adapters.torch_calls import Listener
+
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_TENSORS: dict[str, tuple[str, ...]] = {
+    "flash_attn_func": ("q", "k", "v"),
+    "flash_attn_qkvpacked_func": ("qkv",),
+    "flash_attn_kvpacked_func": ("q", "kv"),
+    "flash_attn_varlen_func": ("q", "k", "v", *_PACKED),
+}
+"""The functions that are read, and the names of their first arguments."""
+
+_OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
+_UNREAD = (
+    "flash_attn_with_kvcache",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func",
+)
+
+
+def attach(model: nn.Module, listener: Listener) -> list[Undo]:
+    """Show the flash_attn calls of a model's own code to the recorder; returns the undoing."""
+    package = sys.modules.get("flash_attn")
+    if package is None:
+        return []
+    known = {getattr(package, name, None): name for name in (*_TENSORS, *_UNREAD)}
+    known |= {getattr(x, "__watched_flash__", x): name for x, name in known.items()}
+    known.pop(None, None)
+
+    def wanted(value: object) -> bool:
+        return callable(value) and getattr(value, "__watched_flash__", value) in known
+
+    found = set(places(model, wanted, package))
+    return [_replacement(owner, name).add(listener) for owner, name in found]
+
+
+@functools.cache
+def _replacement(owner: Any, name: str) -> Replacement[Listener]:
+    return Replacement(owner, name, _make)
+
+
+def _make(original: Any, users: list[Listener]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def attend(*given: Any, **options: Any) -> Any:
+        for listener in users:
+            if listener.frames and not is_taken():
+                return _observed(listener, original, given, options)
+        return original(*given, **options)
+
+    attend.__watched_flash__ = original  # type: ignore[attr-defined]
+    return attend
+
+
+def _observed(
+    listener: Listener, function: Any, given: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """The function's own result; its call is shown to the recorder."""
+    name, recorder = listener.frames[-1].name, listener.recorder
+    with listener.off(), taken():
+        result = function(*given, **options)
+        out = result[0] if isinstance(result, tuple) else result
+        whole = out if out.ndim == 4 else out[None]  # (B, N, H, D)
+        if recorder.wants(name):
+            with recorder.unread.reading(name, f"{function.__name__}: "):
+                call, dropped = read(function.__name__, given, options)
+                if not dropped:
+                    listener.prove(name, call, whole.detach())
+                across = call.mask is None and lengths_differ(call.q, call.k)
+                recorder.beside(name, call, "cross" if across else kind_of(name))
+        silenced = recorder.silence(name, whole, axis=-2)
+    silenced = silenced if out.ndim == 4 else silenced[0]
+    return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
+
+
+def read(function: str, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Call, bool]:
+    """Read a call of this function; True if it drops weights. ValueError if it can't be read."""
+    if function not in _TENSORS:
+        raise ValueError("it is not known where its keys stand")
+    named = dict(zip((*_TENSORS[function], *_OPTIONS), given, strict=False)) | options
+    if "qkv" in named:
+        q, k, v = named["qkv"].unbind(-3)
+    else:
+        q, (k, v) = (
+            named["q"],
+            named["kv"].unbind(-3) if "kv" in named else (named["k"], named["v"]),
+        )
+    q, k, v = ((x if x.ndim == 4 else x[None]).detach().transpose(1, 2) for x in (q, k, v))
+    causal, slopes = bool(named.get("causal")), named.get("alibi_slopes")
+    if slopes is not None and (slopes.ndim != 1 or not causal):
+        raise ValueError("its alibi_slopes are read for causal attention, one per head")
+    call = Call(
+        q,
+        k,
+        v,
+        Dot(named.get("softmax_scale")),
+        _mask(named, causal, k.shape[2]),
+        None if slopes is None else ALiBi(slopes.detach()),
+        named.get("softcap") or None,
+        None,
+        0.0,
+        "auto",
+    )
+    return call, bool(named.get("dropout_p"))
+
+
+def _mask(named: dict[str, Any], causal: bool, keys: int) -> Mask | None:
+    """causal=, window_size= and cu_seqlens= as a mask; queries and keys are aligned at the end."""
+    found = [masks.causal()] if causal else []
+    left, right = named.get("window_size", (-1, -1))
+    if left >= 0 or (right >= 0 and not causal):
+        left, right = (keys if x < 0 else int(x) for x in (left, right))
+        found.append(masks.window(left, 0 if causal else right))
+    ends = named.get("cu_seqlens_q")
+    if isinstance(ends, Tensor):
+        if not torch.equal(ends, named["cu_seqlens_k"]):
+            raise ValueError("its packed queries and keys are of different lengths")
+        lengths = ends.diff().long()
+        ids = torch.arange(len(lengths), device=ends.device).repeat_interleave(lengths)
+        found.append(masks.documents(ids[None]))
+    return functools.reduce(lambda a, b: a & b, found) if found else None

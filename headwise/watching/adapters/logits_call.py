@@ -1,0 +1,89 @@
+"""Attention whose logits are all that is known: a call with the logits as its bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from headwise.core.mask_reading import HIDDEN, read_mask, without_hidden
+from headwise.nn.call import Call
+from headwise.score import Dot
+from headwise.watching.adapters.product_axes import Product
+
+FURTHER = 1e3
+"""A logit that lies this far below the largest of its row has the weight 0, and was hidden."""
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nheads", "nhead", "h")
+
+
+def from_logits(logits: Tensor, v: Tensor) -> Call:
+    """Attention with these logits (B, H, N, M) and values (B|1, H|1, M, D).
+
+    The logits are the call's bias; its queries and keys are zeros.
+    """
+    batch, heads, queries, keys = logits.shape
+    largest = logits.amax(-1, keepdim=True)
+    hidden = (logits <= HIDDEN) | (logits < largest - FURTHER)
+    seen, bias = without_hidden(logits, ~hidden)  # NaN hides nothing
+    nothing = logits.new_zeros(batch, heads, max(queries, keys), 1)
+    return Call(
+        nothing[:, :, :queries],
+        nothing[:, :, :keys],
+        v.expand(batch, heads, *v.shape[2:]).to(logits.dtype),
+        Dot(1.0),
+        None if seen is None else read_mask(seen),
+        bias,
+        None,
+        None,
+        0.0,
+        "auto",
+    )
+
+
+def split_heads(
+    logits: Tensor, v: Tensor, product: Product, modules: Sequence[nn.Module], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """(B · H, N, M) and (B · H|1, M, D) as (B, H, N, M) and (B, H, M, D), by what modules state."""
+    if logits.ndim == 4:
+        return logits, v
+    heads = 1 if "b" not in product.weights else _count(modules, logits, sizes)
+    v = v.expand(logits.shape[0], -1, -1)
+    return logits.unflatten(0, (-1, heads)), v.unflatten(0, (-1, heads))
+
+
+def heads_lead(
+    product: Product, logits: Tensor, modules: Sequence[nn.Module], sizes: Sequence[int]
+) -> bool:
+    """True if logits read as (B, H, N, M) are (H, B, N, M), by what modules or the input state.
+
+    If there are as many heads as sequences it can't be told.
+    """
+    size = dict(zip(product.weights, logits.shape, strict=True))
+    if "h" not in size or size["b"] == size["h"]:
+        return False
+    batch, heads, queries = size["b"], size["h"], size["q"]
+    stated, given = _stated(modules), tuple(sizes[:2])
+    if (batch in stated) != (heads in stated):
+        return batch in stated and given not in ((batch, queries), (queries, batch))
+    return given in ((heads, queries), (queries, heads))
+
+
+def _stated(modules: Sequence[nn.Module]) -> list[int]:
+    """The numbers of heads that modules state, by any of the usual names."""
+    found = (getattr(module, name, None) for module in modules for name in _HEADS)
+    return [heads for heads in found if isinstance(heads, int) and heads > 0]
+
+
+def _count(modules: Sequence[nn.Module], logits: Tensor, sizes: Sequence[int]) -> int:
+    """The number of heads in (B · H, N, M) logits; ValueError if nothing states it."""
+    entries = logits.shape[0]
+    for heads in _stated(modules):
+        if entries % heads == 0:
+            return heads
+    if tuple(sizes[:1]) == (entries,) or tuple(sizes[:2]) == (logits.shape[1], entries):
+        return 1  # (B, N, ...) or (N, B, ...)
+    raise ValueError(
+        f"it writes its attention out, and nothing states how many heads its logits "
+        f"{tuple(logits.shape)} have; give the module an attribute num_heads"
+    )

@@ -1,0 +1,64 @@
+"""Modules whose attention could not be read: named, reported once, and never in the model's way."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class UnreadModules:
+    """The modules that a watch could not read, and why; a strict one raises instead."""
+
+    strict: bool
+    asked_for: Callable[[str], bool]  # by the watch's options
+    reasons: dict[str, str] = field(default_factory=dict)
+    _reported: int = 0
+
+    @contextmanager
+    def reading(self, name: str, how: str = "") -> Iterator[None]:
+        """Read and observe a call of this module: what goes wrong never reaches the model.
+
+        `how` begins the reason that is reported then.
+        """
+        try:
+            with torch.no_grad():
+                yield
+        except Exception as error:
+            self.fail(name, error, how)
+
+    def fail(self, name: str, error: Exception, how: str = "") -> None:
+        """Note that this module's attention could not be read; raise ValueError if strict."""
+        if not self.asked_for(name):
+            return
+        reason = how + (str(error) or type(error).__name__)
+        if self.strict:
+            raise ValueError(f"{name or 'the model'} can't be watched: {reason}") from error
+        self.reasons.setdefault(name, reason)
+
+    def warn(self) -> None:
+        """Warn of the modules that could not be read since the last warning."""
+        new = list(self.reasons.items())[self._reported :]
+        if new:
+            self._reported = len(self.reasons)
+            warnings.warn(
+                f"hw.watch could not read the attention of {len(new)} "
+                f"module{'s' if len(new) > 1 else ''}, and leaves them out (seen.unread; "
+                f"strict=True raises instead): {described(dict(new))}",
+                stacklevel=2,
+            )
+
+
+def described(reasons: dict[str, str]) -> str:
+    """The first few modules with their reasons.
+
+    >>> described({"a": "no values", "": "no heads"})
+    'a: no values; the model: no heads'
+    """
+    first = [f"{name or 'the model'}: {reason}" for name, reason in list(reasons.items())[:3]]
+    more = [f"and {len(reasons) - 3} more"] if len(reasons) > 3 else []
+    return "; ".join([*first, *more])
