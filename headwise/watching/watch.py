@@ -177,7 +177,7 @@ class Watch(SteppedRecording):
             return
         if not self.steps:
             self.check()
-        if any(layer.figures() for layer in self.layers):  # after the last step, or without any
+        if self._alarms.rules and any(layer.figures() for layer in self.layers):
             with self._going_on("looking for alarms"):
                 self._alarms.look(self.steps, self.heads(), self.layers, last=True)
 
