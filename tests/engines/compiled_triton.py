@@ -18,7 +18,7 @@ import headwise as hw
 from headwise.engines import plan, quick
 from headwise.engines.triton.host import cards, steps
 from headwise.engines.triton.host import launches as start
-from headwise.maps import loops as maps
+from headwise.maps import backends
 from tests.engines.compiled import NoGPU
 
 COLUMNS = 512  # of tensor memory, where there is such
@@ -55,7 +55,7 @@ def stand_in(generation: int = 90, shared: int = 232448) -> None:
     JITFunction.__getitem__ = compile_only
     torch.cuda.current_device = lambda: 0
     start.launcher = steps.launcher = lambda compiled, grid: compiled[grid]
-    plan.triton_missing = maps.triton_missing = quick.triton_missing = lambda device: None
+    plan.triton_missing = backends.triton_missing = quick.triton_missing = lambda device: None
     quick.INTERPRETED = quick.HALVES  # tensors lie on a CPU, and nothing is interpreted
     cards._INTERPRETED = cards.Card(f"sm_{generation}", *divmod(generation, 10), shared)
 
