@@ -207,3 +207,14 @@ def test_every_bit_of_a_seed_matters(engine: str) -> None:
 def test_a_seed_is_an_integer_of_64_bits(seed: object) -> None:
     with pytest.raises(ValueError, match="an integer of 64 bits"):
         hw.Dropout(0.5, seed)
+
+
+@pytest.mark.parametrize("seed", [7, 7 + 2**32, -3, 2**64 - 1])
+def test_triton_drops_the_same_weights_for_every_seed(seed: int) -> None:
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = torch.randn(3, 1, 2, 18, 16).unbind(0)
+    wanted = hw.attention(q, k, v, dropout=hw.Dropout(0.5, seed), engine="reference")
+    there = (x.to(device) for x in (q, k, v))
+    found = hw.attention(*there, dropout=hw.Dropout(0.5, seed), engine="triton")
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-2, atol=1e-2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 # A call's requests besides out, lse and max_logit. Plain ints, because operators take no flags.
 ENTROPY, DISTANCE, MOMENTS, LOG_TOTAL = 1, 2, 4, 8
-COARSE = 1e-5  # relative error of weights from a rounded lse that is acceptable
+COARSE = 64.0  # an lse beyond this is rounded so much that it shows in the weights
 EVERYTHING = ENTROPY | DISTANCE | MOMENTS | LOG_TOTAL
 
 
@@ -50,11 +50,11 @@ class RowTotals(NamedTuple):
         return RowTotals(lse, lse, torch.zeros_like(lse))
 
     def coarse(self) -> bool:
-        """True if rounding makes some lse too coarse to give weights on its own."""
+        """True if some lse is too large to give exact weights on its own."""
         if self.lse.numel() == 0:
             return False
         largest = self.lse.abs().masked_fill(self.lse == -torch.inf, 0).amax()
-        return bool(largest * torch.finfo(self.lse.dtype).eps > COARSE)
+        return bool(largest > COARSE)
 
     def safe_base(self) -> Tensor:
         """The base with +inf for rows that see no key, so that their weights are 0."""
