@@ -201,10 +201,11 @@ def rule(kind: str, sizes: Sizes, dice: random.Random) -> Rule:
 def _alike(sizes: Sizes, dice: random.Random) -> Rule:
     """Every row of a head sees the same keys: padding on either side, or any keys."""
     if dice.random() < 0.4:
-        seen = torch.tensor([[dice.random() < 0.6 for _ in range(sizes.keys)]])
-        return dense(sizes, seen.reshape(1, 1, 1, sizes.keys))
+        seen = [dice.random() < 0.6 for _ in range(sizes.keys)]
+        return dense(sizes, torch.tensor(seen, dtype=torch.bool).reshape(1, 1, 1, sizes.keys))
     first = [[[dice.randint(0, sizes.keys)]] for _ in range(sizes.batch)]
-    found = between(sizes, torch.tensor(first).reshape(-1, 1, 1), torch.tensor(sizes.keys))
+    low = torch.tensor(first, dtype=torch.int64).reshape(sizes.batch, 1, 1)
+    found = between(sizes, low, torch.tensor(sizes.keys))
     return found if dice.random() < 0.5 else found & lengths(_each(sizes, dice))
 
 
