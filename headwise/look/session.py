@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from threading import Lock, Thread
 from typing import Any, Literal, NamedTuple
 
-import headwise
 from headwise.core.observation import STATISTICS, Observation
 from headwise.look.atlas import Atlas
 from headwise.look.readers.reader import Reader, check_length, most_tokens
 from headwise.look.scene import Group
 from headwise.look.watched_folder import WatchedFolder
 from headwise.messages import Sentence, said_by, say
+from headwise.version import __version__
 
 State = Literal["loading", "ready", "error"]
 
@@ -172,7 +172,7 @@ class Session:
             "stage": progress.stage,
             "done": progress.done,
             "problem": None if progress.problem is None else progress.problem._asdict(),
-            "version": headwise.__version__,
+            "version": __version__,
             "pages": {"heads": bool(self.atlases), "why": True, "watch": self.run is not None},
             "sample": self.sample,
             "device": "cpu" if described is None else described.device,
