@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.core.arguments import INTEGER_DTYPES, is_integer, is_number, is_scalar
+from headwise.core.arguments import INTEGER_DTYPES, is_integer, is_scalar
 
 _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
@@ -38,11 +38,6 @@ class Dropout:
             return self.seed.reshape(()).to(device, torch.int64)
         signed = (int(self.seed) + 2**63) % 2**64 - 2**63  # the same 64 bits
         return torch.tensor(signed, device=device, dtype=torch.int64)
-
-
-def drops_nothing(dropout: object) -> bool:
-    """True for a rate of zero, given as a number."""
-    return is_number(dropout) and dropout == 0
 
 
 def check_rate(rate: float) -> None:

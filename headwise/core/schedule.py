@@ -1,7 +1,7 @@
 """The blocks of a problem: units of heads, blocks of rows, and the keys that their rows can see.
 
 Keys that no row of a block sees are skipped, and keys that all of its rows see need no mask; only
-the edges in between do.
+the edges in between do. Keys that no row of the call sees may hold anything, and are never used.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headwise.core.blocks import Unit
+from headwise.core.intervals import rows_per_key
+from headwise.core.problem import Terms
 
 ROWS, KEYS = 256, 1024  # rows and keys of a block of a large problem
 BLOCK = 1 << 19  # elements of a block: two float32 buffers of 2 MiB stay in a core's cache
@@ -137,3 +139,37 @@ def _reach(intervals: Tensor | None, keys: int) -> int:
     if intervals is None or intervals.numel() == 0:
         return keys
     return int((intervals[:, 1] - intervals[:, 0]).max())
+
+
+def hide_unseen(terms: Terms, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with zeros for keys that no row sees, if such keys share a block with visible ones.
+
+    A weight of zero times NaN is NaN, and the unwritten part of a cache may hold NaN.
+    """
+    seen = seen_keys(terms, k)
+    if seen is None or bool(seen.all()):
+        return k, v
+    used = used_stretch(seen)
+    if terms.dense is None and bool(seen[..., used].all()):
+        return k, v  # the schedule of an interval mask never reaches outside that stretch
+    return k.masked_fill(~seen[..., None], 0), v.masked_fill(~seen[..., None], 0)
+
+
+def used_stretch(seen: Tensor) -> slice:
+    """The keys from the first to the last that any row sees; seen (B|1, Hkv|1, M)."""
+    used = seen.flatten(0, 1).any(0).nonzero()
+    return slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
+
+
+def seen_keys(terms: Terms, k: Tensor) -> Tensor | None:
+    """The keys that some row sees, bool (B|1, Hkv|1, M); None if there is no mask."""
+    heads, keys = k.shape[1], k.shape[2]
+    if terms.dense is not None:
+        seen = terms.dense.any(-2).expand(-1, -1, keys)
+    elif terms.intervals is not None:
+        seen = rows_per_key(terms.intervals, keys) > 0
+    else:
+        return None
+    if seen.shape[1] > 1:  # a key head serves a group of query heads
+        seen = seen.unflatten(1, (heads, -1)).any(2)
+    return seen

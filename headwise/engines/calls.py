@@ -14,7 +14,6 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from headwise.core.intervals import Mask
-from headwise.dropout import drops_nothing
 from headwise.engines.contract import Prepared
 from headwise.score import Dot
 
@@ -39,7 +38,9 @@ def describe(
     `tensors` are q, k, v, or what a cache stores in their place; `options` is hashable: the engine,
     the statistics, whatever else the results depend on.
     """
-    if torch.compiler.is_compiling() or bias is not None or not drops_nothing(dropout):
+    if torch.compiler.is_compiling() or bias is not None:
+        return None, ()
+    if type(dropout) is not float or dropout != 0.0:
         return None, ()
     scale = masked = None
     if score is not None:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise.core.patterns import Causal
 from headwise.core.problem import Problem
-from headwise.core.seen_keys import seen_keys, used_stretch
+from headwise.core.schedule import seen_keys, used_stretch
 from headwise.engines import flops
 from headwise.engines.contract import Engine
 from headwise.engines.decoding import is_decoding

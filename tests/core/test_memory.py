@@ -37,8 +37,6 @@ MASKS: dict[str, Callable[[], hw.mask.Mask | None]] = {
     "causal padding": lambda: hw.mask.causal() & hw.mask.lengths(HALF),
     "a row of booleans": lambda: hw.mask.dense(torch.arange(N)[None, None, None] < N - 5),
 }
-# PyTorch's kernels get a mask of all pairs for these today. Empty this set once they do not.
-EXPANDED = {"lengths", "half", "prefix", "left padding", "a row of booleans"}
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +79,7 @@ def merged(**given: object) -> Tensor:
     return hw.merge(*parts).finish()
 
 
-@pytest.mark.parametrize("case", [case for case in MASKS if case not in EXPANDED])
+@pytest.mark.parametrize("case", MASKS)
 def test_attention_takes_linear_memory(case: str) -> None:
     q, k, v = three()
     assert peak_bytes(lambda: hw.attention(q, k, v, **options(case))) < LINEAR

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from headwise.core.blocks import Blocks, Unit
 from headwise.core.problem import Terms
-from headwise.core.schedule import BLOCK, GroupedShape, Schedule, Segment
-from headwise.core.seen_keys import hide_unseen
+from headwise.core.schedule import BLOCK, GroupedShape, Schedule, Segment, hide_unseen
 from headwise.core.sums import RowTotals
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453

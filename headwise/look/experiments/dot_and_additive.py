@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import headwise as hw
+from headwise.api import attention, observe
 from headwise.look.experiments.settings import SEED, Setting, Whole, normals
+from headwise.score import Additive, Dot
 
 WIDEST, MOST_TOKENS = 256, 1024
 SWEEP_KEYS = 64
@@ -32,7 +33,7 @@ SETTINGS: Mapping[str, Setting] = {
 _fine = time.get_clock_info("thread_time").resolution < 1e-6
 _clock = time.thread_time if _fine else time.perf_counter
 SCORES = ("scaled", "unscaled", "additive", "additive_unscaled")
-Scored = hw.Dot | hw.Additive
+Scored = Dot | Additive
 Attend = Callable[[Tensor, Tensor, Tensor, Scored], Tensor]
 
 
@@ -74,9 +75,9 @@ def measure(d: int, tokens: int, seed: int) -> Comparison:
     (64.0, 96.0)
     """
     q, k, v = drawn(d, tokens, seed)
-    scores: tuple[Scored, Scored] = hw.Dot(), additive(d, seed)
+    scores: tuple[Scored, Scored] = Dot(), additive(d, seed)
     few = q[:, :, : max(1, MOST_PRODUCTS // (tokens * d))]
-    dot, slow = _in_turns([partial(hw.attention, few, k, v, score=score) for score in scores])
+    dot, slow = _in_turns([partial(attention, few, k, v, score=score) for score in scores])
     dot_cost, additive_cost = (
         ScoreCost(
             nanoseconds=1e9 * seconds / (few.shape[2] * tokens),
@@ -89,7 +90,7 @@ def measure(d: int, tokens: int, seed: int) -> Comparison:
     return Comparison(dot_cost, additive_cost, slow / dot, SWEEP_KEYS, _curves(seed))
 
 
-def additive(d: int, seed: int, heads: int = 1) -> hw.Additive:
+def additive(d: int, seed: int, heads: int = 1) -> Additive:
     """Bahdanau's score with freshly initialised weights: uniform within ±1/√d.
 
     Their variance is 1/(3d), so a sum of d terms of variance about one is divided by about √d, as
@@ -98,7 +99,7 @@ def additive(d: int, seed: int, heads: int = 1) -> hw.Additive:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.empty(heads, d)
     nn.init.uniform_(weight, -(d**-0.5), d**-0.5, generator=generator)
-    return hw.Additive(weight)
+    return Additive(weight)
 
 
 def _in_turns(calls: list[Callable[[], Tensor]]) -> list[float]:
@@ -119,10 +120,10 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> Tensor:
     """Attention as it is taught, every logit written out: q (..., N, D), k (..., M, D) -> v's rows.
 
     >>> q, k, v = drawn(8, 16, seed=0)
-    >>> torch.allclose(textbook(q, k, v, hw.Dot()), hw.attention(q, k, v), atol=1e-6)
+    >>> torch.allclose(textbook(q, k, v, Dot()), attention(q, k, v), atol=1e-6)
     True
     """
-    if isinstance(score, hw.Dot):
+    if isinstance(score, Dot):
         logits = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     else:
         logits = (
@@ -133,7 +134,7 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> Tensor:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> Tensor:
-    return hw.attention(q, k, v, score=score, engine="streaming")
+    return attention(q, k, v, score=score, engine="streaming")
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> int:
@@ -161,8 +162,8 @@ def _without_numbers(
     q: Tensor, k: Tensor, v: Tensor, score: Scored
 ) -> tuple[Tensor, Tensor, Tensor, Scored]:
     """The same call on the meta device, where counting takes no time."""
-    if isinstance(score, hw.Additive):
-        score = hw.Additive(score.weight.to("meta"))
+    if isinstance(score, Additive):
+        score = Additive(score.weight.to("meta"))
     return q.to("meta"), k.to("meta"), v.to("meta"), score
 
 
@@ -177,19 +178,19 @@ def _sharpness(name: str, d: int, seed: int) -> Sharpness:
     heads = SWEEP_HEADS if name.startswith("additive") else 1
     q = q.expand(1, heads, -1, -1)
     stats = ("top_prob", "logit_mean", "logit_var")
-    _, seen = hw.observe(q, k, v, score=_score(name, d, seed, heads), stats=stats)
+    _, seen = observe(q, k, v, score=_score(name, d, seed, heads), stats=stats)
     variance = seen.logit_var.mean() + seen.logit_mean.var(2, correction=0).mean()
     return Sharpness(d, float(variance.sqrt()), float(seen.top_prob.mean()))
 
 
 def _score(name: str, d: int, seed: int, heads: int) -> Scored:
     if name == "scaled":
-        return hw.Dot()
+        return Dot()
     if name == "unscaled":
-        return hw.Dot(1.0)
+        return Dot(1.0)
     start = additive(d, seed, heads)
     # the same weights without the division: variance one at every width
-    return start if name == "additive" else hw.Additive(math.sqrt(3 * d) * start.weight)
+    return start if name == "additive" else Additive(math.sqrt(3 * d) * start.weight)
 
 
 def drawn(d: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

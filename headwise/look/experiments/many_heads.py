@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import headwise as hw
+from headwise.api import attention
 from headwise.look.experiments.settings import SEED, Setting, Whole, normals
+from headwise.nn import MultiHeadAttention
 
 WIDEST, MOST_HEADS = 512, 64
 TASK_TOKENS = 128
@@ -70,8 +71,8 @@ def measure(width: int, heads: int, tokens: int, places: int, seed: int) -> Many
 def count_layer(width: int, heads: int, tokens: int) -> LayerCount:
     """Count the parameters and operations of a real layer, on the meta device."""
     with torch.device("meta"):
-        layer = hw.nn.MultiHeadAttention(width, heads)
-        full_width = hw.nn.MultiHeadAttention(width, heads, head_dim=width)
+        layer = MultiHeadAttention(width, heads)
+        full_width = MultiHeadAttention(width, heads, head_dim=width)
         with FlopCounterMode(display=False) as counter:
             layer(torch.empty(1, tokens, width))
     return LayerCount(
@@ -92,7 +93,7 @@ def singular_values(width: int, heads: int, seed: int) -> Tensor:
     (64, 8)
     """
     with torch.device("meta"):
-        layer = hw.nn.MultiHeadAttention(width, heads, bias=False)
+        layer = MultiHeadAttention(width, heads, bias=False)
     layer = layer.to_empty(device="cpu").double()
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
@@ -130,7 +131,7 @@ def unread(heads: int, places: int, seed: int) -> float:
         logits[0, place % working, row, (row - place - 1) % TASK_TOKENS] = SHARP
     blank = logits.new_zeros(1, working, TASK_TOKENS, 1)  # q·k = 0: the logits come as a bias
     values = content[:, None].expand(1, working, TASK_TOKENS, 1)
-    given = hw.attention(blank, blank, values, bias=logits)[0, :, :, 0].T  # (N, working)
+    given = attention(blank, blank, values, bias=logits)[0, :, :, 0].T  # (N, working)
     readout = torch.linalg.lstsq(given, asked).solution
     return float((given @ readout - asked).square().sum() / asked.square().sum())
 

@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-import headwise as hw
 from headwise.look.experiments.many_heads import size
 from headwise.look.experiments.settings import SEED, Setting, Whole, normals
+from headwise.nn import MultiHeadAttention, Projections, Separate, Shared
 
 WIDTH, MOST_TOKENS = 128, 48
 SWEEP_DRAWS = 6
@@ -24,9 +24,9 @@ SETTINGS: Mapping[str, Setting] = {
     "spread": Whole(0, 0, 150),  # in hundredths
     "seed": SEED,
 }
-KINDS: Mapping[str, hw.nn.Projections] = {
-    "separate": hw.nn.Separate(),
-    "shared": hw.nn.Shared(),
+KINDS: Mapping[str, Projections] = {
+    "separate": Separate(),
+    "shared": Shared(),
 }
 
 
@@ -79,10 +79,10 @@ def inputs(tokens: int, spread: float, seed: int) -> Tensor:
     return (x * lengths)[None]
 
 
-def layer(kind: str, head_width: int, seed: int) -> hw.nn.MultiHeadAttention:
+def layer(kind: str, head_width: int, seed: int) -> MultiHeadAttention:
     """A layer of one head, freshly initialised; both kinds start with the same query matrix."""
     with torch.device("meta"):
-        attn = hw.nn.MultiHeadAttention(
+        attn = MultiHeadAttention(
             WIDTH, 1, head_dim=head_width, bias=False, projections=KINDS[kind]
         )
     attn = attn.to_empty(device="cpu").double()
@@ -93,7 +93,7 @@ def layer(kind: str, head_width: int, seed: int) -> hw.nn.MultiHeadAttention:
     return attn.requires_grad_(False)
 
 
-def head(attn: hw.nn.MultiHeadAttention, x: Tensor) -> HeadMatrices:
+def head(attn: MultiHeadAttention, x: Tensor) -> HeadMatrices:
     """Measure the layer's one head on tokens (1, N, width)."""
     _, seen = attn.observe(x, stats=("self_mass",))
     amap = attn.attention_map(x)
@@ -111,7 +111,7 @@ def head(attn: hw.nn.MultiHeadAttention, x: Tensor) -> HeadMatrices:
     )
 
 
-def _diagonal_wins(attn: hw.nn.MultiHeadAttention, x: Tensor) -> float:
+def _diagonal_wins(attn: MultiHeadAttention, x: Tensor) -> float:
     keys = attn.attention_map(x).top(1)[1][:, 0, :, 0]  # (B, N)
     return float((keys == torch.arange(x.shape[1])).double().mean())
 

@@ -10,8 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-import headwise as hw
+from headwise.api import attention_map, observe
 from headwise.look.experiments.settings import SEED, Choice, Setting, Whole, normals
+from headwise.score import Dot
 
 WIDEST, MOST_KEYS, VALUE_WIDTH = 1024, 1024, 16
 ROWS = 256
@@ -87,9 +88,9 @@ def measure(d: int, keys: int, scaling: str, seed: int) -> Scale:
     factor = factor_of(scaling, d)
     q, k, v = drawn(d, keys, seed, ROWS)
     q = q.clone().requires_grad_()
-    out, seen = hw.observe(q, k, v, score=hw.Dot(factor))
+    out, seen = observe(q, k, v, score=Dot(factor))
     (gradient,) = torch.autograd.grad((out * _asked(seed, ROWS)).sum(), q)
-    amap = hw.attention_map(q, k, score=hw.Dot(factor), lse=seen.lse)
+    amap = attention_map(q, k, score=Dot(factor), lse=seen.lse)
     logits = amap.to_tensor().log() + seen.lse.detach()[..., None]  # in float64 none is lost
     histogram = torch.histogram(logits.flatten(), BINS, density=True)
     weights = amap.top(keys)[0][0, 0]  # (rows, keys)
@@ -160,8 +161,8 @@ def _points(d: int, keys: int, seed: int) -> dict[str, Point]:
     """One width of each curve: the scalings are three heads that share their keys."""
     q, k, v = drawn(d, keys, seed, SWEEP_ROWS)
     q = torch.cat([factor_of(scaling, d) * q for scaling in SCALINGS], 1)
-    _, seen = hw.observe(q, k, v, score=hw.Dot(1.0), stats=("entropy", "lse"))
-    weights = hw.attention_map(q, k, score=hw.Dot(1.0), lse=seen.lse)[0]  # (3, rows, keys)
+    _, seen = observe(q, k, v, score=Dot(1.0), stats=("entropy", "lse"))
+    weights = attention_map(q, k, score=Dot(1.0), lse=seen.lse)[0]  # (3, rows, keys)
     return {
         name: Point(d, float(seen.entropy[0, head].mean()), Spread.of(jacobian_norm(weights[head])))
         for head, name in enumerate(SCALINGS)

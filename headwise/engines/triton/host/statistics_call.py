@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.core.observation import STATISTICS
 from headwise.core.problem import Problem, Terms
+from headwise.core.statistics import named
 from headwise.core.sums import Sums
 from headwise.engines.operators import CALL, define, direct
 from headwise.engines.triton.host.launches import Launches, kind_of
@@ -37,8 +37,7 @@ def complete_dot(
     launches: Launches | None = None,
 ) -> dict[str, Tensor]:
     """Return the named statistics of a call with dot scores, (B, Hq, N) each."""
-    found = {"lse": sums.lse, "max_logit": sums.max_logit, "entropy": sums.entropy}
-    found |= {"distance": sums.distance, "logit_mean": sums.logit_mean, "logit_var": sums.logit_var}
+    found: dict[str, Tensor] = {}
     names = [name for name in Single._fields if name in stats]
     if names:
         start = problem.start() if "sink_mass" in names else 0
@@ -50,8 +49,8 @@ def complete_dot(
                 problem.q, problem.k, problem.v, *terms, sums.out, sums.lse, sums.max_logit,
                 sums.entropy, starts, first, sink_keys, asked,
             )  # fmt: skip
-        found |= dict(zip(names, rest.unbind(0), strict=True))
-    return {name: found[name] for name in STATISTICS if name in stats}
+        found = dict(zip(names, rest.unbind(0), strict=True))
+    return named(sums, found, stats)
 
 
 def _run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
