@@ -102,6 +102,8 @@ class Blocks:
 
     def bend(self, unit: Unit, rows: slice, columns: slice, s: Tensor) -> Tensor:
         """Cap and bias, in place: cap(s) + bias. s is (heads, G·R, C)."""
+        if self.terms.plain:
+            return s
         cap = self.terms.softcap
         if cap:
             s.div_(cap).tanh_().mul_(cap)
