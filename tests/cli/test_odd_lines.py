@@ -110,7 +110,7 @@ def test_no_command_line_ends_in_a_traceback(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="bytes that are no text")
+@pytest.mark.skipif(os.name != "posix", reason="only POSIX passes bytes as arguments")
 @pytest.mark.parametrize("words", [["look"], ["look", "--text"], ["watch"], ["train", "score"]])
 def test_bytes_that_are_no_text_are_refused_in_a_sentence(words: list[str]) -> None:
     command = [os.fsencode(word) for word in (sys.executable, "-m", "headwise", *words)]

@@ -67,12 +67,12 @@ SIZES: dict[str, int] = {
         "num_selected_experts": 2,
     },
 }
-"""What makes a config tiny, by the names that families use."""
+"""Settings that make a config tiny, by the names that families use."""
 
 
 @dataclass
 class Result:
-    """What the sweep found of one family; a reason where something was not possible."""
+    """The findings of the sweep for one family; a reason if a check was not possible."""
 
     family: str
     built: str = "yes"
