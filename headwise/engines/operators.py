@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.sums import ENTROPY, Sums, room
-from headwise.engines import failures, flops
+from headwise.engines import failures, flops, library_backward
 from headwise.engines.failures import KernelError, Kernels, family
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
@@ -68,9 +68,12 @@ def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[...
 
 
 def operators(
-    engine: str, run: Forward, differentiate: Backward
+    engine: str, run: Forward, differentiate: Backward, library_on: str
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Register headwise::<engine> and headwise::<engine>_backward, and return the first."""
+    """Register headwise::<engine> and headwise::<engine>_backward, and return the first.
+
+    On devices of the type `library_on`, one of PyTorch's kernels computes the gradients if it can.
+    """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
         terms, wants = Terms(*given[:_TERMS]), given[_TERMS]
@@ -86,7 +89,12 @@ def operators(
 
     def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
         terms = Terms(*given[:_TERMS])
+        out, lse, _, grad_out, *others = given[_TERMS:]
         with without_autocast(q.device):
+            kernel = library_backward.kernel_on(q.device, library_on)
+            alone = all(grad is None for grad in others[:2])  # out has a gradient, nothing else
+            if kernel and alone and kernel.refuses(q, k, v, terms, lse) is None:
+                return list(kernel.gradients(q, k, v, terms, out, lse, grad_out))
             try:
                 found = differentiate(q, k, v, terms, *given[_TERMS:])
             except KernelError as failure:
@@ -94,10 +102,13 @@ def operators(
                 terms = terms.without_band(q.shape[2], k.shape[2])
                 found = _RUNS[SAFE][1](q, k, v, terms, *given[_TERMS:])
         return [
-            grad.to(x.dtype).contiguous()  # as the shapes below promise
+            grad.to(x.dtype)
             for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
             if grad is not None and x is not None
         ]
+
+    def packed_backward(*given: Any) -> list[Tensor]:
+        return [grad.contiguous() for grad in backward(*given)]  # as `_backward_shapes` promises
 
     def gradient(ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
         *tensors, out, lse, entropy = ctx.saved_tensors
@@ -125,15 +136,16 @@ def operators(
 
     _RUNS[engine] = run, differentiate
     computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", apart, _forward_shapes)
-    differentiated = define(
+    operator = define(
         f"{engine}_backward",
         f"({CALL}, Tensor out, Tensor lse, Tensor entropy, Tensor grad_out, Tensor? grad_lse, "
         "Tensor? grad_entropy, bool bias_learns) -> Tensor[]",
-        backward,
+        packed_backward,
         _backward_shapes,
     )
+    differentiated = direct(backward, operator)
     torch.library.register_autograd(computed, gradient, setup_context=_setup, lib=LIBRARY)
-    torch.library.register_autograd(differentiated, no_second, lib=LIBRARY)
+    torch.library.register_autograd(operator, no_second, lib=LIBRARY)
     ops = torch.ops.headwise
     flops.register(getattr(ops, engine), getattr(ops, f"{engine}_backward"))
     return direct(forward, computed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
@@ -30,6 +31,7 @@ class Plan:
     engine: str
     reasons: dict[str, str | None]
     requested: bool = False  # by its name
+    backward: str | None = None  # what computes the gradients, and why; None if there are none
 
     def __str__(self) -> str:
         lines, why = [], "was requested" if self.requested else "is preferred"
@@ -37,6 +39,8 @@ class Plan:
             chosen = name == self.engine
             note = "chosen" if chosen else reason or f"could, but {self.engine} {why}"
             lines.append(f"{'→' if chosen else ' '} {name:<10} {note}")
+        if self.backward is not None:
+            lines.append(f"← backward   {self.backward}")
         return "\n".join(lines)
 
 
@@ -66,7 +70,15 @@ def plan(problem: Problem, engine: str = "auto", observed: bool = False) -> Plan
     """Return the choice with every engine's reasons; ValueError if the requested one can't."""
     chosen = choose(problem, engine, observed)
     reasons = {each.name: refusal(each, problem, observed) for each in ENGINES}
-    return Plan(chosen.name, reasons, requested=engine != "auto")
+    backward = chosen.backward(problem) if _learns(problem) else None
+    return Plan(chosen.name, reasons, requested=engine != "auto", backward=backward)
+
+
+def _learns(problem: Problem) -> bool:
+    """Return whether gradients follow a call."""
+    terms = problem.terms()
+    tensors = (problem.q, problem.k, problem.v, *(x for x in terms if isinstance(x, Tensor)))
+    return learns(tensors)
 
 
 def _best(problem: Problem, observed: bool) -> Engine:

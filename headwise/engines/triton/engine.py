@@ -11,11 +11,12 @@ from torch import Tensor
 from headwise.core.problem import Problem
 from headwise.core.statistics import wanted
 from headwise.core.sums import LOG_TOTAL
-from headwise.engines import failures
+from headwise.engines import failures, library_backward
 from headwise.engines.contract import Engine, Prepared
 from headwise.engines.operators import noticed
 from headwise.engines.triton.limits import (
     GRID,
+    LIBRARY_ON,
     OLDEST,
     WIDEST,
     WIDEST_ADDITIVE,
@@ -89,6 +90,10 @@ class Triton(Engine):
             problem, terms, sums, names, sink_keys
         )
         return found
+
+    def backward(self, problem: Problem) -> str:
+        q, k, v = problem.q, problem.k, problem.v
+        return library_backward.said("triton", LIBRARY_ON, q, k, v, problem.terms(banded=True))
 
     def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
         if noticed(problem.q, problem.k, problem.v, problem.sinks):
