@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.costs import measure, this_machine
-from headwise.costs.hardware import Device
+from headwise.costs.machines import measure, this_machine
+from headwise.costs.machines.hardware import Device
 
 CPU = torch.device("cpu")
 SMALL = replace(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headwise.costs.speeds import AttentionSpeed, Speeds
+from headwise.costs.machines.speeds import AttentionSpeed, Speeds
 from headwise.messages import say
 
 MATMUL, BANDWIDTH, ATTENTION, BACKWARD = 0.75, 0.85, 0.85, 0.75

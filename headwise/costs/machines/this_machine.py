@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from headwise.costs import hardware
-from headwise.costs.hardware import Device
-from headwise.costs.speeds import speeds_from
+from headwise.costs.machines import hardware
+from headwise.costs.machines.hardware import Device
+from headwise.costs.machines.speeds import speeds_from
 from headwise.files import cache_folder, write_whole
 from headwise.messages import say
 

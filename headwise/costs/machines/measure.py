@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.api import attention
-from headwise.costs.hardware import Device
-from headwise.costs.speeds import AttentionSpeed, Speeds
-from headwise.costs.this_machine import hardware_name, memory_of
+from headwise.costs.machines.hardware import Device
+from headwise.costs.machines.speeds import AttentionSpeed, Speeds
+from headwise.costs.machines.this_machine import hardware_name, memory_of
 from headwise.mask import causal
 
 DECODING = 8

@@ -2,8 +2,8 @@
 
 import pytest
 
-from headwise.costs.hardware import DEVICES, device, named
-from headwise.costs.speeds import AttentionSpeed, Speeds
+from headwise.costs.machines.hardware import DEVICES, device, named
+from headwise.costs.machines.speeds import AttentionSpeed, Speeds
 
 
 @pytest.mark.parametrize("id", DEVICES)
