@@ -424,6 +424,8 @@ def _eager(
         if repeated:
             rows = size("b", made.batch) * size("t", made.keys)
             tape.keep(f"{label}, repeated for every head", rows * n.a * width)
+        elif flow is q:  # scaled apart from the queries
+            tape.keep(label, flow.size)
         else:
             tape.save(flow, label)
     tape.keep("attention weights", every)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -9,6 +11,13 @@ from torch import nn
 from headwise.core.intervals import Mask
 from headwise.costs.cost import Cost
 from headwise.costs.layers import Architecture
+from headwise.costs.readers.configurations import (
+    is_configuration,
+    read_configuration,
+    read_fields,
+    read_name,
+    read_transformers_model,
+)
 from headwise.costs.readers.models import read_config, read_model
 from headwise.costs.readers.modules import read_module
 from headwise.costs.visible import Tile
@@ -70,8 +79,23 @@ def read(what: Any, context: int | None = None) -> Architecture:
         return what
     if isinstance(what, Config):
         return read_config(what)
+    if isinstance(what, Mapping):
+        return read_fields(what)
+    if isinstance(what, str | Path):
+        return read_name(str(what))
     if isinstance(what, nn.Module):
         found = read_model(what) or read_module(what, context)
+        if found is None and is_configuration(getattr(what, "config", None)):
+            found = read_transformers_model(what)
         if found is not None:
             return found
-    raise ValueError(f"{what!r}")
+        raise ValueError(
+            f"{type(what).__name__} can't be read: hw.cost takes modules of headwise, PyTorch's "
+            "Transformer layers, and models of transformers that it knows"
+        )
+    if is_configuration(what):
+        return read_configuration(what)
+    raise ValueError(
+        f"{what!r} has no cost; give a module, a model, a configuration (an object, a dictionary or "
+        "a config.json), or a model's name"
+    )
