@@ -53,6 +53,11 @@ class Alarms:
     _known: set[tuple[str, int | None, int | None]] = field(default_factory=set)
     _failed: set[str] = field(default_factory=set)  # rules, each reported once
 
+    @property
+    def need_maps(self) -> bool:
+        """True if a rule that compares weights is checked in the next step."""
+        return any(not rule.needs and (self.looked + 1) % rule.every == 0 for rule in self.rules)
+
     def look(
         self, step: int, table: Table, layers: Sequence[WatchedLayer], last: bool = False
     ) -> list[Alarm]:

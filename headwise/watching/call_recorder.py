@@ -12,8 +12,11 @@ from torch import Tensor
 
 from headwise.api import attention, observe, statistics
 from headwise.core.observation import STATISTICS, Observation
+from headwise.core.reduction import Columns
 from headwise.nn.call import Call
+from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer
+from headwise.watching.proof import Proofs
 from headwise.watching.seen_call import (
     Kind,
     SeenCall,
@@ -49,10 +52,12 @@ class CallRecorder:
 
     options: WatchOptions
     layers: dict[str, WatchedLayer] = field(default_factory=dict)
+    boards: dict[torch.device, Board] = field(default_factory=dict)
     active: bool = True
     tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
     unread: UnreadModules = field(init=False)
+    proofs: Proofs = field(init=False)
     passes: int = 0  # of the model, whether or not any attention was seen
     _observed: set[str] = field(
         default_factory=set
@@ -66,6 +71,13 @@ class CallRecorder:
 
     def __post_init__(self) -> None:
         self.unread = UnreadModules(self.options.strict, self.asked_for)
+        self.proofs = Proofs(self.options.strict)
+
+    def board(self, device: torch.device) -> Board:
+        """The board of a device, a new one if need be."""
+        if device not in self.boards:
+            self.boards[device] = Board(Columns(self.options.stats), device)
+        return self.boards[device]
 
     def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
         """A module of the model starts to run; a pass begins with the outermost one."""
@@ -116,11 +128,13 @@ class CallRecorder:
         out: Tensor | None = None,
         maps: bool = True,
         forgotten: int | None = None,
+        proof: Tensor | None = None,
     ) -> None:
         """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
 
         `maps=False` keeps nothing of it for a map, whatever the options say. `forgotten` counts the
-        tokens before its first key that a cache no longer holds; None if that is not known.
+        tokens before its first key that a cache no longer holds; None if that is not known. `proof`
+        is how far the model's output is off, if it was compared.
         """
         if recomputing():
             return
@@ -135,7 +149,7 @@ class CallRecorder:
         seen = statistics(q, k, v, **options, **look)
         if norm is not None and "output_norm" in self.options.stats:
             seen.values["output_norm"] = norm
-        self._keep(name, call, kind, padding, seen, maps, forgotten)
+        self._keep(name, call, kind, padding, seen, maps, forgotten, proof)
 
     def inside(
         self,
@@ -182,7 +196,7 @@ class CallRecorder:
 
     def _look(self, kind: Kind) -> dict[str, Any]:
         options = self.options
-        stats = tuple(x for x in options.stats if kind == "self" or x not in WITHIN)
+        stats = self._stats(kind)
         if options.maps and options.rows is None and "lse" not in stats:
             stats = (*stats, "lse")
         return {"stats": stats, "rows": options.rows, "sink_keys": options.sink_keys}
@@ -196,6 +210,7 @@ class CallRecorder:
         seen: Observation,
         maps: bool = True,
         forgotten: int | None = None,
+        proof: Tensor | None = None,
     ) -> None:
         options = self.options
         first = first_position(call) if kind == "self" else 0
@@ -207,7 +222,7 @@ class CallRecorder:
             return
         if padding is None and kind == "self":
             padding = padding_rows(call.mask, call.q, call.k)
-        lse = seen.values.get("lse") if seen.rows is None else None
+        lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)
         kept = None
@@ -223,10 +238,11 @@ class CallRecorder:
             self._first = max(self._first, start)
         continues = self._continues(layer, call, start)
         found = SeenCall(
+            call.q.shape[0],
             call.q.shape[2],
             start,
-            seen,
-            padding,
+            seen if options.maps else None,
+            padding if options.maps else None,
             kept,
             lse,
             bent(call),
@@ -235,6 +251,9 @@ class CallRecorder:
             address(call.k),
         )
         layer.add(found, continues)
+        assert layer.slot is not None
+        layer.slot.add(seen, padding, proof)
+        layer.recorded = True
 
     def _resolved(self, name: str, kind: Kind) -> str:
         """A distinct name for each depth at which a pass uses the same module, and each kind."""
@@ -248,7 +267,7 @@ class CallRecorder:
     def _continues(self, layer: WatchedLayer, call: Call, start: int) -> bool:
         """True if a call adds rows to the one before: the next step of a model that generates."""
         last = layer.last
-        if last is None or layer.ended or last.observation.sees.shape[0] != call.q.shape[0]:
+        if last is None or layer.ended or last.batch != call.q.shape[0]:
             return False  # beams begin with a larger batch
         if layer.kind == "self":  # before the end: tokens were taken back
             return 0 < start <= last.start + last.queries
@@ -263,9 +282,25 @@ class CallRecorder:
             wanted = self.options.layers
             self._selected[name] = wanted is None or matches(number, name, wanted)
             if self._selected[name]:
-                sampled = self.options.rows is not None
-                self.layers[name] = WatchedLayer(number, name, kind, call.q.shape[1], sampled)
-        return self.layers.get(name)
+                sampled, stats = self.options.rows is not None, self._stats(kind)
+                self.layers[name] = WatchedLayer(
+                    number, name, kind, call.q.shape[1], sampled, stats
+                )
+        layer = self.layers.get(name)
+        if layer is not None and (layer.slot is None or layer.slot.board.device != call.q.device):
+            board, slot = self.board(call.q.device), layer.slot
+            layer.slot = board.slot(layer.heads) if slot is None else slot.moved(board)
+        return layer
+
+    def _stats(self, kind: Kind) -> tuple[str, ...]:
+        """The statistics that are seen of a layer of this kind."""
+        return tuple(x for x in self.options.stats if kind == "self" or x not in WITHIN)
+
+    def leave_out(self, layer: WatchedLayer, error: Exception) -> None:
+        """Take a layer out of the recording: it was misread."""
+        self._selected[layer.name] = False
+        self.layers.pop(layer.name, None)
+        self.unread.fail(layer.module, error)
 
     def known(self) -> list[str]:
         """The names of all attention layers the model has shown so far."""

@@ -123,7 +123,7 @@ def _multiply(parameters: list[Tensor], factor: Tensor) -> None:
 
 def _step(seen: Recording) -> int:
     """The number of the step whose figures the recording holds now."""
-    if any(layer.figures() for layer in seen.layers):
+    if any(layer.recorded for layer in seen.layers):
         return int(getattr(seen, "steps", 0))
     return seen.series[-1].step if seen.series else -1
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from headwise.maps.attention_map import AttentionMap
@@ -56,18 +55,7 @@ class Recording:
         Figures are means over all rows that see a key and are not padding, or the largest or
         smallest value where the name says so, since the last training step, or else of all passes.
         """
-        rows: list[dict[str, Value]] = []
-        # One transfer per layer: one per figure would wait for a GPU a thousand times.
-        found = [(layer, list(figures), torch.stack(list(figures.values())).tolist())
-                 for layer in self.layers if (figures := layer.figures())]  # fmt: skip
-        columns = list(dict.fromkeys(name for _, names, _ in found for name in names))
-        for layer, names, values in found:
-            for head in range(layer.heads):
-                mine = {name: value[head] for name, value in zip(names, values, strict=True)}
-                rows.append(layer.place(head) | {x: mine.get(x, NAN) for x in columns})
-        if not rows and self.series:
-            return self.series[-1].table
-        return Table(rows, note=self._note())
+        return self.series[-1].table if self.series else Table([], note=self._note())
 
     def _note(self) -> str | None:
         """The line below a table that says what is missing."""

@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from headwise.watching.alarms import Alarm, Alarms
+from headwise.watching.board import Board, BoardCopy
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.layer import WatchedLayer
-from headwise.watching.recording import Entry, Recording
+from headwise.watching.recording import NAN, Entry, Recording
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
+from headwise.watching.table import Table, Value
 
 IN_MEMORY, ROWS_IN_MEMORY = 1000, 200_000
 """Steps of a series that stay in memory at most, and rows of all their tables together."""
 
 
+@dataclass(frozen=True)
+class EndedStep:
+    """A step that has ended: its layers, and copies of their figures, perhaps still on the way."""
+
+    number: int
+    layers: tuple[WatchedLayer, ...]
+    copies: Mapping[Board, BoardCopy]
+
+    @property
+    def arrived(self) -> bool:
+        """True if reading it waits for nothing."""
+        return all(copy.arrived for copy in self.copies.values())
+
+
 class SteppedRecording(Recording):
-    """A recording that is made while a model trains: it ends with each step, and begins anew."""
+    """A recording that is made while a model trains: it ends with each step, and begins anew.
+
+    A step's figures are copied from the device when it ends, and read once they have arrived: when
+    the next step ends, or when somebody asks.
+    """
 
     model: nn.Module
 
     def __init__(self, recorder: CallRecorder, rules: tuple[Rule, ...] = ()) -> None:
         self._recorder, self._alarms = recorder, Alarms(rules)
-        self.series: list[Entry] = []
+        self._series: list[Entry] = []
+        self._ended: EndedStep | None = None  # the last step, if it was not read yet
         self.steps = 0  # training steps that ended
         self._runs: list[RunWriter] = []
         self._by_hand = False  # step() was called, so optimisers don't end steps
@@ -48,9 +71,30 @@ class SteppedRecording(Recording):
         return list(self._recorder.unread.reasons)
 
     @property
+    def series(self) -> list[Entry]:  # type: ignore[override]
+        """The steps that were looked at, each with its table; waits for the last one to arrive."""
+        self._settle()
+        return self._series
+
+    @property
+    def latest(self) -> Entry | None:
+        """The last step whose figures have arrived; nothing waits. None if there is none yet."""
+        if self._ended is not None and self._ended.arrived:
+            self._settle()
+        return self._series[-1] if self._series else None
+
+    @property
     def alarms(self) -> list[Alarm]:  # type: ignore[override]
         """The findings of the rules, each head and rule once."""
+        self._settle()
         return self._alarms.raised
+
+    def heads(self) -> Table:
+        recorded = [layer for layer in self.layers if layer.recorded]
+        if not recorded:
+            return super().heads()
+        copies = {board: board.copy() for board in self._recorder.boards.values()}
+        return self._table(recorded, copies)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and what was asked for was not seen."""
@@ -78,21 +122,61 @@ class SteppedRecording(Recording):
 
     def _end_step(self) -> None:
         if self._recorder.active:
+            self._settle()  # the step before: its figures have arrived by now
             with self._going_on("ending a step"):
                 if not self.unread:  # else it was reported
                     self.check()
-                if any(layer.figures() for layer in self.layers):
-                    self._close(Entry(self.steps, self.heads()))
+                self._take()
         for layer in self.layers:
             layer.close()
         self.steps += 1
         self._passes = self._recorder.passes
         self._recorder.active = self.steps % self._recorder.options.every == 0
 
+    def _take(self) -> None:
+        """Send the figures of this step on their way; they are read later, if that is possible."""
+        recorded = tuple(layer for layer in self.layers if layer.recorded)
+        if not recorded:
+            return
+        copies = {board: board.take() for board in self._recorder.boards.values()}
+        self._ended = EndedStep(self.steps, recorded, copies)
+        keeping = any(run.keeps(self.steps) for run in self._runs)
+        if self._ended.arrived or self._alarms.need_maps or keeping:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Read the last step that ended, if it was not read yet."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            with self._going_on("ending a step"):
+                self._close(Entry(ended.number, self._table(ended.layers, ended.copies)))
+
+    def _table(self, layers: Sequence[WatchedLayer], copies: Mapping[Board, BoardCopy]) -> Table:
+        """The figures of some layers; those that were misread leave the recording first."""
+        boards = {board: copy.read() for board, copy in copies.items()}
+        for layer in layers:
+            self._judge(layer, boards)
+        self._recorder.unread.warn()
+        left = [layer for layer in layers if layer.name in self._recorder.layers]
+        rows = head_rows(left, boards, self._recorder.options.rows is not None)
+        wanted = self._recorder.options.heads
+        if wanted is not None:
+            rows = [row for row in rows if row["head"] in wanted]
+        return Table(rows, note=self._note())
+
+    def _judge(self, layer: WatchedLayer, boards: Mapping[Board, Tensor]) -> None:
+        """Leave a layer out if its output shows that it was misread."""
+        assert layer.slot is not None
+        try:
+            off = boards[layer.slot.board][layer.slot.number, -1, 0]
+            self._recorder.proofs.judge(layer.module, float(off))
+        except ValueError as error:
+            self._recorder.leave_out(layer, error)
+
     def _close(self, entry: Entry) -> None:
         """Add a step to the series, look for alarms, and write it."""
-        self.series.append(entry)
-        del self.series[: -max(1, min(IN_MEMORY, ROWS_IN_MEMORY // max(1, len(entry.table))))]
+        self._series.append(entry)
+        del self._series[: -max(1, min(IN_MEMORY, ROWS_IN_MEMORY // max(1, len(entry.table))))]
         raised: list[Alarm] = []
         with self._going_on("looking for alarms"):
             raised = self._alarms.look(entry.step, entry.table, self.layers)
@@ -115,3 +199,28 @@ class SteppedRecording(Recording):
                 warnings.warn(
                     f"hw.watch: {doing} failed, and the model runs on: {error}", stacklevel=3
                 )
+
+
+def head_rows(
+    layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor], sampled: bool
+) -> list[dict[str, Value]]:
+    """One row per head of the layers, from what their boards hold."""
+    found: dict[Board, list[list[list[float]]]] = {}  # slot, figure, head
+    names: dict[str, str] = {}
+    for board, values in boards.items():
+        columns = board.columns.figures(values, sampled)
+        found[board] = torch.stack([values[:, 0], *columns.values()], 1)[:, 1:].tolist()
+        names = board.columns.names(sampled)
+    seen = {name for layer in layers for name in layer.stats}
+    rows: list[dict[str, Value]] = []
+    for layer in layers:
+        assert layer.slot is not None
+        of_heads = found[layer.slot.board][layer.slot.number]
+        mine = [
+            (name, value if stat in layer.stats else [NAN] * layer.heads)
+            for (name, stat), value in zip(names.items(), of_heads, strict=True)
+            if stat in seen
+        ]
+        for head in range(layer.heads):
+            rows.append(layer.place(head) | {name: value[head] for name, value in mine})
+    return rows

@@ -177,7 +177,8 @@ class Watch(SteppedRecording):
             return
         if not self.steps:
             self.check()
-        if self._alarms.rules and any(layer.figures() for layer in self.layers):
+        self._settle()
+        if self._alarms.rules and any(layer.recorded for layer in self.layers):
             with self._going_on("looking for alarms"):
                 self._alarms.look(self.steps, self.heads(), self.layers, last=True)
 
@@ -197,7 +198,7 @@ class Watch(SteppedRecording):
         <WatchedRun of 1 layers, 8 heads, 3 steps>
         """
         about = manifest.describe(self.model, self.options, self._alarms.rules)
-        writer = RunWriter(folder, about, **options)
+        writer = RunWriter(folder, about, pending=self._settle, **options)
         self._runs.append(writer)
         return writer
 
@@ -216,11 +217,7 @@ class Watch(SteppedRecording):
                 f"nothing was seen of this {type(self.model).__name__}: it did not run while it "
                 "was watched, or it runs compiled code"
             )
-        table = super().heads()
-        wanted = self.options.heads
-        if wanted is None:
-            return table
-        return Table([row for row in table if row["head"] in wanted], note=table.note)
+        return super().heads()
 
     def symmetry(self) -> Table:
         """How symmetric W_qᵀ W_k is, one row per head: 1 if i scores j as j scores i, −1 if it

@@ -281,7 +281,7 @@ def test_training_has_the_same_gradients_and_counts_no_row_twice(reentrant: bool
     with hw.watch(model) as seen:
         during = train(model, given)
         assert [layer.last.queries for layer in seen.layers] == [N, N]
-        rows = [int(layer._reduction.rows[0]) for layer in seen.layers]
+        rows = [int(layer.counted()[0]) for layer in seen.layers]
     assert rows == [N + 5 + 7] * 2
     assert all(torch.equal(a, b) for a, b in zip(before, during, strict=True))
 

@@ -229,7 +229,7 @@ class Broken:
     check = staticmethod(broken)
 
 
-@pytest.mark.parametrize("target", ["recorder", "statistics", "map", "heads", "rule"])
+@pytest.mark.parametrize("target", ["recorder", "board", "statistics", "map", "heads", "rule"])
 def test_whatever_goes_wrong_a_training_goes_on(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,6 +239,8 @@ def test_whatever_goes_wrong_a_training_goes_on(
     optimiser = torch.optim.SGD(model.parameters(), 0.0)
     if target == "recorder":
         monkeypatch.setattr("headwise.watching.call_recorder.SeenCall", broken)
+    if target == "board":
+        monkeypatch.setattr("headwise.watching.board.reduce_rows", broken)
     if target == "statistics":
         monkeypatch.setattr("headwise.watching.call_recorder.statistics", broken)
         monkeypatch.setattr("headwise.watching.call_recorder.observe", broken)
@@ -246,8 +248,9 @@ def test_whatever_goes_wrong_a_training_goes_on(
         monkeypatch.setattr("headwise.watching.runs.run_writer.write_map", broken)
     watch = hw.watch(model, alarms=[Broken()] if target == "rule" else False)
     if target == "heads":
-        monkeypatch.setattr(hw.Watch, "heads", broken)
-    failing = {"recorder": "2 modules", "statistics": "2 modules", "heads": "ending a step failed"}
+        monkeypatch.setattr("headwise.watching.training_steps.head_rows", broken)
+    unread = dict.fromkeys(("recorder", "board", "statistics"), "2 modules")
+    failing = {**unread, "heads": "ending a step failed"}
     quiet = target not in failing
     writer = watch.record(tmp_path / "run", keep=[(0, 1)], keep_every=1)
 

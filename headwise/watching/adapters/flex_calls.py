@@ -75,8 +75,8 @@ def _observed(
         if recorder.wants(name):
             with recorder.unread.reading(name):
                 call, kind = read(name, *given, **options)
-                listener.prove(name, call, out.detach().transpose(1, 2))
-                recorder.beside(name, call, kind)
+                proof = listener.prove(name, call, out.detach().transpose(1, 2))
+                recorder.beside(name, call, kind, proof=proof)
         silenced = recorder.silence(name, out)
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
 

@@ -20,7 +20,6 @@ from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
 from headwise.watching.adapters.patching import Hook, Undo, is_taken, taken
-from headwise.watching.adapters.proof import prove
 from headwise.watching.adapters.scaled_dot_product import (
     MaskMemo,
     kind_of,
@@ -31,6 +30,7 @@ from headwise.watching.adapters.softmax_results import STARTS
 from headwise.watching.adapters.written_out import Operation, UnreadableError, WrittenOut
 from headwise.watching.call_recorder import CallRecorder, recomputing
 from headwise.watching.layer import LARGEST
+from headwise.watching.seen_call import Kind
 
 _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, except those that other adapters see."""
@@ -88,7 +88,6 @@ class Listener(TorchFunctionMode):
         self.memo = MaskMemo()
         self.thread = threading.get_ident()
         self.running = Running()
-        self.proved: set[tuple[str, bool, bool]] = set()
         self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
 
     @property
@@ -235,20 +234,22 @@ class Listener(TorchFunctionMode):
         name, call = found.name, found.call
         if recorder.wants(name):
             with recorder.unread.reading(name):
+                proof = None
                 if found.exact:
-                    self.prove(name, call, found.heads_first(out.detach()).transpose(1, 2))
+                    whole = found.heads_first(out.detach()).transpose(1, 2)
+                    proof = self.prove(name, call, whole)
                 across = call.mask is None and lengths_differ(*call[:2])
                 few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
-                recorder.beside(name, call, "cross" if across else kind_of(name), maps=few)
+                kind: Kind = "cross" if across else kind_of(name)
+                recorder.beside(name, call, kind, maps=few, proof=proof)
         if name not in recorder.silenced:
             return out
         return found.as_it_was(recorder.silence(name, found.heads_first(out)))
 
-    def prove(self, name: str, call: Call, out: Tensor) -> None:
-        """Check, once for every form of a layer's calls, that it computed out (B, N, H, D)."""
-        form = (name, call.mask is None, call.bias is None)
-        if form not in self.proved and prove(call, out):
-            self.proved.add(form)
+    def prove(self, name: str, call: Call, out: Tensor) -> Tensor | None:
+        """Compare out (B, N, H, D) with the call, once for every form of a layer's calls."""
+        form = (call.mask is None, call.bias is None)
+        return self.recorder.proofs.compare(name, form, call, lambda: out)
 
 
 @_disable_dynamo  # torch.compiler.disable, but it imports the compiler only when it is called

@@ -22,9 +22,9 @@ from headwise.watching.adapters.interface import (
     to_call,
 )
 from headwise.watching.adapters.patching import Hook, Replacement, Undo, taken
-from headwise.watching.adapters.proof import prove, without_dropout
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, kind_of, lengths_differ
 from headwise.watching.call_recorder import CallRecorder
+from headwise.watching.proof import without_dropout
 from headwise.watching.seen_call import Kind
 
 _EAGER = "eager_attention_forward"
@@ -39,7 +39,6 @@ class TransformersModules:
     memo: MaskMemo = field(default_factory=MaskMemo)
     sequences: list[tuple[nn.Module, TokenSequence | None]] = field(default_factory=list)
     begins: dict[str, Tensor] = field(default_factory=dict)  # by layer, from its prompt's mask
-    proved: set[tuple[object, ...]] = field(default_factory=set)
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A model, or a part that is a model itself, starts to run."""
@@ -60,18 +59,19 @@ class TransformersModules:
 
     def prove(
         self, name: str, function: Any, given: InterfaceCall, call: Call, out: Tensor
-    ) -> None:
-        """Check, once for every form of a layer's calls, that the function computed this call.
+    ) -> Tensor | None:
+        """Compare the function's output with this call, once for every form of a layer's calls.
 
         Where it dropped weights it runs once more without dropout; the model's random numbers
         stay as they were.
         """
         named = tuple(sorted(key for key, value in given.options.items() if value is not None))
-        form = (name, given.implementation, given.mask is None, given.q.shape[2] == 1, named)
-        if form not in self.proved:
-            whole = _undropped(function, given) if given.option("dropout") else out.detach()
-            if prove(call, whole):
-                self.proved.add(form)
+        form = (given.implementation, given.mask is None, given.q.shape[2] == 1, named)
+
+        def whole() -> Tensor:
+            return _undropped(function, given) if given.option("dropout") else out.detach()
+
+        return self.recorder.proofs.compare(name, form, call, whole)
 
     def remember(self, name: str, call: Call, sequence: TokenSequence | None) -> None:
         """Keep where sequences begin, for steps whose window no longer reaches there."""
@@ -205,9 +205,9 @@ def _observed(
     given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
     with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
         call = to_call(given, kind, sequence, modules.memo)
-        modules.prove(name, function, given, call, result[0])
+        proof = modules.prove(name, function, given, call, result[0])
         modules.remember(name, call, sequence)
-        recorder.beside(name, call, kind, padding, forgotten=forgotten)
+        recorder.beside(name, call, kind, padding, forgotten=forgotten, proof=proof)
     return silenced
 
 
