@@ -106,6 +106,17 @@ def without_hidden(added: Tensor, seen: Tensor) -> tuple[Tensor | None, Tensor |
     return None if everything else seen, kept if bool(kept.any()) else None
 
 
+def traced_mask(given: Tensor) -> tuple[Mask, Tensor | None]:
+    """A mask tensor, bool or added to logits, as mask and bias, without looking into it.
+
+    Compiled code can't ask a tensor for its content: the mask stays dense.
+    """
+    if given.dtype == torch.bool:
+        return Dense(four(given)), None
+    seen = ~(given <= HIDDEN)
+    return Dense(four(seen)), given.masked_fill(~seen, 0)
+
+
 def _offset(first: Tensor, last: Tensor) -> int | None:
     """How far every query's last key lies beyond the query's own number; None if rows differ."""
     beyond = last - 1 - torch.arange(last.shape[-1], device=last.device, dtype=torch.int32)

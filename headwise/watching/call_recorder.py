@@ -23,6 +23,7 @@ from headwise.watching.seen_call import (
     address,
     bent,
     first_position,
+    kind_of,
     newest_key,
     padding_rows,
 )
@@ -52,7 +53,7 @@ class CallRecorder:
 
     options: WatchOptions
     layers: dict[str, WatchedLayer] = field(default_factory=dict)
-    boards: dict[torch.device, Board] = field(default_factory=dict)
+    boards: dict[object, Board] = field(default_factory=dict)  # by device, and group if compiled
     active: bool = True
     tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
@@ -78,6 +79,22 @@ class CallRecorder:
         if device not in self.boards:
             self.boards[device] = Board(Columns(self.options.stats), device)
         return self.boards[device]
+
+    def group_board(self, group: int, device: torch.device) -> Board:
+        """The board of layers that are built alike and run compiled: it must not move."""
+        key = (device, group)
+        if key not in self.boards:
+            self.boards[key] = Board(Columns(self.options.stats), device)
+        return self.boards[key]
+
+    def traced_layer(self, name: str, heads: int, board: Board) -> WatchedLayer | None:
+        """The layer of a module that runs compiled; None if it was not asked for."""
+        if name not in self._selected:
+            self._select(name, kind_of(name), heads)
+            if name in self.layers:
+                self.layers[name].slot = board.slot(heads)
+                self.layers[name].compiled = self.layers[name].recorded = True
+        return self.layers.get(name)
 
     def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
         """A module of the model starts to run; a pass begins with the outermost one."""
@@ -278,19 +295,20 @@ class CallRecorder:
     def _layer(self, name: str, call: Call, kind: Kind) -> WatchedLayer | None:
         """The layer of this name, a new one if need be; None if it was not asked for."""
         if name not in self._selected:
-            number = len(self._selected)
-            wanted = self.options.layers
-            self._selected[name] = wanted is None or matches(number, name, wanted)
-            if self._selected[name]:
-                sampled, stats = self.options.rows is not None, self._stats(kind)
-                self.layers[name] = WatchedLayer(
-                    number, name, kind, call.q.shape[1], sampled, stats
-                )
+            self._select(name, kind, call.q.shape[1])
         layer = self.layers.get(name)
         if layer is not None and (layer.slot is None or layer.slot.board.device != call.q.device):
             board, slot = self.board(call.q.device), layer.slot
             layer.slot = board.slot(layer.heads) if slot is None else slot.moved(board)
         return layer
+
+    def _select(self, name: str, kind: Kind, heads: int) -> None:
+        """Number a layer that is seen for the first time, and keep it if it was asked for."""
+        number, wanted = len(self._selected), self.options.layers
+        self._selected[name] = wanted is None or matches(number, name, wanted)
+        if self._selected[name]:
+            sampled, stats = self.options.rows is not None, self._stats(kind)
+            self.layers[name] = WatchedLayer(number, name, kind, heads, sampled, stats)
 
     def _stats(self, kind: Kind) -> tuple[str, ...]:
         """The statistics that are seen of a layer of this kind."""

@@ -139,6 +139,13 @@ def bent(call: Call) -> str | None:
     return None if call.bias is None else f"{type(call.bias).__name__} is added to its logits"
 
 
+def kind_of(name: str) -> Kind:
+    """The kind of attention that a module's name states."""
+    last = name.lower().rsplit(".", 1)[-1]
+    across = ("cross" in last, "encoder_attn" in last, "encdec" in last, "multihead_attn" in last)
+    return "cross" if any(across) else "self"
+
+
 def newest_key(call: Call, last: int) -> Tensor | None:
     """A copy of the key at this place, (B, Hkv, D); None if keys stand for written-out logits."""
     if isinstance(call.bias, Tensor) and call.k.shape[-1] == 1:

@@ -94,7 +94,8 @@ class SteppedRecording(Recording):
         if not recorded:
             return super().heads()
         copies = {board: board.copy() for board in self._recorder.boards.values()}
-        return self._table(recorded, copies)
+        table = self._table(recorded, copies)
+        return table if len(table) else super().heads()
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and what was asked for was not seen."""
@@ -113,7 +114,8 @@ class SteppedRecording(Recording):
 
     def optimised(self, optimiser: Optimizer, *_: object) -> None:
         """An optimiser made a step: a training step ends, if the model ran and it is its own."""
-        if self._by_hand or self._passes == self._recorder.passes:
+        ran = self._passes < self._recorder.passes or any(x.compiled for x in self.layers)
+        if self._by_hand or not ran:
             return
         mine = {id(x) for x in self.model.parameters()}
         if any(id(x) in mine for group in optimiser.param_groups for x in group["params"]):
@@ -149,7 +151,9 @@ class SteppedRecording(Recording):
         ended, self._ended = self._ended, None
         if ended is not None:
             with self._going_on("ending a step"):
-                self._close(Entry(ended.number, self._table(ended.layers, ended.copies)))
+                table = self._table(ended.layers, ended.copies)
+                if len(table):
+                    self._close(Entry(ended.number, table))
 
     def _table(self, layers: Sequence[WatchedLayer], copies: Mapping[Board, BoardCopy]) -> Table:
         """The figures of some layers; those that were misread leave the recording first."""
@@ -158,6 +162,7 @@ class SteppedRecording(Recording):
             self._judge(layer, boards)
         self._recorder.unread.warn()
         left = [layer for layer in layers if layer.name in self._recorder.layers]
+        left = [layer for layer in left if not layer.compiled or _has_rows(layer, boards)]
         rows = head_rows(left, boards, self._recorder.options.rows is not None)
         wanted = self._recorder.options.heads
         if wanted is not None:
@@ -199,6 +204,12 @@ class SteppedRecording(Recording):
                 warnings.warn(
                     f"hw.watch: {doing} failed, and the model runs on: {error}", stacklevel=3
                 )
+
+
+def _has_rows(layer: WatchedLayer, boards: Mapping[Board, Tensor]) -> bool:
+    """True if a layer recorded something."""
+    assert layer.slot is not None
+    return bool(boards[layer.slot.board][layer.slot.number, 0].any())
 
 
 def head_rows(

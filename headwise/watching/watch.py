@@ -17,9 +17,11 @@ from headwise.watching.adapters import (
     headwise_calls,
     multi_head_calls,
     torch_calls,
+    traced_calls,
     transformers_calls,
 )
-from headwise.watching.adapters.patching import Hook, Undo
+from headwise.watching.adapters.module_forwards import Follower, find_module, follow
+from headwise.watching.adapters.patching import Undo
 from headwise.watching.alarms import chosen
 from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
 from headwise.watching.head_weights import query_key_weights, symmetry
@@ -115,7 +117,8 @@ class Watch(SteppedRecording):
         self, model: nn.Module, options: WatchOptions, rules: tuple[Rule, ...] = ()
     ) -> None:
         super().__init__(CallRecorder(options), rules)
-        self.model, self.options = model, options
+        self.model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        self.options = options
         self._undo: list[Undo] = []
         self._modules: set[nn.Module] = set()
 
@@ -132,12 +135,6 @@ class Watch(SteppedRecording):
                 f"this {type(self.model).__name__} is being watched already; "
                 "detach() the other watch first"
             )
-        for name, module in self.model.named_modules():
-            if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-                raise ValueError(
-                    f"{name or 'the model'} is compiled, and compiled code can't be looked into; "
-                    "watch the model itself, hw.watch(model._orig_mod), or compile it afterwards"
-                )
         try:
             self._attach()
         except BaseException:
@@ -149,11 +146,13 @@ class Watch(SteppedRecording):
 
     def _attach(self) -> None:
         recorder = self._recorder
-        begin = Hook(lambda _, given, options: recorder.begin(given, options))
-        end = Hook(lambda *_: recorder.end())
-        before = self.model.register_forward_pre_hook(begin, with_kwargs=True)
-        after = self.model.register_forward_hook(end, always_call=True)
-        self._undo += [before.remove, after.remove]
+        whole = Follower(
+            {id(self.model)},
+            lambda _, given, options: recorder.begin(given, options),
+            lambda _: recorder.end(),
+        )
+        self._undo += follow(self.model, whole)
+        self._undo += traced_calls.attach(self.model, recorder)
         listener = torch_calls.Listener(recorder)
         self._undo += headwise_calls.attach(self.model, recorder)
         for adapter in (torch_calls, multi_head_calls, flex_calls, flash_calls):
@@ -225,7 +224,7 @@ class Watch(SteppedRecording):
         """
         rows: list[dict[str, Value]] = []
         for layer in self.layers:
-            module = self.model.get_submodule(layer.module)
+            module = find_module(self.model, layer.module)
             found = symmetry(query_key_weights(module, layer.module, layer.heads))
             rows += [layer.place(head) | {"symmetry": x} for head, x in enumerate(found.tolist())]
         return Table(rows)

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
@@ -19,10 +17,11 @@ from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
-from headwise.watching.adapters.patching import Hook, Undo, is_taken, taken
+from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
+from headwise.watching.adapters.patching import Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
+    SCALED_DOT_PRODUCT,
     MaskMemo,
-    kind_of,
     lengths_differ,
     scaled_dot_product,
 )
@@ -30,7 +29,7 @@ from headwise.watching.adapters.softmax_results import STARTS
 from headwise.watching.adapters.written_out import Operation, UnreadableError, WrittenOut
 from headwise.watching.call_recorder import CallRecorder, recomputing
 from headwise.watching.layer import LARGEST
-from headwise.watching.seen_call import Kind
+from headwise.watching.seen_call import Kind, kind_of
 
 _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, except those that other adapters see."""
@@ -38,15 +37,11 @@ _PLAIN = ("torch.nn.", "headwise.")
 
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Let the listener know which of the model's modules run; returns the undoing."""
-    undo: list[Undo] = [listener.leave_all]
-    for name, module in model.named_modules():
-        if _is_plain(module):
-            continue
-        listener.names[id(module)] = name
-        before = module.register_forward_pre_hook(Hook(listener.enter), with_kwargs=True)
-        after = module.register_forward_hook(Hook(listener.leave), always_call=True)
-        undo += [before.remove, after.remove]
-    return undo
+    for name, module in named_modules(model):
+        if not _is_plain(module):
+            listener.names[id(module)] = name
+    follower = Follower(listener.names, listener.enter, listener.leave)
+    return [listener.leave_all, *follow(model, follower)]
 
 
 def may_attend(module: nn.Module) -> bool:
@@ -100,11 +95,10 @@ class Listener(TorchFunctionMode):
         name, quiet = self.names.get(id(module)), isinstance(module, OURS)
         if name is None:
             return
-        if torch.compiler.is_compiling():
-            refuse_compiled(name)
         self.refuse_other_threads(name)
         needed = self.recorder.active or bool(self.recorder.silenced)
-        listening = not quiet and needed and not self.on
+        # The compiler can't trace through a mode: modules that hold compiled ones go without.
+        listening = not quiet and needed and not self.on and not is_compiled(module)
         sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
         self.frames.append(Frame(module, name, quiet, listening, sizes))
         self.recorder.begin()
@@ -141,7 +135,7 @@ class Listener(TorchFunctionMode):
 
     def leave(self, module: nn.Module, *_: object) -> None:
         """A module has run, with or without an error."""
-        if torch.compiler.is_compiling() or not any(x.module is module for x in self.frames):
+        if not any(x.module is module for x in self.frames):
             return  # it was refused as it started
         while self.frames:
             frame = self.frames.pop()
@@ -183,7 +177,7 @@ class Listener(TorchFunctionMode):
         if func is attention:
             return self.own(frame.name, *args, **options)
         out = func(*args, **options)
-        if func is F.scaled_dot_product_attention:
+        if func is SCALED_DOT_PRODUCT:
             if self.recorder.wants(frame.name):
                 with self.recorder.unread.reading(frame.name):
                     call, kind = scaled_dot_product(self.memo, *args, **options)
@@ -252,12 +246,11 @@ class Listener(TorchFunctionMode):
         return self.recorder.proofs.compare(name, form, call, lambda: out)
 
 
-@_disable_dynamo  # torch.compiler.disable, but it imports the compiler only when it is called
-def refuse_compiled(name: str) -> None:
-    """Raise ValueError at run time, instead of compiling the watch into the model."""
-    raise ValueError(
-        f"{name or 'the watched model'} runs compiled, and compiled code can't be looked into; "
-        "call the model that was given to torch.compile while it is watched"
+def is_compiled(module: nn.Module) -> bool:
+    """True if a module, or one inside it, runs as compiled code."""
+    return any(
+        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
+        for part in module.modules()
     )
 
 
