@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import overload
 
 import torch
@@ -173,7 +174,20 @@ def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -
     rows = as_int(rows)
     if rows >= queries:
         return None
-    # The golden ratio spreads the choice within the strata, so that no period is favoured.
-    edges = torch.arange(rows + 1, device=device) * queries // rows
-    inside = torch.frac(torch.arange(rows, device=device, dtype=torch.float64) * 0.6180339887498949)
-    return edges[:-1] + (inside * edges.diff()).long()
+    seen = torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return (_strata if seen or capturing else _known_strata)(rows, queries, device)
+
+
+def _strata(rows: int, queries: int, device: torch.device) -> Tensor:
+    """One row from each of `rows` equal strata, (rows,)."""
+    with torch.inference_mode(False):
+        # The golden ratio spreads the choice within the strata, so that no period is favoured.
+        edges = torch.arange(rows + 1, device=device) * queries // rows
+        steps = torch.arange(rows, device=device, dtype=torch.float64)
+        inside = torch.frac(steps * 0.6180339887498949)
+        return edges[:-1] + (inside * edges.diff()).long()
+
+
+_known_strata = lru_cache(maxsize=64)(_strata)
+"""The same, remembered: a model's layers ask for the same rows in every step."""

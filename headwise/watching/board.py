@@ -22,6 +22,11 @@ SLOTS, HEADS = 16, 32
 """The room that a board begins with; slots are added in this number."""
 
 
+def waits(device: torch.device) -> bool:
+    """True if reading a number from this device waits for the work that was queued there."""
+    return device.type != "cpu"
+
+
 class Board:
     """The figures of a model's layers on one device, float64 (slots, columns, heads).
 
@@ -57,27 +62,27 @@ class Board:
         self.used += 1
         return Slot(self, self.used - 1, heads)
 
-    def take(self) -> BoardCopy:
+    def take(self) -> HostCopy:
         """End a step: copy all figures to the processor, without waiting, and start anew."""
         with torch.no_grad():
             self.ended.copy_(self.now)
             _empty(self.now, self.columns)
-            return BoardCopy.of(self.ended[: self.used])
+            return HostCopy.of(self.ended[: self.used])
 
-    def copy(self) -> BoardCopy:
+    def copy(self) -> HostCopy:
         """The figures of the step that has not ended."""
-        return BoardCopy.of(self.now[: self.used])
+        return HostCopy.of(self.now[: self.used])
 
 
 @dataclass(frozen=True, eq=False)
-class BoardCopy:
-    """A copy of a board on its way to the processor, (slots, columns, heads)."""
+class HostCopy:
+    """A copy of a tensor on its way to the processor."""
 
     _values: Tensor
     _arrival: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, values: Tensor) -> BoardCopy:
+    def of(cls, values: Tensor) -> HostCopy:
         """Begin to copy; on a CPU the copy is there at once."""
         if values.device.type != "cuda":
             return cls(values.to("cpu", copy=True), None)
@@ -93,7 +98,7 @@ class BoardCopy:
         return self._arrival is None or self._arrival.query()
 
     def read(self) -> Tensor:
-        """The figures, once they have arrived."""
+        """The values, once they have arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.api import attention, observe, statistics
+from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.reduction import Columns
 from headwise.nn.call import Call
@@ -69,6 +70,7 @@ class CallRecorder:
     _ids: Tensor | None = None  # the tokens that this forward was called with
     _first: int = 0  # the position of its first token
     _past: bool = False  # this forward continues from a cache
+    _hidden: tuple[Mask, torch.Size, Tensor | None] | None = None  # the padding of the last mask
 
     def __post_init__(self) -> None:
         self.unread = UnreadModules(self.options.strict, self.asked_for)
@@ -103,6 +105,7 @@ class CallRecorder:
         if self._depth == 0:
             self.passes += 1
             self._calls, self._past, self._first, self._ids = {}, False, 0, None
+            self._hidden = None
         self._depth += 1
         if given or options:
             self._ids = token_ids(given, options or {})
@@ -238,7 +241,7 @@ class CallRecorder:
         if layer is None:
             return
         if padding is None and kind == "self":
-            padding = padding_rows(call.mask, call.q, call.k)
+            padding = self._padding(call)
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)
@@ -271,6 +274,16 @@ class CallRecorder:
         assert layer.slot is not None
         layer.slot.add(seen, padding, proof)
         layer.recorded = True
+
+    def _padding(self, call: Call) -> Tensor | None:
+        """The rows that are padding by a call's mask, which the layers of a model often share."""
+        if call.mask is None:
+            return None
+        known, shape = self._hidden, call.q.shape[:1] + call.q.shape[2:3] + call.k.shape[2:3]
+        if known is None or known[0] is not call.mask or known[1] != shape:
+            known = (call.mask, shape, padding_rows(call.mask, call.q, call.k))
+            self._hidden = known
+        return known[2]
 
     def _resolved(self, name: str, kind: Kind) -> str:
         """A distinct name for each depth at which a pass uses the same module, and each kind."""
@@ -314,11 +327,12 @@ class CallRecorder:
         """The statistics that are seen of a layer of this kind."""
         return tuple(x for x in self.options.stats if kind == "self" or x not in WITHIN)
 
-    def leave_out(self, layer: WatchedLayer, error: Exception) -> None:
-        """Take a layer out of the recording: it was misread."""
-        self._selected[layer.name] = False
-        self.layers.pop(layer.name, None)
-        self.unread.fail(layer.module, error)
+    def leave_out(self, layers: Iterable[WatchedLayer], error: Exception) -> None:
+        """Take the layers of a module out of the recording: it was misread."""
+        for layer in layers:
+            self._selected[layer.name] = False
+            self.layers.pop(layer.name, None)
+            self.unread.fail(layer.module, error)
 
     def known(self) -> list[str]:
         """The names of all attention layers the model has shown so far."""

@@ -18,6 +18,7 @@ from headwise.core.observation import sample_rows
 from headwise.core.problem import pose
 from headwise.engines.reference import REFERENCE
 from headwise.nn.call import Call
+from headwise.watching.board import waits
 
 ROWS = 8
 
@@ -28,7 +29,7 @@ class Proofs:
 
     strict: bool
     _forms: dict[str, set[tuple[object, ...]]] = field(default_factory=dict)
-    _waiting: set[str] = field(default_factory=set)  # layers that were compared and not judged
+    _waiting: set[str] = field(default_factory=set)  # modules that were compared and not judged
 
     def compare(
         self, name: str, form: tuple[object, ...], call: Call, out: Callable[[], Tensor]
@@ -42,16 +43,19 @@ class Proofs:
             return None
         off = distance(call, out())
         forms.add(form)
-        self._waiting.add(name)
-        if self.strict or off.device.type == "cpu":
+        if self.strict or not waits(off.device):
             self.judge(name, float(off))
+        else:
+            self._waiting.add(name)
         return off
+
+    def take(self) -> set[str]:
+        """The modules that were compared and are to be judged by whoever asks."""
+        waiting, self._waiting = self._waiting, set()
+        return waiting
 
     def judge(self, name: str, off: float) -> None:
         """Raise ValueError if a layer was misread; where nothing is proved, compare again."""
-        if name not in self._waiting:
-            return
-        self._waiting.discard(name)
         if not -math.inf < off <= 1:
             self._forms.pop(name, None)
         if not off <= 1:

@@ -49,6 +49,11 @@ class Recording:
         """The names of modules whose attention could not be read, and is left out."""
         return []
 
+    @property
+    def last_step(self) -> int | None:
+        """The number of the last step of the series; None if there is none."""
+        return self.series[-1].step if self.series else None
+
     def heads(self) -> Table:
         """One row per head: layer, name, kind, head and the figures of every statistic.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from headwise.watching.alarms import Alarm, Alarms
-from headwise.watching.board import Board, BoardCopy
+from headwise.watching.board import Board, HostCopy
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.layer import WatchedLayer
 from headwise.watching.recording import NAN, Entry, Recording
@@ -30,7 +32,8 @@ class EndedStep:
 
     number: int
     layers: tuple[WatchedLayer, ...]
-    copies: Mapping[Board, BoardCopy]
+    copies: Mapping[Board, HostCopy]
+    compared: set[str]  # modules whose output was compared with what was read
 
     @property
     def arrived(self) -> bool:
@@ -55,6 +58,10 @@ class SteppedRecording(Recording):
         self._runs: list[RunWriter] = []
         self._by_hand = False  # step() was called, so optimisers don't end steps
         self._ended_by_optimiser = False  # the last step, and nothing has run since
+        self._optimiser: weakref.ref[Optimizer] | None = None  # that ended it
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
+            weakref.WeakKeyDictionary()  # optimisers: how many groups they have, and are they ours
+        )
         self._passes = 0  # of the steps that ended
         self._reported: set[str] = set()  # what went wrong, each once
 
@@ -77,6 +84,12 @@ class SteppedRecording(Recording):
         return self._series
 
     @property
+    def last_step(self) -> int | None:
+        if self._ended is not None:
+            return self._ended.number
+        return self._series[-1].step if self._series else None
+
+    @property
     def latest(self) -> Entry | None:
         """The last step whose figures have arrived; nothing waits. None if there is none yet."""
         if self._ended is not None and self._ended.arrived:
@@ -94,7 +107,7 @@ class SteppedRecording(Recording):
         if not recorded:
             return super().heads()
         copies = {board: board.copy() for board in self._recorder.boards.values()}
-        table = self._table(recorded, copies)
+        table = self._table(recorded, copies, self._recorder.proofs.take())
         return table if len(table) else super().heads()
 
     def check(self) -> None:
@@ -113,14 +126,37 @@ class SteppedRecording(Recording):
             self._end_step()
 
     def optimised(self, optimiser: Optimizer, *_: object) -> None:
-        """An optimiser made a step: a training step ends, if the model ran and it is its own."""
-        ran = self._passes < self._recorder.passes or any(x.compiled for x in self.layers)
-        if self._by_hand or not ran:
+        """An optimiser made a step: a training step ends, if the model ran and it is its own.
+
+        Nobody sees the model run in a step that is passed over: the optimiser that ended the last
+        step ends those. Nor does compiled code tell when it runs.
+        """
+        if self._by_hand:
             return
-        mine = {id(x) for x in self.model.parameters()}
-        if any(id(x) in mine for group in optimiser.param_groups for x in group["params"]):
+        last = None if self._optimiser is None else self._optimiser()
+        if self._recorder.active:
+            ran = self._passes != self._recorder.passes or any(x.compiled for x in self.layers)
+            ends = ran and self._is_ours(optimiser)
+        else:
+            ends = optimiser is last or (last is None and self._is_ours(optimiser))
+        if ends:
+            self._optimiser = weakref.ref(optimiser)
             self._end_step()
             self._ended_by_optimiser = True
+
+    def _is_ours(self, optimiser: Optimizer) -> bool:
+        """True if an optimiser holds parameters of the model."""
+        groups, ours = self._known.get(optimiser, (-1, False))
+        if groups != len(optimiser.param_groups):
+            mine = {id(x) for x in self.model.parameters()}
+            given = (x for group in optimiser.param_groups for x in group["params"])
+            ours = any(id(x) in mine for x in given)
+            self._known[optimiser] = (len(optimiser.param_groups), ours)
+        return ours
+
+    def look(self, looking: bool) -> None:
+        """Look at the step that begins, or pass it over."""
+        self._recorder.active = looking
 
     def _end_step(self) -> None:
         if self._recorder.active:
@@ -129,11 +165,14 @@ class SteppedRecording(Recording):
                 if not self.unread:  # else it was reported
                     self.check()
                 self._take()
-        for layer in self.layers:
-            layer.close()
+            for layer in self.layers:
+                layer.close()
         self.steps += 1
         self._passes = self._recorder.passes
-        self._recorder.active = self.steps % self._recorder.options.every == 0
+        looking = self.steps % self._recorder.options.every == 0
+        if looking != self._recorder.active:
+            with self._going_on("beginning a step"):
+                self.look(looking)
 
     def _take(self) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""
@@ -141,7 +180,7 @@ class SteppedRecording(Recording):
         if not recorded:
             return
         copies = {board: board.take() for board in self._recorder.boards.values()}
-        self._ended = EndedStep(self.steps, recorded, copies)
+        self._ended = EndedStep(self.steps, recorded, copies, self._recorder.proofs.take())
         keeping = any(run.keeps(self.steps) for run in self._runs)
         if self._ended.arrived or self._alarms.need_maps or keeping:
             self._settle()
@@ -151,15 +190,20 @@ class SteppedRecording(Recording):
         ended, self._ended = self._ended, None
         if ended is not None:
             with self._going_on("ending a step"):
-                table = self._table(ended.layers, ended.copies)
+                table = self._table(ended.layers, ended.copies, ended.compared)
                 if len(table):
                     self._close(Entry(ended.number, table))
 
-    def _table(self, layers: Sequence[WatchedLayer], copies: Mapping[Board, BoardCopy]) -> Table:
+    def _table(
+        self,
+        layers: Sequence[WatchedLayer],
+        copies: Mapping[Board, HostCopy],
+        compared: Iterable[str],
+    ) -> Table:
         """The figures of some layers; those that were misread leave the recording first."""
         boards = {board: copy.read() for board, copy in copies.items()}
-        for layer in layers:
-            self._judge(layer, boards)
+        for module in compared:
+            self._judge(module, [x for x in layers if x.module == module], boards)
         self._recorder.unread.warn()
         left = [layer for layer in layers if layer.name in self._recorder.layers]
         left = [layer for layer in left if not layer.compiled or _has_rows(layer, boards)]
@@ -169,14 +213,16 @@ class SteppedRecording(Recording):
             rows = [row for row in rows if row["head"] in wanted]
         return Table(rows, note=self._note())
 
-    def _judge(self, layer: WatchedLayer, boards: Mapping[Board, Tensor]) -> None:
-        """Leave a layer out if its output shows that it was misread."""
-        assert layer.slot is not None
+    def _judge(
+        self, module: str, layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor]
+    ) -> None:
+        """Leave the layers of a module out if its output shows that it was misread."""
+        slots = [layer.slot for layer in layers if layer.slot is not None]
+        found = [float(boards[slot.board][slot.number, -1, 0]) for slot in slots]
         try:
-            off = boards[layer.slot.board][layer.slot.number, -1, 0]
-            self._recorder.proofs.judge(layer.module, float(off))
+            self._recorder.proofs.judge(module, max(found, default=-math.inf))
         except ValueError as error:
-            self._recorder.leave_out(layer, error)
+            self._recorder.leave_out(layers, error)
 
     def _close(self, entry: Entry) -> None:
         """Add a step to the series, look for alarms, and write it."""

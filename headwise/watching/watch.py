@@ -119,13 +119,14 @@ class Watch(SteppedRecording):
         super().__init__(CallRecorder(options), rules)
         self.model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
         self.options = options
-        self._undo: list[Undo] = []
+        self._undo: list[Undo] = []  # takes off what lets the watch see the model
+        self._unfollow: Undo | None = None  # ends following the optimisers
         self._modules: set[nn.Module] = set()
 
     @property
     def attached(self) -> bool:
-        """True while the model is watched."""
-        return bool(self._undo)
+        """True while the model is watched, also in steps that are passed over."""
+        return self._unfollow is not None
 
     def attach(self) -> Self:
         """Begin to watch; ValueError if the model is watched already."""
@@ -135,16 +136,36 @@ class Watch(SteppedRecording):
                 f"this {type(self.model).__name__} is being watched already; "
                 "detach() the other watch first"
             )
+        self._modules = modules
+        _watched.update(modules)
+        self._unfollow = register_optimizer_step_post_hook(self.optimised).remove
         try:
-            self._attach()
+            self._reserve()
+            self.look(self.steps % self.options.every == 0)
         except BaseException:
             self.detach()
             raise
-        self._modules = modules
-        _watched.update(modules)
         return self
 
-    def _attach(self) -> None:
+    def _reserve(self) -> None:
+        """Make the board where the model is: if there is no memory left, that is known now."""
+        first = next(self.model.parameters(), None)
+        if first is not None and not first.is_meta:
+            self._recorder.board(first.device)
+
+    def look(self, looking: bool) -> None:
+        """Look at the step that begins, or pass it over: then the watch is nowhere in the model."""
+        super().look(looking)
+        if not looking or not self.attached:
+            self._unhook()
+        elif not self._undo:
+            try:
+                self._hook()
+            except BaseException:
+                self._unhook()
+                raise
+
+    def _hook(self) -> None:
         recorder = self._recorder
         whole = Follower(
             {id(self.model)},
@@ -158,14 +179,20 @@ class Watch(SteppedRecording):
         for adapter in (torch_calls, multi_head_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
-        self._undo.append(register_optimizer_step_post_hook(self.optimised).remove)
+
+    def _unhook(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def detach(self) -> None:
         """End watching; the model is as it was before."""
-        while self._undo:
-            self._undo.pop()()
+        self._unhook()
+        if self._unfollow is not None:
+            self._unfollow()
+        self._unfollow = None
         _watched.difference_update(self._modules)
         self._modules = set()
+        self._settle()
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -176,7 +203,6 @@ class Watch(SteppedRecording):
             return
         if not self.steps:
             self.check()
-        self._settle()
         if self._alarms.rules and any(layer.recorded for layer in self.layers):
             with self._going_on("looking for alarms"):
                 self._alarms.look(self.steps, self.heads(), self.layers, last=True)
@@ -248,10 +274,15 @@ class Watch(SteppedRecording):
         """
         if not self.attached:
             raise ValueError("importance switches heads off in a watched model; attach() first")
-        if not self._recorder.layers:
-            measure()  # shows the layers
-        self.check()
-        return importance(self.model, self._recorder, measure)
+        looking = self._recorder.active
+        self.look(True)
+        try:
+            if not self._recorder.layers:
+                measure()  # shows the layers
+            self.check()
+            return importance(self.model, self._recorder, measure)
+        finally:
+            self.look(looking)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""

@@ -16,7 +16,7 @@ from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
 from headwise.nn.caches.cache import RollbackOnError
 from headwise.watching.adapters import traced
 from headwise.watching.adapters.module_forwards import named_modules
-from headwise.watching.adapters.patching import Replacement, Undo
+from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.seen_call import Kind
 
@@ -74,6 +74,19 @@ def _observed(
     wanted = recorder.wants(name)
     if not wanted and name not in recorder.silenced:
         return run(*given, **options)
+    with taken():
+        return _computed(module, name, recorder, wanted, given, options)
+
+
+def _computed(
+    module: Any,
+    name: str,
+    recorder: CallRecorder,
+    wanted: bool,
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Tensor:
+    """The module's output, observed if that is wanted."""
     call, cache = module.prepare(*given, **options), options.get("cache")
     with RollbackOnError(cache, call.q.shape[-2]):
         if wanted:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from headwise.api import attention
@@ -18,7 +16,7 @@ from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
-from headwise.watching.adapters.patching import Undo, is_taken, taken
+from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
     SCALED_DOT_PRODUCT,
     MaskMemo,
@@ -33,6 +31,10 @@ from headwise.watching.seen_call import Kind, kind_of
 
 _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, except those that other adapters see."""
+
+
+_CALLS = frozenset((attention, SCALED_DOT_PRODUCT))
+"""Functions that are attention by themselves."""
 
 
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
@@ -73,7 +75,7 @@ class Running(threading.local):
         self.written_out = WrittenOut()
 
 
-class Listener(TorchFunctionMode):
+class Listener(ModelMode):
     """Hears the attention calls of the modules that run; hooks tell it which those are."""
 
     def __init__(self, recorder: CallRecorder) -> None:
@@ -120,19 +122,6 @@ class Listener(TorchFunctionMode):
         depth: int = torch._C._len_torch_function_stack()
         return any(torch._C._get_function_stack_at(level) is self for level in range(depth))
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Take the listener off PyTorch's stack of modes, where it would change what PyTorch does.
-
-        Beneath another mode it stays: for that one PyTorch leaves its fast path anyway.
-        """
-        depth: int = torch._C._len_torch_function_stack()
-        if depth and torch._C._get_function_stack_at(depth - 1) is self:
-            with _pop_mode_temporarily():
-                yield
-        else:
-            yield
-
     def leave(self, module: nn.Module, *_: object) -> None:
         """A module has run, with or without an error."""
         if not any(x.module is module for x in self.frames):
@@ -168,12 +157,14 @@ class Listener(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        options = kwargs or {}
-        if torch.compiler.is_compiling():  # a function of the model that is compiled by itself
+        options, running = kwargs or {}, self.running
+        heard = func in STARTS or func in _CALLS or func in self.readers
+        # Most functions are no part of any attention; a model may also be compiled in part.
+        if not (heard or running.written_out.waiting) or torch.compiler.is_compiling():
             return func(*args, **options)
-        if not self.frames or self.frames[-1].quiet or is_taken():
+        if not running.frames or running.frames[-1].quiet or is_taken():
             return func(*args, **options)
-        frame = self.frames[-1]
+        frame = running.frames[-1]
         if func is attention:
             return self.own(frame.name, *args, **options)
         out = func(*args, **options)

@@ -252,12 +252,13 @@ def _sequence(named: dict[str, Any]) -> TokenSequence | None:
         if mask.shape[1] < queries:
             return None  # of something else
         shown = mask.bool()
+        if bool(shown.all()):  # the model asks the same, so that it waits in any case
+            return TokenSequence(queries, mask.shape[1], None, 0)
         begins = shown.view(torch.uint8).argmax(-1).int()
-        return TokenSequence(queries, mask.shape[1], None if bool(shown.all()) else shown, begins)
+        return TokenSequence(queries, mask.shape[1], shown, begins)
     length = getattr(cache, "get_seq_length", None)
     past = 0 if length is None else int(length())
-    begins = torch.zeros(1, dtype=torch.int32, device=tokens.device)
-    return TokenSequence(queries, past + queries, None, begins if mask is None else None)
+    return TokenSequence(queries, past + queries, None, 0 if mask is None else None)
 
 
 @functools.cache
