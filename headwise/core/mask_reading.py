@@ -106,15 +106,24 @@ def without_hidden(added: Tensor, seen: Tensor) -> tuple[Tensor | None, Tensor |
     return None if everything else seen, kept if bool(kept.any()) else None
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class TracedDense(Dense):
+    """A dense mask whose sequences begin with the first key that some row sees."""
+
+    def start(self, place: Place) -> Tensor:
+        shown = four(self.seen).any(-2)  # (B|1, Hq|1, M|1)
+        return shown.view(torch.uint8).argmax(-1, keepdim=True).int()
+
+
 def traced_mask(given: Tensor) -> tuple[Mask, Tensor | None]:
     """A mask tensor, bool or added to logits, as mask and bias, without looking into it.
 
     Compiled code can't ask a tensor for its content: the mask stays dense.
     """
     if given.dtype == torch.bool:
-        return Dense(four(given)), None
+        return TracedDense(four(given)), None
     seen = ~(given <= HIDDEN)
-    return Dense(four(seen)), given.masked_fill(~seen, 0)
+    return TracedDense(four(seen)), given.masked_fill(~seen, 0)
 
 
 def _offset(first: Tensor, last: Tensor) -> int | None:

@@ -61,6 +61,7 @@ class CallRecorder:
     unread: UnreadModules = field(init=False)
     proofs: Proofs = field(init=False)
     passes: int = 0  # of the model, whether or not any attention was seen
+    numbered: bool = False  # a step has ended: layers keep their numbers
     _observed: set[str] = field(
         default_factory=set
     )  # inside their own pass; a recomputation must be too
@@ -92,11 +93,27 @@ class CallRecorder:
     def traced_layer(self, name: str, heads: int, board: Board) -> WatchedLayer | None:
         """The layer of a module that runs compiled; None if it was not asked for."""
         if name not in self._selected:
-            self._select(name, kind_of(name), heads)
+            self._select(name, kind_of(name), heads, known=False)
+        layer = self.layers.get(name)
+        if layer is not None and not layer.compiled:
+            layer.slot = board.slot(heads) if layer.slot is None else layer.slot.moved(board)
+            layer.compiled = layer.recorded = True
+        return layer
+
+    def renumber(self, order: Iterable[str]) -> None:
+        """Number the layers in this order of their names, until a step has ended.
+
+        Compiled code shows its layers group by group, not in the order in which they run.
+        """
+        if self.numbered:
+            return
+        names = [name for name in order if name in self._selected]
+        names += [name for name in self._selected if name not in names]
+        self._selected = {name: self._selected[name] for name in names}
+        self.layers = {name: self.layers[name] for name in names if name in self.layers}
+        for number, name in enumerate(names):
             if name in self.layers:
-                self.layers[name].slot = board.slot(heads)
-                self.layers[name].compiled = self.layers[name].recorded = True
-        return self.layers.get(name)
+                self.layers[name].number = number
 
     def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
         """A module of the model starts to run; a pass begins with the outermost one."""
@@ -127,8 +144,12 @@ class CallRecorder:
 
     def asked_for(self, name: str) -> bool:
         """True if a layer of this name would be one of those that are looked at."""
+        return self.matches(len(self._selected), name)
+
+    def matches(self, number: int, name: str) -> bool:
+        """True if a layer of this number and name was asked for."""
         wanted = self.options.layers
-        return wanted is None or matches(len(self._selected), name, wanted)
+        return wanted is None or matches(number, name, wanted)
 
     def wants(self, name: str) -> bool:
         """True if this module's call should be handed over."""
@@ -315,10 +336,13 @@ class CallRecorder:
             layer.slot = board.slot(layer.heads) if slot is None else slot.moved(board)
         return layer
 
-    def _select(self, name: str, kind: Kind, heads: int) -> None:
-        """Number a layer that is seen for the first time, and keep it if it was asked for."""
-        number, wanted = len(self._selected), self.options.layers
-        self._selected[name] = wanted is None or matches(number, name, wanted)
+    def _select(self, name: str, kind: Kind, heads: int, known: bool = True) -> None:
+        """Number a layer that is seen for the first time, and keep it if it was asked for.
+
+        While its number is not known for certain, every layer is kept.
+        """
+        number = len(self._selected)
+        self._selected[name] = self.matches(number, name) or not known
         if self._selected[name]:
             sampled, stats = self.options.rows is not None, self._stats(kind)
             self.layers[name] = WatchedLayer(number, name, kind, heads, sampled, stats)

@@ -159,6 +159,7 @@ class SteppedRecording(Recording):
         self._recorder.active = looking
 
     def _end_step(self) -> None:
+        self._recorder.numbered = self._recorder.numbered or bool(self._recorder.layers)
         if self._recorder.active:
             self._settle()  # the step before: its figures have arrived by now
             with self._going_on("ending a step"):
@@ -206,7 +207,13 @@ class SteppedRecording(Recording):
             self._judge(module, [x for x in layers if x.module == module], boards)
         self._recorder.unread.warn()
         left = [layer for layer in layers if layer.name in self._recorder.layers]
-        left = [layer for layer in left if not layer.compiled or _has_rows(layer, boards)]
+        matches = self._recorder.matches
+        left = [
+            layer
+            for layer in left
+            if not layer.compiled
+            or (_has_rows(layer, boards) and matches(layer.number, layer.name))
+        ]
         rows = head_rows(left, boards, self._recorder.options.rows is not None)
         wanted = self._recorder.options.heads
         if wanted is not None:

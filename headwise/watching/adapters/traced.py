@@ -41,7 +41,7 @@ class Tap:
     minima: tuple[int, ...]
 
 
-class Running:
+class Tracing:
     """The module whose forward is being traced; None outside of compiled code."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Running:
         self.recorded = 0  # calls of the traced code so far
 
 
-NOW = Running()
+NOW = Tracing()
 
 
 @contextmanager
@@ -57,8 +57,10 @@ def taken() -> Iterator[None]:
     """Mark a call that is recorded already, so that what it calls is not counted again."""
     before = NOW.module
     NOW.module = None
-    yield
-    NOW.module = before
+    try:
+        yield
+    finally:
+        NOW.module = before
 
 
 def run(
@@ -70,11 +72,12 @@ def run(
     """Run a module's forward, and remember that it is running."""
     before = NOW.module
     NOW.module = module
-    out = original(module, *given, **options)
-    NOW.module = before
-    if before is None:
-        NOW.recorded = 0
-    return out
+    try:
+        return original(module, *given, **options)
+    finally:
+        NOW.module = before
+        if before is None:
+            NOW.recorded = 0
 
 
 def beside(
@@ -148,6 +151,11 @@ def _tap(module: nn.Module | None, q: Tensor) -> Tap | None:
     group = None if module is None else getattr(module, GROUP, None)
     if module is None or group is None:
         return None
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "a watched model can't be exported: detach() the watch first. A model whose forward "
+            "returns the figures of hw.observe exports with them"
+        )
     _prepare(group, q.shape[1], q.device.type, q.device.index)
     tap: Tap | None = getattr(module, TAP, None)
     return tap
@@ -208,6 +216,7 @@ class TracedModel:
             setattr(module, TAP, tap)
             setattr(module, BOARD, board.now)
             setattr(module, PLACE, torch.tensor([layer.slot.number], device=device))
+        self.recorder.renumber(self.names.values())
 
 
 _attached: list[TracedModel] = []

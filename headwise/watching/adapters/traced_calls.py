@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +28,23 @@ _memo = MaskMemo()
 def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
     """Let the compiler trace the attention of a model with its figures; returns the undoing."""
     names = {module: name for name, module in named_modules(model) if may_attend(module)}
-    undo: list[Undo] = [traced.TracedModel(names, recorder).detach]
+    undo: list[Undo] = [traced.TracedModel(names, recorder).detach, _allow_checkpoints()]
     for owner, name in set(places(model, _is_scaled_dot_product, F)):
         undo.append(_replacement(owner, name).add(recorder))
     return undo
+
+
+def _allow_checkpoints() -> Undo:
+    """Let the compiler trace checkpointed modules, whose notes of what runs are side effects.
+
+    It then leaves side effects out of the recomputation, and figures are recorded once.
+    """
+    config: Any = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    before = getattr(config, name, None)
+    if before is not None:
+        setattr(config, name, True)
+    return lambda: None if before is None else setattr(config, name, before)
 
 
 def _is_scaled_dot_product(value: object) -> bool:
