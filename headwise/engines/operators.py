@@ -18,7 +18,8 @@ from torch.nn import Parameter
 
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.sums import ENTROPY, Sums, room
-from headwise.engines import flops, library_backward
+from headwise.engines import failures, flops, library_backward
+from headwise.engines.failures import KernelError, Kernels, family
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 
@@ -54,6 +55,9 @@ class Gradients(NamedTuple):
 # (q, k, v, terms, out, lse, entropy, their gradients, bias_learns)
 Backward = Callable[..., Gradients]
 
+SAFE = "streaming"  # the engine that takes over in a compiled graph or a backward pass
+_RUNS: dict[str, tuple[Forward, Backward]] = {}  # by engine
+
 
 def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
     """Register headwise::<name>, computed by `run`, its shapes given by `shapes`, and return it."""
@@ -72,8 +76,16 @@ def operators(
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        terms, wants = Terms(*given[:_TERMS]), given[_TERMS]
         with without_autocast(q.device):
-            return run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
+            try:
+                return run(q, k, v, terms, wants)
+            except KernelError as failure:
+                if failures.caller_replans():
+                    raise
+                for learns in (False, True):
+                    _record(engine, q, v, terms, learns, failure)
+                return _RUNS[SAFE][0](q, k, v, terms.without_band(q.shape[2], k.shape[2]), wants)
 
     def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
         terms = Terms(*given[:_TERMS])
@@ -83,7 +95,12 @@ def operators(
             alone = all(grad is None for grad in others[:2])  # out has a gradient, nothing else
             if kernel and alone and kernel.refuses(q, k, v, terms, lse) is None:
                 return list(kernel.gradients(q, k, v, terms, out, lse, grad_out))
-            found = differentiate(q, k, v, terms, *given[_TERMS:])
+            try:
+                found = differentiate(q, k, v, terms, *given[_TERMS:])
+            except KernelError as failure:
+                _record(engine, q, v, terms, True, failure)
+                terms = terms.without_band(q.shape[2], k.shape[2])
+                found = _RUNS[SAFE][1](q, k, v, terms, *given[_TERMS:])
         return [
             grad.to(x.dtype)
             for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
@@ -117,6 +134,7 @@ def operators(
     def apart(*given: Any) -> tuple[Tensor, ...]:
         return _apart(forward(*given))
 
+    _RUNS[engine] = run, differentiate
     computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", apart, _forward_shapes)
     operator = define(
         f"{engine}_backward",
@@ -161,6 +179,13 @@ def noticed(*given: object) -> bool:
             if type(x) is not Tensor and type(x) is not Parameter:
                 return True
     return False
+
+
+def _record(
+    engine: str, q: Tensor, v: Tensor, terms: Terms, learns: bool, failure: KernelError
+) -> None:
+    kernels: Kernels = "attention" if terms.additive is None else "additive attention"
+    failures.record(family(engine, kernels, q, v, learns), failure)
 
 
 def _learnable(

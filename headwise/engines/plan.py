@@ -10,8 +10,10 @@ from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
 from headwise.core.problem import Problem
+from headwise.engines import failures
 from headwise.engines.calls import learns
 from headwise.engines.contract import Engine
+from headwise.engines.failures import Family
 from headwise.engines.reference import REFERENCE
 from headwise.engines.sdpa import SDPA
 from headwise.engines.streaming.engine import STREAMING
@@ -99,7 +101,20 @@ def refusal(engine: Engine, problem: Problem, observed: bool) -> str | None:
     missing = engine.absent(problem.q.device)
     if missing is not None:
         return missing
-    return _transformed(engine) or engine.refuses(problem, observed)
+    return _transformed(engine) or engine.refuses(problem, observed) or _failed(engine, problem)
+
+
+def _failed(engine: Engine, problem: Problem) -> str | None:
+    """Return why an engine's kernels can't serve the problem, if they failed before."""
+    return failures.reason(family(engine, problem)) if failures.failed() else None
+
+
+def family(engine: Engine, problem: Problem) -> Family:
+    """Return the calls of an engine that would fail together with this one."""
+    kernels: failures.Kernels = "attention" if problem.additive is None else "additive attention"
+    given = (problem.q, problem.k, problem.v, problem.additive, problem.sinks)
+    learning = learns(tuple(x for x in given if x is not None))
+    return failures.family(engine.name, kernels, problem.q, problem.v, learning)
 
 
 def _transformed(engine: Engine) -> str | None:
