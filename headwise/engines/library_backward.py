@@ -5,9 +5,9 @@ be followed by the backward of cuDNN or FlashAttention, which is faster than an 
 kernels take plain dot products over all keys or the causal triangle, and only out may receive a
 gradient.
 
-Their operators are private to PyTorch: one that is missing, or takes other arguments than are known
-here, is not used. A user who switches a kernel off (`torch.backends.cuda.enable_cudnn_sdp(False)`,
-`enable_flash_sdp(False)`) gets the engine's own backward.
+Their operators are private to PyTorch: one that is missing, takes other arguments than are known
+here, or fails on this machine is not used. A user who switches a kernel off gets the engine's own
+backward: `torch.backends.cuda.enable_cudnn_sdp(False)`, or `enable_flash_sdp(False)`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 
 from headwise.core.problem import Terms
 from headwise.core.sums import RowTotals
+from headwise.engines import failures
 
 FEW = 128  # rows per tile of cuDNN's backward: for fewer, its gradients may be NaN
 WHOLE_TILES = 91500  # up to this version, cuDNN needs lengths that fill its tiles
@@ -48,6 +49,7 @@ class LibraryKernel:
     """One of PyTorch's backward kernels: its name in words, its operator, and the arguments."""
 
     name: str
+    library: str
     operator: str
     arguments: str  # the operator's, when this was written
 
@@ -60,6 +62,9 @@ class LibraryKernel:
         """
         if private(self.operator, self.arguments) is None:
             return f"is missing from PyTorch {torch.__version__}, or has changed there"
+        cause = failures.failed().get(self.family(q, v))
+        if cause is not None:
+            return f"failed on this machine: {cause}"
         causal = is_causal(q, k, terms)
         if causal is None:
             return "takes no mask but causal() with as many queries as keys"
@@ -85,11 +90,15 @@ class LibraryKernel:
         """Call the operator."""
         raise NotImplementedError
 
+    def family(self, q: Tensor, v: Tensor) -> failures.Family:
+        """Return the calls that would fail together with this one."""
+        return failures.family(f"{self.library} backward", "attention", q, v, True)
+
 
 class CpuKernel(LibraryKernel):
     """PyTorch's FlashAttention for CPUs."""
 
-    name = "PyTorch's CPU kernel"
+    name, library = "PyTorch's CPU kernel", "PyTorch"
     operator = "_scaled_dot_product_flash_attention_for_cpu_backward"
     arguments = "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale"
 
@@ -113,7 +122,7 @@ class CpuKernel(LibraryKernel):
 class CudnnKernel(LibraryKernel):
     """cuDNN's kernel, on Hopper GPUs and later ones."""
 
-    name = "cuDNN's kernel"
+    name, library = "cuDNN's kernel", "cuDNN"
     operator = "_scaled_dot_product_cudnn_attention_backward"
     arguments = (
         "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q "
@@ -149,7 +158,7 @@ class CudnnKernel(LibraryKernel):
 class FlashKernel(LibraryKernel):
     """FlashAttention's kernel, on older GPUs."""
 
-    name = "FlashAttention's kernel"
+    name, library = "FlashAttention's kernel", "FlashAttention"
     operator = "_scaled_dot_product_flash_attention_backward"
     arguments = (
         "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p "
@@ -183,7 +192,24 @@ def kernel_on(device: torch.device, only: str) -> LibraryKernel | None:
     return CUDNN if torch.cuda.get_device_capability(device)[0] >= HOPPER_GENERATION else FLASH
 
 
-def said(engine: str, only: str, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> str:
+def gradients(
+    only: str, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, grad: Tensor
+) -> Three | None:
+    """Return the gradients of q, k and v from that of out; None if no kernel can compute them."""
+    kernel = kernel_on(q.device, only)
+    if kernel is None or kernel.refuses(q, k, v, terms, lse) is not None:
+        return None
+    try:
+        return kernel.gradients(q, k, v, terms, out, lse, grad)
+    except RuntimeError as error:
+        failed = failures.failure(kernel.operator, error)
+        if not isinstance(failed, failures.KernelError):
+            raise
+        failures.record(kernel.family(q, v), failed)
+        return None
+
+
+def described(engine: str, only: str, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> str:
     """Return in words what differentiates a call that an engine computes, and why."""
     kernel = kernel_on(q.device, only)
     if kernel is None:

@@ -12,7 +12,7 @@ from headwise.files import write_whole
 from headwise.lab.claim import Claim, Figures
 from headwise.lab.fingerprint import fingerprint
 from headwise.messages import Sentence, from_json, with_chinese
-from headwise.training.data.download_cache import folder as cache_folder
+from headwise.files import cache_folder
 from headwise.version import __version__
 
 RECORDED = Path(__file__).parent / "results"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from headwise.maps.attention_map import AttentionMap
 from headwise.watching import figure_names as naming
 from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
+from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer
 from headwise.watching.table import Table, Value
 
@@ -24,6 +27,18 @@ class Entry:
 
     step: int
     table: Table
+
+    def to_dict(self) -> dict[str, Any]:
+        """The step as plain lists."""
+        rows = [list(row.values()) for row in self.table]
+        return {"step": self.step, "columns": self.table.columns, "rows": rows}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Entry:
+        """The step that `to_dict` returned."""
+        columns = list(content["columns"])
+        rows = [dict(zip(columns, row, strict=True)) for row in content["rows"]]
+        return cls(int(content["step"]), Table(rows, columns))
 
 
 class Recording:
@@ -134,3 +149,45 @@ class Recording:
 
     def __rich__(self) -> Any:
         return self.heads().__rich__()
+
+
+def head_rows(
+    layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor], sampled: bool
+) -> list[dict[str, Value]]:
+    """One row per head of the layers, from what their boards hold."""
+    found: dict[Board, list[list[list[float]]]] = {}  # slot, figure, head
+    names: dict[str, str] = {}
+    for board, values in boards.items():
+        columns = board.columns.figures(values, sampled)
+        found[board] = torch.stack([values[:, 0], *columns.values()], 1)[:, 1:].tolist()
+        names = board.columns.names(sampled)
+    seen = {name for layer in layers for name in layer.stats}
+    rows: list[dict[str, Value]] = []
+    for layer in layers:
+        assert layer.slot is not None
+        of_heads = found[layer.slot.board][layer.slot.number]
+        mine = [
+            (name, value if stat in layer.stats else [NAN] * layer.heads)
+            for (name, stat), value in zip(names.items(), of_heads, strict=True)
+            if stat in seen
+        ]
+        for head in range(layer.heads):
+            rows.append(layer.place(head) | {name: value[head] for name, value in mine})
+    return rows
+
+
+def overflow(rows: Sequence[Mapping[str, Value]]) -> str | None:
+    """The line below a table that names infinite figures; None if there are none.
+
+    >>> overflow([{"layer": 0, "head": 3, "logit_var_mean": float("inf"), "max_logit_max": 9.0}])
+    '(infinite, beyond the range of its numbers: logit_var_mean of head 0.3)'
+    """
+    found = [
+        f"{name} of head {row['layer']}.{row['head']}"
+        for row in rows
+        for name, value in row.items()
+        if value == math.inf and "_min" not in name  # a minimum of no rows at all
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    said = f"(infinite, beyond the range of its numbers: {', '.join(found[:3])}{more})"
+    return said if found else None

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -17,10 +17,13 @@ from headwise.watching.alarms import Alarm, Alarms
 from headwise.watching.board import Board, HostCopy
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.layer import WatchedLayer
-from headwise.watching.recording import NAN, Entry, Recording
+from headwise.watching.recording import Entry, Recording, head_rows, overflow
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
-from headwise.watching.table import Table, Value
+from headwise.watching.table import Table
+
+FORMAT = 1
+"""Of a state; a reader refuses those it does not know."""
 
 IN_MEMORY, ROWS_IN_MEMORY = 1000, 200_000
 """Steps of a series that stay in memory at most, and rows of all their tables together."""
@@ -109,6 +112,41 @@ class SteppedRecording(Recording):
         copies = {board: board.copy() for board in self._recorder.boards.values()}
         table = self._table(recorded, copies, self._recorder.proofs.take())
         return table if len(table) else super().heads()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps, the series and the alarms so far, for a checkpoint.
+
+        They are plain numbers, strings, lists and dictionaries, so that `torch.save` and JSON take
+        them. What was seen in a step that has not ended is left out.
+        """
+        self._settle()
+        return {
+            "format": FORMAT,
+            "steps": self.steps,
+            "series": [entry.to_dict() for entry in self._series],
+            "alarms": self._alarms.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved: with its next step, its series and its alarms.
+
+        A folder of `record(folder, resume=True)` drops the steps that come again.
+        """
+        known = state.get("format") if hasattr(state, "get") else type(state).__name__
+        if known != FORMAT:
+            raise ValueError(
+                f"this is no state of a watch that this headwise can read: its format is {known}, "
+                f"and {FORMAT} is known; give load_state_dict what state_dict() returned"
+            )
+        series = [Entry.from_dict(entry) for entry in state["series"]]
+        self._alarms.load_state_dict(state["alarms"])
+        self._series, self._ended, self.steps = series, None, int(state["steps"])
+        for board in self._recorder.boards.values():
+            board.take()
+        for layer in self.layers:
+            layer.close()
+        self._passes = self._recorder.passes
+        self.look(self.steps % self._recorder.options.every == 0)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and what was asked for was not seen."""
@@ -218,7 +256,8 @@ class SteppedRecording(Recording):
         wanted = self._recorder.options.heads
         if wanted is not None:
             rows = [row for row in rows if row["head"] in wanted]
-        return Table(rows, note=self._note())
+        notes = [note for note in (self._note(), overflow(rows)) if note is not None]
+        return Table(rows, note="\n".join(notes) or None)
 
     def _judge(
         self, module: str, layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor]
@@ -263,28 +302,3 @@ def _has_rows(layer: WatchedLayer, boards: Mapping[Board, Tensor]) -> bool:
     """True if a layer recorded something."""
     assert layer.slot is not None
     return bool(boards[layer.slot.board][layer.slot.number, 0].any())
-
-
-def head_rows(
-    layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor], sampled: bool
-) -> list[dict[str, Value]]:
-    """One row per head of the layers, from what their boards hold."""
-    found: dict[Board, list[list[list[float]]]] = {}  # slot, figure, head
-    names: dict[str, str] = {}
-    for board, values in boards.items():
-        columns = board.columns.figures(values, sampled)
-        found[board] = torch.stack([values[:, 0], *columns.values()], 1)[:, 1:].tolist()
-        names = board.columns.names(sampled)
-    seen = {name for layer in layers for name in layer.stats}
-    rows: list[dict[str, Value]] = []
-    for layer in layers:
-        assert layer.slot is not None
-        of_heads = found[layer.slot.board][layer.slot.number]
-        mine = [
-            (name, value if stat in layer.stats else [NAN] * layer.heads)
-            for (name, stat), value in zip(names.items(), of_heads, strict=True)
-            if stat in seen
-        ]
-        for head in range(layer.heads):
-            rows.append(layer.place(head) | {name: value[head] for name, value in mine})
-    return rows

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise.core.problem import pose
+from headwise.engines import failures
 from headwise.engines import library_backward as library
 from tests.engines.test_agreement import some_grads
 from tests.oracle import answer
@@ -147,6 +148,34 @@ def test_an_operator_that_changed_is_not_used(
     assert f"is missing from PyTorch {torch.__version__}, or has changed" in str(plan.backward)
     same(gradients(leaves), gradients(leaves, "reference"))
     assert not ran
+
+
+def test_a_kernel_that_fails_is_reported_and_the_engine_takes_over(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: library.CpuKernel, *given: object) -> library.Three:
+        raise RuntimeError("there is no plan for this")
+
+    monkeypatch.setattr(library.CpuKernel, "run", fails)
+    leaves = three()
+    try:
+        with pytest.warns(RuntimeWarning, match="there is no plan for this"):
+            found = gradients(leaves)
+        assert "failed on this machine" in str(hw.explain(*leaves, observed=True).backward)
+        same(found, gradients(leaves))
+    finally:
+        failures.forget()
+    same(found, gradients(leaves, "reference"))
+    assert ran == [library.CPU.name]
+
+
+def test_running_out_of_memory_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: library.CpuKernel, *given: object) -> library.Three:
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(library.CpuKernel, "run", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="too much"):
+        gradients(three())
 
 
 def test_a_kernel_that_is_switched_off_is_not_used(ran: list[str]) -> None:

@@ -42,7 +42,7 @@ class Streaming(Engine):
 
     def backward(self, problem: Problem) -> str:
         q, k, v = problem.q, problem.k, problem.v
-        return library_backward.said(self.name, LIBRARY_ON, q, k, v, problem.terms())
+        return library_backward.described(self.name, LIBRARY_ON, q, k, v, problem.terms())
 
 
 STREAMING = Streaming()

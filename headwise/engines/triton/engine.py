@@ -93,7 +93,7 @@ class Triton(Engine):
 
     def backward(self, problem: Problem) -> str:
         q, k, v = problem.q, problem.k, problem.v
-        return library_backward.said("triton", LIBRARY_ON, q, k, v, problem.terms(banded=True))
+        return library_backward.described("triton", LIBRARY_ON, q, k, v, problem.terms(banded=True))
 
     def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
         if noticed(problem.q, problem.k, problem.v, problem.sinks):
