@@ -19,6 +19,7 @@ from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
+from headwise.watching.adapters.logits_call import looks_across
 from headwise.watching.adapters.patching import Hook, Undo, is_taken, taken
 from headwise.watching.adapters.proof import prove
 from headwise.watching.adapters.scaled_dot_product import (
@@ -28,9 +29,17 @@ from headwise.watching.adapters.scaled_dot_product import (
     scaled_dot_product,
 )
 from headwise.watching.adapters.softmax_results import STARTS
-from headwise.watching.adapters.written_out import Operation, UnreadableError, WrittenOut
+from headwise.watching.adapters.written_attention import (
+    Operation,
+    PartProduct,
+    UnreadableError,
+    WholeProduct,
+    WrittenAttention,
+)
+from headwise.watching.adapters.written_out import WrittenOut
 from headwise.watching.call_recorder import CallRecorder, recomputing
 from headwise.watching.layer import LARGEST
+from headwise.watching.seen_call import Kind
 
 _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, except those that other adapters see."""
@@ -160,7 +169,8 @@ class Listener(TorchFunctionMode):
         """Report softmaxes that look like attention and were never multiplied with values."""
         for origin in self.running.written_out.unmet():
             if self.recorder.wants(origin.names[-1]):
-                said = f"no values were found for its softmax of shape {origin.shape}"
+                said = f"no values were found for {origin.missing or 'any'} of the weights "
+                said += f"{origin.shape} of its softmax"
                 self.recorder.unread.fail(origin.names[-1], ValueError(said))
 
     def leave_all(self) -> None:
@@ -232,17 +242,23 @@ class Listener(TorchFunctionMode):
             return out
         if found is None:
             return out
-        name, call = found.name, found.call
-        if recorder.wants(name):
-            with recorder.unread.reading(name):
-                if found.exact:
-                    self.prove(name, call, found.heads_first(out.detach()).transpose(1, 2))
-                across = call.mask is None and lengths_differ(*call[:2])
-                few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
-                recorder.beside(name, call, "cross" if across else kind_of(name), maps=few)
-        if name not in recorder.silenced:
-            return out
-        return found.as_it_was(recorder.silence(name, found.heads_first(out)))
+        if found.call is not None and recorder.wants(found.name):
+            with recorder.unread.reading(found.name):
+                self.observe_written(found, found.call, out.detach())
+        head = recorder.silenced.get(found.name)
+        return out if head is None else found.without(out, head)
+
+    def observe_written(self, found: WrittenAttention, call: Call, out: Tensor) -> None:
+        """Hand over attention that is written out, after the product that completes it."""
+        known: Mapping[str, Tensor] = {}
+        kind: Kind = "cross" if looks_across(call) else kind_of(found.name)
+        if isinstance(found, WholeProduct) and found.exact:
+            self.prove(found.name, call, found.heads_first(out).transpose(1, 2))
+        if isinstance(found, PartProduct):
+            windowed, known = found.windows.known(self.recorder.options.sink_keys)
+            kind = "window" if windowed else kind
+        few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
+        self.recorder.beside(found.name, call, kind, maps=few, known=known)
 
     def prove(self, name: str, call: Call, out: Tensor) -> None:
         """Check, once for every form of a layer's calls, that it computed out (B, N, H, D)."""
