@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.cli.machine import cpu_device
 from tests.problems import KINDS, Call, Recipe, small_blocks
 
 SPARED = {"dtype": ("float64",), "parameters": ("same dtype",), "layout": ("packed", "strided")}
@@ -117,7 +118,8 @@ def main() -> None:
         except Exception as error:
             raise SystemExit(f"problem {seed}: {problem(seed)}\n{error}") from error
     seconds = time.perf_counter() - start
-    print(f"{given.count:,} problems agree with the reference, in {seconds:.0f} s")
+    said = f"{given.count:,} problems agree with the reference, in {seconds:,.0f} s"
+    print(f"{said} on {cpu_device().name}, torch {torch.__version__}")
 
 
 if __name__ == "__main__":

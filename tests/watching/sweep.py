@@ -28,6 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise as hw
 import headwise.transformers
+from headwise.cli.machine import cpu_device, usable_cores
 from headwise.watching import WatchedLayer
 
 BATCH, LENGTH, NEW, SECONDS, PARAMETERS = 2, 12, 4, 20, 30_000_000
@@ -386,8 +387,9 @@ def table(results: list[Result]) -> str:
     built = [x for x in results if x.built == "yes"]
     seen = [x for x in built if x.heads]
     rows = [
-        f"{date.today().isoformat()}, 2-core CPU, torch {torch.__version__.partition('+')[0]}, "
-        f"transformers {transformers.__version__}: {len(results)} families, of which {len(built)} "
+        f"{date.today().isoformat()}, {cpu_device().name} ({usable_cores()} cores), torch "
+        f"{torch.__version__.partition('+')[0]}, transformers {transformers.__version__}: "
+        f"{len(results)} families, of which {len(built)} "
         f"build from a tiny config, and {len(seen)} of these have attention that headwise reads.",
         "",
         "| check | families | right | wrong |",
