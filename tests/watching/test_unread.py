@@ -85,7 +85,7 @@ def grouped(_: Written, s: Tensor, v: Tensor) -> Tensor:
 
 def in_parts(_: Written, s: Tensor, v: Tensor) -> Tensor:
     p = s.softmax(-1)
-    return p[..., :2] @ v[:, :, :2] + p.narrow(-1, 2, N - 2) @ v[:, :, 2:]
+    return p[..., :2] @ v[..., :2, :] + p.narrow(-1, 2, N - 2) @ v[..., 2:, :]
 
 
 WAYS: dict[str, Callable[[Written, Tensor, Tensor], Tensor]] = {
@@ -106,6 +106,7 @@ WAYS: dict[str, Callable[[Written, Tensor, Tensor], Tensor]] = {
     "a third axis": lambda _, s, v: s[:, None].softmax(-1) @ v[:, None],
     "grouped heads": grouped,
     "keys in two parts": in_parts,
+    "folded heads in two parts": lambda m, s, v: in_parts(m, s.flatten(0, 1), v.flatten(0, 1)),
     "keys in another order": lambda _, s, v: s.softmax(-1).roll(2, -1) @ v.roll(2, -2),
     "padded keys": lambda _, s, v: F.pad(s.softmax(-1), (1, 2)) @ F.pad(v, (0, 0, 1, 2), value=3.0),
 }
@@ -126,6 +127,7 @@ def test_common_ways_of_writing_attention_out_are_read(way: str) -> None:
 
 
 OFF = ["softmax in a module", "baddbmm", "transposed product", "grouped heads", "keys in two parts"]
+OFF += ["folded heads in two parts"]
 
 
 @pytest.mark.parametrize("way", OFF)
@@ -144,6 +146,7 @@ UNREADABLE: dict[str, Callable[[Written, Tensor, Tensor], Tensor]] = {
     "never multiplied": lambda _, s, v: s.softmax(-1),
     "changed weights": lambda _, s, v: (2 * s.softmax(-1)) @ v,
     "mixed heads": lambda m, s, v: (s.softmax(-1).mT @ m.qkv.weight[:N, :N]).mT @ v,
+    "read by its memory": lambda _, s, v: (p := s.softmax(-1)).as_strided(p.shape, p.stride()) @ v,
     "as many windows as heads": lambda _, s, v: alike(s, 1).softmax(-1) @ alike(v, 1),
     "weights used twice": lambda _, s, v: alike(s.softmax(-1), 0) @ alike(v, 0),
     "changed parts": lambda _, s, v: (2 * s.softmax(-1).flip(-1)) @ v.flip(-2),

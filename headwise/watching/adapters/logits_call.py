@@ -65,7 +65,7 @@ def split_heads(
     """(B · H, N, M) and (B · H|1, M, D) as (B, H, N, M) and (B, H, M, D), by what modules state."""
     if logits.ndim == 4:
         return logits, v
-    heads = 1 if "b" not in product.weights else _count(modules, logits, sizes)
+    heads = 1 if "b" not in product.weights else head_count(modules, logits.shape, sizes)
     v = v.expand(logits.shape[0], -1, -1)
     return logits.unflatten(0, (-1, heads)), v.unflatten(0, (-1, heads))
 
@@ -103,7 +103,7 @@ def head_axes(
         found = [run for run in runs if prod(sizes[n] for n in run) == heads]
         if heads == 1 or len(found) == 1:
             return found[0] if found else []
-    if len(wide) < 2:
+    if len(axes) < 2:
         return wide
     raise ValueError(
         f"nothing tells which of the axes {tuple(wide)} of its rows {tuple(sizes)} are heads (give "
@@ -117,15 +117,15 @@ def _stated(modules: Sequence[nn.Module]) -> list[int]:
     return [heads for heads in found if isinstance(heads, int) and heads > 0]
 
 
-def _count(modules: Sequence[nn.Module], logits: Tensor, sizes: Sequence[int]) -> int:
-    """The number of heads in (B · H, N, M) logits; ValueError if nothing states it."""
-    entries = logits.shape[0]
+def head_count(modules: Sequence[nn.Module], shape: Sequence[int], sizes: Sequence[int]) -> int:
+    """The number of heads in logits of shape (B · H, N, M); ValueError if nothing states it."""
+    entries = shape[0]
     for heads in _stated(modules):
         if entries % heads == 0:
             return heads
-    if tuple(sizes[:1]) == (entries,) or tuple(sizes[:2]) == (logits.shape[1], entries):
+    if tuple(sizes[:1]) == (entries,) or tuple(sizes[:2]) == (shape[1], entries):
         return 1  # (B, N, ...) or (N, B, ...)
     raise ValueError(
-        f"nothing states how many heads its logits {tuple(logits.shape)} have (give the module an "
+        f"nothing states how many heads its logits {tuple(shape)} have (give the module an "
         "attribute num_heads)"
     )

@@ -38,10 +38,12 @@ LAYOUTS = _named(
     *("transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis", "t"),
 ) | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 CUTS = _named(
-    *("pad", "narrow", "expand", "repeat", "as_strided", "index_select", "roll", "flip", "cat"),
+    *("pad", "narrow", "expand", "repeat", "index_select", "roll", "flip", "cat", "as_strided"),
     *("gather", "unfold", "repeat_interleave", "concat", "tile", "broadcast_to", "select"),
 )
-"""Functions after which weights are still weights, and the logits behind them are not known."""
+"""Functions after which weights are still weights, and rows may not be whole."""
+STORED = _named("as_strided")
+"""Those of them whose result depends on how the weights lie in memory."""
 
 
 @dataclass(eq=False)

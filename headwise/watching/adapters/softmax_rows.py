@@ -16,9 +16,9 @@ Move = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
 def replayed(moves: Sequence[Move], x: Tensor) -> Tensor:
-    """A tensor after the same moves."""
+    """A tensor after the same moves; it may lie in memory otherwise than the one that was moved."""
     for function, given, options in moves:
-        x = function(x, *given, **options)
+        x = (Tensor.reshape if function is Tensor.view else function)(x, *given, **options)
     return x
 
 
@@ -44,8 +44,7 @@ class Meeting:
 
     def chunked(self, asking: int, chunks: Sequence[int]) -> Tensor:
         """The values as (L, C, K, D): the axis of chunks, if there is one, after all others."""
-        values = self.values.select(asking, 0)
-        values = values.unsqueeze(-3)
+        values = self.values.select(asking, 0).unsqueeze(-3)
         for chunk in chunks:
             values = values.squeeze(-3).movedim(chunk - (chunk > asking), -3)
         return values.reshape(-1, *values.shape[-3:])
@@ -167,9 +166,12 @@ class SoftmaxRows:
 
 def _check(p: Tensor, weights: Tensor) -> None:
     """Raise ValueError unless p (..., K) are these weights; rows of zeros were hidden later."""
-    apart = (p - weights).abs().amax(-1).masked_fill((p == 0).all(-1), 0)
-    off = float(apart.max()) if apart.numel() else 0.0
-    if off > 16 * torch.finfo(p.dtype).eps:
+    kind = torch.finfo(p.dtype)
+    apart = (p - weights).abs()
+    wrong = apart > (4 * kind.eps + 1e-5) * weights + kind.smallest_normal
+    wrong &= (p != 0).any(-1, keepdim=True)
+    if bool(wrong.any()):
+        off = float(apart[wrong].max())
         raise ValueError(f"the weights that met its values are not its softmax: off by {off:.2g}")
 
 

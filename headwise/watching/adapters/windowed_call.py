@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.core.mask_reading import HIDDEN
 from headwise.nn.call import Call
-from headwise.watching.adapters.logits_call import from_logits, head_axes
+from headwise.watching.adapters.logits_call import from_logits, head_axes, head_count
 from headwise.watching.adapters.softmax_rows import Meeting, SoftmaxRows
 
 PLACED = ("sink_mass", "self_mass", "previous_mass", "distance")
@@ -27,10 +27,16 @@ class WindowedCall:
     heads: tuple[int, ...]
     others: tuple[int, ...]
     keyed: bool  # the keys differ along one of the others
+    folded: int  # heads that the axis of the batch holds, if no axis is theirs alone
 
     @classmethod
-    def of(cls, rows: SoftmaxRows, modules: Sequence[nn.Module]) -> WindowedCall:
-        """Tell its axes apart by its products and by what modules state; ValueError if it can't."""
+    def of(
+        cls, rows: SoftmaxRows, modules: Sequence[nn.Module], given: Sequence[int]
+    ) -> WindowedCall:
+        """Tell its axes apart by its products and what modules state; ValueError if it can't.
+
+        `given` are the sizes of the model's input.
+        """
         axes, sizes = range(rows.logits.ndim - 1), rows.logits.shape[:-1]
         asking, keyed = set(axes), set()
         for meeting in rows.meetings:
@@ -44,14 +50,22 @@ class WindowedCall:
         batch, *free = (n for n in axes if n != max(queries))
         heads = tuple(head_axes(sizes, free, modules))
         others = tuple(n for n in axes if n != batch and n not in heads)
-        return cls(rows, batch, heads, others, any(n in keyed for n in others))
+        folded = 1 if free else head_count(modules, rows.logits.shape, given)
+        return cls(rows, batch, heads, others, any(n in keyed for n in others), folded)
 
     def arranged(self, x: Tensor) -> Tensor:
         """(rows ..., ...) of the softmax as (B, H, N, ...)."""
         sizes = self.rows.logits.shape[:-1]
-        heads = prod(sizes[n] for n in self.heads)
+        heads = self.folded * prod(sizes[n] for n in self.heads)
+        rows = prod(sizes[n] for n in self.others)
         x = x.permute(self.batch, *self.heads, *self.others, *range(len(sizes), x.ndim))
-        return x.reshape(sizes[self.batch], heads, -1, *x.shape[len(sizes) :])
+        return x.reshape(-1, heads, rows, *x.shape[len(sizes) :])
+
+    def head(self, meeting: Meeting) -> Tensor:
+        """The head of each row of a product (R, ...)."""
+        if self.heads:
+            return self.number(self.heads, meeting)
+        return self.number([self.batch], meeting) % self.folded
 
     def number(self, axes: Sequence[int], meeting: Meeting) -> Tensor:
         """The number of each row of a product (R, ...) along some axes of the softmax's rows."""

@@ -72,7 +72,7 @@ class PartProduct(WrittenAttention):
     def without(self, out: Tensor, head: int) -> Tensor:
         rest, _ = self.added
         meeting = self.windows.rows.meetings[-1]
-        kept = (self.windows.number(self.windows.heads, meeting) != head).to(out.dtype)
+        kept = (self.windows.head(meeting) != head).to(out.dtype)
         return rest + meeting.scaled(out - rest, kept)
 
 
@@ -168,7 +168,7 @@ class MetValues:
         out = (self.op.out.detach() - self.added[0]) / self.added[1]
         p = self.known.without_dropout(self.p.detach())
         rows.meet(p, moves, self.values, self.equation, out)
-        windows = WindowedCall.of(rows, self.near)
+        windows = WindowedCall.of(rows, self.near, self.op.sizes)
         self.known.origin.missing = rows.missing
         call = None if rows.missing else windows.call()
         return PartProduct(self.name, call, windows, self.added)

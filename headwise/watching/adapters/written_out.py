@@ -19,6 +19,7 @@ from headwise.watching.adapters.softmax_results import (
     PRODUCTS,
     QUOTIENTS,
     SOFTMAXES,
+    STORED,
     SUMS,
     TIMES,
     Exponential,
@@ -148,7 +149,8 @@ class WrittenOut:
             found = moved(known, function, given, op.options) if whole else None
             logits, axis = (None, -1) if found is None else found
             move = (function, given[1:], op.options)
-            moves = None if known.moves is None else (*known.moves, move)
+            lost = known.moves is None or function in STORED
+            moves = None if lost else (*(known.moves or ()), move)
             self._track(out, replace(known, logits=logits, axis=axis, moves=moves))
         elif out.shape == shape:
             self._track(out, known)
