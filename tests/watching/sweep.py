@@ -448,16 +448,18 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after so much time of the processor: the machine may be busy."""
+
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {seconds} seconds")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def main() -> None:
