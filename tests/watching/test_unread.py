@@ -51,11 +51,11 @@ class Written(nn.Module):
 
 
 class Pair(nn.Module):
-    """One layer that headwise reads in any case, and another."""
+    """One layer that headwise reads in any case, beside its own engine, and another."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
-        self.known, self.other = hw.nn.MultiHeadAttention(H * D, H), other
+        self.known, self.other = hw.nn.MultiHeadAttention(H * D, H, engine="sdpa"), other
 
     def forward(self, x: Tensor) -> Any:
         return self.known(x), self.other(x)
