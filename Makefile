@@ -28,7 +28,7 @@ browser: $(INSTALLED)
 test: lint browser ## lint, types, tests, doctests and the documentation's examples
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all: lint browser ## the same with the slow tests and ten times as many generated problems
+test-all: lint browser ## the same with the slow tests: 100,000 problems, all of transformers' families
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device

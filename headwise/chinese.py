@@ -46,6 +46,9 @@ CHINESE: dict[str, str] = {
     "this is an error in the model or in headwise; the terminal may say more": (
         "这是模型或 headwise 内部的错误；终端里可能有更多信息"
     ),
+    "all heads of this model look through windows, and the page shows maps of tokens against tokens; hw.watch has their figures": (  # noqa: E501
+        "这个模型的所有头都通过窗口查看，而页面显示的是词元对词元的图；hw.watch 有它们的数值"
+    ),
     "this is a recording: run the model again to look at something else": (
         "这是一份记录：想看别的内容，请再运行一次模型"
     ),

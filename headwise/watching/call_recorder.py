@@ -169,27 +169,31 @@ class CallRecorder:
         out: Tensor | None = None,
         maps: bool = True,
         forgotten: int | None = None,
+        known: Mapping[str, Tensor] | None = None,
         proof: Tensor | None = None,
     ) -> None:
         """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
 
         `maps=False` keeps nothing of it for a map, whatever the options say. `forgotten` counts the
-        tokens before its first key that a cache no longer holds; None if that is not known. `proof`
-        is how far the model's output is off, if it was compared.
+        tokens before its first key that a cache no longer holds; None if that is not known. `known`
+        has statistics that the call does not show, (B, Hq, N) each. `proof` is how far the model's
+        output is off, if it was compared.
         """
         if recomputing():
             return
         q, k, v = (x.detach() for x in call[:3])
         options, look = call._replace(q=q, k=k, v=v).options(), self._look(kind)
         del options["dropout"], options["engine"]
-        norm = None
+        known = dict(known or {})
         if out is not None and look["rows"] is None and not call.dropout:
             # The output is known, so its norm needs no values and no second weighting of them.
-            norm, v = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=wide(out)), v[..., :0]
-            look["stats"] = tuple(x for x in look["stats"] if x != "output_norm")
+            norm = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=wide(out))
+            known["output_norm"], v = norm, v[..., :0]
+        look["stats"] = tuple(x for x in look["stats"] if x not in known)
         seen = statistics(q, k, v, **options, **look)
-        if norm is not None and "output_norm" in self.options.stats:
-            seen.values["output_norm"] = norm
+        for stat in (x for x in self.options.stats if x in known):
+            value = known[stat]
+            seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
         self._keep(name, call, kind, padding, seen, maps, forgotten, proof)
 
     def inside(
@@ -321,6 +325,8 @@ class CallRecorder:
             return False  # beams begin with a larger batch
         if layer.kind == "self":  # before the end: tokens were taken back
             return 0 < start <= last.start + last.queries
+        if layer.kind == "window":
+            return self._past
         again = self._depth > 0 and self._calls.get(layer.module, 0) > 1
         same = call.q.shape[2] == 1 and last.address == address(call.k)
         return self._past or again or same

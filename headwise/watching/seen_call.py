@@ -18,7 +18,8 @@ from headwise.core.versions import Versions, may_be_overwritten
 from headwise.nn.call import Call
 from headwise.score import Additive, Cosine, Dot, General, Score
 
-Kind = Literal["self", "cross"]
+Kind = Literal["self", "cross", "window"]
+"""A "window" has rows of one sequence, each with keys of its own."""
 
 
 @dataclass(frozen=True)

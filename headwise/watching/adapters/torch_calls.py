@@ -15,6 +15,7 @@ from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
+from headwise.watching.adapters.logits_call import looks_across
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
@@ -24,7 +25,14 @@ from headwise.watching.adapters.scaled_dot_product import (
     scaled_dot_product,
 )
 from headwise.watching.adapters.softmax_results import STARTS
-from headwise.watching.adapters.written_out import Operation, UnreadableError, WrittenOut
+from headwise.watching.adapters.written_attention import (
+    Operation,
+    PartProduct,
+    UnreadableError,
+    WholeProduct,
+    WrittenAttention,
+)
+from headwise.watching.adapters.written_out import WrittenOut
 from headwise.watching.call_recorder import CallRecorder, recomputing
 from headwise.watching.layer import LARGEST
 from headwise.watching.seen_call import Kind, kind_of
@@ -142,7 +150,8 @@ class Listener(ModelMode):
         """Report softmaxes that look like attention and were never multiplied with values."""
         for origin in self.running.written_out.unmet():
             if self.recorder.wants(origin.names[-1]):
-                said = f"no values were found for its softmax of shape {origin.shape}"
+                said = f"no values were found for {origin.missing or 'any'} of the weights "
+                said += f"{origin.shape} of its softmax"
                 self.recorder.unread.fail(origin.names[-1], ValueError(said))
 
     def leave_all(self) -> None:
@@ -216,20 +225,24 @@ class Listener(ModelMode):
             return out
         if found is None:
             return out
-        name, call = found.name, found.call
-        if recorder.wants(name):
-            with recorder.unread.reading(name):
-                proof = None
-                if found.exact:
-                    whole = found.heads_first(out.detach()).transpose(1, 2)
-                    proof = self.prove(name, call, whole)
-                across = call.mask is None and lengths_differ(*call[:2])
-                few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
-                kind: Kind = "cross" if across else kind_of(name)
-                recorder.beside(name, call, kind, maps=few, proof=proof)
-        if name not in recorder.silenced:
-            return out
-        return found.as_it_was(recorder.silence(name, found.heads_first(out)))
+        if found.call is not None and recorder.wants(found.name):
+            with recorder.unread.reading(found.name):
+                self.observe_written(found, found.call, out.detach())
+        head = recorder.silenced.get(found.name)
+        return out if head is None else found.without(out, head)
+
+    def observe_written(self, found: WrittenAttention, call: Call, out: Tensor) -> None:
+        """Hand over attention that is written out, after the product that completes it."""
+        known: Mapping[str, Tensor] = {}
+        kind: Kind = "cross" if looks_across(call) else kind_of(found.name)
+        proof = None
+        if isinstance(found, WholeProduct) and found.exact:
+            proof = self.prove(found.name, call, found.heads_first(out).transpose(1, 2))
+        if isinstance(found, PartProduct):
+            windowed, known = found.windows.known(self.recorder.options.sink_keys)
+            kind = "window" if windowed else kind
+        few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
+        self.recorder.beside(found.name, call, kind, maps=few, known=known, proof=proof)
 
     def prove(self, name: str, call: Call, out: Tensor) -> Tensor | None:
         """Compare out (B, N, H, D) with the call, once for every form of a layer's calls."""
