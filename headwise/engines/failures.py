@@ -50,7 +50,7 @@ def family(engine: str, kernels: Kernels, q: Tensor, v: Tensor, learns: bool) ->
 
 def record(failed: Family, error: Exception) -> None:
     """Remember that the kernels of a family failed; warn, unless the same was reported before."""
-    cause = _cause(error)
+    cause = cause_of(error)
     known = {(each.engine, why) for each, why in _FAILED.items()}
     _FAILED[failed] = cause
     if (failed.engine, cause) not in known:
@@ -61,7 +61,7 @@ def record(failed: Family, error: Exception) -> None:
 
 def record_unusable(engine: str, error: Exception) -> None:
     """Remember that an engine can't be loaded at all, and warn."""
-    cause = _cause(error)
+    cause = cause_of(error)
     _UNUSABLE[engine] = f"it can't be loaded: {cause}"
     _warn(engine, "can't be loaded", cause)
 
@@ -109,14 +109,7 @@ def caller_replans() -> bool:
     return _THREAD.replans
 
 
-def failure(kernel: str, error: Exception) -> Exception:
-    """Return what to raise for an error from a launch: a KernelError, unless memory ran out."""
-    if isinstance(error, KernelError | torch.OutOfMemoryError) or "out of memory" in str(error):
-        return error
-    return KernelError(f"{kernel}: {_cause(error)}")
-
-
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """Return the innermost cause of an error in one line: compilers wrap it in their source."""
     if isinstance(error, KernelError):
         return str(error)
@@ -125,6 +118,13 @@ def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
     return told if len(told) <= 300 else told[:297] + "..."
+
+
+def failure(kernel: str, error: Exception) -> Exception:
+    """Return what to raise for an error from a launch: a KernelError, unless memory ran out."""
+    if isinstance(error, KernelError | torch.OutOfMemoryError) or "out of memory" in str(error):
+        return error
+    return KernelError(f"{kernel}: {cause_of(error)}")
 
 
 def _warn(engine: str, what: str, cause: str) -> None:

@@ -242,6 +242,22 @@ def gradients_sum(*given: Tensor, engine: str = "auto") -> Tensor:
     return total
 
 
+def test_the_doctor_tries_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = pytest.importorskip("headwise.cli.machine", reason="the extra cli is missing")
+    assert machine.tried_engines()["triton"] is None
+    assert machine.failed_kernels() == ()
+    broken(monkeypatch, map_lse, "log_sums")
+    broken(monkeypatch, backward_call, "grad_keys")
+    engines = machine.tried_engines()
+    assert "the kernel grad_keys" in str(engines["triton"])
+    assert engines["streaming"] is None
+    (trap,) = machine.failed_kernels()
+    assert "maps failed on this machine: the kernel of a map" in trap.what
+    failures.forget()
+    broken(monkeypatch, forward_call, "forward")
+    assert "a small call failed: the kernel forward" in str(machine.tried_engines()["triton"])
+
+
 def in_a_process_of_its_own(code: str) -> subprocess.CompletedProcess[str]:
     """Run code before headwise has imported anything of Triton."""
     command = [sys.executable, "-W", "always", "-c", code]
