@@ -198,8 +198,9 @@ def compiled_in(text: str, code: int) -> tuple[bool, str]:
         return False, last_line(text)
     if isinstance(found[0][0], dict):  # the variants of the Gluon kernel
         return True, f"{len(found[0])} variants"
-    tight = [call for _, call, refused in found if refused]
-    return not tight, f"{len(found)} calls" + (f", no room for {', '.join(tight)}" if tight else "")
+    failed = [f"{call}: {refused[-1]}" for _, call, refused in found if refused]
+    told = f"{len(found)} calls" if not failed else f"{len(failed)} of {len(found)} calls"
+    return not failed, "; ".join([told, *failed])
 
 
 def last_line(text: str) -> str:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.sums import ENTROPY, Sums, room
 from headwise.engines import failures, flops
-from headwise.engines.failures import KernelError, Kernels, family
+from headwise.engines.failures import KernelError, family_of_terms
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 
@@ -81,7 +81,7 @@ def operators(
                 if failures.caller_replans():
                     raise
                 for learns in (False, True):
-                    _record(engine, q, v, terms, learns, failure)
+                    failures.record(family_of_terms(engine, q, v, terms, learns), failure)
                 return _RUNS[SAFE][0](q, k, v, terms.without_band(q.shape[2], k.shape[2]), wants)
 
     def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
@@ -90,7 +90,7 @@ def operators(
             try:
                 found = differentiate(q, k, v, terms, *given[_TERMS:])
             except KernelError as failure:
-                _record(engine, q, v, terms, True, failure)
+                failures.record(family_of_terms(engine, q, v, terms, True), failure)
                 terms = terms.without_band(q.shape[2], k.shape[2])
                 found = _RUNS[SAFE][1](q, k, v, terms, *given[_TERMS:])
         return [
@@ -167,13 +167,6 @@ def noticed(*given: object) -> bool:
             if type(x) is not Tensor and type(x) is not Parameter:
                 return True
     return False
-
-
-def _record(
-    engine: str, q: Tensor, v: Tensor, terms: Terms, learns: bool, failure: KernelError
-) -> None:
-    kernels: Kernels = "attention" if terms.additive is None else "additive attention"
-    failures.record(family(engine, kernels, q, v, learns), failure)
 
 
 def _learnable(

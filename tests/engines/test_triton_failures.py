@@ -102,6 +102,7 @@ def test_calls_of_another_kind_are_still_tried(monkeypatch: pytest.MonkeyPatch) 
         hw.attention(*three())
     assert hw.explain(*three()).engine == "sdpa"
     assert hw.explain(*three(width=32)).engine == "triton"
+    assert hw.explain(*three(), softcap=9.0).engine == "triton"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the same cause is not reported twice
         hw.attention(*three(width=32))

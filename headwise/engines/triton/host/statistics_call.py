@@ -95,8 +95,9 @@ def _once(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     except KernelError as failure:
         if failures.caller_replans():
             raise
+        terms = Terms(*given[: len(Terms._fields)])
         for learns in (False, True):
-            failures.record(failures.family("triton", "attention", q, v, learns), failure)
+            failures.record(failures.family_of_terms("triton", q, v, terms, learns), failure)
         return _without_kernel(q, k, v, *given)
 
 
