@@ -71,28 +71,19 @@ def operators(
     engine: str, run: Forward, differentiate: Backward
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Register headwise::<engine> and headwise::<engine>_backward, and return the first."""
+    _RUNS[engine] = run, differentiate
+    run = _or_safe(engine, run, 0, (False, True))
+    differentiate = _or_safe(engine, differentiate, 1, (True,))
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        terms, wants = Terms(*given[:_TERMS]), given[_TERMS]
         with without_autocast(q.device):
-            try:
-                return run(q, k, v, terms, wants)
-            except KernelError as failure:
-                if failures.caller_replans():
-                    raise
-                for learns in (False, True):
-                    failures.record(family_of_terms(engine, q, v, terms, learns), failure)
-                return _RUNS[SAFE][0](q, k, v, terms.without_band(q.shape[2], k.shape[2]), wants)
+            sums: Sums = run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
+        return sums
 
     def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
         terms = Terms(*given[:_TERMS])
         with without_autocast(q.device):
-            try:
-                found = differentiate(q, k, v, terms, *given[_TERMS:])
-            except KernelError as failure:
-                failures.record(family_of_terms(engine, q, v, terms, True), failure)
-                terms = terms.without_band(q.shape[2], k.shape[2])
-                found = _RUNS[SAFE][1](q, k, v, terms, *given[_TERMS:])
+            found = differentiate(q, k, v, terms, *given[_TERMS:])
         return [
             grad.to(x.dtype).contiguous()  # as the shapes below promise
             for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
@@ -123,7 +114,6 @@ def operators(
     def apart(*given: Any) -> tuple[Tensor, ...]:
         return _apart(forward(*given))
 
-    _RUNS[engine] = run, differentiate
     computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", apart, _forward_shapes)
     differentiated = define(
         f"{engine}_backward",
@@ -137,6 +127,31 @@ def operators(
     ops = torch.ops.headwise
     flops.register(getattr(ops, engine), getattr(ops, f"{engine}_backward"))
     return direct(forward, computed)
+
+
+def _or_safe(
+    engine: str, run: Callable[..., Any], place: int, learns: tuple[bool, ...]
+) -> Callable[..., Any]:
+    """Return `run`, whose calls the SAFE engine computes if their kernels fail.
+
+    A failing call is left to its caller if that plans again. `learns`: the calls that fail with it,
+    those without gradients (False) and those with gradients (True).
+    """
+
+    def call(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) -> Any:
+        calls = [family_of_terms(engine, q, v, terms, each) for each in learns]
+        if failures.caller_replans() or failures.reason(calls[0]) is None:
+            try:
+                return run(q, k, v, terms, *rest)
+            except KernelError as failure:
+                if failures.caller_replans():
+                    raise
+                for each in calls:
+                    failures.record(each, failure)
+        terms = terms.without_band(q.shape[2], k.shape[2])
+        return _RUNS[SAFE][place](q, k, v, terms, *rest)
+
+    return call
 
 
 def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
