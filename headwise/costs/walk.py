@@ -109,6 +109,8 @@ class Walk:
 
     def steps(self, steps: tuple[Step, ...], x: Flow) -> Flow:
         for step in steps:
+            if isinstance(step, DropoutStep) and not step.rate:
+                continue
             with self.tape.part(step.label if hasattr(step, "label") else _name(step)):
                 x = self.step(step, x)
         return x

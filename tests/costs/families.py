@@ -19,6 +19,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite": ("granite", {"num_hidden_layers": 2}),
     "SmolLM3": ("smollm3", {}),
     "Mistral": ("mistral", {"num_hidden_layers": 3}),
+    "Ministral": ("ministral", {"num_hidden_layers": 4, "head_dim": 128}),
     "Mixtral": ("mixtral", {"num_hidden_layers": 2}),
     "Qwen2": ("qwen2", {"num_hidden_layers": 3}),
     "Qwen2 MoE": ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
