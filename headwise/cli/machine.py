@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from headwise.devices import cpu_info, cpu_name, usable_cores
 from headwise.engines import plan
 
 PACKAGES = ("headwise", "torch", "triton", "numpy", "torchvision", "transformers")
@@ -85,19 +85,6 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def usable_cores() -> int:
-    """The number of cores this process may use, which may be fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def cpu_info() -> str:
-    """The contents of /proc/cpuinfo, empty if it does not exist."""
-    file = Path("/proc/cpuinfo")
-    return file.read_text(errors="replace") if file.exists() else ""
-
-
 def cpu_flags() -> frozenset[str]:
     """The instruction sets that the CPU advertises (Linux); not all of them need to work."""
     for line in cpu_info().splitlines():
@@ -108,18 +95,10 @@ def cpu_flags() -> frozenset[str]:
 
 def cpu_device() -> Processor:
     """The CPU, its cores and the vector instructions torch uses on it."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in cpu_info().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor() or platform.machine(),
-    )
     cores, threads = usable_cores(), torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     detail = f"cores: {cores}, torch threads: {threads}, vector instructions: {capability}"
-    return Processor(name=model, kind="cpu", detail=detail)
+    return Processor(name=cpu_name(), kind="cpu", detail=detail)
 
 
 def gpu_devices() -> tuple[Processor, ...]:

@@ -25,7 +25,7 @@ from headwise.costs.visible import Tile
 from headwise.costs.walk import count
 from headwise.costs.workload import (
     CacheLayout,
-    Device,
+    DeviceKind,
     Layout,
     Ranks,
     Recompute,
@@ -49,7 +49,7 @@ def cost(
     fused: bool = True,
     recompute: Recompute = None,
     cache: object = None,
-    device: Device = "cuda",
+    device: DeviceKind = "cuda",
     tile: Tile = (128, 128),
     layout: Layout = "contiguous",
 ) -> Cost:

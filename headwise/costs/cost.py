@@ -9,7 +9,9 @@ from typing import Any
 from headwise.costs.explaining import Language, explanation
 from headwise.costs.formula import Line
 from headwise.costs.kernel import Kernel
-from headwise.costs.timing import Rates, seconds
+from headwise.costs.machines.hardware import Device
+from headwise.costs.machines.this_machine import find
+from headwise.costs.timing import seconds
 from headwise.costs.workload import Workload
 
 
@@ -85,10 +87,10 @@ class Cost:
         """FLOPs per byte moved in the forward."""
         return self.flops / self.bytes_moved if self.bytes_moved else 0.0
 
-    def time(self, device: Rates, training: bool = False) -> float:
-        """Seconds of a forward on a device, or of a forward and a backward."""
+    def time(self, device: str | Device, training: bool = False) -> float:
+        """Seconds of a forward on a device such as "h100", or of a forward and a backward."""
         kernels = self.forward + self.backward if training else self.forward
-        return seconds(kernels, device)
+        return seconds(kernels, find(device))
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure and every part, ready for JSON."""

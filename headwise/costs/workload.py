@@ -17,7 +17,7 @@ ALIASES = {
 }  # fmt: skip
 COMPUTED = ("fp64", "fp32", "bf16", "fp16")
 
-Device = Literal["cuda", "cpu"]
+DeviceKind = Literal["cuda", "cpu"]
 Recompute = Literal["layers", "attention"] | None
 Layout = Literal["contiguous", "head_tail"]
 
@@ -124,7 +124,7 @@ class Workload:
     context: int | None = None
     mask: Mask | None = None
     dtype: str = "bf16"
-    device: Device = "cuda"
+    device: DeviceKind = "cuda"
     fused: bool = True
     recompute: Recompute = None
     tile: Tile = (128, 128)

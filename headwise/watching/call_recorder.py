@@ -148,11 +148,10 @@ class CallRecorder:
         """Compute a call's output (B, Hq, N, Dv), and observe it in the same pass.
 
         Three cases are observed beside the output instead: a sample of the rows needs no pass over
-        all of them; an engine that was asked for by name must compute the output; and on a CPU
-        PyTorch's kernel with the statistics beside it trains faster than one pass of ours.
+        all of them; an engine that was asked for by name must compute the output; and with dropout,
+        the output's norm would be that of what is left of it.
         """
-        learning = call.q.device.type == "cpu" and torch.is_grad_enabled() and call.q.requires_grad
-        if self.options.rows is not None or call.engine != "auto" or learning:
+        if self.options.rows is not None or call.engine != "auto" or call.dropout:
             out = attention(call.q, call.k, call.v, **call.options())
             with self.unread.reading(name):
                 self.beside(name, call, kind, padding, out, forgotten=forgotten)

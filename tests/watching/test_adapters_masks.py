@@ -13,14 +13,11 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
-    bidirectional_mask_function,
-    blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
     or_masks,
     packed_sequence_mask_function,
     sdpa_mask,
-    sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
 
@@ -38,18 +35,20 @@ B, N = 2, 12
 PACKED = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])
 RULES: dict[str, Callable[..., Any]] = {
     "causal": causal_mask_function,
-    "bidirectional": bidirectional_mask_function,
     "window": sliding_window_causal_mask_function(4),
-    "window both ways": sliding_window_bidirectional_mask_function(3),
     "chunked": chunked_causal_mask_function(5, torch.tensor([0, 3])),
     "packed": and_masks(causal_mask_function, packed_sequence_mask_function(PACKED)),
 }
 BLOCKS = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1, 1, 1, -1, -1]] * 2)
 UNKNOWN: dict[str, Callable[..., Any]] = {
-    "blocks": or_masks(causal_mask_function, blockwise_overlay(BLOCKS)),
     "prefix": lambda b, h, q, k: (k <= q) | (k < 4),
     "holes": lambda b, h, q, k: (k <= q) & (k % 3 != 1),
 }
+if hasattr(masking_utils, "bidirectional_mask_function"):  # transformers 4 has none of these
+    RULES["bidirectional"] = masking_utils.bidirectional_mask_function
+    RULES["window both ways"] = masking_utils.sliding_window_bidirectional_mask_function(3)
+    blocks = masking_utils.blockwise_overlay(BLOCKS)
+    UNKNOWN["blocks"] = or_masks(causal_mask_function, blocks)
 PADDING = {
     "none": None,
     "left": torch.arange(N) >= torch.tensor([[0], [3]]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -230,7 +231,9 @@ def test_models_that_are_not_watched_and_a_second_watch_do_not_disturb() -> None
 def snapshot(model: nn.Module) -> list[object]:
     """Everything about a model that a watch might leave behind."""
     kept: list[object] = [dict(AttentionInterface._global_mapping)]
-    kept += [dict(AttentionMaskInterface._global_mapping), AttentionInterface.get_interface]
+    kept += [dict(AttentionMaskInterface._global_mapping)]
+    kept += [getattr(AttentionInterface, "get_interface", None)]  # transformers 4 has none
+    kept += [vars(sys.modules[type(model).__module__]).get("eager_attention_forward")]
     kept += ["__getitem__" in vars(AttentionInterface), torch._C._len_torch_function_stack()]
     kept += [nn.MultiheadAttention.forward, nn.TransformerEncoderLayer.forward]
     for module in model.modules():

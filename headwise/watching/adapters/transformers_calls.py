@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from headwise.watching.adapters.proof import prove, without_dropout
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, kind_of, lengths_differ
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.seen_call import Kind
+
+_EAGER = "eager_attention_forward"
 
 
 @dataclass(eq=False)
@@ -89,7 +91,7 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
         {id(module): name for name, module in model.named_modules()}, recorder
     )
     undo: list[Undo] = [
-        replacement.add(modules) for replacement in _replacements(AttentionInterface)
+        replacement.add(modules) for replacement in _replacements(AttentionInterface, model)
     ]
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -99,13 +101,25 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
     return undo
 
 
-@functools.cache
-def _replacements(interface: type) -> tuple[Replacement[TransformersModules], ...]:
-    """Both ways to get a function: by `get_interface`, and as an item."""
-    return (
-        Replacement(interface, "get_interface", _make_get_interface),
-        Replacement(interface, "__getitem__", _make_getitem),
-    )
+def _replacements(interface: type, model: nn.Module) -> Iterator[Replacement[TransformersModules]]:
+    """Every way in which a model gets a function: as an item, and by `get_interface`.
+
+    Before transformers 5 there was only the first, and not for "eager": its function is a global
+    of the file that defines the model's attention.
+    """
+    yield _replacement(interface, "__getitem__")
+    if hasattr(interface, "get_interface"):
+        yield _replacement(interface, "get_interface")
+        return
+    for file in dict.fromkeys(type(module).__module__ for module in model.modules()):
+        if hasattr(sys.modules.get(file), _EAGER):
+            yield _replacement(sys.modules[file], _EAGER)
+
+
+@functools.cache  # watches share a replacement
+def _replacement(owner: Any, name: str) -> Replacement[TransformersModules]:
+    makers = {"__getitem__": _make_getitem, "get_interface": _make_get_interface}
+    return Replacement(owner, name, makers.get(name, _make_eager))
 
 
 def _make_get_interface(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
@@ -123,6 +137,11 @@ def _make_getitem(original: Any, users: list[TransformersModules]) -> Callable[.
         return _beside(original(self, key), key, users)
 
     return getitem
+
+
+def _make_eager(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
+    attend: Callable[..., Any] = _beside(original, "eager", users)
+    return attend
 
 
 def _beside(function: Any, implementation: str, users: list[TransformersModules]) -> Any:

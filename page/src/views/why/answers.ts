@@ -1,4 +1,4 @@
-/** The results of the experiments: the dataclasses of headwise/look/experiments. */
+/** The results of the experiments: the dataclasses of headwise/lab/experiments. */
 
 export const EXPERIMENTS = ['scale', 'heads', 'scores', 'sharing'] as const;
 export type ExperimentId = (typeof EXPERIMENTS)[number];
