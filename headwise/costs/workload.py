@@ -142,11 +142,6 @@ class Workload:
         """Bytes of a number in which sums are kept: float32 or wider."""
         return max(4, self.element)
 
-    @property
-    def training_only(self) -> bool:
-        """True if nothing is cached: every key is a token of the call."""
-        return self.keys is None or self.keys == self.queries
-
 
 def dtype_name(what: str, given: Any) -> str:
     """The short name of a dtype, given as a name or as torch has it; ValueError if unknown.
