@@ -181,6 +181,51 @@ CHINESE: dict[str, str] = {
     "rows; the threshold is ours": (
         "Bhojanapalli 等人（2110.06821）用各行之间的总变差比较头；阈值是我们定的"
     ),
+    # the explanation of a cost
+    "Parameters: {count:,}": "参数量：{count:,}",
+    "  of which a token uses {count:,}": "  其中每个词元用到 {count:,}",
+    "one rank of {ranks}": "{ranks} 中的一个进程",
+    "one device": "单个设备",
+    "The cost of {name} in {dtype}, {ranks}": "{name} 的开销：{dtype}，{ranks}",
+    "Forward FLOPs (two per multiply-add, visible pairs): {count:,}": (
+        "前向 FLOPs（一次乘加计 2，只计可见的对）：{count:,}"
+    ),
+    "  every pair: {dense:,}; computed in tiles of {rows} × {keys}: {executed:,}": (
+        "  计所有的对：{dense:,}；按 {rows} × {keys} 的块实际计算：{executed:,}"
+    ),
+    "  exponentials, tanh and their like, apart: {count:,}": (
+        "  另有指数、tanh 等特殊函数：{count:,}"
+    ),
+    "Backward FLOPs (two products for each of the forward): {count:,}": (
+        "反向 FLOPs（前向的每个乘积对应两个）：{count:,}"
+    ),
+    "  computed by kernels: {count:,}{why}": "  内核实际计算：{count:,}{why}",
+    "; fused attention computes its scores again, five products for two": (
+        "；融合注意力要重算分数，前向两个乘积对应反向五个"
+    ),
+    "; what is recomputed counts again": "；重计算的部分再计一次",
+    "fused attention": "融合注意力",
+    "attention step by step": "逐步计算的注意力",
+    "layers recomputed": "逐层重计算",
+    "attention recomputed": "重计算注意力",
+    "Bytes saved for the backward ({how}, on {device}): {count:,}": (
+        "为反向保存的字节（{how}，{device}）：{count:,}"
+    ),
+    "KV cache, bytes: {count:,}": "KV 缓存，字节：{count:,}",
+    "Recurrent state, bytes: {count:,}": "循环状态，字节：{count:,}",
+    "  the FLOPs of the recurrence itself are not counted": "  循环本身的 FLOPs 没有计入",
+    "Bytes moved by the forward: {count:,}; {intensity:.1f} FLOPs per byte": (
+        "前向读写的字节：{count:,}；每字节 {intensity:.1f} FLOPs"
+    ),
+    "P, the visible pairs of a head: {written} = {count:,}": (
+        "P，每个头可见的对数：{written} = {count:,}"
+    ),
+    "P, the visible pairs of a head under {mask}: {count:,}": (
+        "P，每个头在 {mask} 下可见的对数：{count:,}"
+    ),
+    "P, the visible pairs of all heads and sequences under {mask}: {count:,}": (
+        "P，所有头和序列在 {mask} 下可见的对数：{count:,}"
+    ),
     # the lab
     "there is no claim {id!r}; did you mean {nearest}? headwise lab lists them all": (
         "没有 {id!r} 这条说法；是不是 {nearest}？headwise lab 会列出全部"
