@@ -190,4 +190,15 @@ CHINESE: dict[str, str] = {
         "本机还没有测量过；请运行 headwise cost --measure"
     ),
     "this machine has no CUDA device; use this:cpu": "本机没有 CUDA 设备；请用 this:cpu",
+    "not even one token fits: the model alone takes {least:,.0f} bytes of {room:,.0f}; use a "
+    "smaller dtype, or more devices (mesh)": (
+        "连一个词元也放不下：模型本身就要 {least:,.0f} 字节，而只有 {room:,.0f} 字节；"
+        "请用更小的 dtype，或更多设备（mesh）"
+    ),
+    "a width of {width} is not divisible by {heads} heads; give the width of a head too": (
+        "宽度 {width} 不能被 {heads} 个头整除；请同时给出每个头的宽度"
+    ),
+    "{heads} heads can't share {kv_heads} key heads evenly; use a divisor of {heads}": (
+        "{heads} 个头无法平均共用 {kv_heads} 个键头；请用 {heads} 的约数"
+    ),
 }  # fmt: skip
