@@ -23,7 +23,7 @@ from headwise.cli.look import bar, shown_in
 from headwise.costs.machines import measure as measuring
 from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import DEVICES
-from headwise.costs.scenario import Phase, Scenario
+from headwise.costs.uses.scenario import Phase, Scenario
 from headwise.look import cost_picture
 
 app = typer.Typer()

@@ -11,8 +11,8 @@ from typing import Any
 from headwise.costs.calculate import read
 from headwise.costs.layers import Architecture
 from headwise.costs.machines.hardware import DEVICES
-from headwise.costs.scenario import Scenario
-from headwise.costs.sketch import Sketch
+from headwise.costs.uses.scenario import Scenario
+from headwise.costs.uses.sketch import Sketch
 from headwise.look.readers import opening
 from headwise.training import setups
 from headwise.training.loading import ASSETS, built_in

@@ -13,7 +13,7 @@ from rich.table import Table
 from headwise.cli.cost_question import Model, Sweep
 from headwise.costs.cost import Cost
 from headwise.costs.machines.hardware import DEVICES
-from headwise.costs.scenario import Scenario
+from headwise.costs.uses.scenario import Scenario
 from headwise.look.scene import printable
 
 FIGURES = (

@@ -19,6 +19,7 @@ COMPUTED = ("fp64", "fp32", "bf16", "fp16")
 
 Device = Literal["cuda", "cpu"]
 Recompute = Literal["layers", "attention"] | None
+Layout = Literal["contiguous", "head_tail"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Workload:
     tile: Tile = (128, 128)
     cache: CacheLayout = CacheLayout()
     ranks: Ranks = Ranks()
-    layout: Literal["contiguous", "head_tail"] = "contiguous"
+    layout: Layout = "contiguous"
 
     @property
     def element(self) -> int:
@@ -179,12 +180,12 @@ def check_workload(work: Workload) -> None:
     for name, allowed in choices.items():
         if getattr(work, name) not in allowed:
             raise ValueError(f"{name}={getattr(work, name)!r}; use one of {allowed}")
-    if len(work.tile) != 2 or any(type(side) is not int or side < 1 for side in work.tile):
+    if len(tuple(work.tile)) != 2 or any(type(side) is not int or side < 1 for side in work.tile):
         raise ValueError(f"tile={work.tile!r} must be two positive integers: queries and keys")
     if work.keys is not None and work.queries is not None and work.keys < work.queries:
         raise ValueError(
-            f"keys={work.keys} are fewer than queries={work.queries}: keys count every token, those "
-            "of the cache included; for cross-attention use context="
+            f"keys={work.keys} are fewer than queries={work.queries}: keys count every token, also "
+            "those of a cache; for cross-attention use context="
         )
     if work.mask is not None and not isinstance(work.mask, Mask):
         raise ValueError(f"mask={work.mask!r} is not a mask; try hw.mask.causal()")

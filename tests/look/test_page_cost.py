@@ -7,8 +7,8 @@ from playwright.sync_api import Page, expect
 
 from headwise.costs.calculate import read
 from headwise.costs.machines.hardware import device
-from headwise.costs.scenario import Scenario
-from headwise.costs.sketch import Sketch
+from headwise.costs.uses.scenario import Scenario
+from headwise.costs.uses.sketch import Sketch
 from tests.look.conftest import Visits
 
 HELD = "NVIDIA H100 SXM"

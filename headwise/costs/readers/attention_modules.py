@@ -50,7 +50,7 @@ def _multi_head(module: MultiHeadAttention, cross: bool) -> AttentionLayer:
         params = _learned(position)
     separate = isinstance(module.projections, Separate)
     shared = isinstance(module.projections, Shared)
-    bias = isinstance(module.value, nn.Linear) and module.value.bias is not None
+    bias = module.value.bias is not None
     dropout = module.dropout.rate if isinstance(module.dropout, Dropout) else module.dropout
     score, score_params = _score(module.score)
     return AttentionLayer(
@@ -65,7 +65,7 @@ def _multi_head(module: MultiHeadAttention, cross: bool) -> AttentionLayer:
         query_bias=bias,
         key_bias=bias,
         value_bias=bias,
-        out_bias=isinstance(module.out, nn.Linear) and module.out.bias is not None,
+        out_bias=module.out.bias is not None,
         projections="separate" if separate else "shared" if shared else "none",
         whole_heads=not separate and not shared and widths.head_dim == widths.d_model,
         context=widths.context if cross else None,

@@ -87,7 +87,7 @@ def _unknown(fields: Fields) -> str:
     if parts:
         note = f"; it is made of several models: give one of them, such as config.{parts[0]}"
     return (
-        f"the architecture {fields.kind!r} is unknown, so its parts would have to be guessed{note}. "
+        f"the architecture {fields.kind!r} is unknown, and its parts are not guessed{note}. "
         f"Known are {', '.join(sorted(KNOWN))}"
     )
 

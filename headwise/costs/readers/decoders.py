@@ -11,9 +11,11 @@ from headwise.costs.layers import (
     Body,
     DropoutStep,
     EmbeddingLayer,
+    ExpertsLayer,
     FeedForwardLayer,
     LayerStack,
     NormLayer,
+    RecurrentLayer,
     StackedLayer,
     Step,
     SubLayer,
@@ -86,7 +88,7 @@ def _layer(
     dropout = fields.rate("resid_pdrop", "residual_dropout", "hidden_dropout", "dropout")
     subs = tuple(
         SubLayer(name, part, before, after, dropout=dropout)
-        for name, part in (("attention", mixer), ("feed-forward", body))
+        for name, part in ((_sublayer(mixer), mixer), ("feed-forward", body))
     )
     name = _label(mixer, body)
     if not fields.flag(family.parallel):
@@ -97,16 +99,22 @@ def _layer(
     return StackedLayer(plain, parallel=True, shared_norm=norm, label=name)
 
 
+def _sublayer(mixer: Body) -> str:
+    return "recurrence" if isinstance(mixer, RecurrentLayer) else "attention"
+
+
 def _label(mixer: Body, body: Body) -> str:
     """A layer's name by what makes it differ from others."""
-    if isinstance(mixer, AttentionLayer):
-        kind = "layers"
-        if mixer.window is not None:
-            kind = f"layers with a window of {mixer.window}"
-        if mixer.chunk is not None:
-            kind = f"layers with chunks of {mixer.chunk}"
-        return kind + (", shared keys" if mixer.reuses else "")
-    return f"{getattr(mixer, 'label', 'other')} layers"
+    kind = "layers"
+    if isinstance(mixer, RecurrentLayer):
+        kind = f"{mixer.label} layers"
+    elif isinstance(mixer, AttentionLayer) and mixer.window is not None:
+        kind = f"layers with a window of {mixer.window}"
+    elif isinstance(mixer, AttentionLayer) and mixer.chunk is not None:
+        kind = f"layers with chunks of {mixer.chunk}"
+    if isinstance(body, ExpertsLayer):
+        kind += f", {body.experts} experts"
+    return kind + (", shared keys" if isinstance(mixer, AttentionLayer) and mixer.reuses else "")
 
 
 def _mixers(fields: Fields, family: DecoderFamily, layers: int) -> list[Body]:

@@ -175,8 +175,9 @@ def _transformer(model: models.Transformer) -> Architecture:
     ]
     tied = model.target_embedding is None
     target = model.embedding if model.target_embedding is None else model.target_embedding
-    learned = isinstance(model.position, LearnedPosition)
-    longest = model.position.table.num_embeddings if learned else None  # type: ignore[union-attr]
+    longest = None
+    if isinstance(model.position, LearnedPosition):
+        longest = model.position.table.num_embeddings
     positions = tuple(_shared(step) for step in inputs)  # one table for both
     encoder = LayerStack(
         "encoder",

@@ -179,11 +179,11 @@ def _around(name: str, body: object, norm: NormLayer, first: bool, dropout: floa
 
 
 def _activation(given: Callable[..., object]) -> Activation:
-    kind = FUNCTIONS.get(given) or ACTIVATIONS.get(type(given))  # type: ignore[call-overload]
+    module = ACTIVATIONS.get(type(given)) if isinstance(given, nn.Module) else None
+    kind = FUNCTIONS.get(given, module)
     if kind is None:
         raise ValueError(f"activation {given!r} is unknown; use relu, gelu or silu")
-    found: Activation = kind
-    return found
+    return kind
 
 
 def _torch_stack(

@@ -15,8 +15,8 @@ from headwise.costs.cost import Cost
 from headwise.costs.layers import Architecture
 from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import DEVICES
-from headwise.costs.scenario import Scenario
-from headwise.costs.sketch import Sketch
+from headwise.costs.uses.scenario import Scenario
+from headwise.costs.uses.sketch import Sketch
 from headwise.look.experiments import settings
 from headwise.look.experiments.settings import Choice, Setting, Whole
 

@@ -75,7 +75,7 @@ const zh: typeof en = {
   heads: '所有注意力头',
   head: '单个头',
   compare: '对比',
-  cost: '成本',
+  cost: '开销',
   why: '为什么',
   watch: '训练监视',
   pages: '页面',
