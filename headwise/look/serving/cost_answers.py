@@ -46,7 +46,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 KINDS = {
-    "attention": "pairs",
+    "scores and values": "pairs",
     "projections": "projections",
     "output": "projections",
     "feed-forward": "feed_forward",
