@@ -14,6 +14,7 @@ from headwise.costs.layers import Architecture, LayerStack, LinearLayer, Step
 from headwise.costs.readers.decoders import FAMILIES, read_decoder
 from headwise.costs.readers.encoders import Head, read_bert, read_t5, read_vit, read_whisper
 from headwise.costs.readers.fields import Fields
+from headwise.hub import unreachable
 
 OTHERS: dict[str, tuple[Callable[[Fields, Head], tuple[LayerStack, ...]], Head]] = {
     "bert": (read_bert, "Model"),
@@ -139,20 +140,16 @@ def read_transformers_model(model: nn.Module) -> Architecture:
 def read_name(name: str) -> Architecture:
     """The architecture of a config.json, a folder with one, or a model's name.
 
-    A name is looked up in the local cache of transformers, then on the hub.
+    A name is looked up in the local cache of the hub, then on the hub.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path} holds no configuration, but a {type(fields).__name__}")
-        return read_fields(fields)
+        return read_fields(_from_file(path))
     try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
         from transformers import AutoConfig
     except ImportError:
         raise ValueError(
@@ -160,10 +157,28 @@ def read_name(name: str) -> Architecture:
             "pip install headwise[transformers]"
         ) from None
     try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise ValueError(f"{name!r} is neither a config.json nor a model's name") from None
+    if isinstance(found, str):
+        return read_fields(_from_file(Path(found)))
+    reason = unreachable()
+    if reason:
         raise ValueError(
-            f"{name!r} is neither a config.json, nor in the local cache, nor on a hub that can be "
-            f"reached from here ({str(error).splitlines()[0]})"
-        ) from None
-    return read_configuration(config)
+            f"{name!r} is neither a config.json nor in the local cache, and the hub can't be asked "
+            f"for it ({reason})"
+        )
+    try:
+        return read_configuration(AutoConfig.from_pretrained(name))
+    except OSError as error:
+        raise ValueError(f"{name!r} is not on the hub: {str(error).splitlines()[0]}") from None
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no configuration, but a {type(fields).__name__}")
+    return fields
