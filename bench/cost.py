@@ -3,7 +3,7 @@
     python -m bench.cost                  this CPU; close everything else first
     python -m bench.cost --busy           the same with one thread by processor time
     python -m bench.cost --device cuda    this GPU
-    python -m bench.cost --tables         the tables of docs/cost.md from bench/results
+    python -m bench.cost --docs           write the results that are kept into docs/cost-time.md
 
 The time model is calibrated on this machine first, as `headwise cost --measure` does, on attention
 calls and matrix products of other shapes than those here. Then layers of several widths, head
@@ -29,6 +29,7 @@ from headwise.costs.machines import hardware, measure
 from headwise.costs.machines.hardware import Device
 from headwise.costs.machines.this_machine import hardware_name
 
+PAGES = [RESULTS.parent.parent / "docs" / name for name in ("cost-time.md", "cost-time.zh.md")]
 LEAST = 1e-3  # seconds
 TOGETHER = 6  # cells that are timed in turns
 
@@ -105,12 +106,12 @@ def main() -> None:
     parser = described(__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--busy", action="store_true", help="one thread, processor time")
-    parser.add_argument("--tables", action="store_true", help="print the tables of docs/cost.md")
+    parser.add_argument("--docs", action="store_true", help="write the kept results into docs")
     parser.add_argument("--dtype", help="fp32 on a CPU and bf16 on a GPU by default")
     asked = parser.parse_args()
-    if asked.tables:
-        for path in sorted(RESULTS.glob("cost_c*.json")):
-            print(path.name, table(json.loads(path.read_text())["cells"]), sep="\n")
+    if asked.docs:
+        for page in PAGES:
+            page.write_text(documented(page.read_text(encoding="utf-8")), encoding="utf-8")
         return
     if asked.busy:
         torch.set_num_threads(1)
@@ -166,6 +167,31 @@ def compared(
             if sheet is not None:
                 row["data_sheet"] = cell.predicted(sheet, dtype)
             yield row
+
+
+def documented(page: str) -> str:
+    """A page of the documentation with the kept results in the places that are marked for them."""
+    for device in ("cpu", "cuda"):
+        path = RESULTS / f"cost_{device}.json"
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            marks = f"<!-- bench.cost {device} -->", f"<!-- end of {device} -->"
+            before, rest = page.split(marks[0])
+            page = f"{before}{marks[0]}\n{section(kept)}\n{marks[1]}{rest.split(marks[1])[1]}"
+    return page
+
+
+def section(kept: dict[str, Any]) -> str:
+    """The judged figures of a device, and the table of its cells, in Markdown."""
+    about = kept["machine"]
+    how = ", processor time" if about["processor_time"] else ""
+    lines = [f"{about['device']}, {about['dtype']}, torch {about['torch']}{how}:", ""]
+    lines += ["| figure | value | target | |", "|---|---|---|---|"]
+    for each in kept["figures"]:
+        judged = "met" if each["met"] else "**missed**"
+        value = f"{each['value']:.2f} {each['unit']}"
+        lines.append(f"| {each['name']} | {value} | {each['target']} | {judged} |")
+    return "\n".join([*lines, "", table(kept["cells"])])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
