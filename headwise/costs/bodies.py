@@ -1,4 +1,4 @@
-"""Feed-forward layers, mixtures of experts, recurrences and convolutions on a tape."""
+"""Feed-forward layers, mixtures of experts, layers of matrices and convolutions on a tape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headwise.costs.layers import (
     ConvolutionLayer,
     ExpertsLayer,
     FeedForwardLayer,
-    RecurrentLayer,
+    MatrixLayer,
 )
 from headwise.costs.letters import Tokens
 from headwise.costs.tape import Flow, Tape
@@ -75,15 +75,18 @@ def mixture(tape: Tape, layer: ExpertsLayer, x: Flow) -> Flow:
     return out
 
 
-def recurrence(tape: Tape, layer: RecurrentLayer, x: Flow, tokens: Tokens) -> Flow:
-    """The matrices and the state; the recurrence itself is not counted."""
+def matrices(tape: Tape, layer: MatrixLayer, x: Flow, tokens: Tokens) -> Flow:
+    """The matrices and the state; a recurrence itself is not counted."""
     b = tokens.b
     for matrix in layer.matrices:
         inputs = x if matrix.inputs == x.width.value else Flow(x.rows, size("i", matrix.inputs))
-        tape.linear(inputs, size("o", matrix.outputs), matrix.label, matrix.bias)
+        tape.linear(
+            inputs, size("o", matrix.outputs), matrix.label, matrix.bias, weight=not matrix.tied
+        )
     for weight in layer.others:
         tape.weight(weight.label, *sides(weight.shape, x.width))
-    tape.state("state", b * layer.state * tape.element)
+    if layer.state:
+        tape.state("state", b * layer.state * tape.element)
     if layer.wide_state:
         tape.state("state in float32", b * layer.wide_state * 4)
     return Flow(x.rows, x.width)

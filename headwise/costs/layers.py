@@ -172,21 +172,21 @@ class ExpertsLayer:
 
 
 @dataclass(frozen=True)
-class RecurrentLayer:
-    """A layer with a state instead of keys: its matrices, its other weights, and its state.
+class MatrixLayer:
+    """A layer known by its matrices, its other weights, and the state of its recurrence, if any.
 
-    Its matrix products are counted; the recurrence itself is not.
+    Its matrix products are counted; a recurrence itself is not.
     """
 
     label: str
     width: int
     matrices: tuple[LinearLayer, ...]
     others: tuple[LooseWeight, ...]
-    state: int  # numbers per batch entry, in the model's dtype
+    state: int = 0  # numbers per batch entry, in the model's dtype
     wide_state: int = 0  # numbers that are kept in float32
 
 
-Body = AttentionLayer | FeedForwardLayer | ExpertsLayer | RecurrentLayer | ConvolutionLayer
+Body = AttentionLayer | FeedForwardLayer | ExpertsLayer | MatrixLayer | ConvolutionLayer
 
 
 @dataclass(frozen=True)

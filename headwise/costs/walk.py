@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.costs.attending import attend
-from headwise.costs.bodies import convolve, feed_forward, mixture, recurrence, sides
+from headwise.costs.bodies import convolve, feed_forward, matrices, mixture, sides
 from headwise.costs.cost import Cost
 from headwise.costs.formula import formula, size
 from headwise.costs.kernel import Kernel
@@ -21,8 +21,8 @@ from headwise.costs.layers import (
     LayerStack,
     LinearLayer,
     LooseWeight,
+    MatrixLayer,
     NormLayer,
-    RecurrentLayer,
     StackedLayer,
     Step,
     SubLayer,
@@ -223,8 +223,8 @@ class Walk:
                 return feed_forward(self.tape, sharded(body, self.tp), x)
             case ExpertsLayer():
                 return mixture(self.tape, sharded(body, self.tp), x)
-            case RecurrentLayer():
-                return recurrence(self.tape, body, x, self.tokens)
+            case MatrixLayer():
+                return matrices(self.tape, body, x, self.tokens)
             case ConvolutionLayer():
                 return convolve(self.tape, body, x, self.tokens)
 

@@ -28,6 +28,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("gemma", {"num_hidden_layers": 2}),
     "Gemma 2": ("gemma2", {}),
     "Gemma 3": ("gemma3_text", {"num_hidden_layers": 7}),
+    "Gemma 3n": (
+        "gemma3n_text",
+        {"num_hidden_layers": 10, "num_kv_shared_layers": 4, "intermediate_size": 2048,
+         "vocab_size": 1000, "vocab_size_per_layer_input": 1000, "hidden_size": 512,
+         "activation_sparsity_pattern": [0.0] * 10},
+    ),
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 4}),
     "DeepSeek-V2": (
         "deepseek_v2",

@@ -77,6 +77,13 @@ def config(kind: str, **fields: Any) -> Any:
     return transformers.AutoConfig.for_model(kind, **{**sizes, **fields})
 
 
+CONFIG_3N = {
+    "num_hidden_layers": 10, "num_kv_shared_layers": 4, "intermediate_size": 96,
+    "vocab_size": 100, "vocab_size_per_layer_input": 100, "hidden_size": 64, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size_per_layer_input": 8,
+    "activation_sparsity_pattern": [0.0] * 10, "pad_token_id": 2, "bos_token_id": 0,
+    "eos_token_id": 1,
+}  # fmt: skip
 CONFIGS: dict[str, Any] = {
     "llama": lambda: config("llama", num_key_value_heads=2, head_dim=16),
     "qwen3": lambda: config("qwen3", num_key_value_heads=1, head_dim=32),
@@ -121,11 +128,16 @@ def test_latents_are_cached_without_heads() -> None:
 
 
 def test_layers_that_reuse_keys_cache_none() -> None:
-    made = CONFIGS["llama"]().to_dict()
-    whole = hw.cost(made, batch=B, queries=S)
-    less = hw.cost({**made, "num_kv_shared_layers": 1}, batch=B, queries=S)
-    assert less.kv_cache * 4 == whole.kv_cache * 3
-    assert whole.params - less.params == 2 * 64 * 2 * 16
+    """Gemma 3n: the last four of ten layers use the keys of earlier ones."""
+    made = transformers.AutoConfig.for_model("gemma3n_text", **CONFIG_3N)
+    model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval()
+    cache = transformers.DynamicCache(config=made)
+    with torch.no_grad():
+        model(torch.zeros(B, S, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    layers = [layer for layer in cache.layers if layer.is_initialized]
+    assert len(layers) == 6
+    held = sum(nbytes(layer.keys, layer.values) for layer in layers)
+    assert hw.cost(made, batch=B, queries=S).kv_cache == held
 
 
 def test_a_decoder_caches_its_source_and_an_encoder_nothing() -> None:

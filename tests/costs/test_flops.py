@@ -85,15 +85,20 @@ def test_flops_of_torch_modules(name: str) -> None:
     assert (cost.flops, cost.backward_flops) == (forward, backward)
 
 
-MODELS = ("BERT", "GPT-2", "Llama", "Llama 3", "Qwen3", "Gemma 2", "Gemma 3", "Phi", "Cohere",
-          "OLMo 2", "GPT-NeoX", "Mistral", "StarCoder2", "OPT", "DistilBERT")  # fmt: skip
+PLAIN_MODELS = (
+    "BERT", "DistilBERT", "GPT-2", "OPT", "Llama", "Llama 3", "Qwen3", "Mistral", "Gemma 2",
+    "Gemma 3", "Gemma 3n", "Phi", "Cohere", "OLMo 2", "GPT-NeoX", "StarCoder2",
+)  # fmt: skip
+MIXTURES = ("Mixtral", "Qwen2 MoE", "Qwen3 MoE", "gpt-oss", "DeepSeek-V2", "DeepSeek-V3", "OLMoE")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*PLAIN_MODELS, *MIXTURES])
 def test_dense_flops_of_transformers_models_on_the_meta_device(name: str) -> None:
     """Step by step on the meta device: every pair counts, four products in the backward."""
     model = built(name)
     model.set_attn_implementation("eager")
+    if name in MIXTURES:
+        model.set_experts_implementation("batched_mm")  # the others sort tokens, by their numbers
     ids = torch.zeros(2, 48, dtype=torch.int64, device="meta")
     # A decoder without a mask, and an encoder with one, would read numbers that are not there.
     given = {} if "BERT" in name else {"attention_mask": torch.ones_like(ids), "use_cache": False}

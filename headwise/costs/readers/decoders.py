@@ -14,8 +14,8 @@ from headwise.costs.layers import (
     ExpertsLayer,
     FeedForwardLayer,
     LayerStack,
+    MatrixLayer,
     NormLayer,
-    RecurrentLayer,
     StackedLayer,
     Step,
     SubLayer,
@@ -47,12 +47,13 @@ class DecoderFamily:
     more_positions: int = 0
     rotary: bool = True
     windows: Literal["types", "all", "none"] = "types"
-    final_norm: bool = True
     head_bias: bool = False
     mixture: Callable[[Fields, FeedForwardLayer], list[Body]] | None = None
     mixer: Callable[[Fields, int], list[Body | None]] | None = None
     attention: Callable[[Fields, AttentionLayer], AttentionLayer] | None = None
-    single_norm: bool = False  # one norm for attention and feed-forward
+    shared_keys: str | None = None  # the field with the number of last layers that reuse keys
+    beside: Callable[[Fields], tuple[SubLayer, ...]] | None = None  # further sublayers
+    steps: Callable[[Fields], tuple[tuple[Step, ...], tuple[Step, ...]]] | None = None
 
 
 def read_decoder(fields: Fields, family: DecoderFamily) -> LayerStack:
@@ -63,7 +64,10 @@ def read_decoder(fields: Fields, family: DecoderFamily) -> LayerStack:
     mixers = _mixers(fields, family, layers)
     found = []
     for number in range(layers):
-        found.append(_layer(fields, family, mixers[number], bodies[number], width))
+        layer = _layer(fields, family, mixers[number], bodies[number], width)
+        if family.beside is not None:
+            layer = replace(layer, sublayers=layer.sublayers + family.beside(fields))
+        found.append(layer)
     before: list[Step] = [EmbeddingLayer("embedding", fields.size("vocab_size"), width, split=True)]
     longest = None
     if family.positions:
@@ -71,7 +75,10 @@ def read_decoder(fields: Fields, family: DecoderFamily) -> LayerStack:
         rows = longest + family.more_positions
         before.append(EmbeddingLayer("positions", rows, width, per_batch=False))
     before.append(DropoutStep(fields.rate("embd_pdrop", "embedding_dropout")))
-    after: tuple[Step, ...] = (_norm(family, width),) if family.final_norm else ()
+    after: tuple[Step, ...] = (_norm(family, width),)
+    if family.steps is not None:
+        first, last = family.steps(fields)
+        before, after = [*before, *first], (*last, *after)
     return LayerStack("decoder", tuple(before), tuple(found), after, longest=longest, width=width)
 
 
@@ -100,13 +107,13 @@ def _layer(
 
 
 def _sublayer(mixer: Body) -> str:
-    return "recurrence" if isinstance(mixer, RecurrentLayer) else "attention"
+    return "recurrence" if isinstance(mixer, MatrixLayer) else "attention"
 
 
 def _label(mixer: Body, body: Body) -> str:
     """A layer's name by what makes it differ from others."""
     kind = "layers"
-    if isinstance(mixer, RecurrentLayer):
+    if isinstance(mixer, MatrixLayer):
         kind = f"{mixer.label} layers"
     elif isinstance(mixer, AttentionLayer) and mixer.window is not None:
         kind = f"layers with a window of {mixer.window}"
@@ -122,7 +129,14 @@ def _mixers(fields: Fields, family: DecoderFamily, layers: int) -> list[Body]:
     plain = read_attention_fields(fields, family)
     windows = _windows(fields, family, layers)
     found: list[Body] = []
-    shared = layers - int(fields.get("num_kv_shared_layers") or 0)
+    shared = layers
+    if family.shared_keys is not None:
+        shared -= int(fields.get(family.shared_keys) or 0)
+        if not 0 < shared <= layers:
+            raise ValueError(
+                f"{fields.kind!r} contradicts itself: {layers - shared} of {layers} layers reuse "
+                "the keys of earlier ones"
+            )
     others = family.mixer(fields, layers) if family.mixer is not None else [None] * layers
     for number, (window, chunk) in enumerate(windows):
         other = others[number]
@@ -277,6 +291,14 @@ FAMILIES: dict[str, DecoderFamily] = {
     "gemma": replace(LLAMA, mlp_bias=False),
     "gemma2": GEMMA2,
     "gemma3_text": replace(GEMMA2, qk_norm="head"),
+    "gemma3n_text": replace(
+        GEMMA2,
+        softcap=None,
+        qk_norm="head",
+        shared_keys="num_kv_shared_layers",
+        beside=hybrids.gemma3n_sublayers,
+        steps=hybrids.gemma3n_steps,
+    ),
     "gpt_oss": DecoderFamily(
         qkv_bias="attention_bias",
         out_bias="attention_bias",

@@ -19,7 +19,7 @@ from headwise.costs.layers import (
     LayerStack,
     LinearLayer,
     LooseWeight,
-    RecurrentLayer,
+    MatrixLayer,
     StackedLayer,
     Step,
     SubLayer,
@@ -241,9 +241,9 @@ def _lstm(model: models.LSTM) -> Architecture:
                 LinearLayer(f"input {direction}", width, 4 * half, True),
                 LinearLayer(f"state {direction}", half, 4 * half, True),
             ]
-        body = RecurrentLayer(f"LSTM {number}", width, tuple(matrices), (), 0)
+        body = MatrixLayer(f"LSTM {number}", width, tuple(matrices), (), 0)
         reading.append(StackedLayer((SubLayer("LSTM", body, residual=False),)))
-    cell = RecurrentLayer(
+    cell = MatrixLayer(
         "LSTM cell",
         width,
         (
