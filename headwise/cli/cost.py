@@ -20,6 +20,7 @@ from headwise.cli.cost_question import (
     parsed_sweep,
 )
 from headwise.cli.look import bar, shown_in
+from headwise.costs.explaining import Language
 from headwise.costs.machines import measure as measuring
 from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import DEVICES
@@ -176,7 +177,7 @@ class Output:
     plot: Path | None
     fit: str | None
     explain: bool
-    language: str
+    language: Language
     as_json: bool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,8 @@ def sketched(given: Mapping[str, int]) -> Sketch:
     if missing:
         flags = " and ".join(f"--{name}" for name in missing)
         raise ValueError(f"a decoder described by flags also needs {flags}")
-    known = {each.name for each in fields(Sketch)}
-    return Sketch(**{name: value for name, value in given.items() if name in known})
+    numbers: dict[str, Any] = dict(given)
+    return Sketch(**numbers)
 
 
 def read_model(name: str) -> Model:

@@ -130,8 +130,8 @@ def show_sweep(
         for name in names:
             table.add_column(labels[name][0], justify="right")
         for row in rows:
-            found = [written(row[name], labels[name][1]) for name in names]
-            table.add_row(f"{row[sweep.axis]:,}", *found)
+            shown = [written(row[name], labels[name][1]) for name in names]
+            table.add_row(f"{row[sweep.axis]:,}", *shown)
         console.print(table)
         console.print(f"[dim]{described(use, without=sweep.axis)}[/dim]\n", highlight=False)
 
@@ -218,7 +218,7 @@ def _shown(name: str, columns: Sequence[Mapping[str, float | None]]) -> bool:
 
 
 def _exactly(value: float | None) -> str:
-    return f"{value:,}" if isinstance(value, int) else ""
+    return "" if value is None or value != int(value) else f"{int(value):,}"
 
 
 def _digits(value: float) -> str:

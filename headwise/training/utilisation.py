@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +61,7 @@ class Utilisation:
 
     def _flops(self, sizes: Sizes) -> int:
         if sizes not in self._known:
-            found = cost(self.architecture, dtype=self.dtype, **dict(sizes))
+            given: dict[str, Any] = dict(sizes)
+            found = cost(self.architecture, dtype=self.dtype, **given)
             self._known[sizes] = found.training_flops
         return self._known[sizes]

@@ -58,8 +58,8 @@ class Reader(Protocol):
     """A loaded model that reads inputs while its heads are watched."""
 
     @property
-    def model(self) -> nn.Module:
-        """The model itself."""
+    def model(self) -> nn.Module | None:
+        """The model itself; None of a recording."""
 
     @property
     def description(self) -> Description:

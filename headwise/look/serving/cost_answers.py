@@ -122,7 +122,7 @@ def _sketched(values: tuple[tuple[str, Any], ...]) -> Architecture:
 
 def _curve(architecture: Architecture, use: Scenario) -> list[dict[str, Any]]:
     """Figures at every length that the model has positions for."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for length in LENGTHS:
         asked = replace(use, length=length)
         try:

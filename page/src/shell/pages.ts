@@ -1,4 +1,4 @@
-/** The pages of the page. Lab will stand between Cost and Watch. */
+/** The pages of the page; the first that is offered opens. Lab will stand beside Cost. */
 
 import type { Component } from 'svelte';
 import type { State } from '../lib/types';
@@ -34,7 +34,7 @@ export const PAGES: readonly Page[] = [
   { id: 'heads', view: Heads, words: heads, ofInput: true, offered: ofHeads },
   { id: 'head', view: Head, words: head, ofInput: true, offered: ofHeads },
   { id: 'compare', view: Compare, words: compare, ofInput: true, offered: ofHeads },
-  { id: 'cost', view: Cost, words: cost, ofInput: false, offered: (state) => state.pages.cost },
   { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (state) => state.pages.watch },
+  { id: 'cost', view: Cost, words: cost, ofInput: false, offered: (state) => state.pages.cost },
   { id: 'why', view: Why, words: why, ofInput: false, offered: (state) => state.pages.why },
 ];
