@@ -58,6 +58,7 @@ class RecordedReader:
     """The model of a recording, which can't read anything more."""
 
     description: Description
+    model: None = None
     sample: None = None
 
     def count(self, text: str) -> int:
