@@ -104,7 +104,7 @@ def judge_variance(figures: Figures) -> Verdict:
         )
     return holds(
         both(
-            "Var(q·k)/d_k lies between {low:.3f} and {high:.3f} for d_k = {first} to {last}, one "
+            "Var(q·k)/d_k lies between {low:.3f} and {high:.3f} for d_k = {first} to {last}, 1 "
             "within its error; the entries of trained heads are not independent of variance one: "
             "their scaled logits vary by {least:.2f} to {most:.1f}",
             "d_k 从 {first} 到 {last} 时，Var(q·k)/d_k 在 {low:.3f} 与 {high:.3f} 之间，"
