@@ -29,12 +29,7 @@ from headwise.training.meter import DivergedError
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import Run
 from headwise.training.setups import TranslateSetup
-from headwise.training.tasks.translation import (
-    SentenceBatch,
-    Sentences,
-    Translation,
-    by_sentence,
-)
+from headwise.training.tasks.translation import Sentences, Translation, by_sentence
 from headwise.training.trainer import Trainer, undisturbed
 from headwise.watching.watch import watch
 
@@ -97,7 +92,7 @@ def train(lab: Lab, folder: Path | None, variant: str, seed: int) -> dict[str, A
             return train(lab, Path(name), variant, seed)
     data = "tatoeba-en-fr" if lab.form != "tiny" else str(numbers(folder / "numbers.tsv"))
     chosen = setup(lab, variant, seed, data)
-    task = chosen.prepare(Run(folder))
+    task: Any = chosen.prepare(Run(folder))
     task.split = replace(task.split, test=few(task.split, lab.pick(tiny=4, quick=300, full=2000)))
 
     def report(measured: dict[str, Any]) -> None:
@@ -105,9 +100,7 @@ def train(lab: Lab, folder: Path | None, variant: str, seed: int) -> dict[str, A
             lab.report(f"{variant}, seed {seed}, step", measured["step"], measured["steps"])
 
     settings = {"variant": variant, "form": lab.form}
-    trainer: Trainer[SentenceBatch] = Trainer(
-        task, chosen.recipe, Run(folder), settings, lab.device, report
-    )
+    trainer: Trainer[Any] = Trainer(task, chosen.recipe, Run(folder), settings, lab.device, report)
     try:
         model = trainer.train()
     except DivergedError:

@@ -212,12 +212,7 @@ class TestFingerprint:
         self, changed: Callable[..., str]
     ) -> None:
         again = self.START.replace("return part()", '"""Measure."""\n    return part()  # now')
-        assert changed(self.START) == changed(again + "\n\ndef another(lab: Lab) -> Figures:
-    runs.append("another")
-    return {"value": 3 - 1}
-
-
-def judge(figures):\n    return 3\n")
+        assert changed(self.START) == changed(again + "\n\ndef judge(figures):\n    return 3\n")
 
     @pytest.mark.parametrize(
         "edit", [("WIDTH = 4", "WIDTH = 5"), ("return WIDTH", "return -WIDTH")]
