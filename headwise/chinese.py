@@ -260,16 +260,4 @@ CHINESE: dict[str, str] = {
     "measured by other code; run it again: headwise lab run {id}": (
         "由其他版本的代码测得；请重新运行：headwise lab run {id}"
     ),
-    # devices of a cost
-    "{device} has no matrix rate for {dtype}; it has {there}": (
-        "{device} 没有 {dtype} 的矩阵运算速率；现有 {there}"
-    ),
-    "there is no device {name!r}; use this, which headwise cost --measure measures, or one of "
-    "{there}": (
-        "没有设备 {name!r}；可以是 this（由 headwise cost --measure 测量），或者 {there}"
-    ),
-    "this machine was not measured; run headwise cost --measure": (
-        "本机还没有测量过；请运行 headwise cost --measure"
-    ),
-    "this machine has no CUDA device; use this:cpu": "本机没有 CUDA 设备；请用 this:cpu",
 }  # fmt: skip
