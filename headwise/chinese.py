@@ -46,6 +46,9 @@ CHINESE: dict[str, str] = {
     "this is an error in the model or in headwise; the terminal may say more": (
         "这是模型或 headwise 内部的错误；终端里可能有更多信息"
     ),
+    "all heads of this model look through windows, and the page shows maps of tokens against tokens; hw.watch has their figures": (  # noqa: E501
+        "这个模型的所有头都通过窗口查看，而页面显示的是词元对词元的图；hw.watch 有它们的数值"
+    ),
     "this is a recording: run the model again to look at something else": (
         "这是一份记录：想看别的内容，请再运行一次模型"
     ),
@@ -96,6 +99,29 @@ CHINESE: dict[str, str] = {
     ),
     "{wrong}; use a whole number from {least} to {most}": (
         "{wrong}；可以是 {least} 到 {most} 之间的整数"
+    ),
+    # devices of a cost
+    "{device} has no matrix rate for {dtype}; it has {there}": (
+        "{device} 没有 {dtype} 的矩阵运算速率；现有 {there}"
+    ),
+    "there is no device {name!r}; use this, which headwise cost --measure measures, or one of "
+    "{there}": (
+        "没有设备 {name!r}；可以是 this（由 headwise cost --measure 测量），或者 {there}"
+    ),
+    "this machine was not measured; run headwise cost --measure": (
+        "本机还没有测量过；请运行 headwise cost --measure"
+    ),
+    "this machine has no CUDA device; use this:cpu": "本机没有 CUDA 设备；请用 this:cpu",
+    "not even one token fits: the model alone takes {least:,.0f} bytes of {room:,.0f}; use a "
+    "smaller dtype, or more devices (mesh)": (
+        "连一个词元也放不下：模型本身就要 {least:,.0f} 字节，而只有 {room:,.0f} 字节；"
+        "请用更小的 dtype，或更多设备（mesh）"
+    ),
+    "a width of {width} is not divisible by {heads} heads; give the width of a head too": (
+        "宽度 {width} 不能被 {heads} 个头整除；请同时给出每个头的宽度"
+    ),
+    "{heads} heads can't share {kv_heads} key heads evenly; use a divisor of {heads}": (
+        "{heads} 个头无法平均共用 {kv_heads} 个键头；请用 {heads} 的约数"
     ),
     # watched runs
     "no run is being watched": "没有正在监视的运行",
