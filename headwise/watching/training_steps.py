@@ -145,7 +145,7 @@ class SteppedRecording(Recording):
         for layer in self.layers:
             layer.close()
         self._passes = self._recorder.passes
-        self.look(self.steps % self._recorder.options.every == 0)
+        self._look(self.steps % self._recorder.options.every == 0)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and what was asked for was not seen."""
@@ -190,7 +190,7 @@ class SteppedRecording(Recording):
             self._known[optimiser] = (len(optimiser.param_groups), ours)
         return ours
 
-    def look(self, looking: bool) -> None:
+    def _look(self, looking: bool) -> None:
         """Look at the step that begins, or pass it over."""
         self._recorder.active = looking
 
@@ -208,7 +208,7 @@ class SteppedRecording(Recording):
         looking = self.steps % self._recorder.options.every == 0
         if looking != self._recorder.active:
             with self._going_on("beginning a step"):
-                self.look(looking)
+                self._look(looking)
 
     def _take(self) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""

@@ -144,7 +144,7 @@ class Watch(SteppedRecording):
         self._unfollow = register_optimizer_step_post_hook(self.optimised).remove
         try:
             self._reserve()
-            self.look(self.steps % self.options.every == 0)
+            self._look(self.steps % self.options.every == 0)
         except BaseException:
             self.detach()
             raise
@@ -156,9 +156,9 @@ class Watch(SteppedRecording):
         if first is not None and not first.is_meta:
             self._recorder.board(first.device)
 
-    def look(self, looking: bool) -> None:
+    def _look(self, looking: bool) -> None:
         """Look at the step that begins, or pass it over: then the watch is nowhere in the model."""
-        super().look(looking)
+        super()._look(looking)
         if not looking or not self.attached:
             self._unhook()
         elif not self._undo:
@@ -276,14 +276,14 @@ class Watch(SteppedRecording):
         if not self.attached:
             raise ValueError("importance switches heads off in a watched model; attach() first")
         looking = self._recorder.active
-        self.look(True)
+        self._look(True)
         try:
             if not self._recorder.layers:
                 measure()  # shows the layers
             self.check()
             return importance(self.model, self._recorder, measure)
         finally:
-            self.look(looking)
+            self._look(looking)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""

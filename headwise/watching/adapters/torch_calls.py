@@ -178,7 +178,7 @@ class Listener(ModelMode):
             if self.recorder.wants(frame.name):
                 with self.recorder.unread.reading(frame.name):
                     call, kind = scaled_dot_product(self.memo, *args, **options)
-                    self.recorder.beside(frame.name, call, kind or kind_of(frame.name))
+                    self.recorder.beside(frame.name, call, kind or kind_of(frame.name), out=out)
             return self.recorder.silence(frame.name, out)
         if func in self.readers:
             if frame.name in self.recorder.silenced:
@@ -225,14 +225,14 @@ class Listener(ModelMode):
         name, call = found.name, found.call
         if recorder.wants(name):
             with recorder.unread.reading(name):
-                proof = None
+                proof = whole = None
                 if found.exact:
-                    whole = found.heads_first(out.detach()).transpose(1, 2)
-                    proof = self.prove(name, call, whole)
+                    whole = found.heads_first(out.detach())
+                    proof = self.prove(name, call, whole.transpose(1, 2))
                 across = call.mask is None and lengths_differ(*call[:2])
                 few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
                 kind: Kind = "cross" if across else kind_of(name)
-                recorder.beside(name, call, kind, maps=few, proof=proof)
+                recorder.beside(name, call, kind, out=whole, maps=few, proof=proof)
         if name not in recorder.silenced:
             return out
         return found.as_it_was(recorder.silence(name, found.heads_first(out)))
