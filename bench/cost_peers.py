@@ -1,13 +1,16 @@
 """FLOPs and memory by headwise and by other counters, on the same layers.
 
     python -m venv peers
-    peers/bin/pip install torch==2.13.0 transformers fvcore ptflops calflops deepspeed \
+    peers/bin/pip install torch==2.13.0 transformers fvcore ptflops calflops deepspeed \\
         ultralytics-thop torchinfo accelerate
     peers/bin/python -m bench.cost_peers
 
-A tool that is not installed is left out. Numbers are FLOPs, two per multiply-add; tools that count
-multiply-adds are doubled. The truth is written out here, independent of every tool: 2·m·n·k for
-each matrix product, over all pairs (dense) and over the pairs that the mask shows (exact).
+A tool that is not installed is left out. The others count before headwise is imported, because
+importing it teaches PyTorch's counter about attention on a CPU; a column shows it afterwards.
+
+Numbers are FLOPs, two per multiply-add; tools that count multiply-adds are doubled. The truth is
+written out here, independent of every tool: 2·m·n·k for each matrix product, over all pairs (dense)
+and over the pairs that the mask shows (exact).
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import headwise as hw
 from bench import described
 from bench.pairs import RESULTS
 
@@ -54,7 +56,9 @@ class Attention(nn.Module):
         self.k, self.v = nn.Linear(D, kv, bias=False), nn.Linear(D, kv, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, D // H)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(x).unflatten(-1, (-1, D // H)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
         return self.o(self.attended(q, k, v).transpose(1, 2).flatten(-2))
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -91,16 +95,23 @@ class Layer:
     build: Callable[[], nn.Module]
     dense: int
     exact: int
-    ours: Callable[[], Any]
+    ours: Callable[[Any], Any]  # takes headwise, which is not imported yet
 
 
-def ours(mask: hw.mask.Mask | None = None, kv_heads: int | None = None) -> Callable[[], Any]:
-    layer = hw.nn.MultiHeadAttention(D, H, kv_heads=kv_heads, bias=False)
-    return lambda: hw.cost(layer, batch=B, queries=S, dtype="fp32", mask=mask)
+def ours(mask: Callable[[Any], Any], kv_heads: int | None = None) -> Callable[[Any], Any]:
+    def count(hw: Any) -> Any:
+        layer = hw.nn.MultiHeadAttention(D, H, kv_heads=kv_heads, bias=False)
+        return hw.cost(layer, batch=B, queries=S, dtype="fp32", mask=mask(hw.mask))
+
+    return count
 
 
-def of_torch(layer: nn.Module) -> Callable[[], Any]:
-    return lambda: hw.cost(layer, batch=B, queries=S, dtype="fp32")
+def of_torch(layer: nn.Module) -> Callable[[Any], Any]:
+    return lambda hw: hw.cost(layer, batch=B, queries=S, dtype="fp32")
+
+
+def full(mask: Any) -> None:
+    return None
 
 
 def encoder() -> nn.Module:
@@ -117,15 +128,15 @@ LAYERS = (
           of_torch(nn.MultiheadAttention(D, H, batch_first=True))),
     Layer("nn.TransformerEncoderLayer, eval", encoder, FULL + 2 * B * S * D * 8 * D,
           FULL + 2 * B * S * D * 8 * D, of_torch(encoder())),
-    Layer("F.sdpa", lambda: Attention("sdpa"), FULL, FULL, ours()),
+    Layer("F.sdpa", lambda: Attention("sdpa"), FULL, FULL, ours(full)),
     Layer("F.sdpa, causal", lambda: Attention("causal"), FULL, PROJECTIONS + products(CAUSAL),
-          ours(hw.mask.causal())),
+          ours(lambda mask: mask.causal())),
     Layer("F.sdpa, window 32", lambda: Attention("window"), FULL, PROJECTIONS + products(WINDOW),
-          ours(hw.mask.causal() & hw.mask.window(W - 1))),
+          ours(lambda mask: mask.causal() & mask.window(W - 1))),
     Layer("F.sdpa, 2 key heads", lambda: Attention("grouped"), GROUPED + products(PAIRS),
-          GROUPED + products(PAIRS), ours(kv_heads=G)),
-    Layer("written with @", lambda: Attention("matmul"), FULL, FULL, ours()),
-    Layer("written with einsum", lambda: Attention("einsum"), FULL, FULL, ours()),
+          GROUPED + products(PAIRS), ours(full, G)),
+    Layer("written with @", lambda: Attention("matmul"), FULL, FULL, ours(full)),
+    Layer("written with einsum", lambda: Attention("einsum"), FULL, FULL, ours(full)),
 )  # fmt: skip
 
 
@@ -207,13 +218,24 @@ TOOLS: dict[str, tuple[str, Callable[[nn.Module, Tensor], float]]] = {
 }
 
 
+OURS, TAUGHT = "headwise", "FlopCounterMode, CPU, after import headwise"
+
+
 def main() -> None:
     described(__doc__).parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    versions = {"headwise": hw.__version__, "transformers": version("transformers")}
-    rows = [row(layer, versions) for layer in LAYERS]
-    memory = memory_rows(versions)
+    versions = {name: version(name) for name in ("transformers", "accelerate")}
+    rows = [counted(layer, versions) for layer in LAYERS]
+    import headwise as hw
+
+    versions["headwise"] = hw.__version__
+    for layer, row in zip(LAYERS, rows, strict=True):
+        cost = layer.ours(hw)
+        row["counted"][OURS] = cost.flops
+        row["counted"][TAUGHT] = by_torch_cpu(layer.build(), torch.randn(B, S, D))
+        assert cost.flops_dense == layer.dense, layer.name
+    memory = memory_rows(hw, versions)
     content = {"versions": versions, "flops": rows, "memory": memory}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "cost_peers.json"
@@ -224,26 +246,27 @@ def main() -> None:
     print(path)
 
 
-def row(layer: Layer, versions: dict[str, str | None]) -> dict[str, Any]:
-    """What every tool counts for a layer."""
-    cost = layer.ours()
-    found: dict[str, Any] = {"headwise, dense": cost.flops_dense, "headwise": cost.flops}
+def counted(layer: Layer, versions: dict[str, str | None]) -> dict[str, Any]:
+    """The count of every peer for a layer."""
+    found: dict[str, Any] = {}
     for name, (package, count) in TOOLS.items():
         versions[package] = version(package)
         if versions[package] is None:
             continue
         torch.manual_seed(0)
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 found[name] = int(count(layer.build(), torch.randn(B, S, D)))
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
     return {"layer": layer.name, "dense": layer.dense, "exact": layer.exact, "counted": found}
 
 
-def memory_rows(versions: dict[str, str | None]) -> list[dict[str, Any]]:
+def memory_rows(hw: Any, versions: dict[str, str | None]) -> list[dict[str, Any]]:
     """Bytes of models by accelerate and by headwise, from the same configuration files."""
-    versions["accelerate"] = version("accelerate")
     if versions["accelerate"] is None or versions["transformers"] is None:
         return []
     from accelerate import init_empty_weights
@@ -303,7 +326,7 @@ def verdict(counted: Any, dense: int, exact: int) -> str:
 
 def table(rows: list[dict[str, Any]], versions: dict[str, str | None]) -> str:
     """Markdown: a line per layer, a column per tool."""
-    tools = ["headwise", *(name for name in TOOLS if name in rows[0]["counted"])]
+    tools = [OURS, *(name for name in TOOLS if name in rows[0]["counted"]), TAUGHT]
     head = [f"{name} {versions[TOOLS[name][0]]}" if name in TOOLS else name for name in tools]
     lines = [f"| layer | {' | '.join(head)} |", f"|---|{'---|' * len(tools)}"]
     for each in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ from headwise.costs.readers.models import read_config, read_model
 from headwise.costs.readers.modules import read_module
 from headwise.costs.visible import Tile
 from headwise.costs.walk import count
-from headwise.costs.workload import CacheLayout, Ranks, Workload, check_workload, dtype_name
+from headwise.costs.workload import (
+    CacheLayout,
+    DeviceKind,
+    Layout,
+    Ranks,
+    Recompute,
+    Workload,
+    check_workload,
+    dtype_name,
+)
 from headwise.models.config import Config
 
 
@@ -37,13 +47,26 @@ def cost(
     dtype: object = "bf16",
     mesh: object = None,
     fused: bool = True,
-    recompute: Any = None,
+    recompute: Recompute = None,
     cache: object = None,
-    device: Any = "cuda",
+    device: DeviceKind = "cuda",
     tile: Tile = (128, 128),
-    layout: Any = "contiguous",
+    layout: Layout = "contiguous",
 ) -> Cost:
     """Everything that a forward and a backward take, before they run, as exact counts.
+
+    `what` is a module or model of headwise, a Transformer module of PyTorch, a model or config of
+    transformers, a config as a dictionary or a config.json, or a model's name.
+
+    `queries` tokens per sequence run (4,096, or fewer if it has fewer positions); `keys` counts all
+    tokens of a sequence, so more keys than queries means that the others are in a cache. `context`
+    is the length of the sequence that cross-attention sees. `mask` narrows the architecture's own.
+    `mesh`, such as {"dp": 8, "tp": 4}, divides the work; the result is that of the busiest rank.
+
+    For bytes saved: `fused` attention or step by step, `recompute` "layers" or "attention", and the
+    kind of `device`, "cuda" or "cpu", whose kernels save different things. `cache` is a dtype or a
+    `hw.CacheLayout`; `tile` are the queries and keys that a kernel computes together; `layout`,
+    "contiguous" or "head_tail", says how context parallelism divides a sequence.
 
     >>> import headwise as hw
     >>> attn = hw.nn.MultiHeadAttention(64, 4, mask=hw.mask.causal())
@@ -70,7 +93,24 @@ def cost(
         layout,
     )
     check_workload(work)
-    return count(read(what, context), work)
+    architecture = read(what, context)
+    if isinstance(what, nn.Module):
+        whole = count(architecture, replace(work, ranks=Ranks()))
+        _check_params(what, whole.params)
+        if work.ranks.count == 1:
+            return whole
+    return count(architecture, work)
+
+
+def _check_params(module: nn.Module, counted: int) -> None:
+    """Raise ValueError if a module holds other parameters than its architecture has."""
+    held = sum(weight.numel() for weight in module.parameters())
+    if held != counted:
+        raise ValueError(
+            f"{type(module).__name__} has {held:,} parameters, but its architecture has "
+            f"{counted:,}: it was changed after it was built, so its cost is not known; hw.cost "
+            "of its config gives that of the original"
+        )
 
 
 def read(what: Any, context: int | None = None) -> Architecture:
@@ -96,6 +136,6 @@ def read(what: Any, context: int | None = None) -> Architecture:
     if is_configuration(what):
         return read_configuration(what)
     raise ValueError(
-        f"{what!r} has no cost; give a module, a model, a configuration (an object, a dictionary or "
-        "a config.json), or a model's name"
+        f"{what!r} has no cost; give a module, a model, a configuration (an object, a dictionary "
+        "or a config.json), or a model's name"
     )

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headwise.costs.explaining import Language, explanation
 from headwise.costs.formula import Line
 from headwise.costs.kernel import Kernel
 from headwise.costs.machines.hardware import Device
 from headwise.costs.machines.this_machine import find
 from headwise.costs.timing import seconds
+from headwise.costs.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Cost:
     backward: tuple[Kernel, ...] = field(default=(), repr=False)
     parts: Mapping[str, Cost] = field(default_factory=dict, repr=False)
     lines: tuple[Line, ...] = field(default=(), repr=False)  # the formulas, for `explain`
+    work: Workload = field(default=Workload(), repr=False)
 
     @property
     def flops(self) -> int:
@@ -95,9 +98,9 @@ class Cost:
         parts = {name: part.to_dict() for name, part in self.parts.items()}
         return {"name": self.name, "count": self.count, **figures, "parts": parts}
 
-    def explain(self, language: str = "en") -> str:
+    def explain(self, language: Language = "en") -> str:
         """Every formula with its numbers, in English ("en") or 中文 ("zh")."""
-        return ""
+        return explanation(self, language)
 
     def __str__(self) -> str:
         return self.explain()

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from headwise.messages import Sentence
+
 Monomial = tuple[tuple["Symbol", int], ...]  # the sizes of a product and their exponents
 
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -126,7 +128,7 @@ class Line:
     label: str  # the piece of it, such as "query projection"
     formula: Formula
     times: int = 1  # copies of the part
-    note: str = ""
+    note: Sentence | None = None
 
 
 def size(name: str, value: int) -> Formula:

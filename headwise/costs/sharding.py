@@ -27,7 +27,7 @@ def sharded(layer: T, ranks: int) -> T:
     """
     if ranks == 1:
         return layer
-    part: T = _part(layer, ranks)
+    part: T = _part(layer, ranks)  # type: ignore[assignment]
     return part
 
 

@@ -7,32 +7,20 @@ steps save it, and parameters do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from headwise.costs.cost import Cost
 from headwise.costs.formula import Formula, Line, formula
 from headwise.costs.kernel import AttentionShape, Kernel, Kind, MatmulShape
 from headwise.costs.layers import Activation, NormLayer
+from headwise.costs.tally import CountedPart, again, summed, tree
 from headwise.costs.workload import Workload
+from headwise.messages import Sentence
 
 SPECIAL = {"gelu": 1, "silu": 1, "tanh": 1, "sigmoid": 1}  # functions per element
-
-
-@dataclass
-class _Part:
-    """A part being counted; its own figures, without those of its children."""
-
-    name: str
-    copies: int
-    lines: list[Line] = field(default_factory=list)
-    forward: list[Kernel] = field(default_factory=list)
-    backward: list[Kernel] = field(default_factory=list)
-    saved: list[Line] = field(default_factory=list)
-    active: int = 0
-    children: list[_Part] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -43,7 +31,7 @@ class Flow:
     width: Formula
     learns: bool = True  # a gradient flows back through it
     heads_apart: bool = False  # stored (batch, heads, tokens, width): joining the heads copies
-    home: _Part | None = None  # the part that saves it, if several copies of another one use it
+    home: CountedPart | None = None  # the part that saves it, whichever part uses it
 
     @property
     def size(self) -> Formula:
@@ -56,7 +44,7 @@ class Tape:
 
     def __init__(self, work: Workload, name: str) -> None:
         self.work = work
-        self._root = _Part(name, 1)
+        self._root = CountedPart(name, 1)
         self._open = [self._root]
         self._saved: set[int] = set()
         self._kept_alive: list[Flow] = []  # ids of saved flows stay unique while they exist
@@ -67,7 +55,7 @@ class Tape:
     @contextmanager
     def part(self, name: str, copies: int = 1) -> Iterator[None]:
         """Count what follows as a part of the current one that occurs `copies` times."""
-        made = _Part(name, copies)
+        made = CountedPart(name, copies)
         self._open[-1].children.append(made)
         self._open.append(made)
         try:
@@ -88,15 +76,14 @@ class Tape:
     def recomputed(self, *inputs: Flow) -> Iterator[None]:
         """Save only the inputs of what follows, and compute it once more in the backward."""
         part = self._open[-1]
-        before = [(node, len(node.saved)) for node in _tree(part)]
-        kernels = {id(node): len(node.forward) for node in _tree(part)}
+        before = {id(node): (len(node.saved), len(node.forward)) for node in tree(part)}
         known, alive = set(self._saved), len(self._kept_alive)
         yield
-        kept = dict((id(node), count) for node, count in before)
-        for node in _tree(part):
-            del node.saved[kept.get(id(node), 0) :]
-            again = node.forward[kernels.get(id(node), 0) :]
-            node.backward += [_again(kernel) for kernel in again]
+        for node in tree(part):
+            saved, ran_before = before.get(id(node), (0, 0))
+            del node.saved[saved:]
+            ran = node.forward[ran_before:]
+            node.backward += [again(kernel) for kernel in ran]
         self._saved = known | {id(flow) for flow in self._kept_alive[alive:] if flow.home}
         for flow in inputs:
             self.save(flow, "input of a recomputed part")
@@ -131,7 +118,7 @@ class Tape:
         part.active += int(held.value * used)
 
     def keep(
-        self, label: str, size: Formula, each: int | None = None, home: _Part | None = None
+        self, label: str, size: Formula, each: int | None = None, home: CountedPart | None = None
     ) -> None:
         """Save `size` numbers of `each` bytes (the model's dtype by default) for the backward."""
         if self._idle:
@@ -163,7 +150,7 @@ class Tape:
         kernel = replace(kernel, name=path, dtype=self.work.dtype, backward=backward)
         (part.backward if backward else part.forward).append(kernel)
 
-    def flops(self, label: str, count: Formula, note: str = "") -> None:
+    def flops(self, label: str, count: Formula, note: Sentence | None = None) -> None:
         """Record the formula of a kernel's FLOPs."""
         if not self._idle:
             self._open[-1].lines.append(Line("flops", label, count, note=note))
@@ -177,7 +164,6 @@ class Tape:
         label: str,
         bias: bool = False,
         weight: bool = True,
-        copies: Formula | None = None,
         saves: bool = True,
     ) -> Flow:
         """x times a matrix; `weight` is False if the matrix is another layer's."""
@@ -193,18 +179,26 @@ class Tape:
         return Flow(x.rows, outputs)
 
     def matmul(
-        self, label: str, m: int, n: int, k: int, learns: bool, batch: int = 1, weights: int = 1
+        self,
+        label: str,
+        m: int,
+        n: int,
+        k: int,
+        learns: bool,
+        batch: int = 1,
+        weights: int = 1,
+        kind: Kind = "matmul",
     ) -> None:
-        """The kernels of `batch` products (m, k) × (k, n) of which the second is learned."""
+        """`batch` products of (m, k) with `weights` learned matrices (k, n), and their backward."""
         e, count = self.element, 2 * batch * m * n * k
         x, w, y = batch * m * k * e, weights * k * n * e, batch * m * n * e
         shape = MatmulShape(m, n, k, batch)
-        self.run(Kernel(label, "matmul", count, x + w, y, shape=shape))
+        self.run(Kernel(label, kind, count, x + w, y, shape=shape))
         if learns:
             shape = MatmulShape(m, k, n, batch)
-            self.run(Kernel(f"{label} (input)", "matmul", count, y + w, x, shape=shape), True)
+            self.run(Kernel(f"{label} (input)", kind, count, y + w, x, shape=shape), True)
         shape = MatmulShape(k, n, m, batch)
-        self.run(Kernel(f"{label} (weight)", "matmul", count, x + y, w, shape=shape), True)
+        self.run(Kernel(f"{label} (weight)", kind, count, x + y, w, shape=shape), True)
 
     def norm(self, x: Flow, norm: NormLayer, label: str, width: Formula, rows: Formula) -> Flow:
         """A norm over vectors of this width, `rows` of them in x."""
@@ -231,10 +225,10 @@ class Tape:
         size = x.size.value * self.element
         self.run(Kernel(label, "norm", 0, size, size))
         self.run(Kernel(label, "norm", 0, 2 * size, size), True)
-        return Flow(x.rows, x.width, heads_apart=True)
+        return Flow(x.rows, x.width)
 
     def activate(self, x: Flow, activation: Activation, label: str = "activation") -> Flow:
-        """An activation function; all but ReLU and tanh save their input."""
+        """An activation function; some save their output, the others their input."""
         if activation == "none":
             return x
         out = Flow(x.rows, x.width)
@@ -270,12 +264,13 @@ class Tape:
     ) -> None:
         """A kernel that reads and writes `size` numbers some times, and its backward."""
         count = size.value
-        e = self.element
-        kind: Kind = "elementwise"
-        self.run(Kernel(label, kind, 0, reads * count * e, writes * count * e, special * count))
-        self.run(Kernel(label, kind, 0, writes * count * e, reads * count * e), True)
+        read, written = reads * count * self.element, writes * count * self.element
+        self.run(Kernel(label, "elementwise", 0, read, written, special * count))
+        self.run(Kernel(label, "elementwise", 0, written, read), True)
 
-    def attention(self, shape: AttentionShape, label: str, extra_bytes: int = 0) -> None:
+    def attention(
+        self, shape: AttentionShape, label: str, extra_bytes: int = 0, read: int | None = None
+    ) -> None:
         """The kernels of fused attention; its backward computes the scores again."""
         e = self.element
         score = 4 if shape.additive else 2
@@ -284,6 +279,7 @@ class Tape:
         rows = shape.batch * shape.queries
         q, out = (rows * shape.heads * width * e for width in (shape.head_dim, shape.value_dim))
         keys = shape.batch * shape.keys * shape.kv_heads * (shape.head_dim + shape.value_dim) * e
+        keys = keys if read is None else read
         lse = 4 * rows * shape.heads
         special = 1 + shape.softcap + (shape.head_dim if shape.additive else 0)
         forward = Kernel(
@@ -314,64 +310,8 @@ class Tape:
 
     def cost(self) -> Cost:
         """The tree of parts, counted."""
-        return _counted(self._root, 1, self.work)
+        return summed(self._root, 1, self.work)
 
 
 def _cpu(work: Workload) -> bool:
     return work.device == "cpu"
-
-
-def _tree(part: _Part) -> Iterator[_Part]:
-    yield part
-    for child in part.children:
-        yield from _tree(child)
-
-
-def _again(kernel: Kernel) -> Kernel:
-    """A forward kernel that the backward runs once more; model FLOPs do not count it."""
-    name = f"{kernel.name} (again)"
-    return replace(kernel, name=name, flops=0, flops_dense=0, backward=True)
-
-
-def _counted(part: _Part, copies: int, work: Workload) -> Cost:
-    copies *= part.copies
-    while len(part.children) == 1 and not (part.lines or part.saved or part.forward):
-        (child,) = part.children  # a part that is all of its whole takes its place
-        part = replace(child, name=part.name)
-        copies *= part.copies
-    children = [_counted(child, copies, work) for child in part.children]
-    lines = [replace(line, times=copies) for line in part.lines + part.saved]
-    found = {name: _sum(lines, name) for name in ("params", "activations", "kv_cache", "state")}
-    forward = [replace(kernel, count=kernel.count * copies) for kernel in part.forward]
-    backward = [replace(kernel, count=kernel.count * copies) for kernel in part.backward]
-    figures = {
-        name: own + sum(getattr(child, name) for child in children) for name, own in found.items()
-    }
-    active = part.active * copies + sum(child.params_active for child in children)
-    return Cost(
-        part.name,
-        copies,
-        **figures,
-        params_active=active,
-        weights=figures["params"] * work.element,
-        forward=tuple(forward) + tuple(k for child in children for k in child.forward),
-        backward=tuple(backward) + tuple(k for child in children for k in child.backward),
-        parts=_named(children),
-        lines=tuple(lines),
-    )
-
-
-def _named(parts: Sequence[Cost]) -> dict[str, Cost]:
-    """Parts by name; a name that occurs again is numbered."""
-    found: dict[str, Cost] = {}
-    for part in parts:
-        name, number = part.name, 2
-        while name in found:
-            name, number = f"{part.name} {number}", number + 1
-        found[name] = part
-    return found
-
-
-def _sum(lines: Sequence[Line], figure: str) -> int:
-    wanted = [line for line in lines if line.figure == figure]
-    return sum(line.formula.value * line.times for line in wanted)

@@ -58,7 +58,9 @@ def _executed(shape: AttentionShape, speeds: Speeds) -> int:
         return shape.executed_pairs
     queries, keys = shape.queries, shape.keys
     place = Place(shape.batch, shape.heads, queries, keys, offset=keys - queries)
-    return count_pairs(shape.mask, place, speeds.tile).executed
+    found = count_pairs(shape.mask, place, speeds.tile)
+    # A rank of context parallelism has queries from elsewhere: its tiles were counted with it.
+    return found.executed if found.visible == shape.pairs else shape.executed_pairs
 
 
 def _busy(shape: AttentionShape, speeds: Speeds, units: int) -> float:

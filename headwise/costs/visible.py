@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.core.intervals import Both, Mask
+from headwise.core.intervals import Both, Mask, rows_per_key
 from headwise.core.patterns import Causal, Window
 from headwise.core.place import Place
 
@@ -21,6 +21,7 @@ class Pairs:
     visible: int
     executed: int
     dense: int
+    touched: int  # keys that some row sees, over the batch
 
 
 def count_pairs(mask: Mask | None, place: Place, tile: Tile) -> Pairs:
@@ -29,23 +30,26 @@ def count_pairs(mask: Mask | None, place: Place, tile: Tile) -> Pairs:
     >>> import headwise as hw
     >>> place = Place(batch=1, heads=1, queries=1000, keys=1000)
     >>> count_pairs(hw.mask.causal(), place, (100, 100))
-    Pairs(visible=500500, executed=550000, dense=1000000)
+    Pairs(visible=500500, executed=550000, dense=1000000, touched=1000)
     """
     calls = place.batch * place.heads
     dense = calls * place.queries * place.keys
     if mask is None or not dense:
-        return Pairs(dense, dense, dense)
+        return Pairs(dense, dense, dense, place.batch * place.keys)
     mask.check(place)
     if mask.pieces == 0:
         seen = mask.to_dense(place)
         seen = seen.expand(*seen.shape[:2], place.queries, place.keys)
         copies = calls // (seen.shape[0] * seen.shape[1])
         visible, executed = int(seen.sum()), _dense_tiles(seen, tile)
-        return Pairs(copies * visible, copies * executed, dense)
+        touched = int(seen.any(-2).any(1).sum()) * (place.batch // seen.shape[0])
+        return Pairs(copies * visible, copies * executed, dense, touched)
     bounds = _bounds(mask, place)
     copies = calls // (bounds.shape[2] * bounds.shape[3])
     visible = int((bounds[:, 1] - bounds[:, 0]).clamp_min(0).sum())
-    return Pairs(copies * visible, copies * _tiles(bounds, place.keys, tile), dense)
+    seen = (rows_per_key(bounds, place.keys) > 0).any(1)
+    touched = int(seen.sum()) * (place.batch // seen.shape[0])
+    return Pairs(copies * visible, copies * _tiles(bounds, place.keys, tile), dense, touched)
 
 
 def closed_form(mask: Mask | None, queries: int, keys: int) -> str | None:
@@ -88,7 +92,8 @@ def _bounds(mask: Mask, place: Place) -> Tensor:
     bounds = [bound for piece in mask.intervals(place) for bound in piece]
     shape = torch.broadcast_shapes(*(bound.shape for bound in bounds), (1, 1, place.queries))
     stacked = torch.stack([(bound - place.first_key).expand(shape) for bound in bounds])
-    return stacked.clamp(0, place.keys).unflatten(0, (-1, 2))
+    bounds_by_piece: Tensor = stacked.clamp(0, place.keys).unflatten(0, (-1, 2))
+    return bounds_by_piece
 
 
 def _tiles(bounds: Tensor, keys: int, tile: Tile) -> int:

@@ -17,8 +17,9 @@ ALIASES = {
 }  # fmt: skip
 COMPUTED = ("fp64", "fp32", "bf16", "fp16")
 
-Device = Literal["cuda", "cpu"]
+DeviceKind = Literal["cuda", "cpu"]
 Recompute = Literal["layers", "attention"] | None
+Layout = Literal["contiguous", "head_tail"]
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,13 @@ class Workload:
     context: int | None = None
     mask: Mask | None = None
     dtype: str = "bf16"
-    device: Device = "cuda"
+    device: DeviceKind = "cuda"
     fused: bool = True
     recompute: Recompute = None
     tile: Tile = (128, 128)
     cache: CacheLayout = CacheLayout()
     ranks: Ranks = Ranks()
-    layout: Literal["contiguous", "head_tail"] = "contiguous"
+    layout: Layout = "contiguous"
 
     @property
     def element(self) -> int:
@@ -140,11 +141,6 @@ class Workload:
     def wide(self) -> int:
         """Bytes of a number in which sums are kept: float32 or wider."""
         return max(4, self.element)
-
-    @property
-    def training_only(self) -> bool:
-        """True if nothing is cached: every key is a token of the call."""
-        return self.keys is None or self.keys == self.queries
 
 
 def dtype_name(what: str, given: Any) -> str:
@@ -179,12 +175,12 @@ def check_workload(work: Workload) -> None:
     for name, allowed in choices.items():
         if getattr(work, name) not in allowed:
             raise ValueError(f"{name}={getattr(work, name)!r}; use one of {allowed}")
-    if len(work.tile) != 2 or any(type(side) is not int or side < 1 for side in work.tile):
+    if len(tuple(work.tile)) != 2 or any(type(side) is not int or side < 1 for side in work.tile):
         raise ValueError(f"tile={work.tile!r} must be two positive integers: queries and keys")
     if work.keys is not None and work.queries is not None and work.keys < work.queries:
         raise ValueError(
-            f"keys={work.keys} are fewer than queries={work.queries}: keys count every token, those "
-            "of the cache included; for cross-attention use context="
+            f"keys={work.keys} are fewer than queries={work.queries}: keys count every token, also "
+            "those of a cache; for cross-attention use context="
         )
     if work.mask is not None and not isinstance(work.mask, Mask):
         raise ValueError(f"mask={work.mask!r} is not a mask; try hw.mask.causal()")

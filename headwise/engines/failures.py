@@ -15,6 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.bias import ALiBi, RelativeBuckets
+from headwise.core.problem import Problem, Terms
+
 Kernels = Literal["attention", "additive attention", "cached attention", "maps"]
 
 
@@ -30,6 +33,7 @@ class Family(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     widths: tuple[int, int]  # of the heads of queries and values
+    options: tuple[bool, ...]  # those that compile another version of a kernel, in use or not
     learns: bool  # gradients follow
 
 
@@ -42,15 +46,47 @@ _UNUSABLE: dict[str, str] = {}  # by the engine whose modules could not be impor
 _THREAD = _Thread()
 
 
-def family(engine: str, kernels: Kernels, q: Tensor, v: Tensor, learns: bool) -> Family:
+def family(
+    engine: str,
+    kernels: Kernels,
+    q: Tensor,
+    v: Tensor,
+    learns: bool,
+    options: tuple[bool, ...] = (),
+) -> Family:
     """Return the family of a call with these queries and values."""
     widths = int(q.shape[-1]), int(v.shape[-1])
-    return Family(engine, kernels, q.device, q.dtype, widths, learns)
+    return Family(engine, kernels, q.device, q.dtype, widths, options, learns)
+
+
+def family_of_terms(engine: str, q: Tensor, v: Tensor, terms: Terms, learns: bool) -> Family:
+    """Return the family of an operator's call."""
+    kernels: Kernels = "attention" if terms.additive is None else "additive attention"
+    tensors = (terms.bias, terms.slopes, terms.relative, terms.dense, terms.sinks)
+    numbers = (terms.softcap > 0, terms.dropout > 0)
+    options = (*(x is not None for x in tensors), *numbers)
+    return family(engine, kernels, q, v, learns, options)
+
+
+def family_of_problem(engine: str, problem: Problem, learns: bool) -> Family:
+    """Return the family of a call that is being planned: that of its operator's call."""
+    kernels: Kernels = "attention" if problem.additive is None else "additive attention"
+    bias, mask = problem.bias, problem.mask
+    options = (
+        isinstance(bias, Tensor),
+        isinstance(bias, ALiBi),
+        isinstance(bias, RelativeBuckets),
+        mask is not None and mask.pieces == 0,
+        problem.sinks is not None,
+        problem.softcap > 0,
+        problem.dropout > 0,
+    )
+    return family(engine, kernels, problem.q, problem.v, learns, options)
 
 
 def record(failed: Family, error: Exception) -> None:
     """Remember that the kernels of a family failed; warn, unless the same was reported before."""
-    cause = _cause(error)
+    cause = cause_of(error)
     known = {(each.engine, why) for each, why in _FAILED.items()}
     _FAILED[failed] = cause
     if (failed.engine, cause) not in known:
@@ -61,7 +97,7 @@ def record(failed: Family, error: Exception) -> None:
 
 def record_unusable(engine: str, error: Exception) -> None:
     """Remember that an engine can't be loaded at all, and warn."""
-    cause = _cause(error)
+    cause = cause_of(error)
     _UNUSABLE[engine] = f"it can't be loaded: {cause}"
     _warn(engine, "can't be loaded", cause)
 
@@ -109,14 +145,7 @@ def caller_replans() -> bool:
     return _THREAD.replans
 
 
-def failure(kernel: str, error: Exception) -> Exception:
-    """Return what to raise for an error from a launch: a KernelError, unless memory ran out."""
-    if isinstance(error, KernelError | torch.OutOfMemoryError) or "out of memory" in str(error):
-        return error
-    return KernelError(f"{kernel}: {_cause(error)}")
-
-
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """Return the innermost cause of an error in one line: compilers wrap it in their source."""
     if isinstance(error, KernelError):
         return str(error)
@@ -125,6 +154,16 @@ def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
     return told if len(told) <= 300 else told[:297] + "..."
+
+
+def failure(kernel: str, error: Exception) -> KernelError | None:
+    """Return the failure of a kernel behind an error from its launch.
+
+    None if the error should pass unchanged: memory ran out, or it is a KernelError already.
+    """
+    if isinstance(error, KernelError | torch.OutOfMemoryError) or "out of memory" in str(error):
+        return None
+    return KernelError(f"{kernel}: {cause_of(error)}")
 
 
 def _warn(engine: str, what: str, cause: str) -> None:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.sums import ENTROPY, Sums, room
 from headwise.engines import failures, flops, library_backward
-from headwise.engines.failures import KernelError, Kernels, family
+from headwise.engines.failures import KernelError, family_of_terms
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 
@@ -74,18 +74,14 @@ def operators(
 
     On devices of the type `library_on`, one of PyTorch's kernels computes the gradients if it can.
     """
+    _RUNS[engine] = run, differentiate
+    run = _or_safe(engine, run, 0, (False, True))
+    differentiate = _or_safe(engine, differentiate, 1, (True,))
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        terms, wants = Terms(*given[:_TERMS]), given[_TERMS]
         with without_autocast(q.device):
-            try:
-                return run(q, k, v, terms, wants)
-            except KernelError as failure:
-                if failures.caller_replans():
-                    raise
-                for learns in (False, True):
-                    _record(engine, q, v, terms, learns, failure)
-                return _RUNS[SAFE][0](q, k, v, terms.without_band(q.shape[2], k.shape[2]), wants)
+            sums: Sums = run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
+        return sums
 
     def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
         terms = Terms(*given[:_TERMS])
@@ -95,12 +91,7 @@ def operators(
                 three = library_backward.gradients(library_on, q, k, v, terms, out, lse, grad_out)
                 if three is not None:
                     return list(three)
-            try:
-                found = differentiate(q, k, v, terms, *given[_TERMS:])
-            except KernelError as failure:
-                _record(engine, q, v, terms, True, failure)
-                terms = terms.without_band(q.shape[2], k.shape[2])
-                found = _RUNS[SAFE][1](q, k, v, terms, *given[_TERMS:])
+            found = differentiate(q, k, v, terms, *given[_TERMS:])
         return [
             grad.to(x.dtype)
             for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
@@ -134,7 +125,6 @@ def operators(
     def apart(*given: Any) -> tuple[Tensor, ...]:
         return _apart(forward(*given))
 
-    _RUNS[engine] = run, differentiate
     computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", apart, _forward_shapes)
     operator = define(
         f"{engine}_backward",
@@ -149,6 +139,31 @@ def operators(
     ops = torch.ops.headwise
     flops.register(getattr(ops, engine), getattr(ops, f"{engine}_backward"))
     return direct(forward, computed)
+
+
+def _or_safe(
+    engine: str, run: Callable[..., Any], place: int, learns: tuple[bool, ...]
+) -> Callable[..., Any]:
+    """Return `run`, whose calls the SAFE engine computes if their kernels fail.
+
+    A failing call is left to its caller if that plans again. `learns`: the calls that fail with it,
+    those without gradients (False) and those with gradients (True).
+    """
+
+    def call(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) -> Any:
+        calls = [family_of_terms(engine, q, v, terms, each) for each in learns]
+        if failures.caller_replans() or failures.reason(calls[0]) is None:
+            try:
+                return run(q, k, v, terms, *rest)
+            except KernelError as failure:
+                if failures.caller_replans():
+                    raise
+                for each in calls:
+                    failures.record(each, failure)
+        terms = terms.without_band(q.shape[2], k.shape[2])
+        return _RUNS[SAFE][place](q, k, v, terms, *rest)
+
+    return call
 
 
 def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,13 +194,6 @@ def noticed(*given: object) -> bool:
             if type(x) is not Tensor and type(x) is not Parameter:
                 return True
     return False
-
-
-def _record(
-    engine: str, q: Tensor, v: Tensor, terms: Terms, learns: bool, failure: KernelError
-) -> None:
-    kernels: Kernels = "attention" if terms.additive is None else "additive attention"
-    failures.record(family(engine, kernels, q, v, learns), failure)
 
 
 def _learnable(

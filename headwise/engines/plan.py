@@ -111,10 +111,9 @@ def _failed(engine: Engine, problem: Problem) -> str | None:
 
 def family(engine: Engine, problem: Problem) -> Family:
     """Return the calls of an engine that would fail together with this one."""
-    kernels: failures.Kernels = "attention" if problem.additive is None else "additive attention"
     given = (problem.q, problem.k, problem.v, problem.additive, problem.sinks)
     learning = learns(tuple(x for x in given if x is not None))
-    return failures.family(engine.name, kernels, problem.q, problem.v, learning)
+    return failures.family_of_problem(engine.name, problem, learning)
 
 
 def _transformed(engine: Engine) -> str | None:

@@ -63,6 +63,8 @@ def both(english: str, chinese: str, **values: object) -> Sentence:
     >>> both("{count} of {all} rows", "{all} 行中的 {count} 行", count=3, all=4).zh
     '4 行中的 3 行'
     """
+    if not values:
+        return Sentence(english, chinese)
     theirs = {name: x.zh if isinstance(x, Sentence) else x for name, x in values.items()}
     return Sentence(english.format(**values), chinese.format(**theirs))
 

@@ -127,7 +127,7 @@ class Slot:
         place = board.places[self.number : self.number + 1]
         values = _ordered(seen.values, board.columns)
         extremes = list(board.columns.maxima), list(board.columns.minima)
-        run = _operator if noticed(board.now, seen.highest, *values) else _record
+        run = record if noticed(board.now, seen.highest, *values) else _record
         run(board.now, place, values, seen.highest, padding, proof, *extremes)
 
     def read(self) -> Tensor:
@@ -183,7 +183,7 @@ def _shapes(*_: object) -> None:
     """An operator that only writes returns nothing."""
 
 
-_operator = define(
+record = define(
     "record",
     "(Tensor(a!) board, Tensor slot, Tensor?[] values, Tensor highest, Tensor? padding, "
     "Tensor? proof, int[] maxima, int[] minima) -> ()",

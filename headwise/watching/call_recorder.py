@@ -24,6 +24,7 @@ from headwise.watching.seen_call import (
     address,
     bent,
     first_position,
+    kind_of,
     newest_key,
     padding_rows,
 )
@@ -53,13 +54,14 @@ class CallRecorder:
 
     options: WatchOptions
     layers: dict[str, WatchedLayer] = field(default_factory=dict)
-    boards: dict[torch.device, Board] = field(default_factory=dict)
+    boards: dict[object, Board] = field(default_factory=dict)  # by device, and group if compiled
     active: bool = True
     tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
     unread: UnreadModules = field(init=False)
     proofs: Proofs = field(init=False)
     passes: int = 0  # of the model, whether or not any attention was seen
+    numbered: bool = False  # a step has ended: layers keep their numbers
     _observed: set[str] = field(
         default_factory=set
     )  # inside their own pass; a recomputation must be too
@@ -80,6 +82,38 @@ class CallRecorder:
         if device not in self.boards:
             self.boards[device] = Board(Columns(self.options.stats), device)
         return self.boards[device]
+
+    def group_board(self, group: int, device: torch.device) -> Board:
+        """The board of layers that are built alike and run compiled: it must not move."""
+        key = (device, group)
+        if key not in self.boards:
+            self.boards[key] = Board(Columns(self.options.stats), device)
+        return self.boards[key]
+
+    def traced_layer(self, name: str, heads: int, board: Board) -> WatchedLayer | None:
+        """The layer of a module that runs compiled; None if it was not asked for."""
+        if name not in self._selected:
+            self._select(name, kind_of(name), heads, known=False)
+        layer = self.layers.get(name)
+        if layer is not None and not layer.compiled:
+            layer.slot = board.slot(heads) if layer.slot is None else layer.slot.moved(board)
+            layer.compiled = layer.recorded = True
+        return layer
+
+    def renumber(self, order: Iterable[str]) -> None:
+        """Number the layers in this order of their names, until a step has ended.
+
+        Compiled code shows its layers group by group, not in the order in which they run.
+        """
+        if self.numbered:
+            return
+        names = [name for name in order if name in self._selected]
+        names += [name for name in self._selected if name not in names]
+        self._selected = {name: self._selected[name] for name in names}
+        self.layers = {name: self.layers[name] for name in names if name in self.layers}
+        for number, name in enumerate(names):
+            if name in self.layers:
+                self.layers[name].number = number
 
     def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
         """A module of the model starts to run; a pass begins with the outermost one."""
@@ -110,8 +144,12 @@ class CallRecorder:
 
     def asked_for(self, name: str) -> bool:
         """True if a layer of this name would be one of those that are looked at."""
+        return self.matches(len(self._selected), name)
+
+    def matches(self, number: int, name: str) -> bool:
+        """True if a layer of this number and name was asked for."""
         wanted = self.options.layers
-        return wanted is None or matches(len(self._selected), name, wanted)
+        return wanted is None or matches(number, name, wanted)
 
     def wants(self, name: str) -> bool:
         """True if this module's call should be handed over."""
@@ -131,29 +169,35 @@ class CallRecorder:
         out: Tensor | None = None,
         maps: bool = True,
         forgotten: int | None = None,
+        known: Mapping[str, Tensor] | None = None,
         proof: Tensor | None = None,
     ) -> None:
         """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
 
         `maps=False` keeps nothing of it for a map, whatever the options say. `forgotten` counts the
-        tokens before its first key that a cache no longer holds; None if that is not known. `proof`
-        is how far the model's output is off, if it was compared.
+        tokens before its first key that a cache no longer holds; None if that is not known. `known`
+        has statistics that the call does not show, (B, Hq, N) each. `proof` is how far the model's
+        output is off, if it was compared.
         """
         if recomputing():
             return
         q, k, v = (x.detach() for x in call[:3])
         options, look = call._replace(q=q, k=k, v=v).options(), self._look(kind)
         del options["dropout"], options["engine"]
-        normed = "output_norm" in look["stats"]
-        if out is None or call.dropout or out.shape[:3] != q.shape[:3]:
-            v = v if normed else v[..., :0]
-            seen = statistics(q, k, v, **options, **look)
-        else:
-            # The output is known, so its norm needs no values and no second weighting of them.
-            look["stats"] = tuple(x for x in look["stats"] if x != "output_norm")
-            seen = statistics(q, k, v[..., :0], **options, **look)
-            if normed:
-                seen.values["output_norm"] = norms(out.detach(), seen)
+        known, wanted = dict(known or {}), look["stats"]
+        if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
+            out = None  # its norm would be that of something else
+        found = known if out is None else {*known, "output_norm"}
+        look["stats"] = tuple(x for x in wanted if x not in found)
+        # Where the output is known, its norm needs no values and no second weighting of them.
+        v = v if "output_norm" in look["stats"] else v[..., :0]
+        seen = statistics(q, k, v, **options, **look)
+        for stat in (x for x in wanted if x in found):
+            if stat in known:
+                value = known[stat]
+                seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
+            elif out is not None:
+                seen.values[stat] = norms(out.detach(), seen)
         self._keep(name, call, kind, padding, seen, maps, forgotten, proof)
 
     def inside(
@@ -287,6 +331,8 @@ class CallRecorder:
             return False  # beams begin with a larger batch
         if layer.kind == "self":  # before the end: tokens were taken back
             return 0 < start <= last.start + last.queries
+        if layer.kind == "window":
+            return self._past
         again = self._depth > 0 and self._calls.get(layer.module, 0) > 1
         same = call.q.shape[2] == 1 and last.address == address(call.k)
         return self._past or again or same
@@ -294,19 +340,23 @@ class CallRecorder:
     def _layer(self, name: str, call: Call, kind: Kind) -> WatchedLayer | None:
         """The layer of this name, a new one if need be; None if it was not asked for."""
         if name not in self._selected:
-            number = len(self._selected)
-            wanted = self.options.layers
-            self._selected[name] = wanted is None or matches(number, name, wanted)
-            if self._selected[name]:
-                sampled, stats = self.options.rows is not None, self._stats(kind)
-                self.layers[name] = WatchedLayer(
-                    number, name, kind, call.q.shape[1], sampled, stats
-                )
+            self._select(name, kind, call.q.shape[1])
         layer = self.layers.get(name)
         if layer is not None and (layer.slot is None or layer.slot.board.device != call.q.device):
             board, slot = self.board(call.q.device), layer.slot
             layer.slot = board.slot(layer.heads) if slot is None else slot.moved(board)
         return layer
+
+    def _select(self, name: str, kind: Kind, heads: int, known: bool = True) -> None:
+        """Number a layer that is seen for the first time, and keep it if it was asked for.
+
+        While its number is not known for certain, every layer is kept.
+        """
+        number = len(self._selected)
+        self._selected[name] = self.matches(number, name) or not known
+        if self._selected[name]:
+            sampled, stats = self.options.rows is not None, self._stats(kind)
+            self.layers[name] = WatchedLayer(number, name, kind, heads, sampled, stats)
 
     def _stats(self, kind: Kind) -> tuple[str, ...]:
         """The statistics that are seen of a layer of this kind."""

@@ -39,6 +39,7 @@ class WatchedLayer:
     stats: tuple[str, ...] = ()  # that are seen of it
     slot: Slot | None = field(default=None, repr=False)  # where its figures accumulate
     recorded: bool = False  # something of it was seen since the last step
+    compiled: bool = False  # its rows are recorded by compiled code, which does not tell when
     ended: bool = False  # the next call begins a new pass, whatever it looks like
     _calls: list[SeenCall] = field(default_factory=list, repr=False)
 
@@ -189,7 +190,7 @@ class WatchedLayer:
 
     def close(self) -> None:
         """Note that a step has ended: the figures start anew, and the pass ends."""
-        self.recorded, self.ended = False, True
+        self.recorded, self.ended = self.compiled, True
         self._calls = [part.emptied() if part.observation is None else part for part in self._calls]
 
 

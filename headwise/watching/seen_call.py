@@ -18,7 +18,8 @@ from headwise.core.versions import Versions, may_be_overwritten
 from headwise.nn.call import Call
 from headwise.score import Additive, Cosine, Dot, General, Score
 
-Kind = Literal["self", "cross"]
+Kind = Literal["self", "cross", "window"]
+"""A "window" has rows of one sequence, each with keys of its own."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,13 @@ def bent(call: Call) -> str | None:
     if isinstance(call.bias, Tensor):
         return "its logits are written out, or a tensor is added to them"
     return None if call.bias is None else f"{type(call.bias).__name__} is added to its logits"
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of attention that a module's name states."""
+    last = name.lower().rsplit(".", 1)[-1]
+    across = ("cross" in last, "encoder_attn" in last, "encdec" in last, "multihead_attn" in last)
+    return "cross" if any(across) else "self"
 
 
 def newest_key(call: Call, last: int) -> Tensor | None:

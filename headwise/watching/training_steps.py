@@ -110,7 +110,8 @@ class SteppedRecording(Recording):
         if not recorded:
             return super().heads()
         copies = {board: board.copy() for board in self._recorder.boards.values()}
-        return self._table(recorded, copies, self._recorder.proofs.take())
+        table = self._table(recorded, copies, self._recorder.proofs.take())
+        return table if len(table) else super().heads()
 
     def state_dict(self) -> dict[str, Any]:
         """The steps, the series and the alarms so far, for a checkpoint.
@@ -165,16 +166,17 @@ class SteppedRecording(Recording):
     def optimised(self, optimiser: Optimizer, *_: object) -> None:
         """An optimiser made a step: a training step ends, if the model ran and it is its own.
 
-        Nobody sees the model run in a step that is passed over: the optimiser that ended the last
-        step ends those.
+        Nobody sees the model run in a step that is passed over, and compiled code does not tell
+        when it runs: the optimiser that ended the last step ends those.
         """
         if self._by_hand:
             return
         last = None if self._optimiser is None else self._optimiser()
-        if self._recorder.active:
-            ends = self._passes != self._recorder.passes and self._is_ours(optimiser)
+        seen = self._recorder.active and not any(layer.compiled for layer in self.layers)
+        if self._passes != self._recorder.passes:
+            ends = self._is_ours(optimiser)
         else:
-            ends = optimiser is last or (last is None and self._is_ours(optimiser))
+            ends = not seen and (optimiser is last or (last is None and self._is_ours(optimiser)))
         if ends:
             self._optimiser = weakref.ref(optimiser)
             self._end_step()
@@ -195,6 +197,7 @@ class SteppedRecording(Recording):
         self._recorder.active = looking
 
     def _end_step(self) -> None:
+        self._recorder.numbered = self._recorder.numbered or bool(self._recorder.layers)
         if self._recorder.active:
             self._settle()  # the step before: its figures have arrived by now
             with self._going_on("ending a step"):
@@ -227,7 +230,8 @@ class SteppedRecording(Recording):
         if ended is not None:
             with self._going_on("ending a step"):
                 table = self._table(ended.layers, ended.copies, ended.compared)
-                self._close(Entry(ended.number, table))
+                if len(table):
+                    self._close(Entry(ended.number, table))
 
     def _table(
         self,
@@ -241,6 +245,13 @@ class SteppedRecording(Recording):
             self._judge(module, [x for x in layers if x.module == module], boards)
         self._recorder.unread.warn()
         left = [layer for layer in layers if layer.name in self._recorder.layers]
+        matches = self._recorder.matches
+        left = [
+            layer
+            for layer in left
+            if not layer.compiled
+            or (_has_rows(layer, boards) and matches(layer.number, layer.name))
+        ]
         rows = head_rows(left, boards, self._recorder.options.rows is not None)
         wanted = self._recorder.options.heads
         if wanted is not None:
@@ -285,3 +296,9 @@ class SteppedRecording(Recording):
                 warnings.warn(
                     f"hw.watch: {doing} failed, and the model runs on: {error}", stacklevel=3
                 )
+
+
+def _has_rows(layer: WatchedLayer, boards: Mapping[Board, Tensor]) -> bool:
+    """True if a layer recorded something."""
+    assert layer.slot is not None
+    return bool(boards[layer.slot.board][layer.slot.number, 0].any())

@@ -17,9 +17,11 @@ from headwise.watching.adapters import (
     headwise_calls,
     multi_head_calls,
     torch_calls,
+    traced_calls,
     transformers_calls,
 )
-from headwise.watching.adapters.patching import Hook, Undo
+from headwise.watching.adapters.module_forwards import Follower, find_module, follow
+from headwise.watching.adapters.patching import Undo
 from headwise.watching.alarms import chosen
 from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
 from headwise.watching.head_weights import query_key_weights, symmetry
@@ -115,7 +117,8 @@ class Watch(SteppedRecording):
         self, model: nn.Module, options: WatchOptions, rules: tuple[Rule, ...] = ()
     ) -> None:
         super().__init__(CallRecorder(options), rules)
-        self.model, self.options = model, options
+        self.model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        self.options = options
         self._undo: list[Undo] = []  # takes off what lets the watch see the model
         self._unfollow: Undo | None = None  # ends following the optimisers
         self._modules: set[nn.Module] = set()
@@ -133,12 +136,6 @@ class Watch(SteppedRecording):
                 f"this {type(self.model).__name__} is being watched already; "
                 "detach() the other watch first"
             )
-        for name, module in self.model.named_modules():
-            if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-                raise ValueError(
-                    f"{name or 'the model'} is compiled, and compiled code can't be looked into; "
-                    "watch the model itself, hw.watch(model._orig_mod), or compile it afterwards"
-                )
         self._modules = modules
         _watched.update(modules)
         self._unfollow = register_optimizer_step_post_hook(self.optimised).remove
@@ -170,14 +167,18 @@ class Watch(SteppedRecording):
 
     def _hook(self) -> None:
         recorder = self._recorder
-        begin = Hook(lambda _, given, options: recorder.begin(given, options))
-        end = Hook(lambda *_: recorder.end())
-        before = self.model.register_forward_pre_hook(begin, with_kwargs=True)
-        after = self.model.register_forward_hook(end, always_call=True)
-        self._undo += [before.remove, after.remove]
         listener = torch_calls.Listener(recorder)
+        # First the forwards that are computed in another way; around them, those that are followed.
         self._undo += headwise_calls.attach(self.model, recorder)
-        for adapter in (torch_calls, multi_head_calls, flex_calls, flash_calls):
+        self._undo += multi_head_calls.attach(self.model, listener)
+        whole = Follower(
+            {id(self.model)},
+            lambda _, given, options: recorder.begin(given, options),
+            lambda _: recorder.end(),
+        )
+        self._undo += follow(self.model, whole)
+        self._undo += traced_calls.attach(self.model, recorder)
+        for adapter in (torch_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
 
@@ -251,7 +252,7 @@ class Watch(SteppedRecording):
         """
         rows: list[dict[str, Value]] = []
         for layer in self.layers:
-            module = self.model.get_submodule(layer.module)
+            module = find_module(self.model, layer.module)
             found = symmetry(query_key_weights(module, layer.module, layer.heads))
             rows += [layer.place(head) | {"symmetry": x} for head, x in enumerate(found.tolist())]
         return Table(rows)

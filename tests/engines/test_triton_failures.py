@@ -102,6 +102,7 @@ def test_calls_of_another_kind_are_still_tried(monkeypatch: pytest.MonkeyPatch) 
         hw.attention(*three())
     assert hw.explain(*three()).engine == "sdpa"
     assert hw.explain(*three(width=32)).engine == "triton"
+    assert hw.explain(*three(), softcap=9.0).engine == "triton"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the same cause is not reported twice
         hw.attention(*three(width=32))
@@ -223,15 +224,20 @@ def test_a_map_is_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_compiled_call_goes_on_when_its_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     given = three(learns=True)
     compiled = torch.compile(lambda *x: gradients_sum(*x), backend="aot_eager", fullgraph=True)
-    for module, name in (
-        (forward_call, "forward"), (single_call, "single_key"), (backward_call, "grad_queries"),
-    ):  # fmt: skip
+    kernels = [
         broken(monkeypatch, module, name)
+        for module, name in (
+            (forward_call, "forward"),
+            (single_call, "single_key"),
+            (backward_call, "grad_queries"),
+        )
+    ]
     truth = torch.autograd.grad(gradients_sum(*given, engine="reference"), given)
     with pytest.warns(RuntimeWarning, match="sm_999"):
         close(torch.autograd.grad(compiled(*given), given), truth)
     assert hw.explain(*given, observed=True).engine == "streaming"
-    close(torch.autograd.grad(compiled(*given), given), truth)  # traced again
+    close(torch.autograd.grad(compiled(*given), given), truth)
+    assert all(kernel.tries <= 1 for kernel in kernels)
 
 
 def gradients_sum(*given: Tensor, engine: str = "auto") -> Tensor:
@@ -240,6 +246,22 @@ def gradients_sum(*given: Tensor, engine: str = "auto") -> Tensor:
     for name in ("top_prob", "sink_mass", "self_mass", "previous_mass", "output_norm"):
         total = total + getattr(seen, name).sum()
     return total
+
+
+def test_the_doctor_tries_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = pytest.importorskip("headwise.cli.machine", reason="the extra cli is missing")
+    assert machine.tried_engines()["triton"] is None
+    assert machine.failed_kernels() == ()
+    broken(monkeypatch, map_lse, "log_sums")
+    broken(monkeypatch, backward_call, "grad_keys")
+    engines = machine.tried_engines()
+    assert "the kernel grad_keys" in str(engines["triton"])
+    assert engines["streaming"] is None
+    (trap,) = machine.failed_kernels()
+    assert "maps failed on this machine: the kernel of a map" in trap.what
+    failures.forget()
+    broken(monkeypatch, forward_call, "forward")
+    assert "a small call failed: the kernel forward" in str(machine.tried_engines()["triton"])
 
 
 def in_a_process_of_its_own(code: str) -> subprocess.CompletedProcess[str]:

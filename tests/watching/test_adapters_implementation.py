@@ -126,7 +126,7 @@ def test_output_attentions_are_the_weights() -> None:
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
 def test_more_weights_than_anyone_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "WEIGHTS", 100)
-    model, given = model_of("llama"), inputs("llama", "whole")
+    model, given = copy.deepcopy(model_of("llama")), inputs("llama", "whole")
     with (
         implementation(model, "headwise"),
         pytest.raises(ValueError, match=r"asks for \(3, 4, 9, 9\) weights.*seen.map"),

@@ -414,10 +414,3 @@ def test_data_parallel_on_one_process_is_watched() -> None:
     command = [sys.executable, "-c", PARALLEL]
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert told.stdout.strip() == "['module']"
-
-
-def test_compiled_code_of_a_watched_model_says_what_to_call() -> None:
-    model = Around(Projected(F.scaled_dot_product_attention))
-    with pytest.raises(ValueError, match="runs compiled"), hw.watch(model):
-        torch.compile(model, backend="eager")(torch.randn(B, N, D))
-    torch._dynamo.reset()

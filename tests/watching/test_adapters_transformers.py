@@ -464,12 +464,6 @@ def test_a_watch_of_a_part_sees_that_part() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, inside
-def test_a_compiled_model_is_refused_and_says_what_to_watch() -> None:
-    model = torch.compile(model_of("bert"))
-    with pytest.raises(ValueError, match="compiled"):
-        hw.watch(model).attach()
-
-
 def test_steps_that_are_passed_over_cost_no_look() -> None:
     model, given = model_of("llama"), inputs("llama", "whole")
     watch: Watch = hw.watch(model, every=2, stats=("entropy",)).attach()

@@ -43,6 +43,7 @@ class TrialSizes:
     widths: tuple[int, ...]
     lengths: tuple[int, int]
     cache: int  # numbers in the keys of a decoding call
+    sequences: int  # among which these keys are divided
     stream: int  # numbers in a tensor beyond every cache
     tile: tuple[int, int]
     rounds: int
@@ -63,6 +64,7 @@ CPU = TrialSizes(
     widths=(32, 64, 96, 128),
     lengths=(384, 1536),
     cache=6 << 20,
+    sequences=1,
     stream=32 << 20,
     tile=(256, 512),
     rounds=7,
@@ -75,7 +77,8 @@ CUDA = TrialSizes(
     model=2048,
     widths=(32, 64, 96, 128, 256),
     lengths=(1536, 6144),
-    cache=192 << 20,
+    cache=512 << 20,
+    sequences=16,
     stream=512 << 20,
     tile=(128, 128),
     rounds=7,
@@ -88,14 +91,15 @@ def measure(
     dtypes: Sequence[str] | None = None,
     report: Report = lambda stage, done: None,
     sizes: TrialSizes | None = None,
+    now: Callable[[], float] = time.perf_counter,
 ) -> Device:
     """Measure a device of this machine: a minute on a CPU, some seconds on a GPU.
 
-    `report` is told each stage and the share that is done.
+    `report` is told each stage and the share that is done; `now` is the clock.
     """
     sizes = sizes or (CUDA if where.type == "cuda" else CPU)
     dtypes = dtypes or (("bf16", "fp16", "fp32") if where.type == "cuda" else ("fp32", "bf16"))
-    clock = Clock(where, sizes.rounds, sizes.slice)
+    clock = Clock(where, sizes.rounds, sizes.slice, now)
     steps = 2 + len(dtypes)
     with torch.no_grad():
         report("memory", 0.0)
@@ -138,6 +142,7 @@ class Clock:
     where: torch.device
     rounds: int
     slice: float
+    now: Callable[[], float] = time.perf_counter
 
     def seconds(self, runs: Sequence[Run]) -> list[float]:
         """Seconds of one call of each run."""
@@ -153,11 +158,11 @@ class Clock:
 
     def _once(self, run: Run, calls: int) -> float:
         self._wait()
-        begun = time.perf_counter()
+        begun = self.now()
         for _ in range(calls):
             run()
         self._wait()
-        return (time.perf_counter() - begun) / calls
+        return (self.now() - begun) / calls
 
     def _wait(self) -> None:
         if self.where.type == "cuda":
@@ -289,9 +294,9 @@ def _attention(clock: Clock, sizes: TrialSizes, dtype: torch.dtype, width: int) 
         Trial(width, max(1, sizes.tokens // length), heads, heads, length, length)
         for length in sizes.lengths
     )
-    keys = sizes.cache // (DECODING * width)
-    separate = Trial(width, 1, DECODING, DECODING, 1, keys)
-    shared = Trial(width, 8, DECODING, DECODING // 4, 1, keys // 2)
+    keys = sizes.cache // (DECODING * width * sizes.sequences)
+    separate = Trial(width, sizes.sequences, DECODING, DECODING, 1, keys)
+    shared = Trial(width, 8 * sizes.sequences, DECODING, DECODING // 4, 1, keys // 2)
     trials = (short, long, separate, shared)
     *times, back = clock.seconds(
         [

@@ -11,9 +11,11 @@ from typing import Any
 from torch import nn
 
 from headwise.costs.layers import Architecture, LayerStack, LinearLayer, Step
-from headwise.costs.readers.decoders import FAMILIES, read_decoder
+from headwise.costs.readers.decoders import read_decoder
 from headwise.costs.readers.encoders import Head, read_bert, read_t5, read_vit, read_whisper
+from headwise.costs.readers.families import FAMILIES
 from headwise.costs.readers.fields import Fields
+from headwise.hub import unreachable
 
 OTHERS: dict[str, tuple[Callable[[Fields, Head], tuple[LayerStack, ...]], Head]] = {
     "bert": (read_bert, "Model"),
@@ -31,16 +33,18 @@ LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel")
 
 def read_fields(given: Mapping[str, Any]) -> Architecture:
     """The architecture of a configuration's fields, by its `model_type` and `architectures`."""
-    fields = Fields(_complete(given))
-    kind = fields.given.get("model_type")
-    if kind is None:
+    if given.get("model_type") is None:
         raise ValueError(
             "the configuration has no field 'model_type', which says which architecture it is; "
             f"known are {', '.join(sorted(KNOWN))}"
         )
+    return _read(Fields(_complete(given)))
+
+
+def _read(fields: Fields) -> Architecture:
+    kind = fields.kind
     _check_contents(fields)
-    listed = fields.get("architectures")
-    name = listed[0] if listed else None
+    name = _class_name(fields)
     if kind in OTHERS:
         reader, usual = OTHERS[kind]
         head = usual if name is None else _head(name)
@@ -51,6 +55,16 @@ def read_fields(given: Mapping[str, Any]) -> Architecture:
     head = LANGUAGE_HEADS[0] if name is None else _head(name)
     after = (*stack.after, *_language_head(fields, head, stack.width))
     return Architecture(name or kind, (replace(stack, after=after),))
+
+
+def _class_name(fields: Fields) -> str | None:
+    """The first of `architectures`, if there are any."""
+    listed = fields.get("architectures")
+    if not listed:
+        return None
+    if not isinstance(listed, list | tuple) or not isinstance(listed[0], str):
+        raise ValueError(f"architectures={listed!r} must be a list of class names")
+    return listed[0]
 
 
 def _head(name: str) -> Head:
@@ -87,7 +101,7 @@ def _unknown(fields: Fields) -> str:
     if parts:
         note = f"; it is made of several models: give one of them, such as config.{parts[0]}"
     return (
-        f"the architecture {fields.kind!r} is unknown, so its parts would have to be guessed{note}. "
+        f"the architecture {fields.kind!r} is unknown, and its parts are not guessed{note}. "
         f"Known are {', '.join(sorted(KNOWN))}"
     )
 
@@ -105,15 +119,21 @@ def _complete(given: Mapping[str, Any]) -> Mapping[str, Any]:
     A config.json leaves out what its class has by default.
     """
     kind = given.get("model_type")
-    if kind not in KNOWN or ("transformers_version" in given and "return_dict" in given):
+    if kind not in KNOWN:
         return given
     try:
         from transformers import AutoConfig
     except ImportError:
         return given
-    config = AutoConfig.for_model(kind, **{k: v for k, v in given.items() if k != "model_type"})
-    found: dict[str, Any] = config.to_dict()
-    return {**found, "architectures": given.get("architectures")}
+    fields = {name: value for name, value in given.items() if name != "model_type"}
+    try:
+        config = AutoConfig.for_model(kind, **fields)
+    except Exception as error:  # each class has checks of its own
+        message = " ".join(str(error).split())
+        raise ValueError(
+            f"transformers refuses this configuration of {kind!r}: {message}"
+        ) from None
+    return {**_fields(config), "architectures": given.get("architectures")}
 
 
 def is_configuration(what: object) -> bool:
@@ -123,12 +143,17 @@ def is_configuration(what: object) -> bool:
 
 def read_configuration(config: Any, name: str | None = None) -> Architecture:
     """The architecture of a config object; `name` is the class of its model, if there is one."""
-    fields = dict(config.to_dict())
-    fields["model_type"] = config.model_type
-    fields.setdefault("num_labels", getattr(config, "num_labels", None))
+    fields = _fields(config)
     if name is not None:
         fields["architectures"] = [name]
-    return read_fields(fields)
+    return _read(Fields(fields))
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """All fields of a config object."""
+    fields = {**config.to_dict(), "model_type": config.model_type}
+    fields.setdefault("num_labels", getattr(config, "num_labels", None))
+    return fields
 
 
 def read_transformers_model(model: nn.Module) -> Architecture:
@@ -139,20 +164,16 @@ def read_transformers_model(model: nn.Module) -> Architecture:
 def read_name(name: str) -> Architecture:
     """The architecture of a config.json, a folder with one, or a model's name.
 
-    A name is looked up in the local cache of transformers, then on the hub.
+    A name is looked up in the local cache of the hub, then on the hub.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path} holds no configuration, but a {type(fields).__name__}")
-        return read_fields(fields)
+        return read_fields(_from_file(path))
     try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
         from transformers import AutoConfig
     except ImportError:
         raise ValueError(
@@ -160,10 +181,28 @@ def read_name(name: str) -> Architecture:
             "pip install headwise[transformers]"
         ) from None
     try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise ValueError(f"{name!r} is neither a config.json nor a model's name") from None
+    if isinstance(found, str):
+        return read_fields(_from_file(Path(found)))
+    reason = unreachable()
+    if reason:
         raise ValueError(
-            f"{name!r} is neither a config.json, nor in the local cache, nor on a hub that can be "
-            f"reached from here ({str(error).splitlines()[0]})"
-        ) from None
-    return read_configuration(config)
+            f"{name!r} is neither a config.json nor in the local cache, and the hub can't be asked "
+            f"for it ({reason})"
+        )
+    try:
+        return read_configuration(AutoConfig.from_pretrained(name))
+    except OSError as error:
+        raise ValueError(f"{name!r} is not on the hub: {str(error).splitlines()[0]}") from None
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no configuration, but a {type(fields).__name__}")
+    return fields

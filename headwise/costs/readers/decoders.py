@@ -1,4 +1,4 @@
-"""Language models with one stack of layers: a table of families, and one reader for all."""
+"""Language models with one stack of layers: the traits of a family, and one reader for all."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from headwise.costs.layers import (
     Body,
     DropoutStep,
     EmbeddingLayer,
+    ExpertsLayer,
     FeedForwardLayer,
     LayerStack,
+    MatrixLayer,
     NormLayer,
     StackedLayer,
     Step,
     SubLayer,
 )
-from headwise.costs.readers import hybrids, mixtures
 from headwise.costs.readers.fields import HEADS, HIDDEN, LAYERS, WIDTH, Fields
 
 Flag = bool | str  # a constant, or the name of a field
@@ -45,12 +46,13 @@ class DecoderFamily:
     more_positions: int = 0
     rotary: bool = True
     windows: Literal["types", "all", "none"] = "types"
-    final_norm: bool = True
     head_bias: bool = False
     mixture: Callable[[Fields, FeedForwardLayer], list[Body]] | None = None
     mixer: Callable[[Fields, int], list[Body | None]] | None = None
     attention: Callable[[Fields, AttentionLayer], AttentionLayer] | None = None
-    single_norm: bool = False  # one norm for attention and feed-forward
+    shared_keys: str | None = None  # the field with the number of last layers that reuse keys
+    beside: Callable[[Fields], tuple[SubLayer, ...]] | None = None  # further sublayers
+    steps: Callable[[Fields], tuple[tuple[Step, ...], tuple[Step, ...]]] | None = None
 
 
 def read_decoder(fields: Fields, family: DecoderFamily) -> LayerStack:
@@ -61,7 +63,10 @@ def read_decoder(fields: Fields, family: DecoderFamily) -> LayerStack:
     mixers = _mixers(fields, family, layers)
     found = []
     for number in range(layers):
-        found.append(_layer(fields, family, mixers[number], bodies[number], width))
+        layer = _layer(fields, family, mixers[number], bodies[number], width)
+        if family.beside is not None:
+            layer = replace(layer, sublayers=layer.sublayers + family.beside(fields))
+        found.append(layer)
     before: list[Step] = [EmbeddingLayer("embedding", fields.size("vocab_size"), width, split=True)]
     longest = None
     if family.positions:
@@ -69,7 +74,10 @@ def read_decoder(fields: Fields, family: DecoderFamily) -> LayerStack:
         rows = longest + family.more_positions
         before.append(EmbeddingLayer("positions", rows, width, per_batch=False))
     before.append(DropoutStep(fields.rate("embd_pdrop", "embedding_dropout")))
-    after: tuple[Step, ...] = (_norm(family, width),) if family.final_norm else ()
+    after: tuple[Step, ...] = (_norm(family, width),)
+    if family.steps is not None:
+        first, last = family.steps(fields)
+        before, after = [*before, *first], (*last, *after)
     return LayerStack("decoder", tuple(before), tuple(found), after, longest=longest, width=width)
 
 
@@ -86,7 +94,7 @@ def _layer(
     dropout = fields.rate("resid_pdrop", "residual_dropout", "hidden_dropout", "dropout")
     subs = tuple(
         SubLayer(name, part, before, after, dropout=dropout)
-        for name, part in (("attention", mixer), ("feed-forward", body))
+        for name, part in ((_sublayer(mixer), mixer), ("feed-forward", body))
     )
     name = _label(mixer, body)
     if not fields.flag(family.parallel):
@@ -97,16 +105,22 @@ def _layer(
     return StackedLayer(plain, parallel=True, shared_norm=norm, label=name)
 
 
+def _sublayer(mixer: Body) -> str:
+    return "recurrence" if isinstance(mixer, MatrixLayer) else "attention"
+
+
 def _label(mixer: Body, body: Body) -> str:
     """A layer's name by what makes it differ from others."""
-    if isinstance(mixer, AttentionLayer):
-        kind = "layers"
-        if mixer.window is not None:
-            kind = f"layers with a window of {mixer.window}"
-        if mixer.chunk is not None:
-            kind = f"layers with chunks of {mixer.chunk}"
-        return kind + (", shared keys" if mixer.reuses else "")
-    return f"{getattr(mixer, 'label', 'other')} layers"
+    kind = "layers"
+    if isinstance(mixer, MatrixLayer):
+        kind = f"{mixer.label} layers"
+    elif isinstance(mixer, AttentionLayer) and mixer.window is not None:
+        kind = f"layers with a window of {mixer.window}"
+    elif isinstance(mixer, AttentionLayer) and mixer.chunk is not None:
+        kind = f"layers with chunks of {mixer.chunk}"
+    if isinstance(body, ExpertsLayer):
+        kind += f", {body.experts} experts"
+    return kind + (", shared keys" if isinstance(mixer, AttentionLayer) and mixer.reuses else "")
 
 
 def _mixers(fields: Fields, family: DecoderFamily, layers: int) -> list[Body]:
@@ -114,7 +128,14 @@ def _mixers(fields: Fields, family: DecoderFamily, layers: int) -> list[Body]:
     plain = read_attention_fields(fields, family)
     windows = _windows(fields, family, layers)
     found: list[Body] = []
-    shared = layers - int(fields.get("num_kv_shared_layers") or 0)
+    shared = layers
+    if family.shared_keys is not None:
+        shared -= int(fields.get(family.shared_keys) or 0)
+        if not 0 < shared <= layers:
+            raise ValueError(
+                f"{fields.kind!r} contradicts itself: {layers - shared} of {layers} layers reuse "
+                "the keys of earlier ones"
+            )
     others = family.mixer(fields, layers) if family.mixer is not None else [None] * layers
     for number, (window, chunk) in enumerate(windows):
         other = others[number]
@@ -222,115 +243,3 @@ def _feed_forwards(fields: Fields, family: DecoderFamily, layers: int) -> list[B
     if family.mixture is None:
         return list(plain)
     return family.mixture(fields, plain[0])
-
-
-LLAMA = DecoderFamily(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias",
-                      windows="none")  # fmt: skip
-QWEN2 = DecoderFamily(qkv_bias=True)
-QWEN3 = DecoderFamily(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head")
-MISTRAL = DecoderFamily(windows="all")
-GEMMA2 = DecoderFamily(
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    norms="around",
-    softcap="attn_logit_softcapping",
-)
-OLMO2 = DecoderFamily(
-    qkv_bias="attention_bias", out_bias="attention_bias", norms="after", qk_norm="all"
-)
-GPT2 = DecoderFamily(
-    norm="layer",
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    gated=False,
-    rotary=False,
-    windows="none",
-    positions=("n_positions", "max_position_embeddings"),
-)
-
-FAMILIES: dict[str, DecoderFamily] = {
-    "llama": LLAMA,
-    "granite": LLAMA,
-    "mistral": MISTRAL,
-    "ministral": DecoderFamily(),
-    "mixtral": replace(MISTRAL, mixture=mixtures.mixtral),
-    "qwen2": QWEN2,
-    "qwen2_moe": replace(QWEN2, qkv_bias="qkv_bias", mixture=mixtures.qwen_shared),
-    "qwen3": QWEN3,
-    "qwen3_moe": replace(QWEN3, windows="none", mixture=mixtures.qwen),
-    "qwen3_next": replace(
-        QWEN3,
-        mixture=mixtures.qwen_shared,
-        mixer=hybrids.qwen3_next,
-        attention=hybrids.gated_attention,
-    ),
-    "smollm3": replace(LLAMA, windows="types"),
-    "gemma": replace(LLAMA, mlp_bias=False),
-    "gemma2": GEMMA2,
-    "gemma3_text": replace(GEMMA2, qk_norm="head"),
-    "gpt_oss": DecoderFamily(
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        sinks=True,
-        mixture=mixtures.gpt_oss,
-    ),
-    "deepseek_v2": replace(LLAMA, mixture=mixtures.deepseek, attention=mixtures.latent_attention),
-    "deepseek_v3": replace(
-        LLAMA, mlp_bias=False, mixture=mixtures.deepseek, attention=mixtures.latent_attention
-    ),
-    "phi": DecoderFamily(
-        norm="layer",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        gated=False,
-        qk_norm="head",
-        qk_norm_if="qk_layernorm",
-        parallel=True,
-        head_bias=True,
-        windows="none",
-    ),
-    "phi3": DecoderFamily(windows="all"),
-    "cohere": DecoderFamily(
-        norm="layer",
-        norm_bias=False,
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        parallel=True,
-        windows="none",
-    ),
-    "olmo2": OLMO2,
-    "olmo3": OLMO2,
-    "olmoe": replace(OLMO2, norms="before", windows="none", mixture=mixtures.every_layer),
-    "starcoder2": DecoderFamily(
-        norm="layer",
-        qkv_bias="use_bias",
-        out_bias="use_bias",
-        mlp_bias="use_bias",
-        gated=False,
-        windows="all",
-    ),
-    "gpt_neox": DecoderFamily(
-        norm="layer",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias=True,
-        gated=False,
-        parallel="use_parallel_residual",
-        parallel_norms=True,
-        windows="none",
-    ),
-    "gpt2": GPT2,
-    "opt": replace(GPT2, positions=("max_position_embeddings",), more_positions=2),
-    "jamba": DecoderFamily(
-        rotary=False, windows="none", mixture=mixtures.jamba, mixer=hybrids.jamba
-    ),
-    "bamba": DecoderFamily(
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        windows="none",
-        mixer=hybrids.bamba,
-    ),
-}

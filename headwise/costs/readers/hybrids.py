@@ -1,11 +1,20 @@
-"""Layers that stand in for attention in hybrid models: their weights and their state."""
+"""Layers that stand in for attention in hybrid models, or beside it in Gemma 3n."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.costs.layers import AttentionLayer, Body, LinearLayer, LooseWeight, RecurrentLayer
-from headwise.costs.readers.fields import WIDTH, Fields
+from headwise.costs.layers import (
+    AttentionLayer,
+    Body,
+    EmbeddingLayer,
+    LinearLayer,
+    LooseWeight,
+    MatrixLayer,
+    Step,
+    SubLayer,
+)
+from headwise.costs.readers.fields import LAYERS, WIDTH, Fields
 
 
 def gated_attention(fields: Fields, layer: AttentionLayer) -> AttentionLayer:
@@ -21,7 +30,7 @@ def qwen3_next(fields: Fields, layers: int) -> list[Body | None]:
     kernel = fields.size("linear_conv_kernel_dim")
     q, v = keys * key_dim, values * value_dim
     mixed = 2 * q + v
-    layer = RecurrentLayer(
+    layer = MatrixLayer(
         "linear attention",
         width,
         (
@@ -58,7 +67,7 @@ def jamba(fields: Fields, layers: int) -> list[Body | None]:
     ]
     if fields.flag("mamba_conv_bias"):
         others.append(LooseWeight("convolution bias", (inner,)))
-    layer = RecurrentLayer(
+    layer = MatrixLayer(
         "Mamba",
         width,
         (
@@ -97,7 +106,7 @@ def bamba(fields: Fields, layers: int) -> list[Body | None]:
     ]
     if fields.flag("mamba_conv_bias"):
         others.append(LooseWeight("convolution bias", (mixed,)))
-    layer = RecurrentLayer(
+    layer = MatrixLayer(
         "Mamba 2",
         width,
         (
@@ -110,3 +119,51 @@ def bamba(fields: Fields, layers: int) -> list[Body | None]:
     )
     attention = set(fields.get("attn_layer_indices") or ())
     return [None if number in attention else layer for number in range(layers)]
+
+
+def gemma3n_sublayers(fields: Fields) -> tuple[SubLayer, ...]:
+    """Gemma 3n beside attention: streams that are mixed, a low-rank path, inputs of each layer."""
+    width, streams = fields.size(*WIDTH), fields.size("altup_num_inputs")
+    rank, inner = fields.size("laurel_rank"), fields.size("hidden_size_per_layer_input")
+    router = LinearLayer("router", width, streams)
+    bodies = {
+        "mixed streams": MatrixLayer(
+            "mixed streams",
+            width,
+            (
+                router,
+                LinearLayer("prediction", streams, streams**2),
+                LinearLayer("predicted streams", streams**2, width, tied=True),  # no weights
+                LinearLayer("router again", width, streams, tied=True),
+                LinearLayer("correction", streams, streams),
+            ),
+            (LooseWeight("scale", (width,)), LooseWeight("norm", (width,))),
+        ),
+        "low-rank path": MatrixLayer(
+            "low-rank path",
+            width,
+            (LinearLayer("left", width, rank), LinearLayer("right", rank, width)),
+            (LooseWeight("norm", (width,)),),
+        ),
+        "input of the layer": MatrixLayer(
+            "input of the layer",
+            width,
+            (LinearLayer("gate", width, inner), LinearLayer("projection", inner, width)),
+            (LooseWeight("norm", (width,)),),
+        ),
+    }
+    return tuple(SubLayer(name, body) for name, body in bodies.items())
+
+
+def gemma3n_steps(fields: Fields) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Gemma 3n before and after its layers: inputs of every layer, and streams."""
+    width, inner = fields.size(*WIDTH), fields.size("hidden_size_per_layer_input")
+    every, rows = inner * fields.size(*LAYERS), fields.size("vocab_size_per_layer_input")
+    more = (fields.size("altup_num_inputs") - 1) * width
+    before: tuple[Step, ...] = (
+        EmbeddingLayer("inputs of layers", rows, every, split=True),
+        LinearLayer("projected inputs of layers", width, every, aside=True),
+        LooseWeight("norm of inputs", (inner,)),
+        LinearLayer("streams", width, more, aside=True),
+    )
+    return before, (LinearLayer("joined streams", width, more, aside=True),)

@@ -35,7 +35,7 @@ def dots(lab: Lab, d: int, pairs: int, sigma_q: float = 1.0, sigma_k: float = 1.
     parts = []
     for first in range(0, pairs, together):
         count = min(together, pairs - first)
-        q, k = lab.normal(2, count, d, stream=first + 1)  # (count, d) each
+        q, k = lab.normal(2, count, d, stream=d * pairs + first)  # (count, d) each
         parts.append((sigma_q * q * sigma_k * k).sum(-1))
     return torch.cat(parts)
 
@@ -104,7 +104,7 @@ def judge_variance(figures: Figures) -> Verdict:
         )
     return holds(
         both(
-            "Var(q·k)/d_k lies between {low:.3f} and {high:.3f} for d_k = {first} to {last}, one "
+            "Var(q·k)/d_k lies between {low:.3f} and {high:.3f} for d_k = {first} to {last}, 1 "
             "within its error; the entries of trained heads are not independent of variance one: "
             "their scaled logits vary by {least:.2f} to {most:.1f}",
             "d_k 从 {first} 到 {last} 时，Var(q·k)/d_k 在 {low:.3f} 与 {high:.3f} 之间，"

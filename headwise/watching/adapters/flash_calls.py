@@ -16,9 +16,9 @@ from headwise.core.intervals import Mask
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
-from headwise.watching.adapters.scaled_dot_product import kind_of, lengths_differ
+from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
-from headwise.watching.seen_call import Kind
+from headwise.watching.seen_call import Kind, kind_of
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _TENSORS: dict[str, tuple[str, ...]] = {

@@ -23,10 +23,10 @@ from headwise.score import Dot
 from headwise.watching.adapters.logits_call import from_logits
 from headwise.watching.adapters.mask_functions import by_rows
 from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
-from headwise.watching.adapters.scaled_dot_product import kind_of, lengths_differ
+from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.layer import LARGEST
-from headwise.watching.seen_call import Kind
+from headwise.watching.seen_call import Kind, kind_of
 
 _FLEX = flex.flex_attention
 _OURS = "__watched_flex__"  # an attribute of a replacement: the function that it replaces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ def mask(
 
     def tile(rows: slice) -> Tensor:
         place: dict[str, Any] = {"cache_position": queries[rows]}
-        if cache_position is None:
+        if "q_length" in signature(sdpa_mask).parameters:
             place = {"q_length": len(queries[rows]), "q_offset": int(queries[rows][0])}
         kept = {key: options[key] for key in ("use_vmap",) if key in options}
         return sdpa_mask(  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise import mask as masks
 from headwise.core.intervals import Mask
-from headwise.core.mask_reading import HIDDEN, PlacedIntervals, read_mask, split_mask
+from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask, traced_mask
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
@@ -132,18 +132,14 @@ def _mask_and_bias(
 
         def made() -> tuple[Mask | None, Tensor | None]:
             cut = tensor[..., : k.shape[2]].detach()
-            if torch.compiler.is_compiling():  # it can't be looked into
-                hides = cut.dtype == torch.bool
-                seen = cut if hides else cut > HIDDEN
-                return masks.dense(seen), None if hides else cut.masked_fill(~seen, 0)
+            if torch.compiler.is_compiling():
+                return traced_mask(cut)
             seen, bias = (cut, None) if cut.dtype == torch.bool else split_mask(cut)
             if seen is None:
                 return _all_seen(given.q, k, stands, begins), bias
             seen = seen.expand(*seen.shape[:2], given.q.shape[2], k.shape[2])
             return read_mask(seen, stands, _edge(begins, k)), bias
 
-        if torch.compiler.is_compiling():
-            return made()
         return memo.recall(made, tensor, k.shape[2], stands if kind == "self" else kind)
     if given.mask is None or isinstance(given.mask, Tensor):
         return _flat(given, k, causal, stands, begins), None

@@ -48,7 +48,8 @@ class Replacement(Generic[User]):
     """`owner.name`, replaced by the result of `make(original, users)` while there are users.
 
     The owner is a class or a module. All watches share one replacement, and the last one restores
-    the original; a static method stays one.
+    the original; a static method stays one. The same original gets the same function each time: the
+    compiler has one graph with it and one without.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Replacement(Generic[User]):
         self.users: list[User] = []
         self._own = True
         self._before: Any = None
+        self._original: Any = None
         self._ours: Any = None
 
     def add(self, user: User) -> Undo:
@@ -65,9 +67,11 @@ class Replacement(Generic[User]):
         if not self.users:
             self._own = self.name in vars(self.owner)  # or is it inherited?
             self._before = vars(self.owner).get(self.name)
-            self._ours = self.make(getattr(self.owner, self.name), self.users)
-            if isinstance(self._before, staticmethod):
-                self._ours = staticmethod(self._ours)
+            original = getattr(self.owner, self.name)
+            if self._ours is None or self._original is not original:
+                self._original, self._ours = original, self.make(original, self.users)
+                if isinstance(self._before, staticmethod):
+                    self._ours = staticmethod(self._ours)
             setattr(self.owner, self.name, self._ours)
         self.users.append(user)
         return partial(self._remove, user)

@@ -15,19 +15,24 @@ from torch import Tensor, nn
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.watching.adapters import implementation as ours
+from headwise.watching.adapters import traced
 from headwise.watching.adapters.interface import (
     InterfaceCall,
     TokenSequence,
     is_causal,
     to_call,
 )
-from headwise.watching.adapters.patching import Hook, Replacement, Undo, taken
-from headwise.watching.adapters.scaled_dot_product import MaskMemo, kind_of, lengths_differ
+from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
+from headwise.watching.adapters.patching import Replacement, Undo, taken
+from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.proof import without_dropout
-from headwise.watching.seen_call import Kind
+from headwise.watching.seen_call import Kind, kind_of
 
 _EAGER = "eager_attention_forward"
+
+
+_memo = MaskMemo()
 
 
 @dataclass(eq=False)
@@ -88,17 +93,13 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
     from transformers import AttentionInterface, PreTrainedModel
 
     modules = TransformersModules(
-        {id(module): name for name, module in model.named_modules()}, recorder
+        {id(module): name for name, module in named_modules(model)}, recorder
     )
     undo: list[Undo] = [
         replacement.add(modules) for replacement in _replacements(AttentionInterface, model)
     ]
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            before = module.register_forward_pre_hook(Hook(modules.enter), with_kwargs=True)
-            after = module.register_forward_hook(Hook(modules.leave), always_call=True)
-            undo += [before.remove, after.remove]
-    return undo
+    whole = {id(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return undo + follow(model, Follower(whole, modules.enter, modules.leave))
 
 
 def _replacements(interface: type, model: nn.Module) -> Iterator[Replacement[TransformersModules]]:
@@ -159,8 +160,11 @@ def _beside(function: Any, implementation: str, users: list[TransformersModules]
         *more: Any,
         **options: Any,
     ) -> Any:
-        options |= dict(zip(_parameters(function)[5:], more, strict=False))
+        if more:
+            options |= dict(zip(_parameters(function)[5:], more, strict=False))
         given = InterfaceCall(implementation, module, query, key, value, attention_mask, options)
+        if torch.compiler.is_compiling():
+            return _traced(function, given)
         for modules in users:
             if id(module) in modules.names:
                 return _observed(modules, function, given)
@@ -210,6 +214,18 @@ def _observed(
         out = None if given.option("dropout") else result[0].transpose(1, 2)
         recorder.beside(name, call, kind, padding, out, forgotten=forgotten, proof=proof)
     return silenced
+
+
+def _traced(function: Callable[..., Any], given: InterfaceCall) -> Any:
+    """The function's own result in compiled code, with its figures."""
+    module = given.module
+    across = _kind(given, "") == "cross"
+    if function is ours.attend:
+        return _run(function, given, look=lambda call: traced.inside(module, call, across))
+    with traced.taken():
+        result = _run(function, given)
+    traced.beside(module, to_call(given, "cross" if across else "self", None, _memo), across)
+    return result
 
 
 def _kind(given: InterfaceCall, name: str) -> Kind:

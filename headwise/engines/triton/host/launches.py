@@ -99,7 +99,10 @@ def launching(kernel: Any) -> Iterator[None]:
         raise
     except Exception as error:
         name = getattr(getattr(kernel, "fn", None), "__name__", kernel)
-        raise failure(f"the kernel {name}", error) from error
+        failed = failure(f"the kernel {name}", error)
+        if failed is None:
+            raise
+        raise failed from error
 
 
 def kind_of(call: Operands, tensors: tuple[Tensor | None, ...], *more: object) -> Kind:

@@ -87,7 +87,10 @@ class PreparedCall:
             try:
                 run(*arguments)
             except Exception as error:
-                raise failure("a kernel that ran before", error) from error
+                failed = failure("a kernel that ran before", error)
+                if failed is None:
+                    raise
+                raise failed from error
         return tuple([known[place] for place in self.results])
 
 

@@ -12,7 +12,7 @@ from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import named, single_weights
 from headwise.core.sums import RowTotals, Sums
 from headwise.engines import failures
-from headwise.engines.failures import KernelError
+from headwise.engines.failures import KernelError, family_of_terms
 from headwise.engines.operators import CALL, define, direct
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import (
@@ -90,14 +90,17 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
 
 
 def _once(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
-    try:
-        return _run(Launches(), q, k, v, *given)
-    except KernelError as failure:
-        if failures.caller_replans():
-            raise
-        for learns in (False, True):
-            failures.record(failures.family("triton", "attention", q, v, learns), failure)
-        return _without_kernel(q, k, v, *given)
+    terms = Terms(*given[: len(Terms._fields)])
+    calls = [family_of_terms("triton", q, v, terms, learns) for learns in (False, True)]
+    if failures.caller_replans() or failures.reason(calls[0]) is None:
+        try:
+            return _run(Launches(), q, k, v, *given)
+        except KernelError as failure:
+            if failures.caller_replans():
+                raise
+            for each in calls:
+                failures.record(each, failure)
+    return _without_kernel(q, k, v, *given)
 
 
 def _without_kernel(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
