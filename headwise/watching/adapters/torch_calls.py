@@ -181,7 +181,7 @@ class Listener(ModelMode):
             if self.recorder.wants(frame.name):
                 with self.recorder.unread.reading(frame.name):
                     call, kind = scaled_dot_product(self.memo, *args, **options)
-                    self.recorder.beside(frame.name, call, kind or kind_of(frame.name))
+                    self.recorder.beside(frame.name, call, kind or kind_of(frame.name), out=out)
             return self.recorder.silence(frame.name, out)
         if func in self.readers:
             if frame.name in self.recorder.silenced:
@@ -235,14 +235,15 @@ class Listener(ModelMode):
         """Hand over attention that is written out, after the product that completes it."""
         known: Mapping[str, Tensor] = {}
         kind: Kind = "cross" if looks_across(call) else kind_of(found.name)
-        proof = None
+        proof = whole = None
         if isinstance(found, WholeProduct) and found.exact:
-            proof = self.prove(found.name, call, found.heads_first(out).transpose(1, 2))
+            whole = found.heads_first(out)
+            proof = self.prove(found.name, call, whole.transpose(1, 2))
         if isinstance(found, PartProduct):
             windowed, known = found.windows.known(self.recorder.options.sink_keys)
             kind = "window" if windowed else kind
         few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
-        self.recorder.beside(found.name, call, kind, maps=few, known=known, proof=proof)
+        self.recorder.beside(found.name, call, kind, out=whole, maps=few, known=known, proof=proof)
 
     def prove(self, name: str, call: Call, out: Tensor) -> Tensor | None:
         """Compare out (B, N, H, D) with the call, once for every form of a layer's calls."""
