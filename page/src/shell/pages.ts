@@ -1,19 +1,21 @@
-/** The pages of the page. Cost and Lab will stand between Compare and Watch. */
+/** The pages of the page. Cost will stand between Compare and Lab. */
 
 import type { Component } from 'svelte';
 import type { State } from '../lib/types';
 import { words as compare } from '../locales/compare';
 import { words as head } from '../locales/head';
 import { words as heads } from '../locales/heads';
+import { words as lab } from '../locales/lab';
 import { words as watch } from '../locales/watch';
 import { words as why } from '../locales/why';
 import Compare from '../views/Compare.svelte';
 import Head from '../views/Head.svelte';
 import Heads from '../views/Heads.svelte';
+import Lab from '../views/Lab.svelte';
 import Watch from '../views/Watch.svelte';
 import Why from '../views/Why.svelte';
 
-export type PageId = 'heads' | 'head' | 'compare' | 'why' | 'watch';
+export type PageId = 'heads' | 'head' | 'compare' | 'lab' | 'why' | 'watch';
 
 export interface Page {
   id: PageId;
@@ -32,6 +34,7 @@ export const PAGES: readonly Page[] = [
   { id: 'heads', view: Heads, words: heads, ofInput: true, offered: ofHeads },
   { id: 'head', view: Head, words: head, ofInput: true, offered: ofHeads },
   { id: 'compare', view: Compare, words: compare, ofInput: true, offered: ofHeads },
+  { id: 'lab', view: Lab, words: lab, ofInput: false, offered: (state) => state.pages.lab },
   { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (state) => state.pages.watch },
   { id: 'why', view: Why, words: why, ofInput: false, offered: (state) => state.pages.why },
 ];

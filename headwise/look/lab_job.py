@@ -1,0 +1,97 @@
+"""An experiment of the lab that the page runs in the background: one at a time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field, replace
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+
+from headwise.lab import record
+from headwise.lab.claim import Claim
+from headwise.lab.laboratory import Lab
+from headwise.lab.runner import Told, run
+from headwise.look.background import Background, BusyError, StoppedError
+from headwise.messages import Sentence, said_by, say
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """The state of the last experiment: how many of its steps are done, and the current one."""
+
+    id: str
+    state: Literal["running", "stopping", "stopped", "failed", "done"] = "running"
+    what: str = ""
+    done: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    error: Sentence | None = None
+
+    @property
+    def going(self) -> bool:
+        """True until the experiment has ended, in whichever way."""
+        return self.state in ("running", "stopping")
+
+
+@dataclass
+class LabJob:
+    """Runs the quick form of a claim and saves it where `headwise lab run` does."""
+
+    progress: JobProgress | None = None
+    threads: int = field(default_factory=torch.get_num_threads)
+    _work: Background = field(default_factory=lambda: Background("lab"))
+    _lock: Lock = field(default_factory=Lock)
+
+    def start(self, claim: Claim) -> None:
+        """Run an experiment in the background; BusyError while one is running."""
+        with self._lock:
+            now = self.progress
+            if now is not None and now.going:
+                hint = say("wait for it, or stop it")
+                raise BusyError(say("the lab is still running {id}", id=now.id), hint)
+            self.progress = JobProgress(claim.id)
+        self._work.begin(lambda: self._measure(claim))
+
+    def _measure(self, claim: Claim) -> None:
+        begun = time.monotonic()
+
+        def tell(told: Told) -> None:
+            self._work.check()
+            seconds = time.monotonic() - begun
+            self._change(what=told.what, done=told.done, steps=told.steps, seconds=seconds)
+
+        # All cores, as on the command line: a new thread takes the number that was set last.
+        torch.set_num_threads(self.threads)
+        try:
+            for _ in run([claim], Lab("quick"), record.own_folder(), again=True, tell=tell):
+                pass
+        except StoppedError:
+            self._change(state="stopped", seconds=time.monotonic() - begun)
+        except Exception as error:  # whatever an experiment raises is shown on the page
+            said = said_by(error) if isinstance(error, ValueError | OSError) else None
+            error_text = said or Sentence(f"{type(error).__name__}: {error}")
+            self._change(state="failed", error=error_text, seconds=time.monotonic() - begun)
+        else:
+            self._change(state="done", seconds=time.monotonic() - begun)
+
+    def stop(self) -> None:
+        """End the experiment at its next report; nothing happens if there is none."""
+        with self._lock:
+            if self.progress is not None and self.progress.state == "running":
+                self.progress = replace(self.progress, state="stopping")
+                self._work.stop()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the experiment; True if it ended in this time."""
+        return self._work.join(seconds)
+
+    def state(self) -> dict[str, Any] | None:
+        """The progress as one dictionary, as `/api/lab/job` gives it; None before the first job."""
+        return None if self.progress is None else asdict(self.progress)
+
+    def _change(self, **changes: Any) -> None:
+        with self._lock:
+            assert self.progress is not None
+            self.progress = replace(self.progress, **changes)
