@@ -83,9 +83,7 @@ def _uses(module: str, node: ast.stmt) -> list[tuple[str, str]]:
             owner = around.get(each.value.id)
             if isinstance(owner, ModuleType):
                 found.append((owner.__name__, each.attr))
-    return [
-        (where, name) for where, name in found if where.startswith(HERE) and where not in FRAME
-    ]
+    return [(where, name) for where, name in found if where.startswith(HERE) and where not in FRAME]
 
 
 def _in_order(node: ast.AST) -> list[ast.AST]:
