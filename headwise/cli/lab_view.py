@@ -124,6 +124,9 @@ class LabProgress:
 
     def __call__(self, told: Told) -> None:
         """Show how far the run is."""
+        if told.missing:
+            self.console.print(Text(f"{told.claim.id:<20} not run: {told.missing}", style="yellow"))
+            return
         steps = f" {told.what} ({told.done + 1}/{told.steps})" if told.steps else ""
         self.bar.update(
             self.shown,

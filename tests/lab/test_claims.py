@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,12 +35,14 @@ from headwise.nn import Learned, SwiGLU
 each = pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
 Edit = Callable[[dict[str, Any]], None]
 _measured: dict[Any, dict[str, Any]] = {}
+_folder = tempfile.TemporaryDirectory(prefix="headwise-lab-")
 
 
 def tiny(claim: Claim) -> dict[str, Any]:
     """The figures of the smallest form; claims that share an experiment share them."""
     if claim.experiment not in _measured:
-        _measured[claim.experiment] = plain(claim.experiment(Lab("tiny")))
+        lab = Lab("tiny", folder=Path(_folder.name))  # runs that claims share are trained once
+        _measured[claim.experiment] = plain(claim.experiment(lab))
     return copy.deepcopy(_measured[claim.experiment])
 
 
@@ -120,6 +124,132 @@ def sharing_heads_only(figures: dict[str, Any]) -> None:
     figures["touched"] = [[1.0] * 3] * 3
 
 
+def heads_of_both(figures: dict[str, Any]) -> None:
+    """Every head of every run looks from the second character to the first."""
+    for run in figures["runs"]:
+        for weights in run["maps"]:
+            weights[1] = [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def lengths(figures: dict[str, Any]) -> None:
+    """Q, K and V answer at every length; fixed weights have none."""
+    for row in figures["rows"]:
+        row["x2"] = row["x4"] = 0.95 if row["kind"] == "qkv" else None
+
+
+def scattered(**effects: float) -> Edit:
+    """Runs of four seeds with a scatter of one percent, and these effects on the variants."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        variants = dict.fromkeys(run["variant"] for run in figures["runs"])
+        figures["runs"] = [
+            synthetic(variant, seed, **effects) for variant in variants for seed in range(4)
+        ]
+
+    return edit
+
+
+def synthetic(
+    variant: str,
+    seed: int,
+    gain: float = 0.0,
+    worse: float = 0.0,
+    gap: float = 0.0,
+    dependence: float = 2.0,
+) -> dict[str, Any]:
+    """A run; `gain` is that of the base model in percent, `worse` the loss of unscaled ones."""
+    wobble = (0.1, -0.1, 0.05, -0.05)[seed]
+    base = variant == "base"
+    loss = 2.0 + (worse if "unscaled" in variant else 0.0) + 0.01 * wobble
+    harm = dependence if base else 1.0
+    return {
+        "variant": variant,
+        "seed": seed,
+        "diverged": False,
+        "bleu": 30.0 + (0.3 * gain if base else 0.0) + wobble,
+        "test_loss": loss,
+        "train_loss": loss - 0.5 - (gap if base else 0.0),
+        "curve": [[1, 5.0], [2, loss]],
+        "without_head": [{"layer": "a", "head": 0, "loss": loss + harm}],
+    }
+
+
+def answers(own: float, following: float) -> Edit:
+    """Readers with separate matrices know everything; without projections, this much."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        for row in figures["rows"]:
+            bare = row["kind"] == "unprojected"
+            row |= {"recall": own if bare else 1.0, "relation": following if bare else 1.0}
+
+    return edit
+
+
+def jumps(shared: float) -> Edit:
+    def edit(figures: dict[str, Any]) -> None:
+        figures["rows"] = [
+            {"kind": kind, "jump": mean + 0.01 * seed}
+            for kind, mean in (("separate", 0.2), ("shared", shared))
+            for seed in range(4)
+        ]
+
+    return edit
+
+
+def by_width(scaled: float, gain: float = 0.0) -> Edit:
+    """Additive readers answer 70 % at every width, scaled ones this much."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        scattered(gain=gain)(figures)
+        figures["rows"] = [
+            {"d": d, "score": score, "seed": seed, "accuracy": mean + 0.01 * seed}
+            for d in (8, 64)
+            for score, mean in (("scaled", scaled), ("unscaled", 0.5), ("additive", 0.7))
+            for seed in range(4)
+        ]
+
+    return edit
+
+
+def examples_of(gap: float, relation: float) -> Edit:
+    """Additive readers with this gap between seen and new, and this accuracy on the relation."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        scores = ("scaled", "additive")
+        figures["rows"] = [
+            {
+                "score": score,
+                "examples": 64,
+                "seed": seed,
+                "seen": 0.9 + 0.01 * seed,
+                "new": 0.9 - (gap if score == "additive" else 0.0),
+            }
+            for score in scores
+            for seed in range(4)
+        ]
+        figures["relations"] = [
+            {
+                "score": score,
+                "seed": seed,
+                "accuracy": (relation if score == "additive" else 0.5) + 0.01 * seed,
+            }
+            for score in scores
+            for seed in range(4)
+        ]
+
+    return edit
+
+
+def reaching(*rivals: str) -> Edit:
+    """These rivals remember over every distance, the others over none."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        for row in figures["rows"]:
+            row["accuracy"] = 1.0 if row["rival"] in rivals else 0.1
+
+    return edit
+
+
 FLIPS: list[tuple[str, Edit, str]] = [
     ("scale-variance", change("rows.variance", lambda row: 2 * row["d"]), "does not hold"),
     ("scale-variance", change("rows.mean", lambda row: float(row["d"])), "does not hold"),
@@ -168,6 +298,36 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("paper-unscaled", change("varied", {"F": "no scaling"}), "right"),
     ("paper-shared-qk", change("varied", {"F": "shared Q and K"}), "right"),
     ("example-cat", change("rows.share", 0.0), "does not hold"),
+    ("example-self", heads_of_both, "does not hold"),
+    ("scale-training", scattered(worse=0.5), "holds"),
+    ("scale-training", scattered(worse=-0.5), "does not hold"),
+    ("scale-training", change("runs.diverged", lambda run: "unscaled" in run["variant"]), "holds"),
+    ("heads-quality", scattered(gain=1.5), "holds"),
+    ("heads-quality", scattered(gain=9.0), "holds when"),
+    ("heads-quality", scattered(gain=-1.5), "does not hold"),
+    ("heads-robust", scattered(dependence=0.1), "holds when"),
+    ("heads-robust", scattered(dependence=0.1, gap=-0.3), "holds"),
+    ("qk-shared-quality", scattered(gain=1.5), "holds"),
+    ("qk-shared-quality", scattered(gain=0.0), "does not hold"),
+    ("qk-none", answers(own=1.0, following=0.06), "holds when"),
+    ("qk-none", answers(own=0.06, following=0.06), "holds"),
+    ("qk-none", answers(own=1.0, following=1.0), "does not hold"),
+    ("qk-gradient", jumps(shared=0.5), "holds"),
+    ("qk-gradient", jumps(shared=0.1), "does not hold"),
+    ("dot-quality", by_width(scaled=0.9, gain=5.0), "holds"),
+    ("dot-quality", by_width(scaled=0.5, gain=-5.0), "does not hold"),
+    ("dot-small", by_width(scaled=0.5), "holds"),
+    ("dot-small", by_width(scaled=0.9), "does not hold"),
+    ("dot-overfit", examples_of(gap=0.5, relation=0.9), "holds"),
+    ("dot-overfit", examples_of(gap=0.5, relation=0.2), "holds when"),
+    ("dot-overfit", examples_of(gap=0.0, relation=0.2), "does not hold"),
+    ("qkv-content", change("rows.x1", lambda x: 0.99 if x["kind"] == "qkv" else 0.2), "holds"),
+    ("qkv-content", change("rows.x1", 0.99), "does not hold"),
+    ("qkv-length", change("rows.x4", 0.99), "does not hold"),
+    ("qkv-length", lengths, "holds"),
+    ("rivals-long-range", reaching("attention"), "holds"),
+    ("rivals-long-range", reaching("attention", "LSTM"), "holds when"),
+    ("rivals-long-range", reaching("attention", "LSTM", "4 convolutions"), "does not hold"),
 ]
 
 

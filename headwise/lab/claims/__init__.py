@@ -1,15 +1,18 @@
 """The claims, one file per family of claims that share an experiment."""
 
-from headwise.lab.claim import Claim
+from headwise.lab.claim import TOPICS, Claim
 from headwise.lab.claims import (
     cost_layer,
     dot_cost,
-    example_cat,
+    dot_quality,
+    examples,
     heads_counted,
     heads_patterns,
     paper,
     qk_symmetry,
+    qk_training,
     qkv_counted,
+    recalling,
     rivals_reach,
     rivals_sharing,
     rivals_time,
@@ -17,15 +20,22 @@ from headwise.lab.claims import (
     scale_overflow,
     scale_softmax,
     scale_variance,
+    translation_quality,
 )
 
 FAMILIES = (
     *(scale_variance, scale_softmax, scale_overflow, scale_depth),
-    *(heads_counted, heads_patterns),
-    *(qk_symmetry, dot_cost, qkv_counted),
+    *(heads_counted, heads_patterns, translation_quality),
+    *(qk_symmetry, qk_training, dot_cost, dot_quality, qkv_counted, recalling),
     *(rivals_reach, rivals_time, rivals_sharing),
-    *(cost_layer, paper, example_cat),
+    *(cost_layer, paper, examples),
 )
 
-CLAIMS: tuple[Claim, ...] = tuple(claim for family in FAMILIES for claim in family.CLAIMS)
+CLAIMS: tuple[Claim, ...] = tuple(
+    claim
+    for topic in TOPICS
+    for family in FAMILIES
+    for claim in family.CLAIMS
+    if claim.topic == topic
+)
 """Every claim, topic by topic."""

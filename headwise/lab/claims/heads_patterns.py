@@ -11,6 +11,7 @@ from headwise.lab.charts import Chart, Listing, Series
 from headwise.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, undecided
 from headwise.lab.experiments.many_heads import unread
 from headwise.lab.laboratory import Lab
+from headwise.lab.translation_runs import translated
 from headwise.models import GPT
 from headwise.training.loading import load
 from headwise.watching.watch import watch
@@ -95,14 +96,21 @@ def show_diversity(figures: Figures) -> tuple[Listing, ...]:
 
 
 def blur(lab: Lab) -> Figures:
-    """Reading several tokens at once: the share of their content that heads can't give back."""
+    """Reading several tokens at once: the share of their content that heads can't give back.
+
+    Beside it the effective number of keys of trained translators with one head and with several.
+    """
     places, heads = 8, (1, 2, 4, 8, 16)
     draws = lab.pick(tiny=1, quick=5)
     lost = [
         sum(unread(count, places, seed) for seed in range(draws)) / draws
         for count in lab.each(heads, "heads")
     ]
-    return {"places": places, "heads": heads, "lost": lost}
+    translators = [
+        {"variant": variant, "effective_keys": translated(lab, variant, 0)["effective_keys"]}
+        for variant in ("heads-1", "base")
+    ]
+    return {"places": places, "heads": heads, "lost": lost, "translators": translators}
 
 
 def judge_blur(figures: Figures) -> Verdict:
@@ -111,16 +119,20 @@ def judge_blur(figures: Figures) -> Verdict:
     enough = next((h for h, share in zip(heads, lost, strict=True) if share < 0.01), None)
     because = both(
         "of the content of {places} tokens read at once, one head loses {one:.1%} to its average, "
-        "{two} heads lose {part:.1%}, {many} heads {rest:.1%}",
+        "{two} heads lose {part:.1%}, {many} heads {rest:.1%}; a row of a trained translator reads "
+        "{single:.1f} keys in one head and {several:.1f} in each of several",
         "同时读取 {places} 个词元的内容时，一个头因取平均损失 {one:.1%}，{two} 个头损失 "
         "{part:.1%}，"
-        "{many} 个头损失 {rest:.1%}",
+        "{many} 个头损失 {rest:.1%}；训练好的翻译模型中，单头的一行读 {single:.1f} 个键，"
+        "多头时每个头读 {several:.1f} 个",
         places=places,
         one=lost[0],
         two=heads[1],
         part=lost[1],
         many=heads[-1],
         rest=lost[-1],
+        single=figures["translators"][0]["effective_keys"],
+        several=figures["translators"][1]["effective_keys"],
     )
     return holds(because) if lost[0] > 0.5 and enough is not None else does_not_hold(because)
 

@@ -9,6 +9,7 @@ from headwise.lab.claim import Claim, Figures, Verdict, both, does_not_hold, hol
 from headwise.lab.counting import parameters
 from headwise.lab.experiments import shared_projection as sharing
 from headwise.lab.laboratory import Lab
+from headwise.lab.recall import RecallModel, Relation, learn
 from headwise.nn import MultiHeadAttention, Separate, Shared
 
 
@@ -81,7 +82,21 @@ def diagonals(lab: Lab) -> Figures:
         top = attn.attention_map(x).top(1)[1][:, 0, :, 0]
         row["longest"] = float((top.gather(1, widest[:, None])[:, 0] == widest).double().mean())
         rows.append(row)
-    return {"tokens": 32, "rows": rows}
+    return {"tokens": 32, "rows": rows, "trained": trained_diagonal(lab)}
+
+
+def trained_diagonal(lab: Lab) -> float:
+    """The share of rows that attend to themselves most, after training to find another token."""
+    task = Relation()
+    torch.manual_seed(0)
+    attn = MultiHeadAttention(32, 1, projections=Shared())
+    model = RecallModel(attn, 32, task)
+    learn(model, task, lab.pick(tiny=2, quick=300), seed=0, rate=1e-2)
+    drawn = task.draw(100, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        x = model.key(drawn.keys) + model.value(drawn.values)
+        top = attn.attention_map(x).top(1)[1][:, 0, :, 0]
+    return float((top == torch.arange(x.shape[1])).double().mean())
 
 
 def judge_self(figures: Figures) -> Verdict:
@@ -92,14 +107,17 @@ def judge_self(figures: Figures) -> Verdict:
         "with one matrix {equal:.0%} of rows attend to themselves most if all tokens have one "
         "norm, "
         "{unequal:.0%} if norms differ by e^±{spread}; the token with the largest projected norm "
-        "does in {longest:.0%} of cases; with two matrices {separate:.0%} of rows do",
+        "does in {longest:.0%} of cases; after training to find another token {trained:.0%} of "
+        "rows do; "
+        "with two matrices {separate:.0%}",
         "用一个矩阵时，若各词元范数相同，{equal:.0%} 的行最关注自身；若范数相差 e^±{spread}，则为 "
-        "{unequal:.0%}；投影后范数最大的词元在 {longest:.0%} 的情形下如此；用两个矩阵时为 "
-        "{separate:.0%}",
+        "{unequal:.0%}；投影后范数最大的词元在 {longest:.0%} 的情形下如此；训练它去找别的词元之后，"
+        "{trained:.0%} 的行如此；用两个矩阵时为 {separate:.0%}",
         equal=equal["shared"],
         unequal=unequal["shared"],
         spread=unequal["spread"],
         longest=min(row["longest"] for row in rows),
+        trained=figures["trained"],
         separate=equal["separate"],
     )
     if all(row["shared"] > 0.99 for row in rows):

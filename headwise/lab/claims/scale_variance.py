@@ -35,7 +35,7 @@ def dots(lab: Lab, d: int, pairs: int, sigma_q: float = 1.0, sigma_k: float = 1.
     parts = []
     for first in range(0, pairs, together):
         count = min(together, pairs - first)
-        q, k = lab.normal(2, count, d, stream=first + 1)  # (count, d) each
+        q, k = lab.normal(2, count, d, stream=d * pairs + first)  # (count, d) each
         parts.append((sigma_q * q * sigma_k * k).sum(-1))
     return torch.cat(parts)
 

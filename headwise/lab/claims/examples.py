@@ -1,6 +1,8 @@
-"""The sentence "The cat sat on the mat.": example-cat."""
+"""The two example sentences: example-cat, example-self."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +10,8 @@ from torch import Tensor
 from headwise.lab.charts import Listing, WeightMap
 from headwise.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, undecided
 from headwise.lab.laboratory import Lab
+from headwise.lab.masked_characters import PROJECTIONS, read_sentence
+from headwise.lab.masked_characters import SENTENCE as SELF
 from headwise.training.loading import Translator, load
 from headwise.watching.watch import watch
 
@@ -113,6 +117,79 @@ def show_cat(figures: Figures) -> tuple[WeightMap | Listing, ...]:
     )
 
 
+def himself(lab: Lab) -> Figures:
+    """Encoders of Chinese text with separate and with shared Q and K, on 「他打了自己」."""
+    seeds = range(lab.pick(tiny=1, quick=2, full=3))
+    return {
+        "tokens": list(SELF),
+        "runs": [
+            lab.keep(f"chinese-{kind}-{seed}", read_sentence, kind=kind, seed=seed)
+            for kind in PROJECTIONS
+            for seed in seeds
+        ],
+    }
+
+
+HIT, HE = SELF.index("打"), SELF.index("他")
+
+
+def looking(run: dict[str, Any], at: int) -> int:
+    """How many heads of a run give the largest weight of the row 打 to this token."""
+    return sum(row[HIT].index(max(row[HIT])) == at for row in run["maps"])
+
+
+def judge_self(figures: Figures) -> Verdict:
+    """A head for 他 in every run with separate matrices, and in none with shared ones."""
+    found = {kind: [run for run in figures["runs"] if run["kind"] == kind] for kind in PROJECTIONS}
+    he = {kind: [looking(run, HE) for run in of] for kind, of in found.items()}
+    own = {
+        kind: sum(row[HIT][HIT] for run in of for row in run["maps"])
+        / sum(len(run["maps"]) for run in of)
+        for kind, of in found.items()
+    }
+    because = both(
+        "of {heads} heads, {separate} look most from 打 to 他 with separate matrices and {shared} "
+        "with a shared one; 打 keeps {own_separate:.0%} and {own_shared:.0%} of its weight for "
+        "itself; one sentence is an illustration and not a proof",
+        "每次训练的 {heads} 个头中，从“打”最关注“他”的：独立矩阵 {separate} 个，共享矩阵 "
+        "{shared} 个；"
+        "“打”留给自身的权重分别是 {own_separate:.0%} 与 {own_shared:.0%}；一个句子只是例子，"
+        "不是证明",
+        heads=len(figures["runs"][0]["maps"]),
+        separate=counted(he["separate"]),
+        shared=counted(he["shared"]),
+        own_separate=own["separate"],
+        own_shared=own["shared"],
+    )
+    if not any(he["separate"]):
+        return does_not_hold(because)
+    if all(he["separate"]) and not any(he["shared"]):
+        return holds(because)
+    # sharing does not keep 打 from looking at 他
+    return does_not_hold(because) if all(he["shared"]) else undecided(because)
+
+
+def counted(numbers: list[int]) -> str:
+    """Numbers of several runs in one phrase.
+
+    >>> counted([3, 5])
+    '3–5'
+    """
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low}–{high}"
+
+
+def show_self(figures: Figures) -> tuple[WeightMap, ...]:
+    """The head of each kind that looks most from 打 to 他."""
+    shown = []
+    names = {"separate": both("separate", "独立"), "shared": both("shared", "共享")}
+    for kind, name in names.items():
+        maps = [x for run in figures["runs"] if run["kind"] == kind for x in run["maps"]]
+        best = max(maps, key=lambda weights: weights[HIT][HE])
+        shown.append(WeightMap(name, figures["tokens"], figures["tokens"], best))
+    return tuple(shown)
+
+
 CLAIMS = (
     Claim(
         id="example-cat",
@@ -125,5 +202,17 @@ CLAIMS = (
         experiment=cat,
         rule=judge_cat,
         shows=show_cat,
+    ),
+    Claim(
+        id="example-self",
+        sentence=both(
+            "「他打了自己」: 打 should attend to 他, and sharing Q and K makes it attend to "
+            "itself.",
+            "「他打了自己」：“打”应关注“他”，而共用 Q、K 会迫使它更关注自身。",
+        ),
+        notes="C",
+        experiment=himself,
+        rule=judge_self,
+        shows=show_self,
     ),
 )
