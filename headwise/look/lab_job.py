@@ -56,25 +56,28 @@ class LabJob:
 
     def _measure(self, claim: Claim) -> None:
         begun = time.monotonic()
+        missing = ""
 
         def tell(told: Told) -> None:
+            nonlocal missing
             self._work.check()
+            missing = told.missing
             seconds = time.monotonic() - begun
             self._change(what=told.what, done=told.done, steps=told.steps, seconds=seconds)
 
         # All cores, as on the command line: a new thread takes the number that was set last.
         torch.set_num_threads(self.threads)
+        state, error = "done", None
         try:
-            for _ in run([claim], Lab("quick"), record.own_folder(), again=True, tell=tell):
-                pass
+            if not list(run([claim], Lab("quick"), record.own_folder(), again=True, tell=tell)):
+                state, error = "failed", Sentence(missing)
         except StoppedError:
-            self._change(state="stopped", seconds=time.monotonic() - begun)
-        except Exception as error:  # whatever an experiment raises is shown on the page
-            said = said_by(error) if isinstance(error, ValueError | OSError) else None
-            error_text = said or Sentence(f"{type(error).__name__}: {error}")
-            self._change(state="failed", error=error_text, seconds=time.monotonic() - begun)
-        else:
-            self._change(state="done", seconds=time.monotonic() - begun)
+            state = "stopped"
+        except Exception as raised:  # whatever an experiment raises is shown on the page
+            known = isinstance(raised, ValueError | OSError)
+            said = said_by(raised) if known else Sentence(f"{type(raised).__name__}: {raised}")
+            state, error = "failed", said
+        self._change(state=state, error=error, seconds=time.monotonic() - begun)
 
     def stop(self) -> None:
         """End the experiment at its next report; nothing happens if there is none."""

@@ -19,7 +19,8 @@ from headwise.look.lab_code import code
 from headwise.look.serving.answers import answer, answer_post
 from headwise.look.serving.server import application
 from headwise.look.session import Session
-from headwise.messages import Sentence
+from headwise.training.data import download_cache
+from headwise.training.data.packages import CorpusUnavailableError
 
 PATIENCE = 300
 
@@ -58,18 +59,18 @@ def test_every_claim_is_listed_under_a_topic_in_both_languages() -> None:
 
 
 def test_a_claim_comes_with_its_result_and_where_it_was_measured(folder: Path) -> None:
-    result = measured("scale-sigma", folder)
-    _, claim = get("/api/lab/claims/scale-sigma")
+    result = measured("scale-overflow", folder)
+    _, claim = get("/api/lab/claims/scale-overflow")
     (shown,) = claim["results"]
     assert shown["figures"] == result.figures
     for name in ("verdict", "condition", "because", "command", "machine", "date", "form"):
         assert shown[name] == getattr(result, name)
     assert (shown["own"], shown["stale"], shown["folder"]) == (True, False, str(folder))
-    (chart,) = shown["shown"]
-    assert chart["kind"] == "chart"
-    assert chart["series"][0]["y"] == result.figures["both"]
+    chart, table = shown["shown"]
+    assert (chart["kind"], table["kind"]) == ("chart", "table")
+    assert [row[0] for row in table["rows"]] == [row["type"] for row in result.figures["single"]]
     assert claim["zh"][shown["because"]] == result.because.zh
-    assert claim["derivation"].startswith("Var(q_i k_i)")
+    assert claim["derivation"] == find(["scale-overflow"])[0].derivation
 
 
 def test_a_stale_result_says_so_draws_nothing_and_gives_way_to_a_current_one(
@@ -102,7 +103,7 @@ def test_a_damaged_result_is_named_and_hides_nothing_else(folder: Path) -> None:
     ("id", "error", "hint"),
     [
         ("scale-varianse", "there is no claim 'scale-varianse'", "did you mean scale-variance?"),
-        ("qk", "qk is a topic", "use one of qk-symmetric"),
+        ("qk", "qk is a topic", "use one of qk-"),
     ],
 )
 def test_an_unknown_claim_is_refused_with_the_nearest(id: str, error: str, hint: str) -> None:
@@ -133,20 +134,20 @@ class TestJob:
     def test_a_run_is_saved_where_the_command_line_saves_it(self, folder: Path) -> None:
         session = Session()
         assert get("/api/lab/job", session)[1] == {"id": None}
-        status, job = post(session, "/api/lab/claims/scale-magnitude/run")
-        assert (status, job["id"], job["state"]) == (202, "scale-magnitude", "running")
+        status, job = post(session, "/api/lab/claims/scale-overflow/run")
+        assert (status, job["id"], job["state"]) == (202, "scale-overflow", "running")
         assert session.lab.join(PATIENCE)
         assert get("/api/lab/job", session)[1]["state"] == "done"
-        result = record.read(folder, "scale-magnitude", "quick")
+        result = record.read(folder, "scale-overflow", "quick")
         assert result is not None
-        assert result.verdict == "does not hold"
-        _, claim = get("/api/lab/claims/scale-magnitude")
-        assert [x["verdict"] for x in claim["results"]] == ["does not hold"]
+        assert result.verdict == "holds when"
+        _, claim = get("/api/lab/claims/scale-overflow")
+        assert [x["verdict"] for x in claim["results"]] == ["holds when"]
 
     def test_one_runs_at_a_time_and_stops_when_told(self, folder: Path) -> None:
         session = Session()
         post(session, "/api/lab/claims/scale-variance/run")
-        status, said = post(session, "/api/lab/claims/qk-self/run")
+        status, said = post(session, "/api/lab/claims/scale-overflow/run")
         assert (status, said["error"]) == (409, "the lab is still running scale-variance")
         assert said["zh"][said["hint"]]
         status, job = post(session, "/api/lab/stop")
@@ -169,6 +170,17 @@ class TestJob:
         assert post(session, "/api/lab/claims/paper-heads/run")[0] == 202
         assert session.lab.join(PATIENCE)
         assert get("/api/lab/job", session)[1]["state"] == "done"
+
+    def test_a_corpus_that_can_not_be_had_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unavailable(corpus: object) -> None:
+            raise CorpusUnavailableError("no network here")
+
+        monkeypatch.setattr(download_cache, "fetch", unavailable)
+        session = Session()
+        post(session, "/api/lab/claims/scale-training/run")
+        assert session.lab.join(PATIENCE)
+        _, job = get("/api/lab/job", session)
+        assert (job["state"], job["error"]) == ("failed", "no network here")
 
     def test_it_ends_with_the_session(self) -> None:
         session = Session()
@@ -193,11 +205,3 @@ def test_only_the_page_itself_can_run_something(tmp_path: Path) -> None:
         assert session.lab.state() is None
         assert client.post(run_it, json={}).status_code == 202
         assert session.lab.join(PATIENCE)
-
-
-def test_a_text_in_a_result_stays_text(folder: Path) -> None:
-    result = measured("paper-heads", folder)
-    record.write(folder, replace(result, because=Sentence("<b>bold</b>")))
-    given = answer(Session(), "/api/lab/claims/paper-heads")
-    assert given.media == "application/json"
-    assert json.loads(given.body)["results"][0]["because"] == "<b>bold</b>"

@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_experiment_runs_here_and_its_verdict_appears(visit: Visits, folder: Path) -> None:
-    page = visit("#/lab/scale-sigma")
+    page = visit("#/lab/scale-overflow")
     expect(page.get_by_role("navigation", name="Claims").get_by_role("link")).to_have_count(
         len(CLAIMS)
     )
@@ -33,18 +33,20 @@ def test_an_experiment_runs_here_and_its_verdict_appears(visit: Visits, folder: 
     expect(verdict).to_contain_text("not run yet")
     page.get_by_role("button", name="Run it here").click()
     expect(verdict).to_contain_text("holds when")
-    result = record.read(folder, "scale-sigma", "quick")
+    result = record.read(folder, "scale-overflow", "quick")
     assert result is not None
     for text in (str(result.because), str(result.condition), result.machine, result.date):
         expect(verdict).to_contain_text(text)
     expect(verdict.get_by_text(str(folder))).to_be_visible()
-    expect(page.get_by_role("img", name="Var(q·k) / d_k at d_k = 64")).to_be_visible()
-    expect(page.locator("[data-claim='scale-sigma'] .sign")).to_have_text(re.compile("holds when"))
+    expect(page.get_by_role("img", name="Rows without weights, unscaled scores")).to_be_visible()
+    expect(page.locator("[data-claim='scale-overflow'] .sign")).to_have_text(
+        re.compile("holds when")
+    )
     page.get_by_text("As a table").click()
-    cells = page.get_by_role("table", name="Var(q·k) / d_k at d_k = 64").get_by_role("row")
-    expect(cells).to_have_count(1 + len(result.figures["sigmas"]))
+    numbers = page.get_by_role("table", name="Rows without weights, unscaled scores")
+    expect(numbers.get_by_role("columnheader", name="as written, fp16")).to_be_visible()
     page.get_by_text("The experiment’s code").click()
-    expect(page.get_by_text("def sigmas(lab: Lab) -> Figures:")).to_be_visible()
+    expect(page.get_by_text("def overflows(lab: Lab) -> Figures:")).to_be_visible()
 
 
 def test_a_running_experiment_can_be_stopped(visit: Visits, folder: Path) -> None:
