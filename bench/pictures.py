@@ -54,7 +54,7 @@ SHOTS = (
 @contextmanager
 def served(model: str) -> Iterator[str]:
     """The address of a page on a model, as `headwise look` serves it."""
-    command = [sys.executable, "-m", "headwise.cli.main", "look", model, "--no-open"]
+    command = [sys.executable, "-m", "headwise", "look", model, "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
