@@ -16,7 +16,7 @@ import json
 import textwrap
 import tokenize
 from dataclasses import is_dataclass
-from functools import lru_cache, partial
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -47,18 +47,12 @@ def _collect(value: Any, name: str, parts: dict[str, str]) -> None:
         key = f"{value.__module__}.{value.__qualname__}"
         if not value.__module__.startswith(HERE) or key in parts:
             return
-        source, parts[key] = _source(value)
+        source = textwrap.dedent(inspect.getsource(value))
+        parts[key] = bare(source)
         for used, found in _used(value, source):
             _collect(found, used, parts)
     elif isinstance(value, PLAIN) or is_dataclass(value):
         parts[name] = repr(value)
-
-
-@lru_cache(maxsize=1024)
-def _source(value: Any) -> tuple[str, str]:
-    """The source of a function or class, and its bare form: every claim asks for the same few."""
-    source = textwrap.dedent(inspect.getsource(value))
-    return source, bare(source)
 
 
 def bare(source: str) -> str:
