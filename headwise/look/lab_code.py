@@ -49,7 +49,7 @@ def code(function: Callable[..., Any]) -> list[Piece]:
 
 @lru_cache(maxsize=256)
 def _definitions(module: str) -> dict[str, tuple[ast.stmt, Piece]]:
-    """What the file of a module defines, by name."""
+    """The definitions at the top of a module's file, by name."""
     source = inspect.getsource(sys.modules[module])
     lines = source.splitlines()
     found = {}
