@@ -185,6 +185,7 @@ CHINESE: dict[str, str] = {
     "not run yet": "尚未运行",
     "stale": "已过时",
     "from notes: {notes}": "出自笔记：{notes}",
+    "experiment: {source}": "实验代码：{source}",
     "not run yet; run it: headwise lab run {id}": "尚未运行；运行：headwise lab run {id}",
     "measured by other code; run it again: headwise lab run {id}": (
         "由其他版本的代码测得；请重新运行：headwise lab run {id}"
