@@ -8,12 +8,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import FunctionType, ModuleType
 from typing import Any
 
-HERE = "headwise.lab."
-FRAME = frozenset(HERE + name for name in ("charts", "claim", "fingerprint", "laboratory"))
-"""Modules that every claim uses and that say nothing about its experiment."""
+from headwise.lab.fingerprint import FRAME, HERE
 
 
 @dataclass(frozen=True)
@@ -72,18 +69,29 @@ def _names(node: ast.stmt) -> list[str]:
 
 def _uses(module: str, node: ast.stmt) -> list[tuple[str, str]]:
     """The definitions of the lab that a definition names, in the order it names them."""
-    around = vars(sys.modules[module])
-    found: list[tuple[str, str]] = []
+    imported = _imports(module)
+    found = []
     for each in _in_order(node):
         if isinstance(each, ast.Name):
-            value = around.get(each.id)
-            where = value.__module__ if isinstance(value, FunctionType | type) else module
-            found.append((where, each.id))
+            found.append(imported.get(each.id, (module, each.id)))
         elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
-            owner = around.get(each.value.id)
-            if isinstance(owner, ModuleType):
-                found.append((owner.__name__, each.attr))
-    return [(where, name) for where, name in found if where.startswith(HERE) and where not in FRAME]
+            found.append((".".join(imported.get(each.value.id, ())), each.attr))
+    return [
+        (where, name)
+        for where, name in found
+        if where.startswith(HERE) and where not in FRAME and where in sys.modules
+    ]
+
+
+@lru_cache(maxsize=256)
+def _imports(module: str) -> dict[str, tuple[str, str]]:
+    """The names that a module imports: the module that each comes from, and its name there."""
+    return {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
 
 
 def _in_order(node: ast.AST) -> list[ast.AST]:

@@ -52,7 +52,7 @@ class LabJob:
                 hint = say("wait for it, or stop it")
                 raise BusyError(say("the lab is still running {id}", id=now.id), hint)
             self.progress = JobProgress(claim.id)
-        self._work.begin(lambda: self._measure(claim))
+            self._work.begin(lambda: self._measure(claim))
 
     def _measure(self, claim: Claim) -> None:
         begun = time.monotonic()

@@ -167,6 +167,7 @@ class Session:
             "version": __version__,
             "pages": {
                 "heads": bool(self.atlases),
+                "cost": True,
                 "lab": True,
                 "why": True,
                 "watch": self.run is not None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.look.atlas import Atlas, PackedCells
 from headwise.look.background import BusyError
 from headwise.look.scene import Group, Head
-from headwise.look.serving import lab_answers
+from headwise.look.serving import cost_answers, lab_answers
 from headwise.look.serving import why_answers as why
 from headwise.look.serving.reply import Answer, Query, Refusal, as_json, number
 from headwise.look.session import Session
@@ -208,6 +208,13 @@ def experiment(session: Session, query: Query, name: str) -> Answer:
         return Answer(why.answer(name, query.given).encode())
 
 
+def cost(session: Session, query: Query) -> Answer:
+    """The cost of the opened model, or of one that the form describes."""
+    with _explained():
+        opened = None if session.reader is None else session.reader.model
+        return Answer(cost_answers.answer(query.given, opened).encode())
+
+
 def lab(session: Session, query: Query) -> Answer:
     """The claims of the lab with their verdicts."""
     return as_json(lab_answers.listing())
@@ -256,6 +263,7 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (rf"{HEAD}/weight/{PLACE}/{PLACE}", weight),
     (rf"{HEAD}/top", top),
     (r"/api/why/(\w+)", experiment),
+    (r"/api/cost", cost),
     (r"/api/lab", lab),
     (r"/api/lab/job", lab_job),
     (rf"/api/lab/claims/{CLAIM}", claim),

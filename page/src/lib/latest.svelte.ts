@@ -1,7 +1,7 @@
 /** Questions that follow a slider: one at a time is asked, and of those that wait only the last. */
 
 import { untrack } from 'svelte';
-import { Problem } from '../../lib/transport';
+import { Problem } from './transport';
 
 export class Latest<Answer> {
   answer = $state.raw<Answer | null>(null);
