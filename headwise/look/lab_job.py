@@ -65,7 +65,8 @@ class LabJob:
             seconds = time.monotonic() - begun
             self._change(what=told.what, done=told.done, steps=told.steps, seconds=seconds)
 
-        # All cores, as on the command line: a new thread takes the number that was set last.
+        # All cores, as on the command line, although an experiment of "Why" may have set one.
+        before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         state, error = "done", None
         try:
@@ -77,6 +78,8 @@ class LabJob:
             known = isinstance(raised, ValueError | OSError)
             said = said_by(raised) if known else Sentence(f"{type(raised).__name__}: {raised}")
             state, error = "failed", said
+        finally:
+            torch.set_num_threads(before)
         self._change(state=state, error=error, seconds=time.monotonic() - begun)
 
     def stop(self) -> None:
