@@ -52,6 +52,11 @@ class Claim:
     derivation: Sentence | None = None
 
     @property
+    def source(self) -> str:
+        """The file of the experiment, from the root of the repository."""
+        return f"{self.experiment.__module__.replace('.', '/')}.py"
+
+    @property
     def topic(self) -> str:
         """The first word of the id, a key of `TOPICS`."""
         return self.id.partition("-")[0]

@@ -88,6 +88,7 @@ def described(claim: Claim, result: Result | None) -> dict[str, Any]:
         "id": claim.id,
         "topic": claim.topic,
         "notes": claim.notes,
+        "source": claim.source,
         "sentence": claim.sentence,
         "derivation": claim.derivation,
         **{field.name: None for field in fields(Result) if field.name != "id"},

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headwise import mask as masks
 from headwise.api import attention
+from headwise.costs.calculate import cost
 from headwise.lab.charts import Listing
 from headwise.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.lab.counting import flops, kept_bytes, parameters
@@ -65,12 +66,15 @@ def layer_costs(lab: Lab) -> Figures:
         with torch.device("meta"):
             x = torch.empty(b, s, h)
             block = Block(h, MultiHeadAttention(h, a), GELU(4 * h).build(h))
+        foretold = cost(block, batch=b, queries=s, dtype="bf16")
         rows.append(
             {
                 **{"b": b, "s": s, "h": h, "a": a},
                 "parameters": parameters(block),
                 "parameters_formula": 12 * h**2 + 13 * h,
+                "parameters_foretold": foretold.params,
                 "flops": flops(partial(block, x)),
+                "flops_foretold": foretold.flops,
                 "flops_formula": 24 * b * s * h**2 + 4 * b * s**2 * h,
                 "bytes": activations(b, s, h, a, dropout=0.1),
                 "bytes_formula": 34 * b * s * h + 5 * b * s**2 * a,
@@ -109,7 +113,7 @@ def judge_cost(figures: Figures) -> Verdict:
     """Counts must equal the formulas; kept bytes within 2 %, for the norms' statistics."""
     rows = figures["rows"]
     exact = all(
-        row[name] == row[f"{name}_formula"]
+        row[name] == row[f"{name}_formula"] == row.get(f"{name}_foretold", row[name])
         for row in rows
         for name in ("parameters", "flops", "cache")
     )
@@ -117,15 +121,13 @@ def judge_cost(figures: Figures) -> Verdict:
     fused = [row["bytes_fused"] / row["bytes_formula"] for row in rows]
     close = all(abs(ratio - 1) < 0.02 for ratio in ratios)
     because = both(
-        "parameters, FLOPs and KV cache equal the formulas {equal} in {count} sizes; bytes kept "
-        "are "
-        "{low:.3f} to {high:.3f} of theirs with dropout and attention written out, and "
-        "{fused_low:.2f} to {fused_high:.2f} with fused attention and no dropout",
-        "参数量、FLOPs 与 KV cache 在 {count} 种尺寸下{equal}等于公式；带 dropout、"
-        "注意力逐步写出时，"
-        "保留的字节是公式的 {low:.3f} 到 {high:.3f} 倍，融合注意力且无 dropout 时是 "
-        "{fused_low:.2f} 到 "
-        "{fused_high:.2f} 倍",
+        "parameters, FLOPs (counted, and by hw.cost) and KV cache equal the formulas {equal} in "
+        "{count} sizes; bytes kept are {low:.3f} to {high:.3f} of theirs with dropout and "
+        "attention written out, and {fused_low:.2f} to {fused_high:.2f} with fused attention and "
+        "no dropout",
+        "参数量、FLOPs（实际计数与 hw.cost）与 KV cache 在 {count} 种尺寸下{equal}等于公式；带 "
+        "dropout、注意力逐步写出时，保留的字节是公式的 {low:.3f} 到 {high:.3f} 倍，"
+        "融合注意力且无 dropout 时是 {fused_low:.2f} 到 {fused_high:.2f} 倍",
         equal=both("exactly", "完全") if exact else both("not", "并不"),
         count=len(rows),
         low=min(ratios),
@@ -140,8 +142,8 @@ def judge_cost(figures: Figures) -> Verdict:
     if min(fused) > 0.98:
         return holds(because)
     condition = both(
-        "the layer is GPT-2's (GELU, biases, LayerNorm, dropout), in half precision, and attention "
-        "is written out; fused attention keeps no weights and drops the 5bs²a",
+        "the layer is GPT-2's (GELU, biases, LayerNorm, dropout), in half precision, and "
+        "attention is written out; fused attention keeps no weights and drops the 5bs²a",
         "该层是 GPT-2 的结构（GELU、偏置、LayerNorm、dropout）、半精度，且注意力逐步写出；"
         "融合注意力不保存权重，没有 5bs²a 这一项",
     )
@@ -188,11 +190,9 @@ CLAIMS = (
         id="cost-layer",
         sentence=both(
             "A layer has 12h² + 13h parameters and takes 24bsh² + 4bs²h FLOPs, 34bsh + 5bs²a "
-            "bytes of "
-            "activations and, over l layers, 4blh(s + n) bytes of KV cache.",
+            "bytes of activations and, over l layers, 4blh(s + n) bytes of KV cache.",
             "一层有 12h² + 13h 个参数，需要 24bsh² + 4bs²h 次浮点运算、34bsh + 5bs²a "
-            "字节的中间激活，"
-            "l 层共需 4blh(s + n) 字节的 KV cache。",
+            "字节的中间激活，l 层共需 4blh(s + n) 字节的 KV cache。",
         ),
         notes="B",
         experiment=layer_costs,
@@ -200,16 +200,13 @@ CLAIMS = (
         shows=show_cost,
         derivation=both(
             "Parameters: 4h² + 4h of attention, 8h² + 5h of the feed-forward layer, 4h of two "
-            "norms. "
-            "FLOPs: 8bsh² of projections, 4bs²h of scores and values, 16bsh² of the feed-forward "
-            "layer. Bytes, two per number: 11bsh + 5bs²a of attention, 19bsh of the feed-forward "
-            "layer, 4bsh of the norms' inputs. Cache: keys and values, 2 · 2 bytes · blh per "
-            "token.",
+            "norms. FLOPs: 8bsh² of projections, 4bs²h of scores and values, 16bsh² of the "
+            "feed-forward layer. Bytes, two per number: 11bsh + 5bs²a of attention, 19bsh of the "
+            "feed-forward layer, 4bsh of the norms' inputs. Cache: keys and values, 2 · 2 bytes "
+            "· blh per token.",
             "参数：注意力 4h² + 4h，前馈层 8h² + 5h，两个归一化 4h。FLOPs：投影 8bsh²，"
-            "分数与加权求和 4bs²h，"
-            "前馈层 16bsh²。字节（每个数两字节）：注意力 11bsh + 5bs²a，前馈层 19bsh，"
-            "归一化的输入 4bsh。"
-            "缓存：每个词元的键与值，2 · 2 字节 · blh。",
+            "分数与加权求和 4bs²h，前馈层 16bsh²。字节（每个数两字节）：注意力 11bsh + 5bs²a，"
+            "前馈层 19bsh，归一化的输入 4bsh。缓存：每个词元的键与值，2 · 2 字节 · blh。",
         ),
     ),
 )

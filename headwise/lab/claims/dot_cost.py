@@ -74,13 +74,12 @@ def judge_cost(figures: Figures) -> Verdict:
     taught = [row["additive_seconds"] / row["dot_seconds"] for row in rows]
     fused = [row["additive_fused_seconds"] / row["dot_fused_seconds"] for row in rows]
     because = both(
-        "the operations of both grow with n to the power {n:.2f} and with d to the power {d:.2f}; "
-        "additive takes {low:.1f} to {high:.1f} times as long written out, and {fused_low:.1f} to "
-        "{fused_high:.1f} times fused, because it evaluates d tanh per pair and uses no matrix "
-        "product",
-        "两者的运算量都随 n 的 {n:.2f} 次方、d 的 {d:.2f} 次方增长；"
-        "加性注意力逐步写出时耗时是点积的 "
-        "{low:.1f} 到 {high:.1f} 倍，融合时 {fused_low:.1f} 到 {fused_high:.1f} 倍，"
+        "the operations of both grow with n to the power {n:.2f} and with d to the power "
+        "{d:.2f}; additive takes {low:.1f} to {high:.1f} times as long written out, and "
+        "{fused_low:.1f} to {fused_high:.1f} times fused, because it evaluates d tanh per pair "
+        "and uses no matrix product",
+        "两者的运算量都随 n 的 {n:.2f} 次方、d 的 {d:.2f} 次方增长；加性注意力逐步写出时耗时是点"
+        "积的 {low:.1f} 到 {high:.1f} 倍，融合时 {fused_low:.1f} 到 {fused_high:.1f} 倍，"
         "因为每一对要算 d 个 tanh，且用不上矩阵乘法",
         n=powers["additive_n"],
         d=powers["additive_d"],
@@ -156,9 +155,9 @@ def judge_parameters(figures: Figures) -> Verdict:
     d, alone = figures["d"], figures["alone"]
     more = figures["additive_layer"] - figures["dot_layer"]
     because = both(
-        "at width {d} Bahdanau's score has {alone:,} parameters (W_q, W_k and v) where a bare dot "
-        "product has none; in a multi-head layer, which has W_q and W_k for the dot product too, "
-        "it adds {more:,} ({share:.2%})",
+        "at width {d} Bahdanau's score has {alone:,} parameters (W_q, W_k and v) where a bare "
+        "dot product has none; in a multi-head layer, which has W_q and W_k for the dot product "
+        "too, it adds {more:,} ({share:.2%})",
         "宽 {d} 时，Bahdanau 的打分有 {alone:,} 个参数（W_q、W_k 与 v），裸点积没有参数；"
         "而在多头层里，点积也有 W_q 与 W_k，加性打分只多 {more:,} 个（{share:.2%}）",
         d=d,
@@ -205,11 +204,10 @@ CLAIMS = (
         shows=show_cost,
         derivation=both(
             "q·k is d multiply-adds, and n² of them are one matrix product. vᵀtanh(q + k) is d "
-            "additions, d tanh and d multiply-adds per pair; the tanh stands between, so no matrix "
-            "product does it, and written out it stores n²·d numbers.",
+            "additions, d tanh and d multiply-adds per pair; the tanh stands between, so no "
+            "matrix product does it, and written out it stores n²·d numbers.",
             "q·k 是 d 次乘加，n² 个合起来是一次矩阵乘法。vᵀtanh(q + k) 每对要 d 次加法、d 个 "
-            "tanh 与 d 次乘加；"
-            "中间隔着 tanh，不能用矩阵乘法完成，逐步写出还要存 n²·d 个数。",
+            "tanh 与 d 次乘加；中间隔着 tanh，不能用矩阵乘法完成，逐步写出还要存 n²·d 个数。",
         ),
     ),
     Claim(

@@ -97,8 +97,8 @@ def judge_small(figures: Figures) -> Verdict:
     gaps = {d: gap(figures, d, "additive", "scaled") for d in small}
     best = max(gaps, key=lambda d: gaps[d].low)
     because = both(
-        "at d_k = {d} additive is {gap} percentage points more accurate on recall than scaled dot "
-        "product (95 % interval)",
+        "at d_k = {d} additive is {gap} percentage points more accurate on recall than scaled "
+        "dot product (95 % interval)",
         "d_k = {d} 时，加性在联想回忆上的正确率比缩放点积高 {gap} 个百分点（95% 区间）",
         d=best,
         gap=gaps[best],
@@ -249,8 +249,8 @@ CLAIMS = (
     Claim(
         id="dot-overfit",
         sentence=both(
-            "Additive attention has spare parameters and overfits small data, but suits asymmetric "
-            "interactions.",
+            "Additive attention has spare parameters and overfits small data, but suits "
+            "asymmetric interactions.",
             "加性注意力参数冗余，在小数据集上可能过拟合；但适合非对称的交互。",
         ),
         notes="C",

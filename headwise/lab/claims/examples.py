@@ -82,8 +82,7 @@ def judge_cat(figures: Figures) -> Verdict:
         "weight elsewhere on average when another word changes; at least {share:.0%} of the rows "
         "change by more than {moved:.0%}",
         "在训练好的编码器的 {heads} 个头中，别的词改变时，未变的词平均有 {mean:.0%} "
-        "的权重移到别处；"
-        "至少 {share:.0%} 的行变化超过 {moved:.0%}",
+        "的权重移到别处；至少 {share:.0%} 的行变化超过 {moved:.0%}",
         heads=figures["heads"],
         mean=sum(row["mean"] for row in rows) / len(rows),
         share=share,
@@ -148,13 +147,12 @@ def judge_self(figures: Figures) -> Verdict:
         for kind, of in found.items()
     }
     because = both(
-        "of {heads} heads, {separate} look most from 打 to 他 with separate matrices and {shared} "
-        "with a shared one; 打 keeps {own_separate:.0%} and {own_shared:.0%} of its weight for "
-        "itself; one sentence is an illustration and not a proof",
+        "of {heads} heads, {separate} look most from 打 to 他 with separate matrices and "
+        "{shared} with a shared one; 打 keeps {own_separate:.0%} and {own_shared:.0%} of its "
+        "weight for itself; one sentence is an illustration and not a proof",
         "每次训练的 {heads} 个头中，从“打”最关注“他”的：独立矩阵 {separate} 个，共享矩阵 "
-        "{shared} 个；"
-        "“打”留给自身的权重分别是 {own_separate:.0%} 与 {own_shared:.0%}；一个句子只是例子，"
-        "不是证明",
+        "{shared} 个；“打”留给自身的权重分别是 {own_separate:.0%} 与 {own_shared:.0%}；"
+        "一个句子只是例子，不是证明",
         heads=len(figures["runs"][0]["maps"]),
         separate=counted(he["separate"]),
         shared=counted(he["shared"]),

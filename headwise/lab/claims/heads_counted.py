@@ -49,11 +49,10 @@ def judge_parameters(figures: Figures) -> Verdict:
     right = all(row["narrow"] == row["formula"] == 4 * d**2 for row in rows)
     right &= len({row["narrow_bias"] for row in rows}) == 1
     because = both(
-        "counted at d_model = {d}: {least:,} to {most:,} parameters for 1 to {heads} heads "
-        "(4d² = {formula:,}), with biases {biased:,}",
+        "counted at d_model = {d}: {least:,} to {most:,} parameters for 1 to {heads} heads (4d² "
+        "= {formula:,}), with biases {biased:,}",
         "d_model = {d} 时实际计数：1 到 {heads} 个头有 {least:,} 至 {most:,} 个参数（4d² = "
-        "{formula:,}），"
-        "带偏置为 {biased:,}",
+        "{formula:,}），带偏置为 {biased:,}",
         d=d,
         least=min(row["narrow"] for row in rows),
         most=max(row["narrow"] for row in rows),
@@ -71,8 +70,7 @@ def judge_full_width(figures: Figures) -> Verdict:
     last = rows[-1]
     because = both(
         "{heads} heads of full width have {full:,} parameters, {ratio:.1f} times those of one "
-        "head; "
-        "narrow ones {narrow:,}",
+        "head; narrow ones {narrow:,}",
         "{heads} 个不降维的头有 {full:,} 个参数，是单头的 {ratio:.1f} 倍；降维的头有 {narrow:,} 个",
         heads=last["heads"],
         full=last["full"],
@@ -134,13 +132,11 @@ def judge_concat(figures: Figures) -> Verdict:
     narrow = figures["d"] // figures["heads"]
     because = both(
         "{count} of {all} head widths from {low} to {high} work at d_model = {d} with {heads} "
-        "heads, "
-        "and agree with the formula; the output projection is as wide as all heads together. The "
-        "price is parameters: {most:,} at width {high}, {least:,} at width {narrow}",
+        "heads, and agree with the formula; the output projection is as wide as all heads "
+        "together. The price is parameters: {most:,} at width {high}, {least:,} at width {narrow}",
         "d_model = {d}、{heads} 个头时，{low} 到 {high} 的 {all} 种头宽有 {count} 种可用，"
-        "且与公式一致；"
-        "输出投影与所有头合起来一样宽。代价是参数量：宽 {high} 时 {most:,}，宽 {narrow} 时 "
-        "{least:,}",
+        "且与公式一致；输出投影与所有头合起来一样宽。代价是参数量：宽 {high} 时 {most:,}，宽 "
+        "{narrow} 时 {least:,}",
         count=len(works),
         all=len(figures["rows"]),
         low=figures["rows"][0]["width"],
@@ -268,8 +264,7 @@ CLAIMS = (
             "h·d_k = d_model, so the h matrices d_model × d_k of the queries are one matrix "
             "d_model × d_model cut into columns; the same for keys and values; W_o is the fourth.",
             "h·d_k = d_model，所以 h 个 d_model × d_k 的查询矩阵就是一个 d_model × d_model "
-            "矩阵按列切开；"
-            "键、值同理；W_o 是第四个。",
+            "矩阵按列切开；键、值同理；W_o 是第四个。",
         ),
     ),
     Claim(
@@ -283,8 +278,8 @@ CLAIMS = (
         rule=judge_full_width,
         shows=show_counts,
         derivation=both(
-            "With d_k = d_model each head has three d_model² matrices, and W_o has h·d_model rows: "
-            "4·h·d_model².",
+            "With d_k = d_model each head has three d_model² matrices, and W_o has h·d_model "
+            "rows: 4·h·d_model².",
             "d_k = d_model 时每个头有三个 d_model² 的矩阵，W_o 有 h·d_model 行：共 4·h·d_model²。",
         ),
     ),
@@ -301,8 +296,8 @@ CLAIMS = (
         derivation=both(
             "Concatenation gives h·d_v numbers per token, and W_o maps h·d_v to d_model for every "
             "d_v. d_v = d_model/h is the choice that keeps the layer at 4·d_model² parameters.",
-            "拼接后每个词元有 h·d_v 个数，W_o 对任何 d_v 都能把 h·d_v 映射到 d_model。"
-            "d_v = d_model/h 只是使该层保持 4·d_model² 个参数的选择。",
+            "拼接后每个词元有 h·d_v 个数，W_o 对任何 d_v 都能把 h·d_v 映射到 d_model。d_v = "
+            "d_model/h 只是使该层保持 4·d_model² 个参数的选择。",
         ),
     ),
     Claim(
@@ -316,11 +311,11 @@ CLAIMS = (
         rule=judge_compute,
         shows=show_compute,
         derivation=both(
-            "Scores and weighted values: 2·2·n²·d_k. Projecting n tokens of width d_model to q, k "
-            "and v of width d_k, and back through d_k rows of W_o: 4·2·n·d_model·d_k, which is "
+            "Scores and weighted values: 2·2·n²·d_k. Projecting n tokens of width d_model to q, "
+            "k and v of width d_k, and back through d_k rows of W_o: 4·2·n·d_model·d_k, which is "
             "h times 8·n·d_k².",
-            "分数与加权求和：2·2·n²·d_k。把 n 个宽 d_model 的词元投影成宽 d_k 的 q、k、v，"
-            "再经 W_o 的 d_k 行投影回去：4·2·n·d_model·d_k，是 8·n·d_k² 的 h 倍。",
+            "分数与加权求和：2·2·n²·d_k。把 n 个宽 d_model 的词元投影成宽 d_k 的 q、k、v，再经 "
+            "W_o 的 d_k 行投影回去：4·2·n·d_model·d_k，是 8·n·d_k² 的 h 倍。",
         ),
     ),
 )

@@ -63,8 +63,8 @@ def judge_diversity(figures: Figures) -> Verdict:
     because = both(
         "two heads of a layer differ in {trained:.0%} of their weight after training and in "
         "{fresh:.0%} before; the {heads} trained heads are of {kinds} types: {listed}",
-        "同一层的两个头，训练后有 {trained:.0%} 的权重不同，训练前是 {fresh:.0%}；"
-        "{heads} 个训练好的头分为 {kinds} 类：{listed}",
+        "同一层的两个头，训练后有 {trained:.0%} 的权重不同，训练前是 {fresh:.0%}；{heads} "
+        "个训练好的头分为 {kinds} 类：{listed}",
         trained=trained["distance"],
         fresh=fresh["distance"],
         heads=trained["heads"],
@@ -118,13 +118,12 @@ def judge_blur(figures: Figures) -> Verdict:
     places, heads, lost = figures["places"], figures["heads"], figures["lost"]
     enough = next((h for h, share in zip(heads, lost, strict=True) if share < 0.01), None)
     because = both(
-        "of the content of {places} tokens read at once, one head loses {one:.1%} to its average, "
-        "{two} heads lose {part:.1%}, {many} heads {rest:.1%}; a row of a trained translator reads "
-        "{single:.1f} keys in one head and {several:.1f} in each of several",
+        "of the content of {places} tokens read at once, one head loses {one:.1%} to its "
+        "average, {two} heads lose {part:.1%}, {many} heads {rest:.1%}; a row of a trained "
+        "translator reads {single:.1f} keys in one head and {several:.1f} in each of several",
         "同时读取 {places} 个词元的内容时，一个头因取平均损失 {one:.1%}，{two} 个头损失 "
-        "{part:.1%}，"
-        "{many} 个头损失 {rest:.1%}；训练好的翻译模型中，单头的一行读 {single:.1f} 个键，"
-        "多头时每个头读 {several:.1f} 个",
+        "{part:.1%}，{many} 个头损失 {rest:.1%}；训练好的翻译模型中，单头的一行读 {single:.1f} "
+        "个键，多头时每个头读 {several:.1f} 个",
         places=places,
         one=lost[0],
         two=heads[1],
@@ -172,8 +171,7 @@ CLAIMS = (
         shows=show_blur,
         derivation=both(
             "A head returns one average Σ p_j v_j. Of m uncorrelated values of equal variance, "
-            "their "
-            "mean tells 1/m: a linear readout of one head loses 1 − 1/m, of h heads 1 − h/m.",
+            "their mean tells 1/m: a linear readout of one head loses 1 − 1/m, of h heads 1 − h/m.",
             "一个头只返回一个平均 Σ p_j v_j。m 个方差相等、互不相关的值，其均值只含 1/m 的信息："
             "线性读出时，一个头损失 1 − 1/m，h 个头损失 1 − h/m。",
         ),

@@ -147,8 +147,7 @@ def judge_additive(figures: Figures) -> Verdict:
         "both are similar at small d_k and that additive wins over unscaled dot product at large "
         "d_k, from another paper; {rows} rows of its tables compare the two",
         "3.2.1 节说点积在实践中更快、更省空间；关于效果，它说 d_k 小时两者相近，d_k "
-        "大时加性优于未缩放的点积"
-        "（引自另一篇论文）；表格中比较两者的行数是 {rows}",
+        "大时加性优于未缩放的点积（引自另一篇论文）；表格中比较两者的行数是 {rows}",
         rows=len(rows),
     )
     return attributed(bool(named or rows), because)
@@ -167,8 +166,7 @@ def judge_unscaled(figures: Figures) -> Verdict:
         "the paper suspects that large dot products push softmax to small gradients (3.2.1); "
         "{rows} rows of its tables train without scaling, and it reports no instability",
         "论文只是推测大的点积会把 softmax 推到梯度极小的区域（3.2.1）；表格中不缩放训练的行数是 "
-        "{rows}，"
-        "也没有报告不稳定",
+        "{rows}，也没有报告不稳定",
         rows=len(rows),
     )
     return attributed(bool(rows or named), because)

@@ -105,14 +105,12 @@ def judge_self(figures: Figures) -> Verdict:
     equal, unequal = rows[0], rows[-1]
     because = both(
         "with one matrix {equal:.0%} of rows attend to themselves most if all tokens have one "
-        "norm, "
-        "{unequal:.0%} if norms differ by e^±{spread}; the token with the largest projected norm "
-        "does in {longest:.0%} of cases; after training to find another token {trained:.0%} of "
-        "rows do; "
-        "with two matrices {separate:.0%}",
-        "用一个矩阵时，若各词元范数相同，{equal:.0%} 的行最关注自身；若范数相差 e^±{spread}，则为 "
-        "{unequal:.0%}；投影后范数最大的词元在 {longest:.0%} 的情形下如此；训练它去找别的词元之后，"
-        "{trained:.0%} 的行如此；用两个矩阵时为 {separate:.0%}",
+        "norm, {unequal:.0%} if norms differ by e^±{spread}; the token with the largest "
+        "projected norm does in {longest:.0%} of cases; after training to find another token "
+        "{trained:.0%} of rows do; with two matrices {separate:.0%}",
+        "用一个矩阵时，若各词元范数相同，{equal:.0%} 的行最关注自身；若范数相差 e^±{spread}，"
+        "则为 {unequal:.0%}；投影后范数最大的词元在 {longest:.0%} 的情形下如此；"
+        "训练它去找别的词元之后，{trained:.0%} 的行如此；用两个矩阵时为 {separate:.0%}",
         equal=equal["shared"],
         unequal=unequal["shared"],
         spread=unequal["spread"],
@@ -177,8 +175,8 @@ def judge_parameters(figures: Figures) -> Verdict:
     double = all(row["separate"] == 2 * row["shared"] for row in rows)
     last = rows[-1]
     because = both(
-        "at d_model = {d} Q and K have {two:,} parameters, {ratio:.2f} times those of one matrix; "
-        "the whole layer has {layer:.2f} times as many",
+        "at d_model = {d} Q and K have {two:,} parameters, {ratio:.2f} times those of one "
+        "matrix; the whole layer has {layer:.2f} times as many",
         "d_model = {d} 时，Q 与 K 共有 {two:,} 个参数，是一个矩阵的 {ratio:.2f} 倍；整层是 "
         "{layer:.2f} 倍",
         d=last["d"],
@@ -220,8 +218,7 @@ CLAIMS = (
         shows=show_symmetric,
         derivation=both(
             "S = (XW)(XW)ᵀ, and Sᵀ = ((XW)(XW)ᵀ)ᵀ = (XW)(XW)ᵀ = S. Softmax divides each row by a "
-            "sum "
-            "of its own, so the weights are not symmetric.",
+            "sum of its own, so the weights are not symmetric.",
             "S = (XW)(XW)ᵀ，而 Sᵀ = ((XW)(XW)ᵀ)ᵀ = (XW)(XW)ᵀ = S。softmax 把每一行除以各自的和，"
             "所以权重并不对称。",
         ),
@@ -238,12 +235,11 @@ CLAIMS = (
         shows=show_self,
         derivation=both(
             "s_ij = ‖k_i‖ ‖k_j‖ cos(k_i, k_j) and s_ii = ‖k_i‖². By Cauchy and Schwarz the token "
-            "with "
-            "the largest norm attends to itself most; any other one only if no longer key is close "
-            "enough in direction. Symmetry alone says nothing about the diagonal.",
+            "with the largest norm attends to itself most; any other one only if no longer key "
+            "is close enough in direction. Symmetry alone says nothing about the diagonal.",
             "s_ij = ‖k_i‖ ‖k_j‖ cos(k_i, k_j)，s_ii = ‖k_i‖²。由柯西–施瓦茨不等式，"
-            "范数最大的词元最关注自身；"
-            "其他词元只有在没有方向足够接近且更长的键时才如此。对称性本身与对角线无关。",
+            "范数最大的词元最关注自身；其他词元只有在没有方向足够接近且更长的键时才如此。"
+            "对称性本身与对角线无关。",
         ),
     ),
     Claim(

@@ -69,8 +69,7 @@ def judge_none(figures: Figures) -> Verdict:
         "next key in {relation:.0%} or less; with separate matrices {own:.0%} and {next:.0%} or "
         "more; on translation projections gain {loss} % BLEU (95 % interval)",
         "没有投影的层找到相同的键不少于 {recall:.0%}，找到下一个键至多 {relation:.0%}；"
-        "独立矩阵分别不少于 "
-        "{own:.0%} 与 {next:.0%}；在翻译上，投影带来 {loss}% BLEU（95% 区间）",
+        "独立矩阵分别不少于 {own:.0%} 与 {next:.0%}；在翻译上，投影带来 {loss}% BLEU（95% 区间）",
         recall=min(found["unprojected", "recall"]),
         relation=max(found["unprojected", "relation"]),
         own=min(found["separate", "recall"]),
@@ -84,8 +83,8 @@ def judge_none(figures: Figures) -> Verdict:
     if max(found["unprojected", "recall"]) < 0.5:
         return holds(because)
     condition = both(
-        "the task asks for anything but similar tokens; embeddings learn which tokens are similar, "
-        "so similarity itself needs no projection",
+        "the task asks for anything but similar tokens; embeddings learn which tokens are "
+        "similar, so similarity itself needs no projection",
         "任务要找的不是相似的词元；嵌入本身会学出哪些词元相似，所以找相似并不需要投影",
     )
     return holds_when(condition, because)
@@ -168,11 +167,10 @@ def judge_gradient(figures: Figures) -> Verdict:
     mean = {kind: sum(x) / len(x) for kind, x in jumps.items()}
     because = both(
         "from step to step the gradient of W_q and W_k changes by a factor of e^{separate:.3f} "
-        "with separate matrices and of e^{shared:.3f} with a shared one; the difference is {more} "
-        "(95 % interval)",
+        "with separate matrices and of e^{shared:.3f} with a shared one; the difference is "
+        "{more} (95 % interval)",
         "相邻两步之间，W_q 与 W_k 的梯度范数变化 e^{separate:.3f} 倍（独立）与 e^{shared:.3f} "
-        "倍（共享）；"
-        "相差 {more}（95% 区间）",
+        "倍（共享）；相差 {more}（95% 区间）",
         separate=mean["separate"],
         shared=mean["shared"],
         more=more,
@@ -210,8 +208,7 @@ CLAIMS = (
         shows=show_none,
         derivation=both(
             "x_i·x_j = x_j·x_i: a token that must find its successor scores its predecessor "
-            "exactly "
-            "as high, and no score exceeds that of the longest token with itself.",
+            "exactly as high, and no score exceeds that of the longest token with itself.",
             "x_i·x_j = x_j·x_i：要找后继的词元，会给前驱打出完全相同的分数；"
             "且任何分数都不超过最长的词元与自身的分数。",
         ),

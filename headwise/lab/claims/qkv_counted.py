@@ -43,11 +43,10 @@ def judge_parameters(figures: Figures) -> Verdict:
     crossing = d * math.sqrt(2 / h)
     because = both(
         "counted at d_model = {d} with {h} heads: {qkv:,} parameters with Q, K and V at every "
-        "length; {first:,} fixed ones at {short} tokens, {fixed:,} at {length}; fixed weights have "
-        "more from {crossing:.0f} tokens on",
+        "length; {first:,} fixed ones at {short} tokens, {fixed:,} at {length}; fixed weights "
+        "have more from {crossing:.0f} tokens on",
         "d_model = {d}、{h} 个头时计数：QKV 在任何长度下都是 {qkv:,} 个参数；直接学习的权重在 "
-        "{short} "
-        "个词元时 {first:,} 个，{length} 个时 {fixed:,} 个；从 {crossing:.0f} 个词元起更多",
+        "{short} 个词元时 {first:,} 个，{length} 个时 {fixed:,} 个；从 {crossing:.0f} 个词元起更多",
         d=d,
         h=h,
         qkv=last["qkv"],
@@ -62,8 +61,7 @@ def judge_parameters(figures: Figures) -> Verdict:
     if more:
         condition = both(
             "sequences are longer than d_model·√(2/h) tokens: h·n² logits against the 2·d_model² "
-            "of "
-            "W_q and W_k, as W_v and W_o are needed either way",
+            "of W_q and W_k, as W_v and W_o are needed either way",
             "序列长于 d_model·√(2/h) 个词元：h·n² 个 logit 对 W_q 与 W_k 的 2·d_model²，W_v 与 "
             "W_o 两者都需要",
         )
@@ -108,8 +106,8 @@ def judge_compute(figures: Figures) -> Verdict:
     because = both(
         "a layer with Q, K and V takes {low:.2f} to {high:.2f} times the FLOPs of one with fixed "
         "weights, which needs no queries, keys and scores; {fast:.1f} to {slow:.1f} times the time",
-        "QKV 层的 FLOPs 是直接学习权重的层的 {low:.2f} 到 {high:.2f} 倍，后者不需要查询、键和分数；"
-        "时间是 {fast:.1f} 到 {slow:.1f} 倍",
+        "QKV 层的 FLOPs 是直接学习权重的层的 {low:.2f} 到 {high:.2f} 倍，后者不需要查询、"
+        "键和分数；时间是 {fast:.1f} 到 {slow:.1f} 倍",
         low=min(ratios),
         high=max(ratios),
         fast=min(times),
@@ -153,8 +151,8 @@ CLAIMS = (
         derivation=both(
             "Both layers need W_v and W_o. Fixed weights have h·n² logits instead of the 2·d² "
             "entries of W_q and W_k: more if n > d·√(2/h).",
-            "两种层都需要 W_v 与 W_o。直接学习的权重以 h·n² 个 logit 代替 W_q 与 W_k 的 2·d² 个数："
-            "n > d·√(2/h) 时更多。",
+            "两种层都需要 W_v 与 W_o。直接学习的权重以 h·n² 个 logit 代替 W_q 与 W_k 的 2·d² "
+            "个数：n > d·√(2/h) 时更多。",
         ),
     ),
     Claim(

@@ -78,8 +78,7 @@ def judge_content(figures: Figures) -> Verdict:
         "with new keys in every sequence, a layer with Q, K and V recalls {qkv:.0%} of {pairs} "
         "values or more, one with fixed weights {fixed:.0%} or less; chance is {chance:.0%}",
         "每个序列都换新的键：QKV 层能答对 {pairs} 个值中的 {qkv:.0%} 以上，固定权重的层至多 "
-        "{fixed:.0%}；"
-        "乱猜是 {chance:.0%}",
+        "{fixed:.0%}；乱猜是 {chance:.0%}",
         qkv=min(qkv),
         fixed=max(fixed),
         pairs=figures["pairs"],
@@ -98,10 +97,10 @@ def judge_length(figures: Figures) -> Verdict:
     qkv = min(x or 0.0 for name in ("x2", "x4") for x in values["qkv", name])
     took = [x for name in ("x2", "x4") for x in values["fixed", name] if x is not None]
     because = both(
-        "trained at {pairs} pairs, Q, K and V recall {two:.0%} or more at twice and {four:.0%} or "
-        "more at four times the length; fixed weights {fixed}",
-        "在 {pairs} 对上训练后，QKV 在两倍长度上答对不少于 {two:.0%}，四倍长度上不少于 {four:.0%}；"
-        "固定权重{fixed}",
+        "trained at {pairs} pairs, Q, K and V recall {two:.0%} or more at twice and {four:.0%} "
+        "or more at four times the length; fixed weights {fixed}",
+        "在 {pairs} 对上训练后，QKV 在两倍长度上答对不少于 {two:.0%}，四倍长度上不少于 "
+        "{four:.0%}；固定权重{fixed}",
         pairs=figures["pairs"],
         two=min(x or 0.0 for x in values["qkv", "x2"]),
         four=min(x or 0.0 for x in values["qkv", "x4"]),
@@ -187,9 +186,9 @@ def judge_long_range(figures: Figures) -> Verdict:
 
     reaches = {name: reach(name) for name in RIVALS}
     because = both(
-        "after {steps} steps attention recalls over {attention} of {longest} tokens, an LSTM over "
-        "{lstm}, four layers of convolution over {plain} (they see 9 tokens), five dilated ones "
-        "over {dilated}, with {least:,} to {most:,} parameters each",
+        "after {steps} steps attention recalls over {attention} of {longest} tokens, an LSTM "
+        "over {lstm}, four layers of convolution over {plain} (they see 9 tokens), five dilated "
+        "ones over {dilated}, with {least:,} to {most:,} parameters each",
         "训练 {steps} 步后，注意力能记住 {longest} 个词元中相距 {attention} 的内容，LSTM {lstm}，"
         "四层卷积 {plain}（只能看到 9 个词元），五层空洞卷积 {dilated}；参数各为 {least:,} 到 "
         "{most:,} 个",
@@ -209,8 +208,7 @@ def judge_long_range(figures: Figures) -> Verdict:
     if reaches["4 convolutions"] < longest:
         condition = both(
             "the distance is beyond what an LSTM learns in this training: up to {longest} tokens "
-            "it "
-            "remembers as well",
+            "it remembers as well",
             "距离超出 LSTM 在这样的训练中能学会的范围：{longest} 个词元以内它同样记得住",
             longest=longest,
         )

@@ -130,14 +130,14 @@ def judge_path(figures: Figures) -> Verdict:
     recurrent = slope(lengths, [row["recurrent_path"] for row in rows])
     last = rows[-1]
     because = both(
-        "from {first} to {n} tokens the shortest path grows with n to the power {attention:.2f} in "
-        "attention and {recurrent:.2f} in an LSTM; a convolution of kernel {kernel} needs {plain} "
-        "layers over {n} tokens, a dilated one {dilated}; the LSTM's gradient over {far} tokens is "
-        "{decay:.0e} of that over one, attention's {flat:.2f}",
+        "from {first} to {n} tokens the shortest path grows with n to the power {attention:.2f} "
+        "in attention and {recurrent:.2f} in an LSTM; a convolution of kernel {kernel} needs "
+        "{plain} layers over {n} tokens, a dilated one {dilated}; the LSTM's gradient over {far} "
+        "tokens is {decay:.0e} of that over one, attention's {flat:.2f}",
         "从 {first} 到 {n} 个词元，最短路径随 n 的增长次方：注意力 {attention:.2f}，LSTM "
-        "{recurrent:.2f}；"
-        "核为 {kernel} 的卷积跨 {n} 个词元需要 {plain} 层，空洞卷积需要 {dilated} 层；"
-        "相距 {far} 个词元时，LSTM 的梯度是相邻时的 {decay:.0e}，注意力的是 {flat:.2f}",
+        "{recurrent:.2f}；核为 {kernel} 的卷积跨 {n} 个词元需要 {plain} 层，空洞卷积需要 "
+        "{dilated} 层；相距 {far} 个词元时，LSTM 的梯度是相邻时的 {decay:.0e}，注意力的是 "
+        "{flat:.2f}",
         first=lengths[0],
         n=last["n"],
         attention=attention,
@@ -256,12 +256,10 @@ CLAIMS = (
         shows=show_path,
         derivation=both(
             "y_i = Σ_j p_ij v_j holds every v_j at once. h_t = f(h_{t−1}, x_t) reaches x_1 "
-            "through t "
-            "applications of f. A layer of kernel k adds k − 1 positions to what an output sees, "
-            "and "
-            "with dilations k^l multiplies it by k.",
-            "y_i = Σ_j p_ij v_j 同时包含所有 v_j。h_t = f(h_{t−1}, x_t) 要经过 t 次 f 才到达 x_1。"
-            "核为 k 的一层使输出多看到 k − 1 个位置，空洞按 k^l 增长时则乘以 k。",
+            "through t applications of f. A layer of kernel k adds k − 1 positions to what an "
+            "output sees, and with dilations k^l multiplies it by k.",
+            "y_i = Σ_j p_ij v_j 同时包含所有 v_j。h_t = f(h_{t−1}, x_t) 要经过 t 次 f 才到达 "
+            "x_1。核为 k 的一层使输出多看到 k − 1 个位置，空洞按 k^l 增长时则乘以 k。",
         ),
     ),
     Claim(

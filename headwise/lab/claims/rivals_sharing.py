@@ -65,12 +65,11 @@ def judge_sharing(figures: Figures) -> Verdict:
     because = both(
         "permuted inputs give permuted outputs (to {error:.0e}) and {count:,} parameters serve 1 "
         "to {longest} positions: they are shared over positions; a head's output depends on the "
-        "matrices "
-        "of other heads by {across:.0e}, on its own by {own:.1f} or more: heads share nothing",
+        "matrices of other heads by {across:.0e}, on its own by {own:.1f} or more: heads share "
+        "nothing",
         "输入换序则输出同样换序（误差 {error:.0e}），同样的 {count:,} 个参数用于 1 到 {longest} "
-        "个位置：参数在位置间共享；"
-        "一个头的输出对其他头的矩阵的依赖是 {across:.0e}，对自己的不小于 {own:.1f}："
-        "头之间什么也不共享",
+        "个位置：参数在位置间共享；一个头的输出对其他头的矩阵的依赖是 {across:.0e}，"
+        "对自己的不小于 {own:.1f}：头之间什么也不共享",
         error=error,
         count=figures["parameters"],
         longest=max(figures["lengths"]),
@@ -105,11 +104,9 @@ CLAIMS = (
         shows=show_sharing,
         derivation=both(
             "q_i = x_i W_q uses one W_q for every position i, so attention(PX) = P·attention(X) "
-            "for "
-            "every permutation P. Head h reads its own columns of W_q, W_k and W_v.",
+            "for every permutation P. Head h reads its own columns of W_q, W_k and W_v.",
             "q_i = x_i W_q 对每个位置 i 都用同一个 W_q，因此对任何置换 P 有 attention(PX) = "
-            "P·attention(X)。"
-            "头 h 只用 W_q、W_k、W_v 中属于自己的列。",
+            "P·attention(X)。头 h 只用 W_q、W_k、W_v 中属于自己的列。",
         ),
     ),
 )

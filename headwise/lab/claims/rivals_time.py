@@ -78,12 +78,12 @@ def judge_compute(figures: Figures) -> Verdict:
     kernel = slope(figures["kernels"], figures["by_kernel"])
     because = both(
         "the operations of a layer grow with n to the power {attention:.2f} in attention, "
-        "{recurrent:.2f} in an LSTM, {convolution:.2f} in a convolution, and there with the kernel "
-        "to the power {kernel:.2f}; the time to the power {time_a:.1f}, {time_r:.1f} and "
+        "{recurrent:.2f} in an LSTM, {convolution:.2f} in a convolution, and there with the "
+        "kernel to the power {kernel:.2f}; the time to the power {time_a:.1f}, {time_r:.1f} and "
         "{time_c:.1f}",
         "一层的运算量随 n 增长：注意力 {attention:.2f} 次方，LSTM {recurrent:.2f} 次方，卷积 "
-        "{convolution:.2f} 次方，卷积又随核大小的 {kernel:.2f} 次方增长；时间分别是 {time_a:.1f}、"
-        "{time_r:.1f}、{time_c:.1f} 次方",
+        "{convolution:.2f} 次方，卷积又随核大小的 {kernel:.2f} 次方增长；时间分别是 "
+        "{time_a:.1f}、{time_r:.1f}、{time_c:.1f} 次方",
         **powers,
         kernel=kernel,
         time_a=times["attention"],
@@ -185,12 +185,11 @@ def _said(figures: Figures) -> Sentence:
     return both(
         "the longest chain of operations that wait for one another grows with n to the power "
         "{attention:.2f} in attention, {recurrent:.2f} in an LSTM, {convolution:.2f} in a "
-        "convolution; of {tokens:,} tokens, sequences of {n:,} run at {speed_a:.0%}, {speed_r:.0%} "
-        "and {speed_c:.0%} of the best speed of each on {device}",
+        "convolution; of {tokens:,} tokens, sequences of {n:,} run at {speed_a:.0%}, "
+        "{speed_r:.0%} and {speed_c:.0%} of the best speed of each on {device}",
         "须依次等待的最长运算链随 n 增长：注意力 {attention:.2f} 次方，LSTM {recurrent:.2f} "
-        "次方，卷积 "
-        "{convolution:.2f} 次方；在{device}上，{tokens:,} 个词元分成长 {n:,} 的序列时，"
-        "速度分别是各自最快的 {speed_a:.0%}、{speed_r:.0%}、{speed_c:.0%}",
+        "次方，卷积 {convolution:.2f} 次方；在{device}上，{tokens:,} 个词元分成长 {n:,} "
+        "的序列时，速度分别是各自最快的 {speed_a:.0%}、{speed_r:.0%}、{speed_c:.0%}",
         **growths(figures),
         tokens=figures["tokens"],
         n=figures["rows"][-1]["n"],
@@ -261,8 +260,8 @@ CLAIMS = (
         shows=show_parallel,
         derivation=both(
             "y_t = Σ_i W_i x_{t−i} depends on inputs only, never on another output: all "
-            "positions of "
-            "a layer can be computed at once. Only the layers follow one another, as in attention.",
+            "positions of a layer can be computed at once. Only the layers follow one another, "
+            "as in attention.",
             "y_t = Σ_i W_i x_{t−i} 只依赖输入，不依赖其他输出：一层的所有位置可以同时计算。"
             "只有层与层之间有先后，注意力也是如此。",
         ),

@@ -68,8 +68,7 @@ def judge_exploding(figures: Figures) -> Verdict:
         "as much as with scaling, in {count} of {all} cases; the largest difference is in "
         "{arrangement}, gain {gain}: {unscaled:.2g}-fold unscaled, {scaled:.2g}-fold scaled",
         "经过 {depth} 层，{all} 种情形中有 {count} 种的梯度增大千倍以上且是缩放时的百倍以上；"
-        "差别最大的是"
-        "{arrangement}，增益 {gain}：不缩放 {unscaled:.2g} 倍，缩放 {scaled:.2g} 倍",
+        "差别最大的是{arrangement}，增益 {gain}：不缩放 {unscaled:.2g} 倍，缩放 {scaled:.2g} 倍",
         depth=depth,
         count=len(exploded),
         all=len(deepest),
@@ -149,10 +148,9 @@ def judge_layernorm(figures: Figures) -> Verdict:
 
     because = both(
         "while q and k grow {grown:.0f}-fold the deviation of q·k/√d_k changes "
-        "{constant:,.0f}-fold "
-        "and that of normed q and k (QK-norm) {normed:.2f}-fold",
-        "q 与 k 增大 {grown:.0f} 倍时，q·k/√d_k 的标准差变化 {constant:,.0f} 倍，"
-        "归一化后的 q 与 k（QK-norm）变化 {normed:.2f} 倍",
+        "{constant:,.0f}-fold and that of normed q and k (QK-norm) {normed:.2f}-fold",
+        "q 与 k 增大 {grown:.0f} 倍时，q·k/√d_k 的标准差变化 {constant:,.0f} 倍，归一化后的 q 与 "
+        "k（QK-norm）变化 {normed:.2f} 倍",
         grown=rows[-1]["growth"] / rows[0]["growth"],
         constant=change("constant"),
         normed=change("normed"),
@@ -204,8 +202,7 @@ CLAIMS = (
         shows=show_layernorm,
         derivation=both(
             "LayerNorm divides by what it measures: LN(c·x) = LN(x). The constant 1/√d_k divides "
-            "by "
-            "what is assumed: (c·q)·(c·k)/√d_k = c²·q·k/√d_k, so every growth of q and k stays.",
+            "by what is assumed: (c·q)·(c·k)/√d_k = c²·q·k/√d_k, so every growth of q and k stays.",
             "LayerNorm 除以它实际测得的量：LN(c·x) = LN(x)。常数 1/√d_k 除以的是假设的量："
             "(c·q)·(c·k)/√d_k = c²·q·k/√d_k，q 与 k 的增大全部保留。",
         ),

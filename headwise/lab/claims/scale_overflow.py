@@ -97,11 +97,11 @@ def judge_overflow(figures: Figures) -> Verdict:
     because = both(
         "exp(s) without the maximum subtracted gives no weights from a logit of {f32} in float32 "
         "and of {f16} in fp16, in {rows:.0%} of random unscaled rows at d_k = {d}; with the "
-        "maximum "
-        "subtracted in {stable:.0%}; in fp16 the product q·k itself overflows from {product:,.0f}",
-        "不减最大值直接算 exp(s)，float32 中 logit 到 {f32}、fp16 中到 {f16} 就得不到权重，"
-        "d_k = {d} 的随机未缩放分数中有 {rows:.0%} 的行如此；减去最大值后是 {stable:.0%}；"
-        "fp16 中 q·k 本身从 {product:,.0f} 起溢出",
+        "maximum subtracted in {stable:.0%}; in fp16 the product q·k itself overflows from "
+        "{product:,.0f}",
+        "不减最大值直接算 exp(s)，float32 中 logit 到 {f32}、fp16 中到 {f16} 就得不到权重，d_k = "
+        "{d} 的随机未缩放分数中有 {rows:.0%} 的行如此；减去最大值后是 {stable:.0%}；fp16 中 q·k "
+        "本身从 {product:,.0f} 起溢出",
         **values,
     )
     if all(value is None for value in naive.values()):
@@ -163,11 +163,11 @@ CLAIMS = (
         rule=judge_overflow,
         shows=show_overflow,
         derivation=both(
-            "exp(s) overflows where s exceeds the logarithm of the largest number: 88.7 in float32 "
-            "and bf16, 11.1 in fp16. softmax(s) = softmax(s − max s), and there every exponent is "
-            "at most 0: exp is at most 1.",
-            "s 超过最大数的对数时 exp(s) 溢出：float32 与 bf16 是 88.7，fp16 是 11.1。"
-            "而 softmax(s) = softmax(s − max s)，其中每个指数都不大于 0，exp 不大于 1。",
+            "exp(s) overflows where s exceeds the logarithm of the largest number: 88.7 in "
+            "float32 and bf16, 11.1 in fp16. softmax(s) = softmax(s − max s), and there every "
+            "exponent is at most 0: exp is at most 1.",
+            "s 超过最大数的对数时 exp(s) 溢出：float32 与 bf16 是 88.7，fp16 是 11.1。而 "
+            "softmax(s) = softmax(s − max s)，其中每个指数都不大于 0，exp 不大于 1。",
         ),
     ),
 )

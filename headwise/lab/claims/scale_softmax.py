@@ -66,12 +66,11 @@ def judge_saturation(figures: Figures) -> Verdict:
         "scaled": least("scaled", widths[-1]),
     }
     because = both(
-        "the largest weight of a row is on average {top:.2f} or more at d_k = {d} without scaling, "
-        "for every number of keys; {narrow:.2f} or more at d_k = {first}; with scaling it is "
-        "{scaled:.3f} or more at d_k = {d}",
+        "the largest weight of a row is on average {top:.2f} or more at d_k = {d} without "
+        "scaling, for every number of keys; {narrow:.2f} or more at d_k = {first}; with scaling "
+        "it is {scaled:.3f} or more at d_k = {d}",
         "不缩放时，d_k = {d} 处每行最大权重的均值不小于 {top:.2f}（任何键数），d_k = {first} "
-        "处不小于 "
-        "{narrow:.2f}；缩放后，d_k = {d} 处不小于 {scaled:.3f}",
+        "处不小于 {narrow:.2f}；缩放后，d_k = {d} 处不小于 {scaled:.3f}",
         **values,
     )
     grows = values["top"] > 0.85 and values["top"] > values["narrow"] + 0.2
@@ -126,8 +125,8 @@ def judge_gradient(figures: Figures) -> Verdict:
     jacobian = last["jacobian_unscaled"] / last["jacobian_scaled"]
     query = last["query_unscaled"] / last["query_scaled"]
     because = both(
-        "at d_k = {d} the softmax Jacobian of the median row has {jacobian:.2g} of its norm under "
-        "scaling, and ∂loss/∂W_q, over all rows, {query:.2g} of its norm",
+        "at d_k = {d} the softmax Jacobian of the median row has {jacobian:.2g} of its norm "
+        "under scaling, and ∂loss/∂W_q, over all rows, {query:.2g} of its norm",
         "d_k = {d} 时，不缩放的中位行的 softmax 雅可比范数是缩放时的 {jacobian:.2g} 倍，"
         "所有行合计的 ∂loss/∂W_q 范数是缩放时的 {query:.2g} 倍",
         d=last["d"],
@@ -139,8 +138,8 @@ def judge_gradient(figures: Figures) -> Verdict:
     if query < 0.01:
         return holds(because)
     condition = both(
-        "the gradient of a typical row is meant; the few rows in which two keys still compete get "
-        "a gradient √d_k times as large as under scaling, and keep ∂loss/∂W_q from vanishing",
+        "the gradient of a typical row is meant; the few rows in which two keys still compete "
+        "get a gradient √d_k times as large as under scaling, and keep ∂loss/∂W_q from vanishing",
         "指的是典型的一行；少数仍有两个键在竞争的行，其梯度是缩放时的 √d_k 倍，使 ∂loss/∂W_q "
         "不致消失",
     )
@@ -197,10 +196,8 @@ def judge_range(figures: Figures) -> Verdict:
         "squeezed into [0, 1] the largest of {keys} weights falls from {top:.2f} to "
         "{squeezed:.3f} and can't exceed {limit:.3f}",
         "给所有分数加上 −1000 到 1000，权重的变化不超过 {change:.1g}；训练好的模型的 {heads} "
-        "个头中有 "
-        "{outside} 个用到大于 1 的 logit（最大 {logit:.0f}）；压缩到 [0, 1] 后，{keys} "
-        "个权重中最大的从 "
-        "{top:.2f} 降到 {squeezed:.3f}，且不可能超过 {limit:.3f}",
+        "个头中有 {outside} 个用到大于 1 的 logit（最大 {logit:.0f}）；压缩到 [0, 1] 后，{keys} "
+        "个权重中最大的从 {top:.2f} 降到 {squeezed:.3f}，且不可能超过 {limit:.3f}",
         change=change,
         outside=figures["heads_outside"],
         heads=figures["heads"],
@@ -234,12 +231,11 @@ CLAIMS = (
         shows=show_saturation,
         derivation=both(
             "The ratio of two weights is exp(s_a − s_b). Unscaled, s_a − s_b has deviation √(2 "
-            "d_k), "
-            "so the ratio of the two largest weights grows as exp(c·√d_k) and the largest weight "
-            "tends to one. Scaled, the deviation is √2 at every width.",
+            "d_k), so the ratio of the two largest weights grows as exp(c·√d_k) and the largest "
+            "weight tends to one. Scaled, the deviation is √2 at every width.",
             "两个权重之比是 exp(s_a − s_b)。不缩放时 s_a − s_b 的标准差是 √(2 d_k)，"
-            "最大两个权重之比"
-            "按 exp(c·√d_k) 增长，最大权重趋于 1。缩放后，任何宽度下标准差都是 √2。",
+            "最大两个权重之比按 exp(c·√d_k) 增长，最大权重趋于 1。缩放后，任何宽度下标准差都是 "
+            "√2。",
         ),
     ),
     Claim(
@@ -254,13 +250,12 @@ CLAIMS = (
         shows=show_gradient,
         derivation=both(
             "∂p_i/∂s_j = p_i (δ_ij − p_j). For a one-hot p every entry is 0. For p = (1 − ε, ε, "
-            "0, …) "
-            "the norm is about 2ε, and ε falls as exp(−c·√d_k) in a typical row. The gradient of a "
-            "score is multiplied by the scale on its way to W_q: 1 unscaled, 1/√d_k scaled.",
+            "0, …) the norm is about 2ε, and ε falls as exp(−c·√d_k) in a typical row. The "
+            "gradient of a score is multiplied by the scale on its way to W_q: 1 unscaled, "
+            "1/√d_k scaled.",
             "∂p_i/∂s_j = p_i (δ_ij − p_j)。p 为 one-hot 时各项都是 0；p = (1 − ε, ε, 0, …) "
-            "时范数约为 "
-            "2ε，而典型的一行里 ε 按 exp(−c·√d_k) 下降。分数的梯度传到 W_q 时还要乘以缩放因子："
-            "不缩放是 1，缩放是 1/√d_k。",
+            "时范数约为 2ε，而典型的一行里 ε 按 exp(−c·√d_k) 下降。分数的梯度传到 W_q "
+            "时还要乘以缩放因子：不缩放是 1，缩放是 1/√d_k。",
         ),
     ),
     Claim(
@@ -274,11 +269,10 @@ CLAIMS = (
         rule=judge_range,
         shows=show_range,
         derivation=both(
-            "softmax(s + c) = e^c e^s / Σ e^c e^s = softmax(s): only differences count. Scores in "
-            "[0, 1] differ by at most 1, so no weight exceeds e / (e + n − 1).",
+            "softmax(s + c) = e^c e^s / Σ e^c e^s = softmax(s): only differences count. Scores "
+            "in [0, 1] differ by at most 1, so no weight exceeds e / (e + n − 1).",
             "softmax(s + c) = e^c e^s / Σ e^c e^s = softmax(s)：只有差值起作用。[0, 1] "
-            "内的分数至多相差 "
-            "1，因此任何权重都不超过 e / (e + n − 1)。",
+            "内的分数至多相差 1，因此任何权重都不超过 e / (e + n − 1)。",
         ),
     ),
 )

@@ -87,11 +87,10 @@ def judge_scaling(figures: Figures) -> Verdict:
         for name in ("heads-1", "unscaled-heads-1")
     }
     because = both(
-        "one head without scaling ends {worse} nats per token higher than with it (95 % interval), "
-        "and is half-way down at step {unscaled} instead of {scaled}; no run diverged",
+        "one head without scaling ends {worse} nats per token higher than with it (95 % "
+        "interval), and is half-way down at step {unscaled} instead of {scaled}; no run diverged",
         "单头不缩放时，最终每词元损失比缩放时高 {worse} nat（95% 区间），在第 {unscaled} "
-        "步降到一半，"
-        "缩放时是第 {scaled} 步；没有发散",
+        "步降到一半，缩放时是第 {scaled} 步；没有发散",
         worse=worse,
         unscaled=slower["unscaled-heads-1"],
         scaled=slower["heads-1"],
@@ -171,12 +170,12 @@ def judge_robust(figures: Figures) -> Verdict:
     gap = difference(gaps, "base", "heads-1")
     mean = {name: sum(x) / len(x) for name, x in harm.items()}
     because = both(
-        "removing one head costs {one:.3f} nats per token where a layer has one, {base:.3f} in the "
-        "base model, {many:.3f} with 16; the gap between test and training loss of the base model "
-        "exceeds that of one head by {gap} nats (95 % interval)",
+        "removing one head costs {one:.3f} nats per token where a layer has one, {base:.3f} in "
+        "the base model, {many:.3f} with 16; the gap between test and training loss of the base "
+        "model exceeds that of one head by {gap} nats (95 % interval)",
         "每层只有一个头时，去掉它使每词元损失增加 {one:.3f} nat，基准模型去掉一个头增加 "
-        "{base:.3f}，"
-        "16 头增加 {many:.3f}；基准模型的测试与训练损失之差比单头大 {gap} nat（95% 区间）",
+        "{base:.3f}，16 头增加 {many:.3f}；基准模型的测试与训练损失之差比单头大 {gap} nat（95% "
+        "区间）",
         one=mean["heads-1"],
         base=mean["base"],
         many=mean["heads-16"],
