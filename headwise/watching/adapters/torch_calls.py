@@ -15,7 +15,6 @@ from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
-from headwise.watching.adapters.logits_call import looks_across
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
@@ -24,15 +23,16 @@ from headwise.watching.adapters.scaled_dot_product import (
     lengths_differ,
     scaled_dot_product,
 )
-from headwise.watching.adapters.softmax_results import STARTS
-from headwise.watching.adapters.written_attention import (
+from headwise.watching.adapters.written.logits_call import looks_across
+from headwise.watching.adapters.written.softmax_results import STARTS
+from headwise.watching.adapters.written.written_attention import (
     Operation,
     PartProduct,
     UnreadableError,
     WholeProduct,
     WrittenAttention,
 )
-from headwise.watching.adapters.written_out import WrittenOut
+from headwise.watching.adapters.written.written_out import WrittenOut
 from headwise.watching.call_recorder import CallRecorder, recomputing
 from headwise.watching.layer import LARGEST
 from headwise.watching.seen_call import Kind, kind_of
