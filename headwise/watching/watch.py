@@ -177,7 +177,7 @@ class Watch(SteppedRecording):
             lambda _: recorder.end(),
         )
         self._undo += follow(self.model, whole)
-        self._undo += traced_calls.attach(self.model, recorder)
+        self._undo += traced_calls.attach(self.model, listener)
         for adapter in (torch_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
