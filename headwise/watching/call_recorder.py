@@ -184,15 +184,15 @@ class CallRecorder:
         q, k, v = (x.detach() for x in call[:3])
         options, look = call._replace(q=q, k=k, v=v).options(), self._look(kind)
         del options["dropout"], options["engine"]
-        known, wanted = dict(known or {}), look["stats"]
+        known = known or {}
         if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
             out = None  # its norm would be that of something else
         found = known if out is None else {*known, "output_norm"}
-        look["stats"] = tuple(x for x in wanted if x not in found)
+        look["stats"] = tuple(x for x in look["stats"] if x not in found)
         # Where the output is known, its norm needs no values and no second weighting of them.
         v = v if "output_norm" in look["stats"] else v[..., :0]
         seen = statistics(q, k, v, **options, **look)
-        for stat in (x for x in wanted if x in found):
+        for stat in (x for x in self.options.stats if x in found):
             if stat in known:
                 value = known[stat]
                 seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
@@ -304,6 +304,7 @@ class CallRecorder:
         assert layer.slot is not None
         layer.slot.add(seen, padding, proof)
         layer.recorded = True
+        layer.stats = tuple(x for x in options.stats if x in layer.stats or x in seen.values)
 
     def _padding(self, call: Call) -> Tensor | None:
         """The rows that are padding by a call's mask, which the layers of a model often share."""
