@@ -24,6 +24,7 @@ from headwise.engines.triton.kernels.tile import (
     kept,
     load_tile,
     logits,
+    of_used,
     positions,
     row_hash,
     row_max,
@@ -106,7 +107,7 @@ def absorb(
     if CLEAN:
         # A hidden key may hold NaN, and 0 · NaN is NaN.
         used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
-        values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
+        values = of_used(values, used)
     acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
     return acc, l, new, shifted, reach, count, mean, spread
 

@@ -16,6 +16,7 @@ from headwise.engines.triton.kernels.tile import (
     Sizes,
     load_tile,
     logits,
+    of_used,
     positions,
     row_hash,
 )
@@ -55,7 +56,7 @@ def step(
         dp = tl.where(seen, dp, 0.0)
         if CLEAN:  # as in the forward: a hidden key may hold NaN
             used = tl.max(seen.to(tl.int32), 0)
-            keys = tl.where(used[:, None] != 0, keys, 0.0).to(keys.dtype)
+            keys = of_used(keys, used)
     _, ds, raw = weigh(
         s, bent, dp, t, z, rows, j, hashed[:, None], lse[:, None], shared[:, None],
         entropy[:, None], PLAIN, CAP,

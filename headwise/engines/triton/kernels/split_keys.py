@@ -27,6 +27,7 @@ from headwise.engines.triton.kernels.tile import (
     Sizes,
     interval,
     logits,
+    of_used,
     positions,
     unit_of,
 )
@@ -197,7 +198,7 @@ def share(
             if t.intervals is not None or t.dense is not None:
                 # A hidden key may hold NaN, and 0 · NaN is NaN.
                 used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
-                values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
+                values = of_used(values, used)
             size = None
             if held.value_scales is not None:
                 size = tl.load(held.value_scales + scales + j, mask=here, other=0.0)

@@ -107,6 +107,18 @@ def of_pairs(
 
 
 @triton.jit
+def of_used(x, used):
+    """Return the rows of x whose `used` is 1, and 0 for those whose `used` is 0, even for NaN.
+
+    By bits, not by `where`: before Hopper, Triton 3.9 can't compile booleans that share the layout
+    of a product's operand.
+    """
+    word: tl.constexpr = tl.int32 if x.dtype.primitive_bitwidth == 32 else tl.int16
+    kept = (0 - used).to(word)[:, None]  # all bits or none
+    return (x.to(word, bitcast=True) & kept).to(x.dtype, bitcast=True)
+
+
+@triton.jit
 def tanh(x):
     """Return tanh x from one exponential and one reciprocal, with an error below 2.5e-7."""
     return 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E)))
