@@ -46,6 +46,9 @@ CHINESE: dict[str, str] = {
     "this is an error in the model or in headwise; the terminal may say more": (
         "这是模型或 headwise 内部的错误；终端里可能有更多信息"
     ),
+    "all heads of this model look through windows, and the page shows maps of tokens against tokens; hw.watch has their figures": (  # noqa: E501
+        "这个模型的所有头都通过窗口查看，而页面显示的是词元对词元的图；hw.watch 有它们的数值"
+    ),
     "this is a recording: run the model again to look at something else": (
         "这是一份记录：想看别的内容，请再运行一次模型"
     ),
@@ -246,4 +249,27 @@ CHINESE: dict[str, str] = {
     "P, the visible pairs of all heads and sequences under {mask}: {count:,}": (
         "P，所有头和序列在 {mask} 下可见的对数：{count:,}"
     ),
+    # the lab
+    "there is no claim {id!r}; did you mean {nearest}? headwise lab lists them all": (
+        "没有 {id!r} 这条说法；是不是 {nearest}？headwise lab 会列出全部"
+    ),
+    "not run yet": "尚未运行",
+    "stale": "已过时",
+    "from notes: {notes}": "出自笔记：{notes}",
+    "not run yet; run it: headwise lab run {id}": "尚未运行；运行：headwise lab run {id}",
+    "measured by other code; run it again: headwise lab run {id}": (
+        "由其他版本的代码测得；请重新运行：headwise lab run {id}"
+    ),
+    # devices of a cost
+    "{device} has no matrix rate for {dtype}; it has {there}": (
+        "{device} 没有 {dtype} 的矩阵运算速率；现有 {there}"
+    ),
+    "there is no device {name!r}; use this, which headwise cost --measure measures, or one of "
+    "{there}": (
+        "没有设备 {name!r}；可以是 this（由 headwise cost --measure 测量），或者 {there}"
+    ),
+    "this machine was not measured; run headwise cost --measure": (
+        "本机还没有测量过；请运行 headwise cost --measure"
+    ),
+    "this machine has no CUDA device; use this:cpu": "本机没有 CUDA 设备；请用 this:cpu",
 }  # fmt: skip

@@ -148,3 +148,9 @@ def test_the_tables_of_gpu_md_are_the_recorded_results() -> None:
     shown = [table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
     found = json.loads((ROOT / "bench/results/gpu.json").read_text(encoding="utf-8"))
     assert shown == tables(found)
+
+
+@pages
+def test_tests_named_in_backticks_exist(page: Path) -> None:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)

@@ -131,8 +131,8 @@ def _fused(tape: Tape, call: AttentionCall, read: int | None) -> Flow:
 def torch_serves(layer: AttentionLayer, mask: Mask | None, place: Place, work: Workload) -> bool:
     """True if PyTorch's own fused kernel computes the call, as `hw.explain` would choose."""
     plain = layer.score in ("dot", "general", "cosine") and layer.bias_kind == "none"
-    if not plain or layer.softcap or layer.sinks or layer.dropout:
-        return False
+    if not plain or layer.softcap or layer.sinks or (layer.dropout and layer.headwise):
+        return False  # headwise's dropout is another one
     if work.device == "cpu" and layer.head_dim != layer.value_dim:
         return False
     if mask is None or (isinstance(mask, Causal) and mask.is_lower_triangle(place)):
@@ -164,7 +164,7 @@ def _terms(tape: Tape, call: AttentionCall, by_torch: bool) -> int:
     dense = problem.dense()
     if dense is not None:
         described.append(("mask", dense.numel(), 1))
-    if layer.dropout:
+    if layer.dropout and layer.headwise:
         described.append(("seed", 1, 8))
     if layer.bias_kind == "buckets":
         distances = 2 * layer.bias_length + 1

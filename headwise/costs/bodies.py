@@ -25,10 +25,7 @@ def feed_forward(tape: Tape, layer: FeedForwardLayer, x: Flow, label: str = "") 
     else:
         y = tape.activate(y, layer.activation)
     y = tape.drop(y, layer.dropout)
-    out = tape.linear(y, x.width, f"{label}down")
-    if layer.bias:
-        tape.weight(f"{label}down bias", x.width)
-    return out
+    return tape.linear(y, x.width, f"{label}down", layer.bias)
 
 
 def hidden(layer: FeedForwardLayer) -> Formula:
@@ -63,8 +60,6 @@ def mixture(tape: Tape, layer: ExpertsLayer, x: Flow) -> Flow:
     up = tape.activate(Flow(chosen.rows, f), expert.activation)
     if expert.gated:
         tape.multiply(up, Flow(chosen.rows, f), "gated")
-    for weight in layer.extra:
-        tape.weight(weight.label, *sides(weight.shape, h))
     out = tape.add(Flow(x.rows, h), Flow(x.rows, h), "sum of experts")
     if layer.shared is not None:
         shared = feed_forward(tape, layer.shared, x, "shared ")
@@ -99,11 +94,11 @@ def convolve(tape: Tape, step: ConvolutionLayer, x: Flow, tokens: Tokens) -> Flo
     o = x.width if made == x.width.value else size("o", made)
     i = x.width if step.inputs == x.width.value else size("i", step.inputs)
     k = size("c", step.kernel)
-    tape.weight(step.label, o, Fraction(1, step.groups) * i, k)
+    tape.weight(step.label, o, i, k)
     if step.bias:
         tape.weight(f"{step.label} bias", o)
     rows = tokens.rows if step.tokens is None else b * size("n", step.tokens)
-    tape.flops(step.label, 2 * rows * Fraction(1, step.groups) * i * k * o)
+    tape.flops(step.label, 2 * rows * i * k * o)
     if step.entries is not None:
         tape.keep(f"input of {step.label}", b * size("x", step.entries))
     elif step.padding:
@@ -111,9 +106,8 @@ def convolve(tape: Tape, step: ConvolutionLayer, x: Flow, tokens: Tokens) -> Flo
         tape.keep(f"padded input of {step.label}", padded)
     else:
         tape.save(x, f"input of {step.label}")
-    inner = step.inputs * step.kernel // step.groups
-    learns = x.learns and step.learns_input
-    tape.matmul(step.label, rows.value, made, inner, learns)
+    inner, learns = step.inputs * step.kernel, x.learns and step.learns_input
+    tape.matmul(step.label, rows.value, made, inner, learns, kind="convolution")
     y = Flow(rows, o)
     if step.gated:
         tape.save(y, "input of the gate")

@@ -7,9 +7,7 @@ from typing import Literal
 
 from headwise.core.intervals import Mask
 
-Kind = Literal[
-    "matmul", "attention", "softmax", "norm", "elementwise", "embedding", "convolution", "scan"
-]
+Kind = Literal["matmul", "attention", "softmax", "norm", "elementwise", "embedding", "convolution"]
 
 
 @dataclass(frozen=True)

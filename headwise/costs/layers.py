@@ -25,7 +25,7 @@ class NormLayer:
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A matrix from `inputs` to `outputs`; `tied` if it is the embedding's."""
+    """A matrix from `inputs` to `outputs`; `tied` if its weights are counted elsewhere."""
 
     label: str
     inputs: int
@@ -57,7 +57,6 @@ class LooseWeight:
 
     label: str
     shape: tuple[int, ...]
-    used: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ class ConvolutionLayer:
     tokens: int | None = None
     entries: int | None = None  # numbers of its input per batch entry
     bias: bool = True
-    groups: int = 1
     padding: int = 0  # zeros in front, for which the input is copied
     activation: Activation = "none"
     gated: bool = False  # half of the outputs gate the other half
@@ -96,7 +94,6 @@ class Latent:
     rank: int
     nope: int  # the part of a head without positions
     rope: int  # the part with positions, shared by all heads
-    norm_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,8 +117,7 @@ class AttentionLayer:
     key_bias: bool = True
     value_bias: bool = True
     out_bias: bool = True
-    out_width: int | None = None  # as wide as the input if None
-    projections: Literal["separate", "packed", "shared", "none", "values"] = "separate"
+    projections: Literal["separate", "shared", "none", "values"] = "separate"
     whole_heads: bool = False  # unprojected heads that each see the whole input
     context: tuple[int, int] | None = None  # widths of the sequence that a cross-attention sees
     qk_norm: NormLayer | None = None
@@ -143,6 +139,7 @@ class AttentionLayer:
     unprojected_values: bool = False
     caches: bool = True  # decoding keeps its keys and values
     plain_out: bool = False  # no output projection
+    headwise: bool = False  # computed by headwise's engines
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,6 @@ class FeedForwardLayer:
     activation: Activation = "gelu"
     gated: bool = False
     bias: bool = True
-    packed: bool = False  # gate and up are one matrix
     dropout: float = 0.0  # of the hidden layer
 
 
@@ -168,7 +164,6 @@ class ExpertsLayer:
     shared: FeedForwardLayer | None = None
     shared_gate: bool = False
     router_bias: bool = False
-    extra: tuple[LooseWeight, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -203,7 +198,6 @@ class SubLayer:
     post: NormLayer | None = None
     dropout: float = 0.0
     residual: bool = True
-    scales: int = 0  # entries of a learned factor on the output
 
 
 @dataclass(frozen=True)
@@ -213,7 +207,6 @@ class StackedLayer:
     sublayers: tuple[SubLayer, ...]
     parallel: bool = False
     shared_norm: NormLayer | None = None  # of a parallel layer, for all sublayers
-    extra: tuple[LooseWeight, ...] = ()
     label: str = ""
 
 

@@ -16,7 +16,7 @@ class Tokens:
     queries: int  # of this rank
     keys: int
     all_queries: int  # of all ranks of context parallelism
-    remembered: bool = False  # keys and values of a context were made in an earlier call
+    cached: bool = False  # some keys, or all of a context's, were made in earlier calls
 
     @property
     def b(self) -> Formula:
@@ -37,11 +37,6 @@ class Tokens:
     def rows(self) -> Formula:
         """All queries of the batch."""
         return self.b * self.s
-
-    @property
-    def cached(self) -> bool:
-        """True if some of the keys are in a cache."""
-        return self.keys > self.all_queries and not self.remembered
 
 
 @dataclass(frozen=True)

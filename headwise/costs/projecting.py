@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from headwise.costs.formula import Formula, formula, size
-from headwise.costs.layers import AttentionLayer, Latent, NormLayer
+from headwise.costs.layers import AttentionLayer, NormLayer
 from headwise.costs.letters import Letters, Tokens
 from headwise.costs.tape import Flow, Tape
 
@@ -41,9 +41,8 @@ def project_plain(
     """Queries, keys, values and a gate of a layer without latents."""
     n = Letters.of(layer)
     source = x if context is None else context
-    remembered = context is not None and tokens.remembered
-    q = gate = None
-    if layer.projections in ("separate", "packed", "shared"):
+    gate = None
+    if layer.projections in ("separate", "shared"):
         q = tape.linear(x, n.queries, "query", layer.query_bias)
         if layer.gate:
             gate = tape.linear(x, n.queries, "gate", layer.query_bias)
@@ -51,7 +50,7 @@ def project_plain(
         q = x
     else:
         q = Flow(formula(1), formula(1))  # scores of zero: one number for all
-    with tape.idle(remembered):
+    with tape.idle(context is not None and tokens.cached):
         k, v = _keys_and_values(tape, layer, n, q, source, context is not None)
     for _ in range(layer.added_keys):
         tape.weight("added key", n.keys)
@@ -66,7 +65,7 @@ def _keys_and_values(
     """Keys and values, unless another layer makes them."""
     if layer.reuses:
         return Flow(source.rows, n.keys), Flow(source.rows, n.values)
-    if layer.projections in ("separate", "packed"):
+    if layer.projections == "separate":
         k = tape.linear(source, n.keys, "key", layer.key_bias)
     elif layer.projections == "shared" and cross:
         k = tape.linear(source, n.keys, "key", layer.key_bias, weight=False)
@@ -128,8 +127,10 @@ def _head_norm(
     label: str,
 ) -> Flow:
     if layer.norm_all_heads:
-        return tape.norm(x, norm, label, x.width, x.rows)
-    return tape.norm(x, norm, label, n.d, x.rows * heads)
+        tape.norm(x, norm, label, x.width, x.rows)
+    else:
+        tape.norm(x, norm, label, n.d, x.rows * heads)
+    return Flow(x.rows, x.width, heads_apart=True)
 
 
 def _unit(tape: Tape, x: Flow, n: Letters, label: str) -> Flow:
@@ -187,7 +188,7 @@ def project_out(
     tape: Tape, layer: AttentionLayer, out: Flow, gate: Flow | None, tokens: Tokens
 ) -> Flow:
     """The gate and the output projection."""
-    latent: Latent | None = layer.latent
+    latent = layer.latent
     if latent is not None and tokens.cached:
         a, r, v = size("a", layer.heads), size("r", latent.rank), size("v", layer.value_dim)
         tape.flops("absorbed value", 2 * out.rows * a * r * v)
@@ -199,10 +200,4 @@ def project_out(
         out = tape.multiply(out, gate, "gated output")
     if layer.plain_out:
         return out
-    width = layer.width if layer.out_width is None else layer.out_width
-    n = Letters.of(layer)
-    made = n.h if width == layer.width else size("o", width)
-    done = tape.linear(out, made, "out", bias=False)
-    if layer.out_bias:
-        tape.weight("out bias", made)
-    return done
+    return tape.linear(out, size("h", layer.width), "out", layer.out_bias)

@@ -31,9 +31,7 @@ class Flow:
     width: Formula
     learns: bool = True  # a gradient flows back through it
     heads_apart: bool = False  # stored (batch, heads, tokens, width): joining the heads copies
-    home: CountedPart | None = (
-        None  # the part that saves it, if several copies of another one use it
-    )
+    home: CountedPart | None = None  # the part that saves it, whichever part uses it
 
     @property
     def size(self) -> Formula:
@@ -78,14 +76,13 @@ class Tape:
     def recomputed(self, *inputs: Flow) -> Iterator[None]:
         """Save only the inputs of what follows, and compute it once more in the backward."""
         part = self._open[-1]
-        before = [(node, len(node.saved)) for node in tree(part)]
-        kernels = {id(node): len(node.forward) for node in tree(part)}
+        before = {id(node): (len(node.saved), len(node.forward)) for node in tree(part)}
         known, alive = set(self._saved), len(self._kept_alive)
         yield
-        kept = dict((id(node), count) for node, count in before)
         for node in tree(part):
-            del node.saved[kept.get(id(node), 0) :]
-            ran = node.forward[kernels.get(id(node), 0) :]
+            saved, ran_before = before.get(id(node), (0, 0))
+            del node.saved[saved:]
+            ran = node.forward[ran_before:]
             node.backward += [again(kernel) for kernel in ran]
         self._saved = known | {id(flow) for flow in self._kept_alive[alive:] if flow.home}
         for flow in inputs:
@@ -167,7 +164,6 @@ class Tape:
         label: str,
         bias: bool = False,
         weight: bool = True,
-        copies: Formula | None = None,
         saves: bool = True,
     ) -> Flow:
         """x times a matrix; `weight` is False if the matrix is another layer's."""
@@ -183,18 +179,26 @@ class Tape:
         return Flow(x.rows, outputs)
 
     def matmul(
-        self, label: str, m: int, n: int, k: int, learns: bool, batch: int = 1, weights: int = 1
+        self,
+        label: str,
+        m: int,
+        n: int,
+        k: int,
+        learns: bool,
+        batch: int = 1,
+        weights: int = 1,
+        kind: Kind = "matmul",
     ) -> None:
-        """The kernels of `batch` products (m, k) × (k, n) of which the second is learned."""
+        """`batch` products of (m, k) with `weights` learned matrices (k, n), and their backward."""
         e, count = self.element, 2 * batch * m * n * k
         x, w, y = batch * m * k * e, weights * k * n * e, batch * m * n * e
         shape = MatmulShape(m, n, k, batch)
-        self.run(Kernel(label, "matmul", count, x + w, y, shape=shape))
+        self.run(Kernel(label, kind, count, x + w, y, shape=shape))
         if learns:
             shape = MatmulShape(m, k, n, batch)
-            self.run(Kernel(f"{label} (input)", "matmul", count, y + w, x, shape=shape), True)
+            self.run(Kernel(f"{label} (input)", kind, count, y + w, x, shape=shape), True)
         shape = MatmulShape(k, n, m, batch)
-        self.run(Kernel(f"{label} (weight)", "matmul", count, x + y, w, shape=shape), True)
+        self.run(Kernel(f"{label} (weight)", kind, count, x + y, w, shape=shape), True)
 
     def norm(self, x: Flow, norm: NormLayer, label: str, width: Formula, rows: Formula) -> Flow:
         """A norm over vectors of this width, `rows` of them in x."""
@@ -221,10 +225,10 @@ class Tape:
         size = x.size.value * self.element
         self.run(Kernel(label, "norm", 0, size, size))
         self.run(Kernel(label, "norm", 0, 2 * size, size), True)
-        return Flow(x.rows, x.width, heads_apart=True)
+        return Flow(x.rows, x.width)
 
     def activate(self, x: Flow, activation: Activation, label: str = "activation") -> Flow:
-        """An activation function; all but ReLU and tanh save their input."""
+        """An activation function; some save their output, the others their input."""
         if activation == "none":
             return x
         out = Flow(x.rows, x.width)
@@ -260,10 +264,9 @@ class Tape:
     ) -> None:
         """A kernel that reads and writes `size` numbers some times, and its backward."""
         count = size.value
-        e = self.element
-        kind: Kind = "elementwise"
-        self.run(Kernel(label, kind, 0, reads * count * e, writes * count * e, special * count))
-        self.run(Kernel(label, kind, 0, writes * count * e, reads * count * e), True)
+        read, written = reads * count * self.element, writes * count * self.element
+        self.run(Kernel(label, "elementwise", 0, read, written, special * count))
+        self.run(Kernel(label, "elementwise", 0, written, read), True)
 
     def attention(
         self, shape: AttentionShape, label: str, extra_bytes: int = 0, read: int | None = None

@@ -39,7 +39,7 @@ def count(architecture: Architecture, work: Workload) -> Cost:
     """The cost of an architecture at work."""
     tape = Tape(work, architecture.name)
     lengths = _lengths(architecture, work)
-    decoding = lengths[-1][1] > lengths[-1][0]
+    decoding = lengths[-1][1] > lengths[-1][0]  # some tokens are in a cache
     context: Flow | None = None
     for place, stack in enumerate(architecture.stacks):
         final = place == len(architecture.stacks) - 1
@@ -47,7 +47,7 @@ def count(architecture: Architecture, work: Workload) -> Cost:
         source = None
         if context is not None:
             seen = lengths[place - 1][1]
-            source = replace(tokens, keys=seen, remembered=decoding)
+            source = replace(tokens, keys=seen, cached=decoding)
         with tape.idle(decoding and not final):  # the encoder has run before
             context = Walk(tape, tokens, context, source).stack(stack)
     return tape.cost()
@@ -58,7 +58,8 @@ def _lengths(architecture: Architecture, work: Workload) -> list[tuple[int, int]
     found = []
     for place, stack in enumerate(architecture.stacks):
         final = place == len(architecture.stacks) - 1
-        asked = work.queries if final else (work.context or work.queries)
+        whole = work.keys or work.queries
+        asked = (work.queries or work.keys) if final else (work.context or whole)
         if stack.tokens is not None:
             if final and asked not in (None, stack.tokens):
                 raise ValueError(
@@ -85,7 +86,7 @@ def _tokens(work: Workload, queries: int, keys: int) -> Tokens:
     local = share("a length", queries, ranks.cp, "cp")
     if work.layout == "head_tail" and ranks.cp > 1:
         share("a rank's length", local, 2, "two parts per rank")
-    return Tokens(batch, local, keys, queries)
+    return Tokens(batch, local, keys, queries, cached=keys > queries)
 
 
 class Walk:
@@ -109,7 +110,9 @@ class Walk:
 
     def steps(self, steps: tuple[Step, ...], x: Flow) -> Flow:
         for step in steps:
-            with self.tape.part(step.label if hasattr(step, "label") else _name(step)):
+            if isinstance(step, DropoutStep) and not step.rate:
+                continue
+            with self.tape.part(_name(step)):
                 x = self.step(step, x)
         return x
 
@@ -176,8 +179,6 @@ class Walk:
 
     def _layer(self, layer: StackedLayer, x: Flow) -> Flow:
         tape = self.tape
-        for weight in layer.extra:
-            tape.weight(weight.label, *sides(weight.shape, x.width))
         if not layer.parallel:
             for sub in layer.sublayers:
                 with tape.part(sub.name):
@@ -198,11 +199,6 @@ class Walk:
         y = self.body(sub.body, self._before(sub, x))
         if sub.after is not None:
             y = tape.norm(y, sub.after, "norm after", y.width, y.rows)
-        if sub.scales:
-            tape.weight("scale", size("h", sub.scales))
-            tape.save(y, "scaled output")
-            tape.elementwise("scale", y.size, 1, 1)
-            y = Flow(y.rows, y.width)
         y = tape.drop(y, sub.dropout)
         if sub.residual:
             y = tape.add(x, y)
@@ -245,4 +241,10 @@ def _grouped(layers: tuple[StackedLayer, ...]) -> list[tuple[StackedLayer, int]]
 
 
 def _name(step: Step) -> str:
-    return "norm" if isinstance(step, NormLayer) else "dropout"
+    match step:
+        case NormLayer():
+            return "norm"
+        case DropoutStep():
+            return "dropout"
+        case _:
+            return step.label

@@ -17,7 +17,7 @@ ALIASES = {
 }  # fmt: skip
 COMPUTED = ("fp64", "fp32", "bf16", "fp16")
 
-Device = Literal["cuda", "cpu"]
+DeviceKind = Literal["cuda", "cpu"]
 Recompute = Literal["layers", "attention"] | None
 Layout = Literal["contiguous", "head_tail"]
 
@@ -124,7 +124,7 @@ class Workload:
     context: int | None = None
     mask: Mask | None = None
     dtype: str = "bf16"
-    device: Device = "cuda"
+    device: DeviceKind = "cuda"
     fused: bool = True
     recompute: Recompute = None
     tile: Tile = (128, 128)
@@ -141,11 +141,6 @@ class Workload:
     def wide(self) -> int:
         """Bytes of a number in which sums are kept: float32 or wider."""
         return max(4, self.element)
-
-    @property
-    def training_only(self) -> bool:
-        """True if nothing is cached: every key is a token of the call."""
-        return self.keys is None or self.keys == self.queries
 
 
 def dtype_name(what: str, given: Any) -> str:

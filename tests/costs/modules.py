@@ -120,6 +120,27 @@ CASES: dict[str, Case] = {
     "GPT": Case(model(M.GPT, M.GPTConfig, 50, **LAYERS), tokens(S), PLAIN),
     "GPT, window": Case(model(M.GPT, M.GPTConfig, 50, window=4, **LAYERS), tokens(S), PLAIN),
     "GPT, learned": Case(model(M.GPT, M.GPTConfig, 50, **LAYERS, **LEARNED), tokens(S), PLAIN),
+    "GPT, unprojected": Case(
+        model(M.GPT, M.GPTConfig, 50, projections=N.Unprojected(), position=None, **LAYERS),
+        tokens(S),
+        PLAIN,
+    ),
+    "GPT, wide": Case(
+        model(
+            M.GPT,
+            M.GPTConfig,
+            50,
+            head_dim=16,
+            kv_heads=1,
+            sinks=True,
+            softcap=9.0,
+            qk_norm=N.RMSNorm(),
+            score=N.General(),
+            **LAYERS,
+        ),
+        tokens(S),
+        PLAIN,
+    ),
     "FixedGPT": Case(model(M.FixedGPT, M.FixedGPTConfig, 50, 32, **LAYERS), tokens(S), PLAIN),
     "Bert": Case(model(M.Bert, M.BertConfig, 50, 64, **LAYERS), tokens(S), PLAIN),
     "ViT": Case(

@@ -147,6 +147,30 @@ def test_a_decoder_caches_its_source_and_an_encoder_nothing() -> None:
     assert hw.cost({"model_type": "bert"}, queries=64).kv_cache == 0
 
 
+def test_a_cache_is_read_in_its_own_dtype_and_only_in_decoding() -> None:
+    """Cross-attention in training reads fresh keys; in decoding, those that are cached."""
+    config = hw.models.TransformerConfig(50, d_model=64, heads=4)
+
+    def read(part: str, **sizes: int) -> list[int]:
+        cost = hw.cost(config, context=30, cache="int8", **sizes)
+        layer = cost.parts["decoder"].parts["layers"].parts[part]
+        return [kernel.bytes_read for kernel in layer.forward if kernel.kind == "attention"]
+
+    query, fresh, stored = 2 * 64, 2 * 2 * 64, 2 * (64 + 4 * 4)
+    assert read("cross-attention", queries=10) == [10 * query + 30 * fresh]
+    assert read("cross-attention", queries=1, keys=10) == [query + 30 * stored]
+    assert read("attention", queries=10) == [10 * query + 10 * fresh]
+    assert read("attention", queries=1, keys=10) == [query + 10 * stored]
+
+
+def test_only_the_keys_of_the_window_are_read() -> None:
+    fields = {"model_type": "mistral", "num_hidden_layers": 1, "sliding_window": 100}
+    cost = hw.cost(fields, queries=1, keys=1000)
+    (kernel,) = (kernel for kernel in cost.forward if kernel.kind == "attention")
+    assert kernel.bytes_read == 2 * 4096 + 100 * 2 * 2 * 8 * 128
+    assert kernel.flops == 100 * 4 * 4096
+
+
 def test_the_state_of_a_hybrid_is_counted_beside_its_cache() -> None:
     small = {
         "model_type": "jamba", "num_hidden_layers": 8, "hidden_size": 64, "mamba_dt_rank": 4,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import headwise as hw
@@ -108,13 +109,37 @@ WRONG: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without transformers, whose classes fill in and check fields."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_configuration_is_refused_in_words(name: str) -> None:
     given, message = WRONG[name]
-    if isinstance(given, dict):  # complete, so that no class fills in or checks its fields
-        given = {"transformers_version": "0", "return_dict": True, **given}
     with pytest.raises(ValueError, match=message):
         hw.cost(given, queries=8)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_configuration_is_refused_with_transformers_too(name: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"\w"):
+        hw.cost(WRONG[name][0], queries=8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": "wide"}, {"num_hidden_layers": -1}, {"vocab_size": None}, {"hidden_act": 3},
+     {"num_attention_heads": 2.5}, {"layer_types": "full"}, {"architectures": 7}],
+    ids=str,
+)  # fmt: skip
+def test_fields_of_wrong_kinds_are_refused(change: dict[str, Any]) -> None:
+    for kind in ("llama", "qwen2"):
+        with pytest.raises(ValueError, match=r"\w"):
+            hw.cost({**LLAMA, "model_type": kind, **change}, queries=8)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +147,11 @@ def test_a_wrong_configuration_is_refused_in_words(name: str) -> None:
     ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_act",
      "intermediate_size"],
 )  # fmt: skip
+@pytest.mark.usefixtures("alone")
 def test_a_missing_field_is_named(missing: str) -> None:
     fields = {k: v for k, v in LLAMA.items() if k != missing}
-    complete = {**fields, "transformers_version": "0", "return_dict": True}  # no class to ask
     with pytest.raises(ValueError, match=missing):
-        hw.cost(complete, queries=8)
+        hw.cost(fields, queries=8)
 
 
 def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
@@ -171,9 +196,23 @@ def test_lengths_beyond_the_positions_are_refused() -> None:
     )
 
 
-def test_dtypes_are_given_by_any_name() -> None:
-    import torch
+def test_wrapped_modules_are_unwrapped() -> None:
+    model = hw.models.GPT(hw.models.GPTConfig(50, d_model=32, layers=2, heads=4))
+    wrapped = (torch.compile(model), nn.DataParallel(model))
+    for each in wrapped:
+        assert hw.cost(each, queries=8).to_dict() == hw.cost(model, queries=8).to_dict()
 
+
+def test_sizes_that_are_left_out() -> None:
+    """keys alone are a whole prompt; a source is as long as its target."""
+    assert hw.cost(LLAMA, keys=50).flops == hw.cost(LLAMA, queries=50).flops
+    config = hw.models.TransformerConfig(50, d_model=32, heads=4)
+    assert hw.cost(config, queries=9).flops == hw.cost(config, queries=9, context=9).flops
+    step = hw.cost(config, queries=1, keys=9)
+    assert step.flops == hw.cost(config, queries=1, keys=9, context=9).flops
+
+
+def test_dtypes_are_given_by_any_name() -> None:
     names = ("bf16", "bfloat16", torch.bfloat16, "torch.bfloat16")
     assert len({hw.cost(LLAMA, queries=8, dtype=name).weights for name in names}) == 1
     assert hw.cost(LLAMA, queries=8, dtype="fp32").weights == 2 * hw.cost(LLAMA, queries=8).weights

@@ -80,6 +80,7 @@ def _multi_head(module: MultiHeadAttention, cross: bool) -> AttentionLayer:
         bias_params=params,
         bias_length=length,
         dropout=float(dropout),
+        headwise=True,
     )
 
 
@@ -115,7 +116,6 @@ def _split_mask(mask: Mask | None) -> tuple[bool, int | None, Mask | None]:
 def _torch_multi_head(module: nn.MultiheadAttention, cross: bool) -> AttentionLayer:
     width, heads = module.embed_dim, module.num_heads
     bias = module.in_proj_bias is not None
-    same = bool(module._qkv_same_embed_dim)
     return AttentionLayer(
         width,
         heads,
@@ -126,7 +126,6 @@ def _torch_multi_head(module: nn.MultiheadAttention, cross: bool) -> AttentionLa
         key_bias=bias,
         value_bias=bias,
         out_bias=bias,
-        projections="packed" if same else "separate",
         context=(module.kdim, module.vdim) if cross else None,
         added_keys=int(module.bias_k is not None),
         dropout=module.dropout,
@@ -152,6 +151,7 @@ def _fixed(module: FixedAttention) -> AttentionLayer:
         bias_kind="table",
         bias_params=module.logits.numel(),
         bias_length=module.length,
+        headwise=True,
     )
 
 
@@ -170,4 +170,5 @@ def _bahdanau(module: AdditiveAttention) -> AttentionLayer:
         score_params=width,
         unprojected_values=True,
         plain_out=True,
+        headwise=True,
     )

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from headwise.costs.layers import Architecture, LayerStack, LinearLayer, Step
-from headwise.costs.readers.decoders import FAMILIES, read_decoder
+from headwise.costs.readers.decoders import read_decoder
 from headwise.costs.readers.encoders import Head, read_bert, read_t5, read_vit, read_whisper
+from headwise.costs.readers.families import FAMILIES
 from headwise.costs.readers.fields import Fields
 from headwise.hub import unreachable
 
@@ -32,16 +33,18 @@ LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel")
 
 def read_fields(given: Mapping[str, Any]) -> Architecture:
     """The architecture of a configuration's fields, by its `model_type` and `architectures`."""
-    fields = Fields(_complete(given))
-    kind = fields.given.get("model_type")
-    if kind is None:
+    if given.get("model_type") is None:
         raise ValueError(
             "the configuration has no field 'model_type', which says which architecture it is; "
             f"known are {', '.join(sorted(KNOWN))}"
         )
+    return _read(Fields(_complete(given)))
+
+
+def _read(fields: Fields) -> Architecture:
+    kind = fields.kind
     _check_contents(fields)
-    listed = fields.get("architectures")
-    name = listed[0] if listed else None
+    name = _class_name(fields)
     if kind in OTHERS:
         reader, usual = OTHERS[kind]
         head = usual if name is None else _head(name)
@@ -52,6 +55,16 @@ def read_fields(given: Mapping[str, Any]) -> Architecture:
     head = LANGUAGE_HEADS[0] if name is None else _head(name)
     after = (*stack.after, *_language_head(fields, head, stack.width))
     return Architecture(name or kind, (replace(stack, after=after),))
+
+
+def _class_name(fields: Fields) -> str | None:
+    """The first of `architectures`, if there are any."""
+    listed = fields.get("architectures")
+    if not listed:
+        return None
+    if not isinstance(listed, list | tuple) or not isinstance(listed[0], str):
+        raise ValueError(f"architectures={listed!r} must be a list of class names")
+    return listed[0]
 
 
 def _head(name: str) -> Head:
@@ -106,15 +119,21 @@ def _complete(given: Mapping[str, Any]) -> Mapping[str, Any]:
     A config.json leaves out what its class has by default.
     """
     kind = given.get("model_type")
-    if kind not in KNOWN or ("transformers_version" in given and "return_dict" in given):
+    if kind not in KNOWN:
         return given
     try:
         from transformers import AutoConfig
     except ImportError:
         return given
-    config = AutoConfig.for_model(kind, **{k: v for k, v in given.items() if k != "model_type"})
-    found: dict[str, Any] = config.to_dict()
-    return {**found, "architectures": given.get("architectures")}
+    fields = {name: value for name, value in given.items() if name != "model_type"}
+    try:
+        config = AutoConfig.for_model(kind, **fields)
+    except Exception as error:  # each class has checks of its own
+        message = " ".join(str(error).split())
+        raise ValueError(
+            f"transformers refuses this configuration of {kind!r}: {message}"
+        ) from None
+    return {**_fields(config), "architectures": given.get("architectures")}
 
 
 def is_configuration(what: object) -> bool:
@@ -124,12 +143,17 @@ def is_configuration(what: object) -> bool:
 
 def read_configuration(config: Any, name: str | None = None) -> Architecture:
     """The architecture of a config object; `name` is the class of its model, if there is one."""
-    fields = dict(config.to_dict())
-    fields["model_type"] = config.model_type
-    fields.setdefault("num_labels", getattr(config, "num_labels", None))
+    fields = _fields(config)
     if name is not None:
         fields["architectures"] = [name]
-    return read_fields(fields)
+    return _read(Fields(fields))
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """All fields of a config object."""
+    fields = {**config.to_dict(), "model_type": config.model_type}
+    fields.setdefault("num_labels", getattr(config, "num_labels", None))
+    return fields
 
 
 def read_transformers_model(model: nn.Module) -> Architecture:

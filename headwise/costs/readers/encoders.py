@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headwise.costs.layers import (
     AttentionLayer,
     ConvolutionLayer,
@@ -26,7 +28,7 @@ def read_bert(fields: Fields, head: Head) -> tuple[LayerStack, ...]:
     fields.needs(WIDTH, HEADS, LAYERS, HIDDEN, ("vocab_size",), ("max_position_embeddings",))
     width, rows = fields.size(*WIDTH), fields.size("max_position_embeddings")
     longest = rows
-    if fields.kind in ("roberta", "xlm-roberta", "camembert"):
+    if fields.kind == "roberta":
         longest = rows - int(fields.need("pad_token_id")) - 1  # positions start after the padding
     norm = NormLayer(width)
     before: list[Step] = [
@@ -106,9 +108,7 @@ def read_vit(fields: Fields, head: Head) -> tuple[LayerStack, ...]:
     channels, tokens = fields.size("num_channels"), (image // patch) ** 2 + 1
     norm, bias = NormLayer(width), fields.flag("qkv_bias")
     plain = _attention(fields, bias=True)
-    attention = AttentionLayer(
-        **{**vars(plain), "query_bias": bias, "key_bias": bias, "value_bias": bias}
-    )
+    attention = replace(plain, query_bias=bias, key_bias=bias, value_bias=bias)
     feed_forward = FeedForwardLayer(width, fields.size(*HIDDEN), fields.activation())
     dropout = fields.rate("hidden_dropout_prob")
     layer = StackedLayer(
@@ -158,14 +158,16 @@ def read_t5(fields: Fields, head: Head) -> tuple[LayerStack, ...]:
 
     def layer(number: int, decoder: bool) -> StackedLayer:
         own = _attention(fields, bias=False, causal=decoder)
-        own = AttentionLayer(
-            **{**vars(own), "bias_kind": "buckets", "bias_length": distance,
-               "bias_params": buckets if number == 0 else 0}
-        )  # fmt: skip
+        own = replace(
+            own,
+            bias_kind="buckets",
+            bias_length=distance,
+            bias_params=buckets if number == 0 else 0,
+        )
         subs = [SubLayer("attention", own, before=norm, dropout=rate)]
         if decoder:
             cross = _attention(fields, bias=False, caches=True)
-            cross = AttentionLayer(**{**vars(cross), "context": (width, width)})
+            cross = replace(cross, context=(width, width))
             subs.append(SubLayer("cross-attention", cross, before=norm, dropout=rate))
         subs.append(SubLayer("feed-forward", feed_forward, before=norm, dropout=rate))
         label = "first layer" if number == 0 else "layers"
@@ -174,7 +176,7 @@ def read_t5(fields: Fields, head: Head) -> tuple[LayerStack, ...]:
     def stack(name: str, count: int, decoder: bool, after: tuple[Step, ...]) -> LayerStack:
         table = EmbeddingLayer("embedding", fields.size("vocab_size"), width, split=True)
         if decoder:
-            table = EmbeddingLayer(**{**vars(table), "tied": True})
+            table = replace(table, tied=True)
         layers = tuple(layer(number, decoder) for number in range(count))
         steps = (norm, DropoutStep(rate), *after)
         return LayerStack(name, (table, DropoutStep(rate)), layers, steps, width=width)
@@ -220,7 +222,7 @@ def read_whisper(fields: Fields, head: Head) -> tuple[LayerStack, ...]:
         subs = [SubLayer("attention", own, before=norm, dropout=rate)]
         if decoder:
             cross = _attention(part, bias=True, caches=True, key_bias=False)
-            cross = AttentionLayer(**{**vars(cross), "context": (width, width)})
+            cross = replace(cross, context=(width, width))
             subs.append(SubLayer("cross-attention", cross, before=norm, dropout=rate))
         subs.append(SubLayer("feed-forward", feed_forward, before=norm, dropout=rate))
         layers = (StackedLayer(tuple(subs), label="layers"),) * fields.size(f"{half}_layers")

@@ -12,7 +12,6 @@ from torch import nn
 from headwise import models
 from headwise.costs.layers import (
     Architecture,
-    AttentionLayer,
     ConvolutionLayer,
     DropoutStep,
     EmbeddingLayer,
@@ -25,9 +24,10 @@ from headwise.costs.layers import (
     SubLayer,
 )
 from headwise.costs.readers.attention_modules import read_attention
-from headwise.costs.readers.modules import read_block, read_decoder_layer
+from headwise.costs.readers.modules import read_block, read_decoder_layer, uncached
 from headwise.costs.readers.simple_modules import read_norm
 from headwise.models.config import Config
+from headwise.nn.block import Residual
 from headwise.nn.positions import LearnedPosition
 
 BUILT: dict[type[Config], Callable[[Any], nn.Module]] = {
@@ -63,7 +63,7 @@ def _embedding(module: nn.Embedding, tied: bool = False) -> EmbeddingLayer:
     return EmbeddingLayer("embedding", rows, width, tied=tied, split=True)
 
 
-def _head(model: nn.Module, width: int, vocabulary: int, tied: bool, bias: bool = False) -> Step:
+def _head(width: int, vocabulary: int, tied: bool, bias: bool = False) -> Step:
     return LinearLayer("head", width, vocabulary, bias, tied, split="columns")
 
 
@@ -85,19 +85,15 @@ def _gpt(model: models.GPT) -> Architecture:
     stack = LayerStack(
         "decoder",
         (_embedding(model.embedding), *_position(model.position, config.dropout)),
-        tuple(read_block(block) for block in _blocks(model.blocks)),
+        tuple(read_block(block) for block in model.blocks),
         (
             read_norm(model.norm),
-            _head(model, config.d_model, config.vocabulary, model.head is None),
+            _head(config.d_model, config.vocabulary, model.head is None),
         ),
         longest=longest,
         width=config.d_model,
     )
     return Architecture(type(model).__name__, (stack,))
-
-
-def _blocks(blocks: nn.ModuleList) -> list[Any]:
-    return list(blocks)
 
 
 def _bert(model: models.Bert) -> Architecture:
@@ -111,29 +107,16 @@ def _bert(model: models.Bert) -> Architecture:
             read_norm(model.norm),
             DropoutStep(config.dropout),
         ),
-        tuple(uncached(read_block(block)) for block in _blocks(model.blocks)),
+        tuple(uncached(read_block(block)) for block in model.blocks),
         (
             LinearLayer("readout", width, width, True, activation="gelu"),
             read_norm(model.readout_norm),
-            _head(model, width, config.vocabulary, tied=True, bias=True),
+            _head(width, config.vocabulary, tied=True, bias=True),
         ),
         longest=config.context,
         width=width,
     )
     return Architecture("Bert", (stack,))
-
-
-def uncached(layer: StackedLayer) -> StackedLayer:
-    """A layer of a model that does not decode."""
-    return replace(
-        layer,
-        sublayers=tuple(
-            replace(sub, body=replace(sub.body, caches=False))
-            if isinstance(sub.body, AttentionLayer)
-            else sub
-            for sub in layer.sublayers
-        ),
-    )
 
 
 def _vit(model: models.ViT) -> Architecture:
@@ -155,7 +138,7 @@ def _vit(model: models.ViT) -> Architecture:
             LooseWeight("positions", (1, tokens, width)),
             DropoutStep(config.dropout),
         ),
-        tuple(uncached(read_block(block)) for block in _blocks(model.blocks)),
+        tuple(uncached(read_block(block)) for block in model.blocks),
         (
             read_norm(model.norm),
             LinearLayer("head", width, config.classes, True, first_only=True),
@@ -182,7 +165,7 @@ def _transformer(model: models.Transformer) -> Architecture:
     encoder = LayerStack(
         "encoder",
         (_embedding(model.embedding), *inputs),
-        tuple(uncached(read_block(block)) for block in _blocks(model.encoder)),
+        tuple(uncached(read_block(block)) for block in model.encoder),
         norms[0],
         longest=longest,
         width=width,
@@ -190,8 +173,8 @@ def _transformer(model: models.Transformer) -> Architecture:
     decoder = LayerStack(
         "decoder",
         (_embedding(target, tied), *positions),
-        tuple(read_decoder_layer(layer) for layer in _blocks(model.decoder)),
-        (*norms[1], _head(model, width, config.vocabulary, tied)),
+        tuple(read_decoder_layer(layer) for layer in model.decoder),
+        (*norms[1], _head(width, config.vocabulary, tied)),
         longest=longest,
         width=width,
     )
@@ -205,26 +188,20 @@ def _shared(step: Step) -> Step:
 def _conv(model: models.Conv) -> Architecture:
     config, width = model.config, model.config.d_model
     layers = []
-    for layer, around in zip(_blocks(model.layers), _blocks(model.around), strict=True):
+    for number, around in enumerate(model.around):
+        assert isinstance(around, Residual)
+        padding = (config.kernel - 1) * config.growth**number
         body = ConvolutionLayer(
-            "convolution",
-            width,
-            width,
-            config.kernel,
-            padding=layer.before,
-            gated=True,
+            "convolution", width, width, config.kernel, padding=padding, gated=True
         )
-        layers.append(
-            StackedLayer(
-                (SubLayer("convolution", body, before=read_norm(around.norm),
-                          dropout=config.dropout),)
-            )
-        )  # fmt: skip
+        norm = read_norm(around.norm)
+        sub = SubLayer("convolution", body, before=norm, dropout=config.dropout)
+        layers.append(StackedLayer((sub,)))
     stack = LayerStack(
         "decoder",
         (_embedding(model.embedding),),
         tuple(layers),
-        (read_norm(model.norm), _head(model, width, config.vocabulary, model.head is None)),
+        (read_norm(model.norm), _head(width, config.vocabulary, model.head is None)),
         width=width,
     )
     return Architecture("Conv", (stack,))
@@ -278,7 +255,7 @@ def _lstm(model: models.LSTM) -> Architecture:
         (
             LinearLayer("readout", 2 * width + seen, width, True, activation="tanh"),
             DropoutStep(config.dropout),
-            _head(model, width, config.vocabulary, tied=True),
+            _head(width, config.vocabulary, tied=True),
         ),
         width=width,
     )

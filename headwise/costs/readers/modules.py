@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
 from headwise.costs.layers import (
     Activation,
     Architecture,
+    AttentionLayer,
+    Body,
     EmbeddingLayer,
     FeedForwardLayer,
     LayerStack,
     LinearLayer,
     LooseWeight,
-    NormLayer,
     StackedLayer,
     Step,
     SubLayer,
@@ -99,8 +100,10 @@ def _simple(name: str, module: nn.Module) -> Architecture | None:
     return Architecture(name, (LayerStack(name, steps, width=width, reads_tokens=looks_up),))
 
 
-def read_block(block: Block) -> StackedLayer:
+def read_block(block: nn.Module) -> StackedLayer:
     """A Transformer block."""
+    if not isinstance(block, Block):
+        raise ValueError(f"{type(block).__name__} is not a hw.nn.Block, and can't be read as one")
     around = block.around_attention, block.around_feed_forward
     bodies = read_attention(block.attention), read_feed_forward(block.feed_forward)
     return StackedLayer(
@@ -109,20 +112,22 @@ def read_block(block: Block) -> StackedLayer:
     )  # fmt: skip
 
 
-def read_residual(name: str, body: object, around: Residual) -> SubLayer:
+def read_residual(name: str, body: Body, around: Residual) -> SubLayer:
     """A sublayer and its residual connection."""
     norm, before = read_norm(around.norm), isinstance(around.arrangement, PreNorm)
     return SubLayer(
         name,
-        body,  # type: ignore[arg-type]
+        body,
         before=norm if before else None,
         post=None if before else norm,
         dropout=around.dropout.p,
     )
 
 
-def read_decoder_layer(layer: DecoderLayer) -> StackedLayer:
+def read_decoder_layer(layer: nn.Module) -> StackedLayer:
     """A layer of the 2017 decoder: self-attention, cross-attention, feed-forward."""
+    if not isinstance(layer, DecoderLayer):
+        raise ValueError(f"{type(layer).__name__} is not a layer of hw.models.Transformer")
     return StackedLayer(
         (
             read_residual("attention", read_attention(layer.attention), layer.around_attention),
@@ -140,12 +145,26 @@ def read_decoder_layer(layer: DecoderLayer) -> StackedLayer:
 
 def read_torch_layer(layer: nn.Module) -> StackedLayer:
     """PyTorch's encoder or decoder layer."""
-    if not isinstance(layer, TorchLayer):
-        raise ValueError(f"{type(layer).__name__} is not one of PyTorch's Transformer layers")
-    decoder = isinstance(layer, nn.TransformerDecoderLayer)
-    norms = [read_norm(layer.norm1), read_norm(layer.norm2)]
-    first = layer.norm_first
+    if isinstance(layer, nn.TransformerEncoderLayer):
+        found = _torch_sublayers(
+            layer, [layer.norm1, layer.norm2], [layer.dropout1, layer.dropout2]
+        )
+        return uncached(StackedLayer(found))
+    if isinstance(layer, nn.TransformerDecoderLayer):
+        norms = [layer.norm1, layer.norm2, layer.norm3]
+        dropouts = [layer.dropout1, layer.dropout2, layer.dropout3]
+        return StackedLayer(_torch_sublayers(layer, norms, dropouts))
+    raise ValueError(f"{type(layer).__name__} is not one of PyTorch's Transformer layers")
+
+
+def _torch_sublayers(
+    layer: TorchLayer, norms: Sequence[nn.Module], dropouts: Sequence[nn.Dropout]
+) -> tuple[SubLayer, ...]:
+    """The sublayers of PyTorch's layers, each with its norm and its dropout."""
     up = layer.linear1
+    bodies: list[tuple[str, Body]] = [("attention", _theirs(layer.self_attn))]
+    if isinstance(layer, nn.TransformerDecoderLayer):
+        bodies.append(("cross-attention", _theirs(layer.multihead_attn, cross=True)))
     feed_forward = FeedForwardLayer(
         up.in_features,
         up.out_features,
@@ -153,29 +172,28 @@ def read_torch_layer(layer: nn.Module) -> StackedLayer:
         bias=up.bias is not None,
         dropout=layer.dropout.p,
     )
-    found = [_around("attention", _theirs(layer.self_attn), norms[0], first, layer.dropout1.p)]
-    if isinstance(layer, nn.TransformerDecoderLayer):
-        cross = _theirs(layer.multihead_attn, cross=True)
-        found.append(_around("cross-attention", cross, norms[1], first, layer.dropout2.p))
-        norms.append(read_norm(layer.norm3))
-    last = layer.dropout3.p if isinstance(layer, nn.TransformerDecoderLayer) else layer.dropout2.p
-    found.append(_around("feed-forward", feed_forward, norms[-1], first, last))
-    assert len(found) == 2 + decoder
-    return StackedLayer(tuple(found))
+    bodies.append(("feed-forward", feed_forward))
+    found = []
+    for (name, body), module, dropout in zip(bodies, norms, dropouts, strict=True):
+        norm, first = read_norm(module), layer.norm_first
+        before, post = (norm, None) if first else (None, norm)
+        found.append(SubLayer(name, body, before=before, post=post, dropout=dropout.p))
+    return tuple(found)
 
 
-def _theirs(module: nn.Module, cross: bool = False) -> object:
-    return read_attention(module.attention if isinstance(module, TorchCall) else module, cross)
-
-
-def _around(name: str, body: object, norm: NormLayer, first: bool, dropout: float) -> SubLayer:
-    return SubLayer(
-        name,
-        body,  # type: ignore[arg-type]
-        before=norm if first else None,
-        post=None if first else norm,
-        dropout=dropout,
+def uncached(layer: StackedLayer) -> StackedLayer:
+    """A layer of a model that does not decode, and so keeps no keys."""
+    subs = (
+        replace(sub, body=replace(sub.body, caches=False))
+        if isinstance(sub.body, AttentionLayer)
+        else sub
+        for sub in layer.sublayers
     )
+    return replace(layer, sublayers=tuple(subs))
+
+
+def _theirs(module: nn.Module, cross: bool = False) -> AttentionLayer:
+    return read_attention(module.attention if isinstance(module, TorchCall) else module, cross)
 
 
 def _activation(given: Callable[..., object]) -> Activation:
@@ -227,9 +245,3 @@ def _source(width: int) -> LayerStack:
 def _width(block: Block) -> int:
     layer = read_attention(block.attention)
     return layer.width
-
-
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """A module without memory for its parameters."""
-    with torch.device("meta"):
-        return build()

@@ -18,6 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from headwise.core.problem import Terms
 from headwise.engines import calls
+from headwise.engines.failures import KernelError
 from headwise.engines.triton.host.cards import Card
 from headwise.engines.triton.host.launches import Launches
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
@@ -165,7 +166,7 @@ def fit(
         except OutOfResources as error:
             less = smaller(tried)
             if less is None:
-                raise RuntimeError(
+                raise KernelError(
                     f"{card.name} has no room for the {kernel} kernel at head width {width} with "
                     f"{itemsize} bytes per number: its smallest tile needs {error.required} of "
                     f'{error.limit}, {error.name}; use engine="streaming"'

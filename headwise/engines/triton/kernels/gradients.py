@@ -30,6 +30,16 @@ class Rows(NamedTuple):
 
 
 @triton.jit
+def within_reach(lse):
+    """Return lse of rows that have weights; a sink's may be too large to multiply by LOG2E.
+
+    Rows that see no key have weights of 0 whatever it is, and so have all keys beside such a sink.
+    """
+    lse = tl.where(lse == NOTHING, 0.0, lse)
+    return tl.where(lse > 2.3e38, 2.3e38, lse)
+
+
+@triton.jit
 def weigh(
     s, bent, dp, t, z, rows, j, hashed, lse, shared, entropy,
     PLAIN: tl.constexpr, CAP: tl.constexpr,
@@ -59,7 +69,7 @@ def weigh(
 def row_numbers(rows, line, i, here):
     """Load lse, `shared` and the entropy's gradient; rows past the end have no weight."""
     lse = tl.load(rows.lse + line + i, mask=here, other=1e30)
-    lse = tl.where(lse == NOTHING, 0.0, lse)  # its weights are 0 anyway
+    lse = within_reach(lse)
     shared = tl.load(rows.shared + line + i, mask=here, other=0.0)
     entropy = shared
     if rows.entropy is not None:
@@ -95,7 +105,7 @@ def fill_rows(
     i = block * ROWS + tl.arange(0, ROWS)
     head = (b * tl.num_programs(1) + h).to(tl.int64)
     known = tl.load(lse + head * queries + i, mask=i < queries, other=1e30)
-    known = tl.where(known == NOTHING, 0.0, known)  # its weights are 0 anyway
+    known = within_reach(known)
     length = tl.num_programs(0) * ROWS
     heads = (tl.num_programs(1) * tl.num_programs(2)).to(tl.int64)
     tl.store(found + head * length + i, known)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.api import attention_map, observe
-from headwise.look.experiments.settings import SEED, Choice, Setting, Whole, normals
+from headwise.lab.experiments.settings import SEED, Choice, Setting, Whole, normals
 from headwise.score import Dot
 
 WIDEST, MOST_KEYS, VALUE_WIDTH = 1024, 1024, 16

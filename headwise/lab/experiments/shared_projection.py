@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from headwise.look.experiments.many_heads import size
-from headwise.look.experiments.settings import SEED, Setting, Whole, normals
+from headwise.lab.experiments.many_heads import size
+from headwise.lab.experiments.settings import SEED, Setting, Whole, normals
 from headwise.nn import MultiHeadAttention, Projections, Separate, Shared
 
 WIDTH, MOST_TOKENS = 128, 48

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.api import attention, observe
-from headwise.look.experiments.settings import SEED, Setting, Whole, normals
+from headwise.lab.experiments.settings import SEED, Setting, Whole, normals
 from headwise.score import Additive, Dot
 
 WIDEST, MOST_TOKENS = 256, 1024

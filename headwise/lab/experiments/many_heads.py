@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.api import attention
-from headwise.look.experiments.settings import SEED, Setting, Whole, normals
+from headwise.lab.experiments.settings import SEED, Setting, Whole, normals
 from headwise.nn import MultiHeadAttention
 
 WIDEST, MOST_HEADS = 512, 64
