@@ -250,26 +250,18 @@ CHINESE: dict[str, str] = {
         "P，所有头和序列在 {mask} 下可见的对数：{count:,}"
     ),
     # the lab
+    "the lab is still running {id}": "实验室还在运行 {id}",
+    "wait for it, or stop it": "请等它结束，或先停止它",
+    "{id} is a topic; use one of {there}": "{id} 是一个主题；请用其中之一：{there}",
     "there is no claim {id!r}; did you mean {nearest}? headwise lab lists them all": (
         "没有 {id!r} 这条说法；是不是 {nearest}？headwise lab 会列出全部"
     ),
     "not run yet": "尚未运行",
     "stale": "已过时",
     "from notes: {notes}": "出自笔记：{notes}",
+    "experiment: {source}": "实验代码：{source}",
     "not run yet; run it: headwise lab run {id}": "尚未运行；运行：headwise lab run {id}",
     "measured by other code; run it again: headwise lab run {id}": (
         "由其他版本的代码测得；请重新运行：headwise lab run {id}"
     ),
-    # devices of a cost
-    "{device} has no matrix rate for {dtype}; it has {there}": (
-        "{device} 没有 {dtype} 的矩阵运算速率；现有 {there}"
-    ),
-    "there is no device {name!r}; use this, which headwise cost --measure measures, or one of "
-    "{there}": (
-        "没有设备 {name!r}；可以是 this（由 headwise cost --measure 测量），或者 {there}"
-    ),
-    "this machine was not measured; run headwise cost --measure": (
-        "本机还没有测量过；请运行 headwise cost --measure"
-    ),
-    "this machine has no CUDA device; use this:cpu": "本机没有 CUDA 设备；请用 this:cpu",
 }  # fmt: skip

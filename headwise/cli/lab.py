@@ -120,8 +120,11 @@ def run_claims(
             )
             raise typer.Exit(130) from None
     if as_json:
-        entries = zip(claims, results, strict=True)
-        typer.echo(lab_view.as_json([record.described(*each) for each in entries]))
+        entries = [record.described(find([result.id])[0], result) for result in results]
+        typer.echo(lab_view.as_json(entries))
+    if len(results) < len(claims):
+        raise typer.Exit(1)
+    if as_json:
         return
     pictures = "results and pictures" if available() else "results (pictures need matplotlib)"
     typer.echo(f"{pictures} in {folder}; to see one: headwise lab show {claims[0].id}", err=True)

@@ -70,6 +70,7 @@ def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) 
     console.print(Text(_in(claim.sentence, zh), style="bold"))
     notes = "; ".join(f"{letter} ({_in(NOTES[letter], zh)})" for letter in claim.notes)
     console.print(Text(_in(say("from notes: {notes}", notes=notes), zh), style="dim"))
+    console.print(Text(_in(say("experiment: {source}", source=claim.source), zh), style="dim"))
     if claim.derivation is not None:
         console.print(Text(f"\n{_in(claim.derivation, zh)}"))
     if result is None:
@@ -124,6 +125,9 @@ class LabProgress:
 
     def __call__(self, told: Told) -> None:
         """Show how far the run is."""
+        if told.missing:
+            self.console.print(Text(f"{told.claim.id:<20} not run: {told.missing}", style="yellow"))
+            return
         steps = f" {told.what} ({told.done + 1}/{told.steps})" if told.steps else ""
         self.bar.update(
             self.shown,

@@ -52,6 +52,11 @@ class Claim:
     derivation: Sentence | None = None
 
     @property
+    def source(self) -> str:
+        """The file of the experiment, from the root of the repository."""
+        return f"{self.experiment.__module__.replace('.', '/')}.py"
+
+    @property
     def topic(self) -> str:
         """The first word of the id, a key of `TOPICS`."""
         return self.id.partition("-")[0]
@@ -63,6 +68,8 @@ def both(english: str, chinese: str, **values: object) -> Sentence:
     >>> both("{count} of {all} rows", "{all} 行中的 {count} 行", count=3, all=4).zh
     '4 行中的 3 行'
     """
+    if not values:
+        return Sentence(english, chinese)
     theirs = {name: x.zh if isinstance(x, Sentence) else x for name, x in values.items()}
     return Sentence(english.format(**values), chinese.format(**theirs))
 

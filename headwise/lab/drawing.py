@@ -78,10 +78,12 @@ def _curves(axes: Any, chart: Chart, zh: bool) -> None:
     if chart.log_x:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for line in chart.series for x in line.x})
-        axes.set_xticks(ticks[:: max(1, len(ticks) // 6)], minor=False)
+        axes.set_xticks(ticks[:: -(-len(ticks) // 5)], minor=False)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     if chart.log_y:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_formatter(lambda y, _: "")
     axes.set_xlabel(_in(chart.x, zh))
     axes.set_ylabel(_in(chart.y, zh))
     axes.grid(alpha=0.25, linewidth=0.5)

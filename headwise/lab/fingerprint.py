@@ -1,9 +1,9 @@
 """A hash of the code of an experiment, to tell whether a result comes from the code that is here.
 
 It covers a function, everything of `headwise.lab` that it uses by name (functions, classes,
-constants), and what those use. Comments, docstrings and formatting do not count, nor do the rule,
-the drawing and the texts of a claim: a better wording does not make a measurement stale. The rest
-of headwise is covered by its version.
+constants), and what those use, but not the frame around experiments. Comments, docstrings and
+formatting do not count, nor do the rule, the drawing and the texts of a claim: a better wording
+does not make a measurement stale. The rest of headwise is covered by its version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
-HERE = "headwise.lab"
+from headwise.messages import Sentence
+
+HERE = "headwise.lab."
+FRAME = {f"{HERE}{name}" for name in ("charts", "claim", "fingerprint", "laboratory")}
 PLAIN = (int, float, complex, str, tuple, list, dict, range, type(None))
 
 
@@ -45,14 +48,29 @@ def _collect(value: Any, name: str, parts: dict[str, str]) -> None:
         parts[f"{name}()"] = repr((value.args, sorted(value.keywords.items())))
     elif isinstance(value, FunctionType | type):
         key = f"{value.__module__}.{value.__qualname__}"
-        if not value.__module__.startswith(HERE) or key in parts:
+        if not _counts(value.__module__) or key in parts:
             return
         source = textwrap.dedent(inspect.getsource(value))
         parts[key] = bare(source)
         for used, found in _used(value, source):
             _collect(found, used, parts)
     elif isinstance(value, PLAIN) or is_dataclass(value):
-        parts[name] = repr(value)
+        parts[name] = _written(value)
+
+
+def _counts(module: str) -> bool:
+    return module.startswith(HERE) and module not in FRAME
+
+
+def _written(value: Any) -> str:
+    """A constant as text, without sentences for people."""
+    if isinstance(value, Sentence):
+        return ""
+    if isinstance(value, dict):
+        return str([(key, _written(inside)) for key, inside in value.items()])
+    if isinstance(value, list | tuple):
+        return str([_written(inside) for inside in value])
+    return repr(value)
 
 
 def bare(source: str) -> str:
@@ -90,7 +108,7 @@ def _used(value: Any, source: str) -> list[tuple[str, Any]]:
         each = around[name]
         if not isinstance(each, ModuleType):
             found.append((f"{value.__module__}.{name}", each))
-        elif each.__name__.startswith(HERE):
+        elif _counts(each.__name__):
             inside = vars(each)
             shared = sorted(attributes & set(inside))
             found += [(f"{each.__name__}.{name}", inside[name]) for name in shared]

@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from headwise.files import write_whole
+from headwise.files import cache_folder, write_whole
 from headwise.lab.claim import Claim, Figures
 from headwise.lab.fingerprint import fingerprint
 from headwise.messages import Sentence, from_json, with_chinese
-from headwise.files import cache_folder
 from headwise.version import __version__
 
 RECORDED = Path(__file__).parent / "results"
@@ -89,6 +88,7 @@ def described(claim: Claim, result: Result | None) -> dict[str, Any]:
         "id": claim.id,
         "topic": claim.topic,
         "notes": claim.notes,
+        "source": claim.source,
         "sentence": claim.sentence,
         "derivation": claim.derivation,
         **{field.name: None for field in fields(Result) if field.name != "id"},

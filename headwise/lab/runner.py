@@ -18,6 +18,7 @@ from headwise.lab.fingerprint import fingerprint
 from headwise.lab.laboratory import Lab, plain
 from headwise.lab.record import Result
 from headwise.messages import say
+from headwise.training.data.packages import CorpusUnavailableError
 from headwise.version import __version__
 
 
@@ -51,6 +52,7 @@ class Told:
     what: str = ""
     done: int = 0
     steps: int = 0
+    missing: str = ""  # the reason why the claim can't be run here
 
 
 def run(
@@ -64,9 +66,11 @@ def run(
     """Run claims one after the other and write each result as soon as it stands.
 
     A claim whose figures are in `out` already, from this code, is judged anew and not run again,
-    unless `again`: an interrupted run goes on where it was.
+    unless `again`: an interrupted run goes on where it was, and claims that share an experiment
+    share its run. A claim whose corpus can't be downloaded is reported and left out.
     """
     out.mkdir(parents=True, exist_ok=True)
+    fresh: dict[object, Result] = {}  # by experiment: several claims may share one
     for number, claim in enumerate(claims):
         told = Told(claim, number, len(claims))
         tell(told)
@@ -74,34 +78,58 @@ def run(
         def report(what: str, done: int, steps: int, told: Told = told) -> None:
             tell(replace(told, what=what, done=done, steps=steps))
 
-        result = measured(claim, replace(lab, folder=out, report=report), out, again)
+        found = fresh.get(claim.experiment)
+        if found is None and not again:
+            found = current(claim, lab.form, out)
+        try:
+            found = found or experimented(claim, replace(lab, folder=out, report=report))
+        except CorpusUnavailableError as error:
+            tell(replace(told, missing=str(error)))
+            continue
+        fresh[claim.experiment] = result = judged(claim, found)
         record.write(out, result)
         draw(claim.shows(result.figures), record.file_of(out, claim.id, lab.form, "svg"))
         yield result
 
 
-def measured(claim: Claim, lab: Lab, out: Path, again: bool = False) -> Result:
-    """The result of one claim: of the figures in `out` if they are current, else of a new run."""
-    before = record.read(out, claim.id, lab.form)
-    if before is None or before.stale(claim) or again:
-        begun = time.monotonic()
-        figures = plain(claim.experiment(lab))
-        seconds = round(time.monotonic() - begun, 1)
-        before = Result(
-            id=claim.id,
-            verdict="",
-            condition=None,
-            because=claim.sentence,
-            figures=figures,
-            form=lab.form,
-            command=f"headwise lab run {claim.id}" + (" --full" if lab.form == "full" else ""),
-            machine=devices.machine(lab.device),
-            date=datetime.now(UTC).date().isoformat(),
-            seconds=seconds,
-            version=__version__,
-            code=fingerprint(claim.experiment),
-        )
-    judged = claim.rule(before.figures)
-    return replace(
-        before, verdict=judged.verdict, condition=judged.condition, because=judged.because
+def experimented(claim: Claim, lab: Lab) -> Result:
+    """Run the experiment of a claim; the figures are judged afterwards."""
+    begun = time.monotonic()
+    figures = plain(claim.experiment(lab))
+    return Result(
+        id=claim.id,
+        verdict="undecided",
+        condition=None,
+        because=claim.sentence,
+        figures=figures,
+        form=lab.form,
+        command="",
+        machine=devices.machine(lab.device),
+        date=datetime.now(UTC).date().isoformat(),
+        seconds=round(time.monotonic() - begun, 1),
+        version=__version__,
+        code=fingerprint(claim.experiment),
     )
+
+
+def judged(claim: Claim, found: Result) -> Result:
+    """The result of a claim from figures of its experiment."""
+    verdict = claim.rule(found.figures)
+    return replace(
+        found,
+        id=claim.id,
+        command=f"headwise lab run {claim.id}" + (" --full" if found.form == "full" else ""),
+        verdict=verdict.verdict,
+        condition=verdict.condition,
+        because=verdict.because,
+    )
+
+
+def current(claim: Claim, form: str, out: Path) -> Result | None:
+    """A current result of this claim in a folder, or of another one with the same experiment."""
+    siblings = [each for each in CLAIMS if each.experiment == claim.experiment]
+    for each in (claim, *siblings):
+        result = record.read(out, each.id, form)
+        if result is not None and not result.stale(each):
+            return result
+    return None

@@ -15,6 +15,7 @@ from headwise.lab.claim import Claim, Figures, Verdict, both, does_not_hold, hol
 from headwise.lab.drawing import draw
 from headwise.lab.fingerprint import fingerprint
 from headwise.lab.laboratory import Lab, plain
+from headwise.training.data.packages import CorpusUnavailableError
 
 runs: list[str] = []
 numbers = itertools.count()
@@ -23,6 +24,11 @@ numbers = itertools.count()
 def two(lab: Lab) -> Figures:
     runs.append("two")
     return {"value": 1 + 1, "form": lab.form}
+
+
+def another(lab: Lab) -> Figures:
+    runs.append("another")
+    return {"value": 3 - 1}
 
 
 def judge(figures: Figures) -> Verdict:
@@ -69,15 +75,34 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     def broken(lab: Lab) -> Figures:
         raise KeyboardInterrupt
 
-    claims = [claim("scale-one"), claim("scale-two", broken), claim("scale-three")]
     with pytest.raises(KeyboardInterrupt):
-        list(runner.run(claims, Lab(), tmp_path))
+        list(runner.run([claim("scale-one"), claim("scale-two", broken)], Lab(), tmp_path))
     assert runs == ["two"]
-    claims[1] = claim("scale-two")
-    assert len(list(runner.run(claims, Lab(), tmp_path))) == 3
-    assert runs == ["two"] * 3  # the first one was not run again
+    claims = [claim("scale-one"), claim("scale-two", another)]
+    assert len(list(runner.run(claims, Lab(), tmp_path))) == 2
+    assert runs == ["two", "another"]  # the first one was not run again
     list(runner.run(claims, Lab(), tmp_path, again=True))
-    assert len(runs) == 6
+    assert runs == ["two", "another"] * 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_claims_that_share_an_experiment_share_its_run(tmp_path: Path, again: bool) -> None:
+    claims = [claim("scale-one"), claim("scale-two")]
+    results = list(runner.run(claims, Lab(), tmp_path, again=again))
+    assert runs == ["two"]
+    assert [result.id for result in results] == ["scale-one", "scale-two"]
+    assert results[1].command == "headwise lab run scale-two"
+
+
+def test_a_claim_without_its_corpus_is_reported_and_left_out(tmp_path: Path) -> None:
+    def offline(lab: Lab) -> Figures:
+        raise CorpusUnavailableError("no connection")
+
+    told: list[runner.Told] = []
+    claims = [claim("scale-one", offline), claim("scale-two")]
+    results = list(runner.run(claims, Lab(), tmp_path, tell=told.append))
+    assert [result.id for result in results] == ["scale-two"]
+    assert [each.missing for each in told if each.missing] == ["no connection"]
 
 
 def test_quick_and_full_results_stand_beside_each_other(tmp_path: Path) -> None:

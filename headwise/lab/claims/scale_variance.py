@@ -35,7 +35,7 @@ def dots(lab: Lab, d: int, pairs: int, sigma_q: float = 1.0, sigma_k: float = 1.
     parts = []
     for first in range(0, pairs, together):
         count = min(together, pairs - first)
-        q, k = lab.normal(2, count, d, stream=first + 1)  # (count, d) each
+        q, k = lab.normal(2, count, d, stream=d * pairs + first)  # (count, d) each
         parts.append((sigma_q * q * sigma_k * k).sum(-1))
     return torch.cat(parts)
 
@@ -104,13 +104,12 @@ def judge_variance(figures: Figures) -> Verdict:
         )
     return holds(
         both(
-            "Var(q·k)/d_k lies between {low:.3f} and {high:.3f} for d_k = {first} to {last}, one "
+            "Var(q·k)/d_k lies between {low:.3f} and {high:.3f} for d_k = {first} to {last}, 1 "
             "within its error; the entries of trained heads are not independent of variance one: "
             "their scaled logits vary by {least:.2f} to {most:.1f}",
             "d_k 从 {first} 到 {last} 时，Var(q·k)/d_k 在 {low:.3f} 与 {high:.3f} 之间，"
-            "误差之内等于 1；"
-            "训练好的头并不满足独立、方差为 1 的假设：缩放后的 logit 方差从 {least:.2f} 到 "
-            "{most:.1f}",
+            "误差之内等于 1；训练好的头并不满足独立、方差为 1 的假设：缩放后的 logit 方差从 "
+            "{least:.2f} 到 {most:.1f}",
             low=min(ratios),
             high=max(ratios),
             first=rows[0]["d"],
@@ -223,12 +222,11 @@ def judge_magnitude(figures: Figures) -> Verdict:
     d, size = figures["d"], figures["root_mean_square"]
     scaled = size / math.sqrt(d)
     because = both(
-        "at d_k = {d} a dot product is typically {size:.1f} (root mean square), one in a thousand "
-        "exceeds {rare:.0f} and the largest of {pairs:,} is {largest:.0f}; divided by {root:.1f} "
-        "it is typically {scaled:.2f}",
+        "at d_k = {d} a dot product is typically {size:.1f} (root mean square), one in a "
+        "thousand exceeds {rare:.0f} and the largest of {pairs:,} is {largest:.0f}; divided by "
+        "{root:.1f} it is typically {scaled:.2f}",
         "d_k = {d} 时点积的典型大小是 {size:.1f}（均方根），千分之一超过 {rare:.0f}，{pairs:,} "
-        "个中最大的是 "
-        "{largest:.0f}；除以 {root:.1f} 之后典型大小是 {scaled:.2f}",
+        "个中最大的是 {largest:.0f}；除以 {root:.1f} 之后典型大小是 {scaled:.2f}",
         d=d,
         size=size,
         rare=figures["one_in_1000"],
@@ -268,8 +266,8 @@ CLAIMS = (
     Claim(
         id="scale-variance",
         sentence=both(
-            "If the entries of q and k are independent N(0, 1), then q·k has mean 0, variance d_k "
-            "and deviation √d_k; divided by √d_k it has variance 1.",
+            "If the entries of q and k are independent N(0, 1), then q·k has mean 0, variance "
+            "d_k and deviation √d_k; divided by √d_k it has variance 1.",
             "若 q、k 的分量独立且服从 N(0, 1)，则 q·k 的均值为 0、方差为 d_k、标准差为 √d_k；"
             "除以 √d_k 后方差为 1。",
         ),
@@ -279,13 +277,12 @@ CLAIMS = (
         shows=show_variance,
         derivation=both(
             "E[q_i k_i] = E[q_i] E[k_i] = 0 and Var(q_i k_i) = E[q_i²] E[k_i²] − 0 = 1, because "
-            "q_i "
-            "and k_i are independent. The d_k terms of q·k = Σ q_i k_i are independent too, so "
-            "their variances add up: Var(q·k) = d_k. Var(c·X) = c² Var(X) with c = 1/√d_k gives 1.",
+            "q_i and k_i are independent. The d_k terms of q·k = Σ q_i k_i are independent too, "
+            "so their variances add up: Var(q·k) = d_k. Var(c·X) = c² Var(X) with c = 1/√d_k "
+            "gives 1.",
             "q_i 与 k_i 独立，故 E[q_i k_i] = E[q_i] E[k_i] = 0，Var(q_i k_i) = E[q_i²] E[k_i²] "
-            "− 0 = 1。"
-            "q·k = Σ q_i k_i 的 d_k 项也相互独立，方差相加：Var(q·k) = d_k。"
-            "由 Var(c·X) = c² Var(X)，取 c = 1/√d_k，得 1。",
+            "− 0 = 1。q·k = Σ q_i k_i 的 d_k 项也相互独立，方差相加：Var(q·k) = d_k。由 Var(c·X) "
+            "= c² Var(X)，取 c = 1/√d_k，得 1。",
         ),
     ),
     Claim(
@@ -302,8 +299,8 @@ CLAIMS = (
             "Var(q_i k_i) = E[q_i²] E[k_i²] = σ_q² σ_k². The sum of d_k such terms has variance "
             "d_k σ_q² σ_k²: this is d_k·σ² if one of the two deviations is 1, and d_k·σ⁴ if both "
             "are σ.",
-            "Var(q_i k_i) = E[q_i²] E[k_i²] = σ_q² σ_k²。d_k 个这样的项之和的方差是 d_k σ_q² σ_k²："
-            "两个标准差之一为 1 时是 d_k·σ²，两者都是 σ 时是 d_k·σ⁴。",
+            "Var(q_i k_i) = E[q_i²] E[k_i²] = σ_q² σ_k²。d_k 个这样的项之和的方差是 d_k σ_q² "
+            "σ_k²：两个标准差之一为 1 时是 d_k·σ²，两者都是 σ 时是 d_k·σ⁴。",
         ),
     ),
     Claim(
@@ -321,8 +318,7 @@ CLAIMS = (
             "512 would need every one of the 512 terms to be about +1. Terms of random sign partly "
             "cancel: the sum has deviation √512 ≈ 22.6, and divided by 22.6 it has deviation 1.",
             "要达到 512，512 项中的每一项都须约为 +1。符号随机的项会部分抵消：和的标准差是 √512 "
-            "≈ 22.6，"
-            "除以 22.6 后标准差是 1。",
+            "≈ 22.6，除以 22.6 后标准差是 1。",
         ),
     ),
 )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.api import attention, observe
+from headwise.lab.counting import flops, in_turns, kept_bytes
 from headwise.lab.experiments.settings import SEED, Setting, Whole, normals
 from headwise.score import Additive, Dot
 
@@ -20,7 +19,6 @@ WIDEST, MOST_TOKENS = 256, 1024
 SWEEP_KEYS = 64
 SWEEP_HEADS = 8
 """Draws of the additive score's weights per point: at width 1 a draw is a single number."""
-REPEATS = 5
 MOST_PRODUCTS = 1 << 22
 """The most products q_d k_d in a timed call; beyond it fewer query rows are timed."""
 
@@ -29,9 +27,6 @@ SETTINGS: Mapping[str, Setting] = {
     "tokens": Whole(256, 16, MOST_TOKENS, doubling=True),
     "seed": SEED,
 }
-# The time of this thread alone, which other programs hardly change, if its clock is fine enough.
-_fine = time.get_clock_info("thread_time").resolution < 1e-6
-_clock = time.thread_time if _fine else time.perf_counter
 SCORES = ("scaled", "unscaled", "additive", "additive_unscaled")
 Scored = Dot | Additive
 Attend = Callable[[Tensor, Tensor, Tensor, Scored], Tensor]
@@ -77,7 +72,8 @@ def measure(d: int, tokens: int, seed: int) -> Comparison:
     q, k, v = drawn(d, tokens, seed)
     scores: tuple[Scored, Scored] = Dot(), additive(d, seed)
     few = q[:, :, : max(1, MOST_PRODUCTS // (tokens * d))]
-    dot, slow = _in_turns([partial(attention, few, k, v, score=score) for score in scores])
+    timed = [partial(attention, few, k, v, score=score) for score in scores]
+    dot, slow = in_turns(timed)
     dot_cost, additive_cost = (
         ScoreCost(
             nanoseconds=1e9 * seconds / (few.shape[2] * tokens),
@@ -102,20 +98,6 @@ def additive(d: int, seed: int, heads: int = 1) -> Additive:
     return Additive(weight)
 
 
-def _in_turns(calls: list[Callable[[], Tensor]]) -> list[float]:
-    """The fewest seconds of each call, measured in turns to be fair."""
-    taken: list[list[float]] = [[] for _ in calls]
-    with torch.no_grad():
-        for call in calls:
-            call()  # the first one pays for preparation
-        for _ in range(REPEATS):
-            for call, seconds in zip(calls, taken, strict=True):
-                start = _clock()
-                call()
-                seconds.append(_clock() - start)
-    return [min(seconds) for seconds in taken]
-
-
 def textbook(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> Tensor:
     """Attention as it is taught, every logit written out: q (..., N, D), k (..., M, D) -> v's rows.
 
@@ -138,27 +120,17 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> Tensor:
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, score: Scored) -> int:
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        _fused(*_without_numbers(q, k, v, score))
-    return int(counter.get_total_flops())
+    return flops(partial(_fused, *without_numbers(q, k, v, score)))
 
 
 def _kept_bytes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, score: Scored) -> int:
-    """The bytes that autograd keeps between forward and backward, each storage counted once."""
-    kept: dict[int, int] = {}
-
-    def note(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        kept[storage._cdata] = storage.nbytes()
-        return x
-
-    q, k, v, score = _without_numbers(q, k, v, score)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        attend(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), score)
-    return sum(kept.values())
+    q, k, v, score = without_numbers(q, k, v, score)
+    return kept_bytes(
+        lambda: attend(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), score)
+    )
 
 
-def _without_numbers(
+def without_numbers(
     q: Tensor, k: Tensor, v: Tensor, score: Scored
 ) -> tuple[Tensor, Tensor, Tensor, Scored]:
     """The same call on the meta device, where counting takes no time."""

@@ -9,9 +9,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.api import attention
+from headwise.lab.counting import flops, parameters
 from headwise.lab.experiments.settings import SEED, Setting, Whole, normals
 from headwise.nn import MultiHeadAttention
 
@@ -73,14 +73,13 @@ def count_layer(width: int, heads: int, tokens: int) -> LayerCount:
     with torch.device("meta"):
         layer = MultiHeadAttention(width, heads)
         full_width = MultiHeadAttention(width, heads, head_dim=width)
-        with FlopCounterMode(display=False) as counter:
-            layer(torch.empty(1, tokens, width))
+        x = torch.empty(1, tokens, width)
     return LayerCount(
         heads=heads,
         head_width=layer.head_dim,
-        parameters=size(layer),
-        flops=counter.get_total_flops(),
-        full_width_parameters=size(full_width),
+        parameters=parameters(layer),
+        flops=flops(lambda: layer(x)),
+        full_width_parameters=parameters(full_width),
         maps=heads * tokens**2,
     )
 
@@ -104,11 +103,6 @@ def singular_values(width: int, heads: int, seed: int) -> Tensor:
     with torch.no_grad():
         values: Tensor = torch.linalg.svdvals(query[head].T @ key[head])
     return values
-
-
-def size(module: nn.Module) -> int:
-    """The number of parameters of a module."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from headwise.lab.experiments.many_heads import size
+from headwise.lab.counting import parameters
 from headwise.lab.experiments.settings import SEED, Setting, Whole, normals
 from headwise.nn import MultiHeadAttention, Projections, Separate, Shared
 
@@ -64,7 +64,7 @@ def measure(head_width: int, tokens: int, spread: int, seed: int) -> Sharing:
     x = inputs(tokens, spread / 100, seed)
     layers = {kind: layer(kind, head_width, seed) for kind in KINDS}
     return Sharing(
-        parameters={kind: size(attn) for kind, attn in layers.items()},
+        parameters={kind: parameters(attn) for kind, attn in layers.items()},
         heads={kind: head(attn, x) for kind, attn in layers.items()},
         lengths=(x.norm(dim=-1)[0] / WIDTH**0.5).tolist(),
         curves={kind: _curve(kind, head_width, tokens, seed) for kind in KINDS},

@@ -17,8 +17,8 @@ from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import DEVICES
 from headwise.costs.uses.scenario import Scenario
 from headwise.costs.uses.sketch import Sketch
-from headwise.look.experiments import settings
-from headwise.look.experiments.settings import Choice, Setting, Whole
+from headwise.lab.experiments import settings
+from headwise.lab.experiments.settings import Choice, Setting, Whole
 
 LENGTHS = tuple(1 << step for step in range(7, 21))
 """The lengths of the curves: 128 to a million."""

@@ -76,7 +76,7 @@ def _observed(
             with recorder.unread.reading(name):
                 call, kind = read(name, *given, **options)
                 proof = listener.prove(name, call, out.detach().transpose(1, 2))
-                recorder.beside(name, call, kind, proof=proof)
+                recorder.beside(name, call, kind, out=out, proof=proof)
         silenced = recorder.silence(name, out)
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
 
