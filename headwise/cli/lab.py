@@ -22,14 +22,13 @@ from headwise.messages import said_by
 
 app = typer.Typer(
     name="lab",
-    help="Test what textbooks say about attention: 48 claims, each with an experiment.",
     rich_markup_mode="rich",
     invoke_without_command=True,
 )
 
 Out = Annotated[
     Path | None,
-    typer.Option(help="The folder of your results.  [default: a folder in your cache]"),
+    typer.Option(help="The folder of your results; by default one in your cache."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Zh = Annotated[bool, typer.Option("--zh", help="In 中文.")]
@@ -51,8 +50,8 @@ def listing(
 ) -> None:
     """Test what textbooks say about attention: every claim is an experiment with a verdict.
 
-    Without a command it lists the claims with their verdicts: your own results, and the recorded
-    ones that come with headwise.
+    Without a command it lists the claims with their verdicts: your own
+    results, and the recorded ones that come with headwise.
 
     [b]Examples[/b]
 
@@ -84,7 +83,10 @@ def run_claims(
     again: Annotated[
         bool, typer.Option("--again", help="Also run what has a current result.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.  [default: cpu]")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda; by default cpu, and with --full a GPU if there is one."),
+    ] = None,
     out: Out = None,
     as_json: AsJson = False,
     zh: Zh = False,
