@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from headwise.core.problem import Terms, without_autocast
-from headwise.core.sums import ENTROPY, Sums, room
+from headwise.core.sums import ENTROPY, RowTotals, Sums, room
 from headwise.engines import flops
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
@@ -51,7 +51,7 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
-# (q, k, v, terms, out, lse, entropy, their gradients, bias_learns)
+# (q, k, v, terms, out, totals, entropy, gradients of out, lse and entropy, bias_learns)
 Backward = Callable[..., Gradients]
 
 
@@ -75,7 +75,9 @@ def operators(
     def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
         terms = Terms(*given[:_TERMS])
         with without_autocast(q.device):
-            found = differentiate(q, k, v, terms, *given[_TERMS:])
+            out, *totals = given[_TERMS : _TERMS + 4]
+            known = RowTotals.known(*totals)
+            found = differentiate(q, k, v, terms, out, known, *given[_TERMS + 4 :])
         return [
             grad.to(x.dtype).contiguous()  # as the shapes below promise
             for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
@@ -83,14 +85,15 @@ def operators(
         ]
 
     def gradient(ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
-        *tensors, out, lse, entropy = ctx.saved_tensors
+        *tensors, out, lse, max_logit, log_total, entropy = ctx.saved_tensors
         grad_entropy = grad_entropy if ctx.wants & ENTROPY else None
         grads: list[Tensor | None] = [None] * (4 + _TERMS)
         if grad_out is None and grad_lse is None and grad_entropy is None:
             return tuple(grads)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         learns = tensors[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
-        asked = (out, lse, entropy, grad_out, grad_lse, grad_entropy, learns)
+        known = (out, lse, max_logit, log_total, entropy)
+        asked = (*known, grad_out, grad_lse, grad_entropy, learns)
         found = iter(differentiated(*tensors, *ctx.numbers, *asked))
         for place in _LEARNABLE:
             if tensors[place] is not None and (place != _BIAS or learns):
@@ -109,8 +112,8 @@ def operators(
     computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", apart, _forward_shapes)
     differentiated = define(
         f"{engine}_backward",
-        f"({CALL}, Tensor out, Tensor lse, Tensor entropy, Tensor grad_out, Tensor? grad_lse, "
-        "Tensor? grad_entropy, bool bias_learns) -> Tensor[]",
+        f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor log_total, Tensor entropy, "
+        "Tensor grad_out, Tensor? grad_lse, Tensor? grad_entropy, bool bias_learns) -> Tensor[]",
         backward,
         _backward_shapes,
     )
@@ -182,4 +185,6 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.numbers, ctx.wants = inputs[_TENSORS:-1], inputs[-1]
     ctx.mark_non_differentiable(output[2], *output[4:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], output[0], output[1], output[3])
+    sums = Sums(*output)
+    known = (sums.out, sums.lse, sums.max_logit, sums.log_total, sums.entropy)
+    ctx.save_for_backward(*inputs[:_TENSORS], *known)

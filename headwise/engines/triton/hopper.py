@@ -38,10 +38,11 @@ class Hopper(Triton):
         if q.dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bfloat16 and float16, and this is {q.dtype}"
         host = self._host()
+        v = v if v.shape[-1] else problem.k  # without values the keys stand in for them
         if host.pad(q) != host.pad(v) or host.pad(q) > WIDEST:
             widths = f"heads are {q.shape[-1]} and {v.shape[-1]} wide"
             return f"{widths}; it takes both up to 64, or both from 65 to 128"
-        if v.shape[-1] % 8 or v.shape[-1] == 0:
+        if v.shape[-1] % 8:
             return f"values are {v.shape[-1]} wide; it takes multiples of 8"
         if problem.additive is not None or problem.bias is not None:
             return "it takes dot scores, plain or capped, without a bias"
