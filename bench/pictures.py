@@ -45,6 +45,7 @@ SHOTS = (
     Shot("look-head-whole", f"{HEAD}&row=368"),
     Shot("look-head-whole.zh", f"{HEAD}&row=368", locale=CHINESE),
     Shot("look-head-lines", f"{HEAD}&side=lines&from=115&to=124&zoom=24&x=110&y=116&scale=linear"),
+    Shot("look-cost", "#/cost", height=960),
     Shot("look-why-scale", "#/why/scale?d=256&scaling=none", height=840),
     Shot("look-head-alignment", "#/head?group=cross&layer=1&head=0", "translate"),
 )
@@ -53,7 +54,7 @@ SHOTS = (
 @contextmanager
 def served(model: str) -> Iterator[str]:
     """The address of a page on a model, as `headwise look` serves it."""
-    command = [sys.executable, "-m", "headwise.cli.main", "look", model, "--no-open"]
+    command = [sys.executable, "-m", "headwise", "look", model, "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -41,7 +41,7 @@ def sampled() -> list[Figure]:
     name = "training step watched, rows=64 every step, against unwatched"
     return [
         at_most(
-            f"{name}, n {n}", watched_ratio(batch, n, pairs, rows=64), 1.05, detail=shape(batch)
+            f"{name}, n {n}", watched_ratio(batch, n, pairs, rows=64), 1.03, detail=shape(batch)
         )
         for batch, n, pairs in ((4, 512, 20), (1, 2048, 12))
     ]
@@ -52,7 +52,7 @@ def every_row() -> list[Figure]:
     name = "training step watched, every row of every step, against unwatched"
     sizes = ((4, 512, 12), (1, 2048, 8))
     found = [(batch, n, watched_ratio(batch, n, pairs)) for batch, n, pairs in sizes]
-    return [at_most(f"{name}, n {n}", x, 1.5, detail=shape(batch)) for batch, n, x in found]
+    return [at_most(f"{name}, n {n}", x, 1.25, detail=shape(batch)) for batch, n, x in found]
 
 
 def recorded() -> list[Figure]:

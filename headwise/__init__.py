@@ -5,6 +5,9 @@ from headwise.api import attention, attention_map, explain, observe, partial
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.partial import Partial, merge
+from headwise.costs.calculate import cost
+from headwise.costs.cost import Cost
+from headwise.costs.workload import CacheLayout
 from headwise.dropout import Dropout
 from headwise.engines.plan import Plan
 from headwise.maps.attention_map import AttentionMap
@@ -27,7 +30,9 @@ __all__ = [
     "ALiBi",
     "Additive",
     "AttentionMap",
+    "CacheLayout",
     "Cosine",
+    "Cost",
     "Dot",
     "Dropout",
     "General",
@@ -39,6 +44,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_map",
+    "cost",
     "explain",
     "load",
     "mask",

@@ -24,8 +24,9 @@ from headwise.core.problem import Problem, pose, restate
 from headwise.core.sums import EVERYTHING
 from headwise.dropout import Dropout
 from headwise.engines import calls
-from headwise.engines.contract import Results, compute
-from headwise.engines.plan import Plan, choose
+from headwise.engines.contract import Engine, Results, compute
+from headwise.engines.failures import KernelError, record, replanned
+from headwise.engines.plan import Plan, choose, family
 from headwise.engines.plan import plan as _plan
 from headwise.engines.streaming.engine import STREAMING
 from headwise.maps.attention_map import AttentionMap
@@ -119,7 +120,7 @@ def observe(
         out, *values = _serve("observe", four, options, engine, found, sink_keys)
     else:
         problem = pose("observe", *four, **dict(zip(OPTIONS, options, strict=True)))
-        out = _restating("observe", four, choose, problem, engine).attend(problem)
+        out = _served("observe", problem, engine, False, lambda chosen: chosen.attend(problem))
         values = _observe(problem.at(sampled), engine, found, sink_keys)
     seen = _observation(dict(zip(found, values, strict=True)), names, sampled, q.ndim == 4)
     return out if q.ndim == 4 else out[0], seen
@@ -177,9 +178,10 @@ def _observation(
 
 def _observe(problem: Problem, engine: str, names: tuple[str, ...], sink_keys: int) -> list[Tensor]:
     """Return the named statistics of a problem."""
-    tensors = problem.q, problem.k, problem.v
-    chosen = _restating("observe", tensors, choose, problem, engine, True)
-    return list(compute(chosen, problem, names, sink_keys)[1:])
+    results = _served(
+        "observe", problem, engine, True, lambda chosen: compute(chosen, problem, names, sink_keys)
+    )
+    return list(results[1:])
 
 
 def _serve(
@@ -197,17 +199,43 @@ def _serve(
     """
     key, given = calls.describe(tensors, *options, options=(engine, names, sink_keys))
     prepared = None if key is None else calls.known(key)
-    if prepared is not None:
-        return prepared(*given)
+    if key is not None and prepared is not None:
+        try:
+            return prepared(*given)
+        except KernelError:
+            calls.drop(key)  # the call is planned anew
     problem = pose(call, *tensors, **dict(zip(OPTIONS, options, strict=True)))
-    chosen = _restating(call, tensors, choose, problem, engine, bool(names))
-    if key is not None:
-        prepared = chosen.prepare(problem, names, sink_keys)
-    if key is None or prepared is None:
-        return compute(chosen, problem, names, sink_keys)
-    results = prepared(*given)
-    calls.keep(key, prepared)
-    return results
+
+    def run(chosen: Engine) -> Results:
+        prepared = None if key is None else chosen.prepare(problem, names, sink_keys)
+        if key is None or prepared is None:
+            return compute(chosen, problem, names, sink_keys)
+        results = prepared(*given)
+        calls.keep(key, prepared)
+        return results
+
+    return _served(call, problem, engine, bool(names), run)
+
+
+def _served(
+    call: str, problem: Problem, engine: str, observed: bool, run: Callable[[Engine], Found]
+) -> Found:
+    """Return what `run` returns for the engine of the plan; if its kernel fails, for the next one.
+
+    If the engine was requested by name, its failure is raised.
+    """
+    tensors = problem.q, problem.k, problem.v
+    while True:
+        chosen = _restating(call, tensors, choose, problem, engine, observed)
+        if torch.compiler.is_compiling():
+            return run(chosen)
+        try:
+            with replanned():
+                return run(chosen)
+        except KernelError as failure:
+            record(family(chosen, problem), failure)
+            if engine != "auto":
+                raise
 
 
 def attention_map(

@@ -46,6 +46,9 @@ CHINESE: dict[str, str] = {
     "this is an error in the model or in headwise; the terminal may say more": (
         "这是模型或 headwise 内部的错误；终端里可能有更多信息"
     ),
+    "all heads of this model look through windows, and the page shows maps of tokens against tokens; hw.watch has their figures": (  # noqa: E501
+        "这个模型的所有头都通过窗口查看，而页面显示的是词元对词元的图；hw.watch 有它们的数值"
+    ),
     "this is a recording: run the model again to look at something else": (
         "这是一份记录：想看别的内容，请再运行一次模型"
     ),
@@ -96,6 +99,29 @@ CHINESE: dict[str, str] = {
     ),
     "{wrong}; use a whole number from {least} to {most}": (
         "{wrong}；可以是 {least} 到 {most} 之间的整数"
+    ),
+    # devices of a cost
+    "{device} has no matrix rate for {dtype}; it has {there}": (
+        "{device} 没有 {dtype} 的矩阵运算速率；现有 {there}"
+    ),
+    "there is no device {name!r}; use this, which headwise cost --measure measures, or one of "
+    "{there}": (
+        "没有设备 {name!r}；可以是 this（由 headwise cost --measure 测量），或者 {there}"
+    ),
+    "this machine was not measured; run headwise cost --measure": (
+        "本机还没有测量过；请运行 headwise cost --measure"
+    ),
+    "this machine has no CUDA device; use this:cpu": "本机没有 CUDA 设备；请用 this:cpu",
+    "not even one token fits: the model alone takes {least:,.0f} bytes of {room:,.0f}; use a "
+    "smaller dtype, or more devices (mesh)": (
+        "连一个词元也放不下：模型本身就要 {least:,.0f} 字节，而只有 {room:,.0f} 字节；"
+        "请用更小的 dtype，或更多设备（mesh）"
+    ),
+    "a width of {width} is not divisible by {heads} heads; give the width of a head too": (
+        "宽度 {width} 不能被 {heads} 个头整除；请同时给出每个头的宽度"
+    ),
+    "{heads} heads can't share {kv_heads} key heads evenly; use a divisor of {heads}": (
+        "{heads} 个头无法平均共用 {kv_heads} 个键头；请用 {heads} 的约数"
     ),
     # watched runs
     "no run is being watched": "没有正在监视的运行",
@@ -177,5 +203,61 @@ CHINESE: dict[str, str] = {
     "Bhojanapalli and others (2110.06821) compare heads by the total variation between their "
     "rows; the threshold is ours": (
         "Bhojanapalli 等人（2110.06821）用各行之间的总变差比较头；阈值是我们定的"
+    ),
+    # the explanation of a cost
+    "Parameters: {count:,}": "参数量：{count:,}",
+    "  of which a token uses {count:,}": "  其中每个词元用到 {count:,}",
+    "one rank of {ranks}": "{ranks} 中的一个进程",
+    "one device": "单个设备",
+    "The cost of {name} in {dtype}, {ranks}": "{name} 的开销：{dtype}，{ranks}",
+    "Forward FLOPs (two per multiply-add, visible pairs): {count:,}": (
+        "前向 FLOPs（一次乘加计 2，只计可见的对）：{count:,}"
+    ),
+    "  every pair: {dense:,}; computed in tiles of {rows} × {keys}: {executed:,}": (
+        "  计所有的对：{dense:,}；按 {rows} × {keys} 的块实际计算：{executed:,}"
+    ),
+    "  exponentials, tanh and their like, apart: {count:,}": (
+        "  另有指数、tanh 等特殊函数：{count:,}"
+    ),
+    "Backward FLOPs (two products for each of the forward): {count:,}": (
+        "反向 FLOPs（前向的每个乘积对应两个）：{count:,}"
+    ),
+    "  computed by kernels: {count:,}{why}": "  内核实际计算：{count:,}{why}",
+    "; fused attention computes its scores again, five products for two": (
+        "；融合注意力要重算分数，前向两个乘积对应反向五个"
+    ),
+    "; what is recomputed counts again": "；重计算的部分再计一次",
+    "fused attention": "融合注意力",
+    "attention step by step": "逐步计算的注意力",
+    "layers recomputed": "逐层重计算",
+    "attention recomputed": "重计算注意力",
+    "Bytes saved for the backward ({how}, on {device}): {count:,}": (
+        "为反向保存的字节（{how}，{device}）：{count:,}"
+    ),
+    "KV cache, bytes: {count:,}": "KV 缓存，字节：{count:,}",
+    "Recurrent state, bytes: {count:,}": "循环状态，字节：{count:,}",
+    "  the FLOPs of the recurrence itself are not counted": "  循环本身的 FLOPs 没有计入",
+    "Bytes moved by the forward: {count:,}; {intensity:.1f} FLOPs per byte": (
+        "前向读写的字节：{count:,}；每字节 {intensity:.1f} FLOPs"
+    ),
+    "P, the visible pairs of a head: {written} = {count:,}": (
+        "P，每个头可见的对数：{written} = {count:,}"
+    ),
+    "P, the visible pairs of a head under {mask}: {count:,}": (
+        "P，每个头在 {mask} 下可见的对数：{count:,}"
+    ),
+    "P, the visible pairs of all heads and sequences under {mask}: {count:,}": (
+        "P，所有头和序列在 {mask} 下可见的对数：{count:,}"
+    ),
+    # the lab
+    "there is no claim {id!r}; did you mean {nearest}? headwise lab lists them all": (
+        "没有 {id!r} 这条说法；是不是 {nearest}？headwise lab 会列出全部"
+    ),
+    "not run yet": "尚未运行",
+    "stale": "已过时",
+    "from notes: {notes}": "出自笔记：{notes}",
+    "not run yet; run it: headwise lab run {id}": "尚未运行；运行：headwise lab run {id}",
+    "measured by other code; run it again: headwise lab run {id}": (
+        "由其他版本的代码测得；请重新运行：headwise lab run {id}"
     ),
 }  # fmt: skip

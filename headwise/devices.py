@@ -1,6 +1,10 @@
-"""The device a model runs on."""
+"""The device a model runs on, and the machine in words."""
 
 from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
 
 import torch
 
@@ -21,3 +25,34 @@ def chosen(name: str | None) -> torch.device:
             f"there is no device {name!r} to compute on here; use {' or '.join(there)}"
         ) from None
     return torch.device(name)
+
+
+def usable_cores() -> int:
+    """The number of cores this process may use, which may be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_info() -> str:
+    """The contents of /proc/cpuinfo, empty if it does not exist."""
+    file = Path("/proc/cpuinfo")
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+def cpu_name() -> str:
+    """The model of the CPU."""
+    names = [x.partition(":")[2] for x in cpu_info().splitlines() if x.startswith("model name")]
+    return names[0].strip() if names else platform.processor() or platform.machine()
+
+
+def machine(device: torch.device) -> str:
+    """The machine behind a measurement, in words.
+
+    >>> machine(torch.device("cpu")).endswith(f"torch {torch.__version__}")
+    True
+    """
+    name = f"{usable_cores()} cores of {cpu_name()}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return f"{name}, torch {torch.__version__}"

@@ -1,9 +1,21 @@
-"""Files that are written completely or not at all."""
+"""Files that are written completely or not at all, and the folder for those kept between runs."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """The folder of downloads and measurements: $HEADWISE_CACHE, or this system's cache folder."""
+    if chosen := os.environ.get("HEADWISE_CACHE"):
+        return Path(chosen)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "headwise"
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/headwise"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwise"
 
 
 def write_whole(path: Path, content: bytes | str) -> None:

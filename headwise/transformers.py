@@ -7,10 +7,10 @@ pass that computes the output.
 
 >>> import transformers
 >>> import headwise.transformers
->>> config = transformers.BertConfig(
+>>> config = transformers.LlamaConfig(
 ...     hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=64,
 ...     vocab_size=99, attn_implementation="headwise")
->>> transformers.BertModel(config).config._attn_implementation
+>>> transformers.LlamaModel(config).config._attn_implementation
 'headwise'
 """
 

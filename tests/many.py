@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.cli.machine import cpu_device
 from tests.problems import KINDS, Call, Recipe, small_blocks
 
 SPARED = {"dtype": ("float64",), "parameters": ("same dtype",), "layout": ("packed", "strided")}
@@ -110,14 +112,19 @@ def main() -> None:
     options.add_argument("--count", type=int, default=100_000)
     options.add_argument("--first", type=int, default=0)
     given = options.parse_args()
-    start = time.perf_counter()
+    start = time.process_time()
     for seed in range(given.first, given.first + given.count):
         try:
             check(seed)
         except Exception as error:
             raise SystemExit(f"problem {seed}: {problem(seed)}\n{error}") from error
-    seconds = time.perf_counter() - start
-    print(f"{given.count:,} problems agree with the reference, in {seconds:.0f} s")
+        if (done := seed + 1 - given.first) % 1000 == 0:
+            print(f"{done:,} of {given.count:,}", end="\r", file=sys.stderr, flush=True)
+    minutes = (time.process_time() - start) / 60
+    said = (
+        f"{given.count:,} problems agree with the reference, in {minutes:.1f} minutes of CPU time"
+    )
+    print(f"{said}: {cpu_device().name}, torch {torch.__version__}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from bench import cost, cost_peers
 from bench.gpu_tables import tables
 from headwise.cli.main import app
 
@@ -55,7 +56,8 @@ def test_console_examples_print_what_they_show(page: Path) -> None:
         for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
             command, _, shown = part.partition("\n")
             words = shlex.split(command, comments=True)
-            if words[:2] != ["headwise", "look"]:  # the others depend on the machine
+            if words[:2] not in (["headwise", "look"], ["headwise", "cost"]):
+                # the others depend on the machine
                 continue
             result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
             assert plain(result.output) == plain(shown)
@@ -132,8 +134,23 @@ def test_every_benchmark_result_is_listed_as_met_or_missed(page: str, file: str)
         assert any(row <= line for line in listed), row
 
 
+@pytest.mark.parametrize("page", ["cost-time.md", "cost-time.zh.md"])
+def test_the_tables_of_costs_are_the_recorded_results(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert cost.documented(text) == text
+    kept = json.loads((ROOT / "bench/results/cost_peers.json").read_text(encoding="utf-8"))
+    assert cost_peers.table(kept["flops"], kept["versions"]) in text
+    assert cost_peers.memory_table(kept["memory"]) in text
+
+
 def test_the_tables_of_gpu_md_are_the_recorded_results() -> None:
     page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8").partition("## Measured")[2]
     shown = [table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
     found = json.loads((ROOT / "bench/results/gpu.json").read_text(encoding="utf-8"))
     assert shown == tables(found)
+
+
+@pages
+def test_tests_named_in_backticks_exist(page: Path) -> None:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)

@@ -12,7 +12,7 @@ PACKAGE = Path(headwise.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in MODULES})
 
-SAME = {"look", "watch", "train", "doctor", "engine"}
+SAME = {"look", "watch", "cost", "train", "doctor", "engine"}
 """Modules that may share a name: a command with what it shows, and the engine of each folder."""
 
 LEARNT = {"ALiBi", "RelativeBuckets", "Additive", "General", "Cosine"}

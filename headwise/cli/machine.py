@@ -5,13 +5,16 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from headwise.engines import plan
+from headwise.api import attention, attention_map, explain, observe
+from headwise.devices import cpu_info, cpu_name, usable_cores
+from headwise.engines import failures, plan
+from headwise.mask import causal
 
 PACKAGES = ("headwise", "torch", "triton", "numpy", "torchvision", "transformers")
 """The packages whose versions matter when something goes wrong."""
@@ -56,12 +59,13 @@ def gather() -> Facts:
     >>> facts.engines["reference"] is None
     True
     """
-    versions = installed_versions()
+    versions, engines = installed_versions(), tried_engines()
     return Facts(
         versions=versions,
         devices=(cpu_device(), *gpu_devices()),
-        engines=plan.engines(),
-        traps=known_traps(
+        engines=engines,
+        traps=failed_kernels()
+        + known_traps(
             flags=cpu_flags(),
             environ=os.environ,
             versions=versions,
@@ -69,6 +73,46 @@ def gather() -> Facts:
             cores=usable_cores(),
             torchvision_error=import_error("torchvision") if versions["torchvision"] else None,
         ),
+    )
+
+
+def tried_engines() -> dict[str, str | None]:
+    """Every engine with the reason why it can't be used here, after a small call of each."""
+    engines = plan.engines()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name in [name for name, reason in engines.items() if reason is None]:
+        engines[name] = tried(name, device)
+    return engines
+
+
+def tried(engine: str, device: torch.device) -> str | None:
+    """The reason why an engine fails in a small call or its gradients; None if it works."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    call = attention if engine == "sdpa" else observe  # PyTorch's kernels return no statistics
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the doctor prints what a warning would
+        try:
+            shape = (3, 1, 2, 256, 64)
+            q, k, v = torch.randn(shape, device=device, dtype=dtype).requires_grad_().unbind(0)
+            result = call(q, k, v, mask=causal(), engine=engine)
+            (result if isinstance(result, torch.Tensor) else result[0]).sum().backward()
+            attention_map(q, k, mask=causal()).pool(8)
+            planned = explain(q, k, v, mask=causal(), observed=engine != "sdpa")
+        except Exception as error:  # whatever it is, the doctor goes on
+            return f"a small call failed: {failures.cause_of(error)}"
+    return planned.reasons[engine]
+
+
+def failed_kernels() -> tuple[Trap, ...]:
+    """Kernels other than those of attention that failed in this process."""
+    return tuple(
+        Trap(
+            name=family.engine,
+            what=f"Its kernels for {family.kernels} failed on this machine: {cause}",
+            cure="They are computed without those kernels, more slowly.",
+        )
+        for family, cause in failures.failed().items()
+        if family.kernels in ("maps", "cached attention")
     )
 
 
@@ -85,19 +129,6 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def usable_cores() -> int:
-    """The number of cores this process may use, which may be fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def cpu_info() -> str:
-    """The contents of /proc/cpuinfo, empty if it does not exist."""
-    file = Path("/proc/cpuinfo")
-    return file.read_text(errors="replace") if file.exists() else ""
-
-
 def cpu_flags() -> frozenset[str]:
     """The instruction sets that the CPU advertises (Linux); not all of them need to work."""
     for line in cpu_info().splitlines():
@@ -108,18 +139,10 @@ def cpu_flags() -> frozenset[str]:
 
 def cpu_device() -> Processor:
     """The CPU, its cores and the vector instructions torch uses on it."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in cpu_info().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor() or platform.machine(),
-    )
     cores, threads = usable_cores(), torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     detail = f"cores: {cores}, torch threads: {threads}, vector instructions: {capability}"
-    return Processor(name=model, kind="cpu", detail=detail)
+    return Processor(name=cpu_name(), kind="cpu", detail=detail)
 
 
 def gpu_devices() -> tuple[Processor, ...]:

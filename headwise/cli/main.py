@@ -10,7 +10,7 @@ except ModuleNotFoundError as missing:
         f"The command line needs {missing.name}: pip install 'headwise[cli]'"
     ) from missing
 
-from headwise.cli import doctor, look, train, watch
+from headwise.cli import cost, doctor, lab, look, train, watch
 from headwise.version import __version__
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
-for command in (look, watch, train, doctor):
+for command in (look, watch, cost, train, lab, doctor):
     app.add_typer(command.app)
 
 
@@ -43,7 +43,8 @@ def options(
     """Attention you can see inside, at full speed.
 
     See what the attention heads of a model do with a text; train a small
-    model, and follow its heads while it learns.
+    model, and follow its heads while it learns; know what a model takes
+    before it runs.
 
     [b]Examples[/b]
 
@@ -53,6 +54,8 @@ def options(
     headwise train language --out runs/first --watch 10
     headwise watch runs/first                its heads, while it trains
     headwise look runs/first                 what it has learnt
+    headwise lab                             what textbooks claim, tested
+    headwise cost gpt --length 32k           its parameters, FLOPs and memory
 
     Every command has --help with more examples; most have --json.
     """

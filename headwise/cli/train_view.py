@@ -98,7 +98,8 @@ class TrainView:
         """Loss, speed and the time left."""
         step, steps = measured["step"], measured["steps"]
         speed = f"{measured['per_second']:,.0f} {self.unit}/s"
-        text = f"loss {measured['loss']:.3f} · {speed}{self.left(step, steps)}"
+        used = f" · MFU {100 * measured['mfu']:.3g} %" if "mfu" in measured else ""
+        text = f"loss {measured['loss']:.3f} · {speed}{used}{self.left(step, steps)}"
         self.bar.update(self.shown, completed=step, total=steps, description=text)
         if not self.console.is_terminal:
             self.say(f"{f'{step}/{steps}':>12}  {text}")

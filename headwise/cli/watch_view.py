@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
+from headwise.look.watched_folder import trained_in
 from headwise.watching.alarms import Alarm
 from headwise.watching.figure_names import scalars
 from headwise.watching.runs.run_reader import WatchedRun
@@ -69,6 +70,8 @@ def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
     text.append(f"{model['class']}, {model['parameters']:,} parameters\n", style="dim")
     text.append(f"step {steps[-1]}", style="bold")
     text.append(f"  {len(steps)} steps recorded, {rows}{every}\n", style="dim")
+    if trained := trained_in(run.folder):
+        text.append(f"{on_a_line(trained)}\n", style="dim")
     text.append(figure, style="bold cyan")
     if run.unread:
         names = ", ".join(name or "the model" for name in run.unread)
@@ -76,6 +79,16 @@ def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
     if run.damaged:
         text.append(f"\n{len(run.damaged)} damaged parts are left out", style="yellow")
     return text
+
+
+def on_a_line(trained: dict[str, float]) -> str:
+    """The figures of a training on one line.
+
+    >>> on_a_line({"loss": 3.14159, "per_second": 1234.5, "mfu": 0.123})
+    'loss 3.142, 1,234 per second, MFU 12.3 %'
+    """
+    parts = [f"loss {trained['loss']:.3f}", f"{trained['per_second']:,.0f} per second"]
+    return ", ".join([*parts, *([f"MFU {100 * trained['mfu']:.3g} %"] if "mfu" in trained else [])])
 
 
 def grid(run: WatchedRun, figure: str, width: int) -> Grid:
@@ -172,6 +185,7 @@ def as_dictionary(run: WatchedRun, statistic: str) -> dict[str, Any]:
         "scalars": scalars(table),
         "heads": list(table),
         "alarms": [alarm.to_dict() for alarm in run.alarms],
+        "training": trained_in(run.folder),
         "unread": run.unread,
         "maps": [vars(kept) for kept in run.kept],
         "damaged": run.damaged,

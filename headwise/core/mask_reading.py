@@ -106,6 +106,26 @@ def without_hidden(added: Tensor, seen: Tensor) -> tuple[Tensor | None, Tensor |
     return None if everything else seen, kept if bool(kept.any()) else None
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class TracedDense(Dense):
+    """A dense mask whose sequences begin with the first key that some row sees."""
+
+    def start(self, place: Place) -> Tensor:
+        shown = four(self.seen).any(-2)  # (B|1, Hq|1, M|1)
+        return shown.view(torch.uint8).argmax(-1, keepdim=True).int()
+
+
+def traced_mask(given: Tensor) -> tuple[Mask, Tensor | None]:
+    """A mask tensor, bool or added to logits, as mask and bias, without looking into it.
+
+    Compiled code can't ask a tensor for its content: the mask stays dense.
+    """
+    if given.dtype == torch.bool:
+        return TracedDense(four(given)), None
+    seen = ~(given <= HIDDEN)
+    return TracedDense(four(seen)), given.masked_fill(~seen, 0)
+
+
 def _offset(first: Tensor, last: Tensor) -> int | None:
     """How far every query's last key lies beyond the query's own number; None if rows differ."""
     beyond = last - 1 - torch.arange(last.shape[-1], device=last.device, dtype=torch.int32)

@@ -1,15 +1,16 @@
-"""The statistics of a call's heads, and their reduction to one value per head."""
+"""The statistics of a call's rows and heads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from headwise.core.arguments import INTEGER_DTYPES, as_int, is_integer
+from headwise.core.reduction import Columns, reduce_rows
 
 
 class Statistic:
@@ -91,7 +92,20 @@ class Observation:
         `padding` (B, N) bool is True for rows to leave out. A maximum over sampled rows is only a
         lower bound of the true one, and its name says so.
         """
-        return Reduction.of(self, padding).figures()
+        columns, padding = Columns(tuple(self.values)), self.padding_of(padding)
+        values = [x.detach().reshape(self.highest.shape) for x in self.values.values()]
+        reduced = reduce_rows(values, self.highest, padding, columns.maxima, columns.minima)
+        return columns.figures(torch.cat(reduced), self.sampled)
+
+    def padding_of(self, padding: Tensor | None) -> Tensor | None:
+        """The part (B, rows) of a padding mask (B, N) that belongs to the observed rows.
+
+        ValueError unless it is a bool tensor of that shape.
+        """
+        if padding is None:
+            return None
+        _check_padding(padding, self.highest, self.rows)
+        return padding if self.rows is None else padding.index_select(1, self.rows)
 
     def __repr__(self) -> str:
         shape = tuple(self.highest.shape)
@@ -99,61 +113,9 @@ class Observation:
         return f"Observation({', '.join(self.values)}; (B, Hq, N) = {shape}{rows})"
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """Sums and extremes over the rows of one or more calls; every tensor is (Hq,)."""
-
-    rows: Tensor  # the number of rows counted
-    sums: dict[str, Tensor]
-    extremes: dict[str, Tensor]
-    sampled: bool
-
-    @classmethod
-    def of(cls, seen: Observation, padding: Tensor | None = None) -> Reduction:
-        """The rows of a call that see a key and are not padding (B, N)."""
-        counted = seen.sees
-        if padding is not None:
-            _check_padding(padding, counted, seen.rows)
-            padding = padding if seen.rows is None else padding.index_select(1, seen.rows)
-            counted = counted & ~padding[:, None]
-        sums, extremes = {}, {}
-        for name, value in seen.values.items():
-            value = value.detach().double()
-            sums[name] = value.masked_fill(~counted, 0).sum((0, 2))
-            if name in _EXTREMES:
-                extremes[name] = _extreme(value, counted, _EXTREMES[name])
-        return cls(counted.sum((0, 2)), sums, extremes, seen.sampled)
-
-    def __add__(self, other: Reduction) -> Reduction:
-        """The rows of both together."""
-        further = {"max": torch.maximum, "min": torch.minimum}
-        return Reduction(
-            self.rows + other.rows,
-            {name: total + other.sums[name] for name, total in self.sums.items()},
-            {
-                name: further[_EXTREMES[name]](value, other.extremes[name])
-                for name, value in self.extremes.items()
-            },
-            self.sampled or other.sampled,
-        )
-
-    def figures(self) -> dict[str, Tensor]:
-        """One value per head; the mean of a head without counted rows is NaN."""
-        figures = {}
-        for name, total in self.sums.items():
-            mean = total / self.rows.clamp_min(1)
-            figures[f"{name}_mean"] = mean.masked_fill(self.rows == 0, torch.nan)
-            if name in _EXTREMES:
-                bound = "_lower_bound" if _EXTREMES[name] == "max" else "_upper_bound"
-                suffix = bound if self.sampled else ""
-                figures[f"{name}_{_EXTREMES[name]}{suffix}"] = self.extremes[name]
-        return figures
-
-
 STATISTICS: tuple[str, ...] = tuple(
     name for name, value in vars(Observation).items() if isinstance(value, Statistic)
 )
-_EXTREMES = {"max_logit": "max", "entropy": "min", "logit_var": "max", "sink_mass": "max"}
 
 
 def _check_padding(padding: object, counted: Tensor, rows: Tensor | None = None) -> None:
@@ -165,15 +127,6 @@ def _check_padding(padding: object, counted: Tensor, rows: Tensor | None = None)
         raise ValueError(
             f"padding is {kind}; give a bool tensor (B, N), True for the rows to leave out"
         )
-
-
-def _extreme(value: Tensor, counted: Tensor, which: str) -> Tensor:
-    """The largest or smallest counted value of each head, (Hq,); -inf or inf if there is none."""
-    none = -torch.inf if which == "max" else torch.inf
-    flat = value.masked_fill(~counted, none).transpose(0, 1).flatten(1)  # (Hq, B·N)
-    if flat.shape[1] == 0:
-        return flat.new_full(flat.shape[:1], none)
-    return flat.amax(1) if which == "max" else flat.amin(1)
 
 
 def check_statistics(stats: Iterable[str] | None) -> tuple[str, ...]:
@@ -221,7 +174,20 @@ def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -
     rows = as_int(rows)
     if rows >= queries:
         return None
-    # The golden ratio spreads the choice within the strata, so that no period is favoured.
-    edges = torch.arange(rows + 1, device=device) * queries // rows
-    inside = torch.frac(torch.arange(rows, device=device, dtype=torch.float64) * 0.6180339887498949)
-    return edges[:-1] + (inside * edges.diff()).long()
+    seen = torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return (_strata if seen or capturing else _known_strata)(rows, queries, device)
+
+
+def _strata(rows: int, queries: int, device: torch.device) -> Tensor:
+    """One row from each of `rows` equal strata, (rows,)."""
+    with torch.inference_mode(False):
+        # The golden ratio spreads the choice within the strata, so that no period is favoured.
+        edges = torch.arange(rows + 1, device=device) * queries // rows
+        steps = torch.arange(rows, device=device, dtype=torch.float64)
+        inside = torch.frac(steps * 0.6180339887498949)
+        return edges[:-1] + (inside * edges.diff()).long()
+
+
+_known_strata = lru_cache(maxsize=64)(_strata)
+"""The same, remembered: a model's layers ask for the same rows in every step."""

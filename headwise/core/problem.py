@@ -42,6 +42,22 @@ class Terms(NamedTuple):
     `intervals` if there are any.
     """
 
+    def without_band(self, queries: int, keys: int) -> Terms:
+        """The same terms with positions and intervals as tensors, for a call of this size."""
+        if self.band is None:
+            return self
+        shift, *bounds = self.band
+        rows = torch.arange(queries, dtype=torch.int32, device=self.position.device)
+        intervals = self.intervals
+        if bounds:
+            first, last = ((rows + bound).clamp(0, keys) for bound in bounds)
+            if intervals is None:
+                intervals = torch.stack((first, last))[None, :, None, None]
+            else:
+                first, last = intervals[:, 0].maximum(first), intervals[:, 1].minimum(last)
+                intervals = torch.stack((first, last.maximum(first)), 1)
+        return self._replace(position=(rows + shift)[None], intervals=intervals, band=None)
+
     @property
     def plain(self) -> bool:
         """True if a logit is just scale · q·k."""

@@ -48,7 +48,12 @@ def complete(
         if "output_norm" in asked:
             wide = torch.promote_types(sums.out.dtype, torch.float32)
             found["output_norm"] = torch.linalg.vector_norm(sums.out, dim=-1, dtype=wide)
-        found |= _from_weights(problem, sums, asked, sink_keys)
+        if any(_NEEDS.get(name) == LOG_TOTAL for name in asked):
+            start = problem.start() if "sink_mass" in asked else 0
+            found |= single_weights(
+                problem.q, problem.k, problem.terms(), sums.totals(), sums.max_logit, asked,
+                start, sink_keys, problem.diagonal(),
+            )  # fmt: skip
     return named(sums, found, stats)
 
 
@@ -60,57 +65,70 @@ def named(sums: Sums, more: dict[str, Tensor], stats: tuple[str, ...]) -> dict[s
     return {name: found[name] for name in STATISTICS if name in stats}
 
 
-def _from_weights(
-    problem: Problem, sums: Sums, asked: set[str], sink_keys: int
+def single_weights(
+    q: Tensor,
+    k: Tensor,
+    terms: Terms,
+    totals: RowTotals,
+    max_logit: Tensor,
+    asked: set[str],
+    start: int | Tensor,
+    sink_keys: int,
+    diagonal: int | None = None,
 ) -> dict[str, Tensor]:
-    """The statistics that are single weights, or sums of a few."""
+    """The statistics that are single weights, or sums of a few, (B, Hq, N) each.
+
+    `start` is the key at which each row's sequence begins; `diagonal` that of `Problem`, if known.
+    """
     found: dict[str, Tensor] = {}
-    if not any(_NEEDS.get(name) == LOG_TOTAL for name in asked):
-        return found
-    terms, totals, diagonal = problem.terms(), sums.totals(), problem.diagonal()
     own = (terms.position - terms.first_key)[:, None]  # (B|1, 1, N): the key beside the query
     if "top_prob" in asked:
-        found["top_prob"] = totals.weight(sums.max_logit)
+        found["top_prob"] = totals.weight(max_logit)
     if "self_mass" in asked:
-        found["self_mass"] = weight_on(problem, terms, totals, own, diagonal)
+        found["self_mass"] = weight_on(q, k, terms, totals, own, diagonal)
     if "previous_mass" in asked:
         before = None if diagonal is None else diagonal - 1
-        found["previous_mass"] = weight_on(problem, terms, totals, own - 1, before)
+        found["previous_mass"] = weight_on(q, k, terms, totals, own - 1, before)
     if "sink_mass" in asked:
-        start = problem.start()
         first = start if isinstance(start, Tensor) else own.new_full((1, 1, 1), start)
         found["sink_mass"] = sum(
-            (weight_on(problem, terms, totals, first + step) for step in range(sink_keys)),
-            torch.zeros_like(sums.lse),
+            (weight_on(q, k, terms, totals, first + step) for step in range(sink_keys)),
+            torch.zeros_like(max_logit),
         )
     return found
 
 
 def weight_on(
-    problem: Problem, terms: Terms, totals: RowTotals, column: Tensor, diagonal: int | None = None
+    q: Tensor,
+    k: Tensor,
+    terms: Terms,
+    totals: RowTotals,
+    column: Tensor,
+    diagonal: int | None = None,
 ) -> Tensor:
     """The weight of each row on one key, (B, Hq, N): 0 where the row does not see it.
 
     column (B|1, Hq|1, N|1) is the key's number; with `diagonal`, row i's is i + diagonal.
     """
-    batch, heads, rows, width = problem.q.shape
+    batch, heads, rows, width = q.shape
     if torch.compiler.is_compiling():  # a loop over a symbolic length would fix the length
-        return _part(problem, terms, totals, column.long(), slice(0, rows), None)
+        return _part(q, k, terms, totals, column.long(), slice(0, rows), None)
     step = max(1, PART // max(1, batch * heads * width))
     first, last = 0, rows
     if diagonal is not None:  # the rows whose key exists
-        first, last = max(0, -diagonal), max(0, min(rows, problem.k.shape[2] - diagonal))
+        first, last = max(0, -diagonal), max(0, min(rows, k.shape[2] - diagonal))
     weights = torch.zeros_like(totals.lse)
     for row in range(first, last, step):
         part = slice(row, min(row + step, last))
         at = column if column.shape[-1] == 1 else column[..., part]
         known = RowTotals(*(x[..., part] for x in totals))
-        weights[..., part] = _part(problem, terms, known, at.long(), part, diagonal)
+        weights[..., part] = _part(q, k, terms, known, at.long(), part, diagonal)
     return weights
 
 
 def _part(
-    problem: Problem,
+    q: Tensor,
+    k: Tensor,
     terms: Terms,
     totals: RowTotals,
     column: Tensor,
@@ -118,7 +136,7 @@ def _part(
     diagonal: int | None,
 ) -> Tensor:
     wide = totals.lse.dtype
-    q, k = problem.q[:, :, rows].to(wide), problem.k
+    q = q[:, :, rows].to(wide)
     keys, group = k.shape[2], q.shape[1] // k.shape[1]
     if keys == 0 or group == 0:
         return torch.zeros_like(totals.lse)

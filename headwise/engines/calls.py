@@ -88,6 +88,11 @@ def keep(key: Key, prepared: Prepared) -> None:
     _PREPARED[key] = reusable
 
 
+def drop(key: Key) -> None:
+    """Forget one prepared call, because it failed."""
+    _PREPARED.pop(key, None)
+
+
 def forget() -> None:
     """Forget every prepared call, because something they depend on has changed."""
     _PREPARED.clear()

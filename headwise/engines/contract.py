@@ -56,6 +56,10 @@ class Engine(Protocol):
         """Return out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
         ...
 
+    def backward(self, problem: Problem) -> str:
+        """Return in words what computes the gradients of a problem, and why."""
+        ...
+
     def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
         """Return the call ready to run, or None if preparing it saves nothing.
 

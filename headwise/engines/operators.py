@@ -18,7 +18,8 @@ from torch.nn import Parameter
 
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.sums import ENTROPY, RowTotals, Sums, room
-from headwise.engines import flops
+from headwise.engines import failures, flops, library_backward
+from headwise.engines.failures import KernelError, family_of_terms
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 
@@ -54,6 +55,9 @@ class Gradients(NamedTuple):
 # (q, k, v, terms, out, totals, entropy, gradients of out, lse and entropy, bias_learns)
 Backward = Callable[..., Gradients]
 
+SAFE = "streaming"  # the engine that takes over in a compiled graph or a backward pass
+_RUNS: dict[str, tuple[Forward, Backward]] = {}  # by engine
+
 
 def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
     """Register headwise::<name>, computed by `run`, its shapes given by `shapes`, and return it."""
@@ -64,25 +68,41 @@ def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[...
 
 
 def operators(
-    engine: str, run: Forward, differentiate: Backward
+    engine: str, run: Forward, differentiate: Backward, library_on: str
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Register headwise::<engine> and headwise::<engine>_backward, and return the first."""
+    """Register headwise::<engine> and headwise::<engine>_backward, and return the first.
+
+    On devices of the type `library_on`, one of PyTorch's kernels computes the gradients if it can.
+    """
+    _RUNS[engine] = run, differentiate
+    run = _or_safe(engine, run, 0, (False, True))
+    differentiate = _or_safe(engine, differentiate, 1, (True,))
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
         with without_autocast(q.device):
-            return run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
+            sums: Sums = run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
+        return sums
 
     def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
         terms = Terms(*given[:_TERMS])
+        out, lse, max_logit, log_total, entropy, grad_out, *others = given[_TERMS:]
+        totals = RowTotals.known(lse, max_logit, log_total)
         with without_autocast(q.device):
-            out, *totals = given[_TERMS : _TERMS + 4]
-            known = RowTotals.known(*totals)
-            found = differentiate(q, k, v, terms, out, known, *given[_TERMS + 4 :])
+            if all(grad is None for grad in others[:2]):  # out has a gradient, nothing else
+                three = library_backward.gradients(
+                    library_on, q, k, v, terms, out, totals.lse, grad_out
+                )
+                if three is not None:
+                    return list(three)
+            found = differentiate(q, k, v, terms, out, totals, entropy, grad_out, *others)
         return [
-            grad.to(x.dtype).contiguous()  # as the shapes below promise
+            grad.to(x.dtype)
             for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
             if grad is not None and x is not None
         ]
+
+    def packed_backward(*given: Any) -> list[Tensor]:
+        return [grad.contiguous() for grad in backward(*given)]  # as `_backward_shapes` promises
 
     def gradient(ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
         *tensors, out, lse, max_logit, log_total, entropy = ctx.saved_tensors
@@ -110,18 +130,44 @@ def operators(
         return _apart(forward(*given))
 
     computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", apart, _forward_shapes)
-    differentiated = define(
+    operator = define(
         f"{engine}_backward",
         f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor log_total, Tensor entropy, "
         "Tensor grad_out, Tensor? grad_lse, Tensor? grad_entropy, bool bias_learns) -> Tensor[]",
-        backward,
+        packed_backward,
         _backward_shapes,
     )
+    differentiated = direct(backward, operator)
     torch.library.register_autograd(computed, gradient, setup_context=_setup, lib=LIBRARY)
-    torch.library.register_autograd(differentiated, no_second, lib=LIBRARY)
+    torch.library.register_autograd(operator, no_second, lib=LIBRARY)
     ops = torch.ops.headwise
     flops.register(getattr(ops, engine), getattr(ops, f"{engine}_backward"))
     return direct(forward, computed)
+
+
+def _or_safe(
+    engine: str, run: Callable[..., Any], place: int, learns: tuple[bool, ...]
+) -> Callable[..., Any]:
+    """Return `run`, whose calls the SAFE engine computes if their kernels fail.
+
+    A failing call is left to its caller if that plans again. `learns`: the calls that fail with it,
+    those without gradients (False) and those with gradients (True).
+    """
+
+    def call(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) -> Any:
+        calls = [family_of_terms(engine, q, v, terms, each) for each in learns]
+        if failures.caller_replans() or failures.reason(calls[0]) is None:
+            try:
+                return run(q, k, v, terms, *rest)
+            except KernelError as failure:
+                if failures.caller_replans():
+                    raise
+                for each in calls:
+                    failures.record(each, failure)
+        terms = terms.without_band(q.shape[2], k.shape[2])
+        return _RUNS[SAFE][place](q, k, v, terms, *rest)
+
+    return call
 
 
 def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
 from headwise.core.problem import Problem
+from headwise.engines import failures
+from headwise.engines.calls import learns
 from headwise.engines.contract import Engine
+from headwise.engines.failures import Family
 from headwise.engines.reference import REFERENCE
 from headwise.engines.sdpa import SDPA
 from headwise.engines.streaming.engine import STREAMING
@@ -27,6 +31,7 @@ class Plan:
     engine: str
     reasons: dict[str, str | None]
     requested: bool = False  # by its name
+    backward: str | None = None  # what computes the gradients, and why; None if there are none
 
     def __str__(self) -> str:
         lines, why = [], "was requested" if self.requested else "is preferred"
@@ -34,6 +39,8 @@ class Plan:
             chosen = name == self.engine
             note = "chosen" if chosen else reason or f"could, but {self.engine} {why}"
             lines.append(f"{'→' if chosen else ' '} {name:<10} {note}")
+        if self.backward is not None:
+            lines.append(f"← backward   {self.backward}")
         return "\n".join(lines)
 
 
@@ -63,7 +70,15 @@ def plan(problem: Problem, engine: str = "auto", observed: bool = False) -> Plan
     """Return the choice with every engine's reasons; ValueError if the requested one can't."""
     chosen = choose(problem, engine, observed)
     reasons = {each.name: refusal(each, problem, observed) for each in ENGINES}
-    return Plan(chosen.name, reasons, requested=engine != "auto")
+    backward = chosen.backward(problem) if _learns(problem) else None
+    return Plan(chosen.name, reasons, requested=engine != "auto", backward=backward)
+
+
+def _learns(problem: Problem) -> bool:
+    """Return whether gradients follow a call."""
+    terms = problem.terms()
+    tensors = (problem.q, problem.k, problem.v, *(x for x in terms if isinstance(x, Tensor)))
+    return learns(tensors)
 
 
 def _best(problem: Problem, observed: bool) -> Engine:
@@ -86,7 +101,19 @@ def refusal(engine: Engine, problem: Problem, observed: bool) -> str | None:
     missing = engine.absent(problem.q.device)
     if missing is not None:
         return missing
-    return _transformed(engine) or engine.refuses(problem, observed)
+    return _transformed(engine) or engine.refuses(problem, observed) or _failed(engine, problem)
+
+
+def _failed(engine: Engine, problem: Problem) -> str | None:
+    """Return why an engine's kernels can't serve the problem, if they failed before."""
+    return failures.reason(family(engine, problem)) if failures.failed() else None
+
+
+def family(engine: Engine, problem: Problem) -> Family:
+    """Return the calls of an engine that would fail together with this one."""
+    given = (problem.q, problem.k, problem.v, problem.additive, problem.sinks)
+    learning = learns(tuple(x for x in given if x is not None))
+    return failures.family_of_problem(engine.name, problem, learning)
 
 
 def _transformed(engine: Engine) -> str | None:

@@ -18,10 +18,10 @@ from headwise.core.schedule import seen_keys, used_stretch
 from headwise.engines import flops
 from headwise.engines.contract import Engine
 from headwise.engines.decoding import is_decoding
+from headwise.engines.library_backward import FEW
 
 flops.register_cpu_sdpa()
 
-FEW = 128  # rows per tile of cuDNN's backward
 SMALL = 1 << 22  # pairs: up to here a dense mask is cheaper than skipping blocks
 OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FIRST = [SDPBackend.CUDNN_ATTENTION, *OTHERS]
@@ -81,6 +81,9 @@ class Sdpa(Engine):
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         raise ValueError("PyTorch's fused kernels return no statistics")
+
+    def backward(self, problem: Problem) -> str:
+        return "PyTorch's, of the kernel that it chose"
 
     def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> FusedCall | None:
         return FusedCall(_kernel(problem)) if maskless(problem) else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise.look.scene import Group, Head
 from headwise.maps.attention_map import AttentionMap
+from headwise.messages import say
 from headwise.watching import Recording, WatchedLayer, head_types
 
 NAMES = {
@@ -34,7 +35,7 @@ def groups(
     figures = {(row["layer"], row["head"]): row for row in seen.heads()}
     tokens = seen.tokens if ids is None else torch.tensor([ids])
     found: dict[str, list[Head]] = {id: [] for id in axes}
-    for layer in seen.layers:
+    for layer in mapped(seen):
         group = found[side(layer, axes)]
         number = group[-1].layer + 1 if group else 0
         group.extend(_heads(layer, number, figures, tokens, batch))
@@ -44,6 +45,22 @@ def groups(
         if heads:
             made.append(Group(id, NAMES[id], causal(heads[0].map), queries, keys, tuple(heads)))
     return tuple(made)
+
+
+def mapped(seen: Recording) -> list[WatchedLayer]:
+    """The layers whose maps are of tokens against tokens; ValueError if there are none.
+
+    The columns of a window's map are places in it, and not the same tokens for all rows.
+    """
+    found = [layer for layer in seen.layers if layer.kind != "window"]
+    if not found:
+        raise ValueError(
+            say(
+                "all heads of this model look through windows, and the page shows maps of tokens "
+                "against tokens; hw.watch has their figures"
+            )
+        )
+    return found
 
 
 def _heads(

@@ -38,6 +38,16 @@ def check(path: Path) -> None:
         raise ValueError(f"{path} is not a picture: use a name that ends in {', '.join(KINDS)}")
 
 
+def drawing() -> tuple[Any, Any]:
+    """matplotlib and its Figure; ValueError names the extra if it is not installed."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as missing:
+        raise ValueError("a picture needs matplotlib: pip install 'headwise[look]'") from missing
+    return matplotlib, Figure
+
+
 def save(path: Path, model: str, group: Group, head: Head) -> str:
     """Write a head's map with a colour scale, its figures below and, if they are few, its tokens.
 
@@ -46,12 +56,9 @@ def save(path: Path, model: str, group: Group, head: Head) -> str:
     drawn as boxes because no font here has them; an SVG has none: its viewer brings the fonts.
     """
     check(path)
-    try:
-        import matplotlib
-        from matplotlib.colors import LogNorm, Normalize
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        raise ValueError("a picture needs matplotlib: pip install 'headwise[look]'") from missing
+    matplotlib, figure_of = drawing()
+    from matplotlib.colors import LogNorm, Normalize
+
     _, _, rows, columns = head.map.shape
     pooled = max(rows, columns) > MOST_CELLS
     weights = head.map.pool(MOST_CELLS, how="max")[0, 0] if pooled else head.map[0, 0]
@@ -67,7 +74,7 @@ def save(path: Path, model: str, group: Group, head: Head) -> str:
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         height = side * max(0.3, rows / columns) + 1.1
-        figure = Figure(figsize=(side + 0.9, height), dpi=300, layout="constrained")
+        figure = figure_of(figsize=(side + 0.9, height), dpi=300, layout="constrained")
         axes = figure.add_subplot()
         edges = (-0.5, columns - 0.5, rows - 0.5, -0.5)
         shown = axes.imshow(

@@ -173,7 +173,12 @@ class Session:
             "done": progress.done,
             "problem": None if progress.problem is None else progress.problem._asdict(),
             "version": __version__,
-            "pages": {"heads": bool(self.atlases), "why": True, "watch": self.run is not None},
+            "pages": {
+                "heads": bool(self.atlases),
+                "cost": True,
+                "why": True,
+                "watch": self.run is not None,
+            },
             "sample": self.sample,
             "device": "cpu" if described is None else described.device,
             "model": None

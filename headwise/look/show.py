@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.look.atlas import Atlas
-from headwise.look.head_groups import Axes, groups, side
+from headwise.look.head_groups import Axes, groups, mapped, side
 from headwise.look.readers.reader import Report
 from headwise.look.scene import Description, Input
 from headwise.look.session import Progress, Session
@@ -58,6 +58,7 @@ class RecordedReader:
     """The model of a recording, which can't read anything more."""
 
     description: Description
+    model: None = None
     sample: None = None
 
     def count(self, text: str) -> int:
@@ -101,7 +102,7 @@ def _axes(
     """The tokens of each group's rows and columns."""
     both = any(layer.kind == "cross" for layer in seen.layers)
     axes: dict[str, Axes] = {} if both else {"self": ((), ())}
-    for layer in seen.layers:
+    for layer in mapped(seen):
         _, _, rows, columns = layer.map().shape
         id = side(layer, axes)
         given = (

@@ -9,7 +9,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from headwise.watching.runs.run_reader import WatchedRun, open_run
+from headwise.training.run_folder import Run
+from headwise.watching.runs.run_reader import INSIDE, WatchedRun, open_run
 
 MOST_NUMBERS = 200_000
 """The most in one answer: of a longer run, every second step is given, or every fourth, …"""
@@ -62,6 +63,7 @@ class WatchedFolder:
                     for layer in run.layers
                 ],
                 "statistics": run.figures,
+                "training": trained_in(run.folder),
                 "alarms": [asdict(alarm) for alarm in run.alarms],
                 "rules": run.manifest.get("rules", []),
             }
@@ -92,6 +94,13 @@ class WatchedFolder:
                 for at in shown
             ],
         }
+
+
+def trained_in(folder: Path) -> dict[str, float] | None:
+    """Loss, speed and utilisation of the training that a watched run is inside; None if of none."""
+    found = Run(folder.parent).progress() if folder.name == INSIDE else None
+    names = ("loss", "per_second", "mfu")
+    return None if found is None else {name: found[name] for name in names if name in found}
 
 
 def stride(steps: int, heads: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from headwise.core.sums import RowTotals
+from headwise.engines import failures
+from headwise.engines.failures import KernelError, family
 from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.limits import WIDEST, fits_grid
 from headwise.maps import blockwise
@@ -34,12 +37,28 @@ class Backend(Protocol):
         """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for none."""
 
 
+class FusedOrBlockwise:
+    """The fused kernels; for maps like one whose kernel failed, the blockwise functions."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        from headwise.maps import fused  # it imports Triton, which is optional
+
+        def work(region: Region, *given: Any) -> Any:
+            calls = family(TRITON.name, "maps", region.q, region.k, False)
+            if failures.reason(calls) is None:
+                try:
+                    return getattr(fused, name)(region, *given)
+                except KernelError as failure:
+                    failures.record(calls, failure)
+            return getattr(blockwise, name)(region, *given)
+
+        return work
+
+
 def backend_for(region: Region) -> Backend:
     """The fused kernels if they can compute this region, else the blockwise functions."""
     q, terms = region.q, region.terms
     fits = q.dtype != torch.float64 and 0 < q.shape[-1] <= WIDEST and terms.additive is None
     if not fits or not fits_grid(q.shape) or TRITON.absent(q.device) is not None:
         return cast(Backend, blockwise)
-    from headwise.maps import fused  # it imports Triton, which is optional
-
-    return cast(Backend, fused)
+    return cast(Backend, FusedOrBlockwise())

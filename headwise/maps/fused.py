@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.core.sums import RowTotals
 from headwise.engines.triton.host.cards import card
+from headwise.engines.triton.host.launches import launching
 from headwise.engines.triton.host.operands import (
     Operands,
     on,
@@ -144,7 +145,7 @@ def _flags(call: Operands) -> dict[str, object]:
 def _fit(call: Operands, launch: Callable[[Shape], None]) -> None:
     """Launch on the call's GPU with a tile shape that fits it."""
     q = call.q
-    with on(q.device):
+    with on(q.device), launching("of a map"):
         fit("map", call.padded[0], q.itemsize, card(q.device), launch)
 
 

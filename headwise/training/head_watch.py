@@ -1,17 +1,25 @@
 """The heads of a run, watched while it trains: `headwise train --watch`."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from headwise.files import write_whole
 from headwise.training.run_folder import Run
 from headwise.watching import Watch, watch
 from headwise.watching.runs.run_writer import RunWriter
 
 ROWS = 64
 """Rows sampled from each pass: enough for a mean, at almost no cost."""
+
+
+STATE = "state.json"
+"""The file in the watched run's folder that a resumed run goes on from."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,14 @@ class HeadWatch:
         self.watch.step()
 
     def flush(self) -> None:
-        """Write the watched steps, so that a checkpoint never knows more than the folder."""
-        if self.writer is not None:
+        """Write the watched steps, so that a checkpoint never knows more than the folder.
+
+        The alarms so far are written beside them, so that a resumed run raises none of them again.
+        """
+        if self.writer is not None and self.watch is not None:
             self.writer.flush()
+            state = {**self.watch.state_dict(), "series": []}  # the folder holds the series
+            write_whole(self.writer.folder / STATE, json.dumps(state, ensure_ascii=False))
 
 
 @contextmanager
@@ -55,6 +68,18 @@ def watched(model: nn.Module, run: Run, every: int | None, start: int) -> Iterat
         yield HeadWatch()
         return
     watching = watch(model, rows=ROWS, every=every, alarms=True)
+    folder = run.folder / "watch"
+    if (state := _state(folder / STATE, start)) is not None:
+        watching.load_state_dict(state)
     watching.steps = start
-    with watching.record(run.folder / "watch", resume=True) as writer:
+    with watching.record(folder, resume=True) as writer:
         yield HeadWatch(every, watching, writer)
+
+
+def _state(path: Path, start: int) -> dict[str, Any] | None:
+    """The state of the watch at the step from which a run goes on; None if there is none."""
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return state if state.get("steps") == start else None

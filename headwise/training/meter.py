@@ -8,15 +8,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from headwise.training.utilisation import Utilisation
+
 
 class DivergedError(RuntimeError):
     """The loss is no longer finite."""
 
 
 class Meter:
-    """Loss and speed since the last reading; the device is waited for only when it is read."""
+    """Loss and speed since the last reading; the device is waited for only when it is read.
 
-    def __init__(self, device: torch.device) -> None:
+    With a `utilisation`, batches are added to it, and a reading has the share of the peak FLOPs.
+    """
+
+    def __init__(self, device: torch.device, utilisation: Utilisation | None = None) -> None:
+        self.utilisation = utilisation
         self.loss = self.norm = torch.zeros((), device=device)
         self.steps = self.count = 0
         self.since = time.perf_counter()
@@ -46,8 +52,12 @@ class Meter:
         self.check(saved)
         loss, norm = float(self.loss) / self.steps, float(self.norm)
         now = time.perf_counter()
-        speed = round(self.count / max(now - self.since, 1e-9), 1)
+        seconds = now - self.since
+        found = {"loss": loss, "gradient_norm": norm}
+        found["per_second"] = round(self.count / max(seconds, 1e-9), 1)
+        if self.utilisation is not None:
+            found["mfu"] = float(f"{self.utilisation.read(seconds):.4g}")
         self.loss, self.norm = torch.zeros_like(self.loss), torch.zeros_like(self.norm)
         self.steps = self.count = 0
-        self.since = now
-        return {"loss": loss, "gradient_norm": norm, "per_second": speed}
+        self.since = time.perf_counter()
+        return found

@@ -14,6 +14,7 @@ from headwise.training.head_watch import HeadWatch, watched
 from headwise.training.meter import Meter
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import Run
+from headwise.training.utilisation import Utilisation
 
 Batch = TypeVar("Batch")
 Answer = TypeVar("Answer")
@@ -35,6 +36,10 @@ class Task(Protocol[Batch]):
 
     def count(self, batch: Batch) -> int:
         """The number of predictions in a batch."""
+        ...
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        """The sizes of a batch, as `hw.cost` takes them."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
@@ -77,6 +82,7 @@ class Trainer(Generic[Batch]):
         None if `should_stop` ended the run early; its checkpoint can be resumed from.
         """
         model, optimizer, start = self.begin()
+        utilisation = Utilisation.of(model, self.device)
         self.report(
             {
                 "step": start,
@@ -84,11 +90,12 @@ class Trainer(Generic[Batch]):
                 "parameters": sum(each.numel() for each in model.parameters()),
                 "unit": self.task.unit,
                 "device": str(self.device),
+                **({} if utilisation is None else {"peak": utilisation.peak}),
                 "settings": self.settings,
             }
         )
         with watched(model, self.run, self.watch_every, start) as heads:
-            return self.steps(model, optimizer, start, heads)
+            return self.steps(model, optimizer, start, heads, Meter(self.device, utilisation))
 
     def steps(
         self,
@@ -96,16 +103,17 @@ class Trainer(Generic[Batch]):
         optimizer: torch.optim.Optimizer,
         start: int,
         heads: HeadWatch,
+        meter: Meter,
     ) -> nn.Module | None:
         """Take the steps from `start` to the end of the recipe."""
         call = torch.compile(model) if self.recipe.compile else model
         assert isinstance(call, nn.Module)
-        meter = Meter(self.device)
         saved = start
         for step in range(start, self.recipe.steps):
             with heads.step() as watched_now:
-                loss, norm, count = self.step(model if watched_now else call, optimizer, step)
-            meter.add(loss, norm, count)
+                used = model if watched_now else call
+                taken = self.step(used, optimizer, step, meter.utilisation)
+            meter.add(*taken)
             done = step + 1
             last = done == self.recipe.steps
             stopping = self.should_stop()
@@ -140,7 +148,11 @@ class Trainer(Generic[Batch]):
         return model, optimizer, int(about["step"])
 
     def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        utilisation: Utilisation | None = None,
     ) -> tuple[Tensor, Tensor, int]:
         """One update: the mean loss, the gradient norm before clipping, the predictions made."""
         model.train()
@@ -150,6 +162,9 @@ class Trainer(Generic[Batch]):
         numbers = range(first, first + self.recipe.accumulate)
         batches = [self.task.batch(number, self.device) for number in numbers]
         count = sum(self.task.count(batch) for batch in batches)
+        if utilisation is not None:
+            for batch in batches:
+                utilisation.add(self.task.sizes(batch))
         total = torch.zeros((), device=self.device)
         for batch in batches:
             with autocast(self.device):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from headwise.messages import with_chinese
+from headwise.messages import from_json, with_chinese
 from headwise.watching.layer import WatchedLayer
 from headwise.watching.rules import RULES, Finding, Rule
 from headwise.watching.table import Table
@@ -53,6 +54,11 @@ class Alarms:
     _known: set[tuple[str, int | None, int | None]] = field(default_factory=set)
     _failed: set[str] = field(default_factory=set)  # rules, each reported once
 
+    @property
+    def need_maps(self) -> bool:
+        """True if a rule that compares weights is checked in the next step."""
+        return any(not rule.needs and (self.looked + 1) % rule.every == 0 for rule in self.rules)
+
     def look(
         self, step: int, table: Table, layers: Sequence[WatchedLayer], last: bool = False
     ) -> list[Alarm]:
@@ -76,6 +82,23 @@ class Alarms:
             new += found
         self.raised += new
         return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """The alarms so far, the number of looks, and the states of rules that have one."""
+        memories = {
+            rule.name: rule.state_dict() for rule in self.rules if hasattr(rule, "state_dict")
+        }
+        raised = json.loads(json.dumps([alarm.to_dict() for alarm in self.raised]))  # plain text
+        return {"raised": raised, "looked": self.looked, "rules": memories}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the alarms of a state: none of them is raised again."""
+        self.raised = [Alarm(**from_json(dict(alarm))) for alarm in state["raised"]]
+        self.looked = int(state["looked"])
+        self._known = {(alarm.rule, alarm.layer, alarm.head) for alarm in self.raised}
+        for rule in self.rules:
+            if rule.name in state["rules"] and hasattr(rule, "load_state_dict"):
+                rule.load_state_dict(state["rules"][rule.name])
 
     def _findings(self, rule: Rule, table: Table, layers: Sequence[WatchedLayer]) -> list[Finding]:
         """The findings of a rule; one that fails is reported once, and the others go on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from headwise.api import attention, observe, statistics
+from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
+from headwise.core.reduction import Columns
 from headwise.nn.call import Call
+from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer
+from headwise.watching.proof import Proofs
 from headwise.watching.seen_call import (
     Kind,
     SeenCall,
     address,
     bent,
     first_position,
+    kind_of,
     newest_key,
     padding_rows,
 )
@@ -49,11 +54,14 @@ class CallRecorder:
 
     options: WatchOptions
     layers: dict[str, WatchedLayer] = field(default_factory=dict)
+    boards: dict[object, Board] = field(default_factory=dict)  # by device, and group if compiled
     active: bool = True
     tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
     unread: UnreadModules = field(init=False)
+    proofs: Proofs = field(init=False)
     passes: int = 0  # of the model, whether or not any attention was seen
+    numbered: bool = False  # a step has ended: layers keep their numbers
     _observed: set[str] = field(
         default_factory=set
     )  # inside their own pass; a recomputation must be too
@@ -63,9 +71,49 @@ class CallRecorder:
     _ids: Tensor | None = None  # the tokens that this forward was called with
     _first: int = 0  # the position of its first token
     _past: bool = False  # this forward continues from a cache
+    _hidden: tuple[Mask, torch.Size, Tensor | None] | None = None  # the padding of the last mask
 
     def __post_init__(self) -> None:
         self.unread = UnreadModules(self.options.strict, self.asked_for)
+        self.proofs = Proofs(self.options.strict)
+
+    def board(self, device: torch.device) -> Board:
+        """The board of a device, a new one if need be."""
+        if device not in self.boards:
+            self.boards[device] = Board(Columns(self.options.stats), device)
+        return self.boards[device]
+
+    def group_board(self, group: int, device: torch.device) -> Board:
+        """The board of layers that are built alike and run compiled: it must not move."""
+        key = (device, group)
+        if key not in self.boards:
+            self.boards[key] = Board(Columns(self.options.stats), device)
+        return self.boards[key]
+
+    def traced_layer(self, name: str, heads: int, board: Board) -> WatchedLayer | None:
+        """The layer of a module that runs compiled; None if it was not asked for."""
+        if name not in self._selected:
+            self._select(name, kind_of(name), heads, known=False)
+        layer = self.layers.get(name)
+        if layer is not None and not layer.compiled:
+            layer.slot = board.slot(heads) if layer.slot is None else layer.slot.moved(board)
+            layer.compiled = layer.recorded = True
+        return layer
+
+    def renumber(self, order: Iterable[str]) -> None:
+        """Number the layers in this order of their names, until a step has ended.
+
+        Compiled code shows its layers group by group, not in the order in which they run.
+        """
+        if self.numbered:
+            return
+        names = [name for name in order if name in self._selected]
+        names += [name for name in self._selected if name not in names]
+        self._selected = {name: self._selected[name] for name in names}
+        self.layers = {name: self.layers[name] for name in names if name in self.layers}
+        for number, name in enumerate(names):
+            if name in self.layers:
+                self.layers[name].number = number
 
     def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
         """A module of the model starts to run; a pass begins with the outermost one."""
@@ -74,6 +122,7 @@ class CallRecorder:
         if self._depth == 0:
             self.passes += 1
             self._calls, self._past, self._first, self._ids = {}, False, 0, None
+            self._hidden = None
         self._depth += 1
         if given or options:
             self._ids = token_ids(given, options or {})
@@ -95,8 +144,12 @@ class CallRecorder:
 
     def asked_for(self, name: str) -> bool:
         """True if a layer of this name would be one of those that are looked at."""
+        return self.matches(len(self._selected), name)
+
+    def matches(self, number: int, name: str) -> bool:
+        """True if a layer of this number and name was asked for."""
         wanted = self.options.layers
-        return wanted is None or matches(len(self._selected), name, wanted)
+        return wanted is None or matches(number, name, wanted)
 
     def wants(self, name: str) -> bool:
         """True if this module's call should be handed over."""
@@ -116,26 +169,32 @@ class CallRecorder:
         out: Tensor | None = None,
         maps: bool = True,
         forgotten: int | None = None,
+        known: Mapping[str, Tensor] | None = None,
+        proof: Tensor | None = None,
     ) -> None:
         """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
 
         `maps=False` keeps nothing of it for a map, whatever the options say. `forgotten` counts the
-        tokens before its first key that a cache no longer holds; None if that is not known.
+        tokens before its first key that a cache no longer holds; None if that is not known. `known`
+        has statistics that the call does not show, (B, Hq, N) each. `proof` is how far the model's
+        output is off, if it was compared.
         """
         if recomputing():
             return
         q, k, v = (x.detach() for x in call[:3])
         options, look = call._replace(q=q, k=k, v=v).options(), self._look(kind)
         del options["dropout"], options["engine"]
-        norm = None
+        known = dict(known or {})
         if out is not None and look["rows"] is None and not call.dropout:
             # The output is known, so its norm needs no values and no second weighting of them.
-            norm, v = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=wide(out)), v[..., :0]
-            look["stats"] = tuple(x for x in look["stats"] if x != "output_norm")
+            norm = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=wide(out))
+            known["output_norm"], v = norm, v[..., :0]
+        look["stats"] = tuple(x for x in look["stats"] if x not in known)
         seen = statistics(q, k, v, **options, **look)
-        if norm is not None and "output_norm" in self.options.stats:
-            seen.values["output_norm"] = norm
-        self._keep(name, call, kind, padding, seen, maps, forgotten)
+        for stat in (x for x in self.options.stats if x in known):
+            value = known[stat]
+            seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
+        self._keep(name, call, kind, padding, seen, maps, forgotten, proof)
 
     def inside(
         self,
@@ -148,11 +207,10 @@ class CallRecorder:
         """Compute a call's output (B, Hq, N, Dv), and observe it in the same pass.
 
         Three cases are observed beside the output instead: a sample of the rows needs no pass over
-        all of them; an engine that was asked for by name must compute the output; and on a CPU
-        PyTorch's kernel with the statistics beside it trains faster than one pass of ours.
+        all of them; an engine that was asked for by name must compute the output; and with dropout,
+        the output's norm would be that of what is left of it.
         """
-        learning = call.q.device.type == "cpu" and torch.is_grad_enabled() and call.q.requires_grad
-        if self.options.rows is not None or call.engine != "auto" or learning:
+        if self.options.rows is not None or call.engine != "auto" or call.dropout:
             out = attention(call.q, call.k, call.v, **call.options())
             with self.unread.reading(name):
                 self.beside(name, call, kind, padding, out, forgotten=forgotten)
@@ -182,7 +240,7 @@ class CallRecorder:
 
     def _look(self, kind: Kind) -> dict[str, Any]:
         options = self.options
-        stats = tuple(x for x in options.stats if kind == "self" or x not in WITHIN)
+        stats = self._stats(kind)
         if options.maps and options.rows is None and "lse" not in stats:
             stats = (*stats, "lse")
         return {"stats": stats, "rows": options.rows, "sink_keys": options.sink_keys}
@@ -196,6 +254,7 @@ class CallRecorder:
         seen: Observation,
         maps: bool = True,
         forgotten: int | None = None,
+        proof: Tensor | None = None,
     ) -> None:
         options = self.options
         first = first_position(call) if kind == "self" else 0
@@ -206,8 +265,8 @@ class CallRecorder:
         if layer is None:
             return
         if padding is None and kind == "self":
-            padding = padding_rows(call.mask, call.q, call.k)
-        lse = seen.values.get("lse") if seen.rows is None else None
+            padding = self._padding(call)
+        lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)
         kept = None
@@ -223,10 +282,11 @@ class CallRecorder:
             self._first = max(self._first, start)
         continues = self._continues(layer, call, start)
         found = SeenCall(
+            call.q.shape[0],
             call.q.shape[2],
             start,
-            seen,
-            padding,
+            seen if options.maps else None,
+            padding if options.maps else None,
             kept,
             lse,
             bent(call),
@@ -235,6 +295,19 @@ class CallRecorder:
             address(call.k),
         )
         layer.add(found, continues)
+        assert layer.slot is not None
+        layer.slot.add(seen, padding, proof)
+        layer.recorded = True
+
+    def _padding(self, call: Call) -> Tensor | None:
+        """The rows that are padding by a call's mask, which the layers of a model often share."""
+        if call.mask is None:
+            return None
+        known, shape = self._hidden, call.q.shape[:1] + call.q.shape[2:3] + call.k.shape[2:3]
+        if known is None or known[0] is not call.mask or known[1] != shape:
+            known = (call.mask, shape, padding_rows(call.mask, call.q, call.k))
+            self._hidden = known
+        return known[2]
 
     def _resolved(self, name: str, kind: Kind) -> str:
         """A distinct name for each depth at which a pass uses the same module, and each kind."""
@@ -248,10 +321,12 @@ class CallRecorder:
     def _continues(self, layer: WatchedLayer, call: Call, start: int) -> bool:
         """True if a call adds rows to the one before: the next step of a model that generates."""
         last = layer.last
-        if last is None or layer.ended or last.observation.sees.shape[0] != call.q.shape[0]:
+        if last is None or layer.ended or last.batch != call.q.shape[0]:
             return False  # beams begin with a larger batch
         if layer.kind == "self":  # before the end: tokens were taken back
             return 0 < start <= last.start + last.queries
+        if layer.kind == "window":
+            return self._past
         again = self._depth > 0 and self._calls.get(layer.module, 0) > 1
         same = call.q.shape[2] == 1 and last.address == address(call.k)
         return self._past or again or same
@@ -259,13 +334,34 @@ class CallRecorder:
     def _layer(self, name: str, call: Call, kind: Kind) -> WatchedLayer | None:
         """The layer of this name, a new one if need be; None if it was not asked for."""
         if name not in self._selected:
-            number = len(self._selected)
-            wanted = self.options.layers
-            self._selected[name] = wanted is None or matches(number, name, wanted)
-            if self._selected[name]:
-                sampled = self.options.rows is not None
-                self.layers[name] = WatchedLayer(number, name, kind, call.q.shape[1], sampled)
-        return self.layers.get(name)
+            self._select(name, kind, call.q.shape[1])
+        layer = self.layers.get(name)
+        if layer is not None and (layer.slot is None or layer.slot.board.device != call.q.device):
+            board, slot = self.board(call.q.device), layer.slot
+            layer.slot = board.slot(layer.heads) if slot is None else slot.moved(board)
+        return layer
+
+    def _select(self, name: str, kind: Kind, heads: int, known: bool = True) -> None:
+        """Number a layer that is seen for the first time, and keep it if it was asked for.
+
+        While its number is not known for certain, every layer is kept.
+        """
+        number = len(self._selected)
+        self._selected[name] = self.matches(number, name) or not known
+        if self._selected[name]:
+            sampled, stats = self.options.rows is not None, self._stats(kind)
+            self.layers[name] = WatchedLayer(number, name, kind, heads, sampled, stats)
+
+    def _stats(self, kind: Kind) -> tuple[str, ...]:
+        """The statistics that are seen of a layer of this kind."""
+        return tuple(x for x in self.options.stats if kind == "self" or x not in WITHIN)
+
+    def leave_out(self, layers: Iterable[WatchedLayer], error: Exception) -> None:
+        """Take the layers of a module out of the recording: it was misread."""
+        for layer in layers:
+            self._selected[layer.name] = False
+            self.layers.pop(layer.name, None)
+            self.unread.fail(layer.module, error)
 
     def known(self) -> list[str]:
         """The names of all attention layers the model has shown so far."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from headwise.watching.figure_names import scalars
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.watch import Watch, watch
@@ -42,6 +43,7 @@ class LoopFollower:
         self.recorded = recorded or {}
         self.watch: Watch | None = None
         self.writer: RunWriter | None = None
+        self._told = -1  # the last step whose figures were returned
 
     def begin(self, model: nn.Module, step: int) -> None:
         """Training begins, after this many steps.
@@ -51,7 +53,7 @@ class LoopFollower:
         again = self.writer is not None
         self.end()
         self.watch = watch(model, **self.looking)
-        self.watch.steps = step
+        self.watch.steps, self._told = step, step - 1
         if self.run is not None:
             options = {"resume": again or step > 0, **self.recorded}
             self.writer = self.watch.record(self.run, **options)
@@ -63,13 +65,20 @@ class LoopFollower:
             self.watch.attach()
 
     def after_step(self) -> dict[str, float]:
-        """A step ended: its figures as scalars, if it was looked at."""
+        """A step ended: the figures that have arrived since, as scalars; nothing waits for them.
+
+        On a GPU they may be those of the step before: attn/step says which step they are of.
+        """
         if self.watch is None:
             return {}
-        looked = self.watch.attached
         self.watch.detach()
         self.watch.step()
-        return self.watch.scalars(self.figures) if looked else {}
+        entry = self.watch.latest
+        if entry is None or entry.step <= self._told:
+            return {}
+        self._told = entry.step
+        found = scalars(entry.table, self.figures)
+        return {"attn/step": float(entry.step), **found} if found else {}
 
     def end(self) -> None:
         """Training ends, with or without an error."""

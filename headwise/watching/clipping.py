@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
-from headwise.watching.figure_names import figure
+from headwise.watching.board import HostCopy
 from headwise.watching.head_weights import QueryKeyWeights, query_key_weights
 from headwise.watching.layer import WatchedLayer
 from headwise.watching.recording import Recording
@@ -20,8 +21,6 @@ HARMLESS = ("out", "o_", "v_", "value", "post", "final", "pre_", "input", "attn_
 
 OF_OUTPUT = "LayerNorm"
 """transformers' name of the norm after the output in BERT and its relatives."""
-
-_used: weakref.WeakKeyDictionary[Recording, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,73 @@ class Clip:
     lower_bound: bool
 
 
+class Clips(Sequence[Clip]):
+    """The heads that were clipped in a step; on a GPU, reading them waits for their figures.
+
+    ValueError if a logit was infinite or NaN: then no head was clipped.
+    """
+
+    def __init__(self, step: int, layers: Sequence[WatchedLayer], found: Tensor) -> None:
+        self.step, self._layers = step, layers  # found: (2, heads of all layers)
+        self._copy = HostCopy.of(found)
+        self._read: list[Clip] | None = None
+
+    @property
+    def arrived(self) -> bool:
+        """True if reading them waits for nothing."""
+        return self._copy.arrived
+
+    def _clips(self) -> list[Clip]:
+        if self._read is None:
+            largest, factors = (iter(x) for x in self._copy.read().tolist())
+            found = []
+            for layer in self._layers:
+                for head in range(layer.heads):
+                    value, factor = next(largest), next(factors)
+                    if value == math.inf:
+                        raise ValueError(
+                            f"hw.qk_clip: head {layer.number}.{head} has a logit that is infinite "
+                            f"or NaN at step {self.step}, which no scaling repairs; go back to the "
+                            "last checkpoint"
+                        )
+                    if factor < 1:
+                        clip = Clip(layer.number, layer.module, head, value, factor, layer.sampled)
+                        found.append(clip)
+            self._read = found
+        return self._read
+
+    @overload
+    def __getitem__(self, wanted: int) -> Clip: ...
+    @overload
+    def __getitem__(self, wanted: slice) -> list[Clip]: ...
+    def __getitem__(self, wanted: int | slice) -> Clip | list[Clip]:
+        return self._clips()[wanted]
+
+    def __len__(self) -> int:
+        return len(self._clips())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._clips() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._clips())
+
+
+_done: weakref.WeakKeyDictionary[Recording, Clips] = weakref.WeakKeyDictionary()
+
+
 @torch.no_grad()
-def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> list[Clip]:
+def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence[Clip]:
     """Shrink the queries and keys of each head whose largest logit exceeds the limit.
 
     The rows of W_q and W_k that belong to such a head, and of their biases, are multiplied by
     √(limit / max), so that its largest logit for the same input is `limit`. Keys that several heads
     share shrink as little as the head with the smallest excess needs, and the queries make up the
     rest: every head gets its own factor exactly, and no weight grows. Call it after the optimiser's
-    step; the figures of a step are used once. The optimiser's state stays as it is.
+    step; the figures of a step are used once. The optimiser's state stays as it is. Nothing waits
+    for a GPU: the largest logits are read there, and what was clipped when somebody looks.
 
     With torch.distributed the processes agree on the largest logits, so all of them must call it.
     ValueError if scaling the weights does not scale the logits (QK-norm, cosine or additive scores,
@@ -66,43 +123,50 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> list[Cli
     """
     if not limit > 0:
         raise ValueError(f"hw.qk_clip(limit={limit}): the limit must be positive")
-    step = _step(seen)
-    if _used.get(seen, -1) >= step:
+    step, before = _step(seen), _done.pop(seen, None)
+    if before is not None:
+        len(before)  # one step late it raises if there was nothing to clip
+        if before.step >= step:
+            _done[seen] = before
+            return []
+    layers: dict[str, list[WatchedLayer]] = {}
+    for layer in seen.layers if step >= 0 else ():
+        layers.setdefault(layer.module, []).append(layer)
+    made = {path: _made(model, path, each) for path, each in layers.items()}  # or nothing changes
+    if not made:
         return []
-    largest, lower_bound = _largest(seen)
-    agreed = _agreed(largest)
-    _refuse_infinite(agreed, seen)
-    made = {
-        path: _made(model, path, seen) for path in agreed
-    }  # all of them first: if one fails nothing is changed
-    done = []
-    for path, heads in agreed.items():
-        factors = {head: limit / value for head, value in heads.items() if value > limit}
-        if factors:
-            scale(made[path], factors)
-        number = _layers(seen, path)[0].number
-        done += [
-            Clip(number, path, head, heads[head], factor, lower_bound)
-            for head, factor in factors.items()
-        ]
-    _used[seen] = step
-    return done
+    largest = _agreed({path: _largest(seen, each) for path, each in layers.items()})
+    device = next(iter(largest.values())).device
+    together = torch.cat([x.to(device, non_blocking=True) for x in largest.values()])
+    factors = torch.where(together > limit, limit / together, 1.0)
+    factors = torch.where((together == torch.inf).any(), 1.0, factors)  # then none is clipped
+    for weights, factor in zip(
+        made.values(), factors.split([len(x) for x in largest.values()]), strict=True
+    ):
+        scale(weights, factor)
+    first = [each[0] for each in layers.values()]
+    clips = Clips(step, first, torch.stack((together, factors)))
+    if clips.arrived:
+        len(clips)
+    _done[seen] = clips
+    return clips
 
 
-def scale(made: QueryKeyWeights, factors: Mapping[int, float]) -> None:
-    """Multiply the logits of some heads, by scaling the weights of their queries and keys."""
+def scale(made: QueryKeyWeights, factor: Tensor) -> None:
+    """Multiply the logits of the heads by factors (heads,), by scaling queries and keys.
+
+    Nothing is read: a factor of 1 leaves the weights of a head as they are, to the bit.
+    """
     weight = made.queries[0]
-    factor = torch.ones(weight.shape[0], dtype=torch.float64)
-    for head, value in factors.items():
-        factor[head] = value
+    factor = factor.to(weight.device, non_blocking=True)
     if made.shared:
-        _multiply(made.queries, factor.sqrt().to(weight.device))
+        _multiply(made.queries, factor.sqrt())
         return
     groups = made.keys[0].shape[0]
     of_keys = factor.reshape(groups, -1).amax(1).sqrt()  # the least reduction among its heads
     of_queries = factor / of_keys.repeat_interleave(len(factor) // groups)
-    _multiply(made.queries, of_queries.to(weight.device))
-    _multiply(made.keys, of_keys.to(weight.device))
+    _multiply(made.queries, of_queries)
+    _multiply(made.keys, of_keys)
 
 
 def find(model: nn.Module, path: str) -> nn.Module:
@@ -123,55 +187,50 @@ def _multiply(parameters: list[Tensor], factor: Tensor) -> None:
 
 def _step(seen: Recording) -> int:
     """The number of the step whose figures the recording holds now."""
-    if any(layer.figures() for layer in seen.layers):
+    if any(layer.recorded for layer in seen.layers):
         return int(getattr(seen, "steps", 0))
-    return seen.series[-1].step if seen.series else -1
+    return -1 if seen.last_step is None else seen.last_step
 
 
-def _largest(seen: Recording) -> tuple[dict[str, dict[int, float]], bool]:
-    """The largest logit of each head, by the path of its module, and True if rows were sampled.
+def _largest(seen: Recording, layers: Sequence[WatchedLayer]) -> Tensor:
+    """The largest logit of a module's heads, (heads,), on its device; -inf where none is wanted.
 
     NaN becomes infinite, so that no other process's logit hides it.
     """
-    table = seen.heads()
-    values = figure(table, "max_logit_max")
-    if len(table) and not values:
-        raise ValueError("hw.qk_clip reads max_logit, which was not recorded; name it in stats=")
-    found: dict[str, dict[int, float]] = {}
-    for row, value in zip(table, values, strict=True):
-        value = math.inf if math.isnan(value) else value
-        heads = found.setdefault(str(row["name"]).partition("#")[0], {})
-        heads[int(row["head"])] = max(value, heads.get(int(row["head"]), value))
-    return found, "max_logit_max" not in table.columns
+    found = []
+    for layer in layers:
+        assert layer.slot is not None
+        columns = layer.slot.board.columns
+        if "max_logit" not in columns.stats:
+            raise ValueError(
+                "hw.qk_clip reads max_logit, which was not recorded; name it in stats="
+            )
+        recorded = any(layer.recorded for layer in seen.layers)
+        values = layer.slot.read() if recorded else layer.slot.ended()
+        found.append(values[columns.largest("max_logit")].nan_to_num(torch.inf, torch.inf))
+    largest = torch.stack(found).amax(0)
+    wanted = getattr(seen, "options", None)
+    if wanted is not None and wanted.heads is not None:
+        for head in set(range(layers[0].heads)) - set(wanted.heads):
+            largest[head] = -torch.inf
+    return largest
 
 
-def _agreed(largest: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+def _agreed(largest: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same over all processes, so that their weights stay equal and they fail together."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return largest
-    found = [x for heads in largest.values() for x in heads.values()]
-    values = torch.tensor(found, dtype=torch.float64)
-    if distributed.get_backend() == "nccl":
-        values = values.cuda()
-    distributed.all_reduce(values, op=distributed.ReduceOp.MAX)
-    agreed = iter(values.tolist())
-    return {path: {head: next(agreed) for head in heads} for path, heads in largest.items()}
+    home = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    together = torch.cat([x.to(home) for x in largest.values()])
+    distributed.all_reduce(together, op=distributed.ReduceOp.MAX)
+    parts = together.split([len(x) for x in largest.values()])
+    return {path: x.to(largest[path].device) for path, x in zip(largest, parts, strict=True)}
 
 
-def _refuse_infinite(largest: dict[str, dict[int, float]], seen: Recording) -> None:
-    for path, heads in largest.items():
-        for head, value in heads.items():
-            if value == math.inf:
-                raise ValueError(
-                    f"hw.qk_clip: head {_layers(seen, path)[0].number}.{head} has a logit that is "
-                    "infinite or NaN, which no scaling repairs; go back to the last checkpoint"
-                )
-
-
-def _made(model: nn.Module, path: str, seen: Recording) -> QueryKeyWeights:
+def _made(model: nn.Module, path: str, layers: Sequence[WatchedLayer]) -> QueryKeyWeights:
     """The weights of a module's queries and keys; ValueError if they do not set the logits."""
-    module, layers = find(model, path), _layers(seen, path)
+    module = find(model, path)
     reasons = [reason for layer in layers if (reason := why_not(module, layer)) is not None]
     if reasons:
         raise ValueError(f"hw.qk_clip can't clip {path or 'the model'}: {reasons[0]}")
@@ -179,11 +238,6 @@ def _made(model: nn.Module, path: str, seen: Recording) -> QueryKeyWeights:
         return query_key_weights(module, path, layers[0].heads)
     except ValueError as unknown:
         raise ValueError(f"hw.qk_clip can't clip {unknown}") from unknown
-
-
-def _layers(seen: Recording, path: str) -> list[WatchedLayer]:
-    """The layers of a module: one that runs at several depths has several."""
-    return [layer for layer in seen.layers if layer.module == path]
 
 
 def why_not(module: nn.Module, layer: WatchedLayer) -> str | None:

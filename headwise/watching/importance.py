@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.layer import WatchedLayer
 from headwise.watching.table import Table, Value
@@ -57,7 +58,7 @@ def _wanted(layers: Mapping[str, WatchedLayer], numbers: Sequence[int] | None) -
 @contextmanager
 def _off(model: nn.Module, recorder: CallRecorder, name: str, head: int) -> Iterator[None]:
     """Switch off the output of a head for a while."""
-    module = model.get_submodule(name)
+    module = find_module(model, name)
     if isinstance(module, nn.MultiheadAttention):
         # Its last projection runs inside PyTorch: the head's part of that weight becomes 0.
         weight = module.out_proj.weight

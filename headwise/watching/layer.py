@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,11 @@ from torch import Tensor
 from headwise import mask as masks
 from headwise.api import attention_map
 from headwise.core.intervals import Mask
-from headwise.core.observation import Observation, Reduction
+from headwise.core.observation import Observation
 from headwise.core.place import Place, four
 from headwise.maps.attention_map import AttentionMap
 from headwise.nn.call import Call
+from headwise.watching.board import Slot
 from headwise.watching.seen_call import Kind, SeenCall, owned
 from headwise.watching.table import Value
 
@@ -35,9 +36,12 @@ class WatchedLayer:
     kind: Kind
     heads: int
     sampled: bool = False  # its figures are of a sample of the rows, and named so
+    stats: tuple[str, ...] = ()  # that are seen of it
+    slot: Slot | None = field(default=None, repr=False)  # where its figures accumulate
+    recorded: bool = False  # something of it was seen since the last step
+    compiled: bool = False  # its rows are recorded by compiled code, which does not tell when
     ended: bool = False  # the next call begins a new pass, whatever it looks like
     _calls: list[SeenCall] = field(default_factory=list, repr=False)
-    _reduction: Reduction | None = field(default=None, repr=False)
 
     def add(self, seen: SeenCall, continuing: bool) -> None:
         """Keep a call: as further rows of the last pass, or as a new one."""
@@ -51,9 +55,6 @@ class WatchedLayer:
         if self._calls and self._calls[-1].call is not None and not self._calls[-1].lost:
             self._calls[-1] = self._calls[-1].with_own_keys(first=len(self._calls) == 1)
         self._calls.append(seen if seen.call is None else seen.keeping(owned(seen.call)))
-        found = Reduction.of(seen.observation, seen.padding)
-        found = replace(found, sampled=found.sampled or self.sampled)
-        self._reduction = found if self._reduction is None else self._reduction + found
 
     @property
     def module(self) -> str:
@@ -76,25 +77,38 @@ class WatchedLayer:
         return self._calls[-1] if self._calls else None
 
     @property
+    def length(self) -> int:
+        """The number of query rows in the last pass."""
+        return sum(part.queries for part in self._calls)
+
+    @property
     def observation(self) -> Observation:
-        """The statistics of the last pass, (B, Hq, N) each."""
-        if not self._calls:
-            raise ValueError(f"nothing of {self.title} is kept row by row")
-        if len(self._calls) == 1:
-            return self._calls[0].observation
-        seen = [part.observation for part in self._calls]
+        """The statistics of the last pass, (B, Hq, N) each; ValueError if no rows were kept."""
+        seen = self._rows_seen()
+        if len(seen) == 1:
+            return seen[0]
         values = {name: torch.cat([x.values[name] for x in seen], 2) for name in seen[-1].values}
-        return Observation(values, torch.cat([x.highest for x in seen], 2), _rows(self._calls))
+        rows = _joined_rows(seen, [part.queries for part in self._calls])
+        return Observation(values, torch.cat([x.highest for x in seen], 2), rows)
+
+    def _rows_seen(self) -> list[Observation]:
+        seen = [part.observation for part in self._calls if part.observation is not None]
+        if not seen or len(seen) < len(self._calls):
+            raise ValueError(
+                f"nothing of {self.title} is kept row by row: hw.watch(..., maps=True) keeps the "
+                "rows of the last pass, and maps=False its figures only"
+            )
+        return seen
 
     @property
     def padding(self) -> Tensor | None:
         """The rows of the last pass that are padding, (B, N) bool; None if no row is."""
+        batch = self._rows_seen()[0].highest
         if all(part.padding is None for part in self._calls):
             return None
-        batch = self._calls[0].observation.sees
         return torch.cat(
             [
-                batch.new_zeros(batch.shape[0], part.queries)
+                batch.new_zeros(batch.shape[0], part.queries, dtype=torch.bool)
                 if part.padding is None
                 else part.padding
                 for part in self._calls
@@ -163,11 +177,21 @@ class WatchedLayer:
 
     def figures(self) -> dict[str, Tensor]:
         """One value per head, (Hq,), for each figure, over every pass since the last step."""
-        return {} if self._reduction is None else self._reduction.figures()
+        if self.slot is None or not self.recorded:
+            return {}
+        columns = self.slot.board.columns
+        return columns.figures(self.slot.read(), self.sampled, self.stats)
+
+    def counted(self) -> Tensor:
+        """The number of rows that the figures are of, (Hq,)."""
+        if self.slot is None:
+            raise ValueError(f"nothing of {self.title} is being recorded")
+        return self.slot.read()[0]
 
     def close(self) -> None:
-        """Start the figures anew, and end the pass."""
-        self._reduction, self.ended = None, True
+        """Note that a step has ended: the figures start anew, and the pass ends."""
+        self.recorded, self.ended = self.compiled, True
+        self._calls = [part.emptied() if part.observation is None else part for part in self._calls]
 
 
 def _joined_mask(parts: list[Mask | None], places: list[Place], keys: int) -> Mask:
@@ -210,15 +234,14 @@ def _widened(x: Tensor, place: Place, keys: int, fill: float) -> Tensor:
     return F.pad(x, (0, keys - place.keys), value=fill)
 
 
-def _rows(parts: list[SeenCall]) -> Tensor | None:
+def _joined_rows(seen: list[Observation], lengths: list[int]) -> Tensor | None:
     """The rows of the pass that were looked at; None if all were."""
-    if all(part.observation.rows is None for part in parts):
+    if all(part.rows is None for part in seen):
         return None
     found, start = [], 0
-    for part in parts:
-        rows = part.observation.rows
-        device = part.observation.sees.device
-        rows = torch.arange(part.queries, device=device) if rows is None else rows
+    for part, queries in zip(seen, lengths, strict=True):
+        rows = part.rows
+        rows = torch.arange(queries, device=part.highest.device) if rows is None else rows
         found.append(rows + start)
-        start += part.queries
+        start += queries
     return torch.cat(found)

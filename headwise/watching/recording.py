@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from headwise.maps.attention_map import AttentionMap
 from headwise.watching import figure_names as naming
 from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
+from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer
 from headwise.watching.table import Table, Value
 
@@ -25,6 +27,18 @@ class Entry:
 
     step: int
     table: Table
+
+    def to_dict(self) -> dict[str, Any]:
+        """The step as plain lists."""
+        rows = [list(row.values()) for row in self.table]
+        return {"step": self.step, "columns": self.table.columns, "rows": rows}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Entry:
+        """The step that `to_dict` returned."""
+        columns = list(content["columns"])
+        rows = [dict(zip(columns, row, strict=True)) for row in content["rows"]]
+        return cls(int(content["step"]), Table(rows, columns))
 
 
 class Recording:
@@ -50,24 +64,18 @@ class Recording:
         """The names of modules whose attention could not be read, and is left out."""
         return []
 
+    @property
+    def last_step(self) -> int | None:
+        """The number of the last step of the series; None if there is none."""
+        return self.series[-1].step if self.series else None
+
     def heads(self) -> Table:
         """One row per head: layer, name, kind, head and the figures of every statistic.
 
         Figures are means over all rows that see a key and are not padding, or the largest or
         smallest value where the name says so, since the last training step, or else of all passes.
         """
-        rows: list[dict[str, Value]] = []
-        # One transfer per layer: one per figure would wait for a GPU a thousand times.
-        found = [(layer, list(figures), torch.stack(list(figures.values())).tolist())
-                 for layer in self.layers if (figures := layer.figures())]  # fmt: skip
-        columns = list(dict.fromkeys(name for _, names, _ in found for name in names))
-        for layer, names, values in found:
-            for head in range(layer.heads):
-                mine = {name: value[head] for name, value in zip(names, values, strict=True)}
-                rows.append(layer.place(head) | {x: mine.get(x, NAN) for x in columns})
-        if not rows and self.series:
-            return self.series[-1].table
-        return Table(rows, note=self._note())
+        return self.series[-1].table if self.series else Table([], note=self._note())
 
     def _note(self) -> str | None:
         """The line below a table that says what is missing."""
@@ -141,3 +149,45 @@ class Recording:
 
     def __rich__(self) -> Any:
         return self.heads().__rich__()
+
+
+def head_rows(
+    layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor], sampled: bool
+) -> list[dict[str, Value]]:
+    """One row per head of the layers, from what their boards hold."""
+    found: dict[Board, list[list[list[float]]]] = {}  # slot, figure, head
+    names: dict[str, str] = {}
+    for board, values in boards.items():
+        columns = board.columns.figures(values, sampled)
+        found[board] = torch.stack([values[:, 0], *columns.values()], 1)[:, 1:].tolist()
+        names = board.columns.names(sampled)
+    seen = {name for layer in layers for name in layer.stats}
+    rows: list[dict[str, Value]] = []
+    for layer in layers:
+        assert layer.slot is not None
+        of_heads = found[layer.slot.board][layer.slot.number]
+        mine = [
+            (name, value if stat in layer.stats else [NAN] * layer.heads)
+            for (name, stat), value in zip(names.items(), of_heads, strict=True)
+            if stat in seen
+        ]
+        for head in range(layer.heads):
+            rows.append(layer.place(head) | {name: value[head] for name, value in mine})
+    return rows
+
+
+def overflow(rows: Sequence[Mapping[str, Value]]) -> str | None:
+    """The line below a table that names infinite figures; None if there are none.
+
+    >>> overflow([{"layer": 0, "head": 3, "logit_var_mean": float("inf"), "max_logit_max": 9.0}])
+    '(infinite, beyond the range of its numbers: logit_var_mean of head 0.3)'
+    """
+    found = [
+        f"{name} of head {row['layer']}.{row['head']}"
+        for row in rows
+        for name, value in row.items()
+        if value == math.inf and "_min" not in name  # a minimum of no rows at all
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    said = f"(infinite, beyond the range of its numbers: {', '.join(found[:3])}{more})"
+    return said if found else None

@@ -18,16 +18,18 @@ from headwise.core.versions import Versions, may_be_overwritten
 from headwise.nn.call import Call
 from headwise.score import Additive, Cosine, Dot, General, Score
 
-Kind = Literal["self", "cross"]
+Kind = Literal["self", "cross", "window"]
+"""A "window" has rows of one sequence, each with keys of its own."""
 
 
 @dataclass(frozen=True)
 class SeenCall:
     """One call: the prompt, or the tokens of one step while generating."""
 
+    batch: int
     queries: int
     start: int  # the position of the first query: how many keys came before it
-    observation: Observation
+    observation: Observation | None  # its rows; None if no maps were wanted
     padding: Tensor | None  # (B, N) bool: rows that are padding
     call: Call | None  # what a map needs; None if no maps were wanted
     lse: Tensor | None  # (B, Hq, N), if every row was looked at
@@ -53,23 +55,33 @@ class SeenCall:
         k = self.call.k[:, :, 0 if first else self.start : self.start + self.queries]
         return self.keeping(self.call._replace(k=k.clone()))
 
+    def emptied(self) -> SeenCall:
+        """The same without tensors: where the call stood, and how its logits were made."""
+        return replace(
+            self, observation=None, padding=None, call=None, lse=None, newest=None, kept=None
+        )
+
     def cut(self, queries: int) -> SeenCall:
         """The first rows, without a map: the tokens after them were taken back."""
         if queries >= self.queries:
             return self
-        seen = self.observation
-        kept = queries if seen.rows is None else int((seen.rows < queries).sum())
-        values = {name: value[:, :, :kept] for name, value in seen.values.items()}
-        rows = None if seen.rows is None else seen.rows[:kept]
         return replace(
             self,
             queries=queries,
-            observation=Observation(values, seen.highest[:, :, :kept], rows),
+            observation=None if self.observation is None else _cut(self.observation, queries),
             padding=None if self.padding is None else self.padding[:, :queries],
             call=None,
             lse=None,
             kept=None,
         )
+
+
+def _cut(seen: Observation, queries: int) -> Observation:
+    """The first rows of an observation."""
+    kept = queries if seen.rows is None else int((seen.rows < queries).sum())
+    values = {name: value[:, :, :kept] for name, value in seen.values.items()}
+    rows = None if seen.rows is None else seen.rows[:kept]
+    return Observation(values, seen.highest[:, :, :kept], rows)
 
 
 def owned(call: Call) -> Call:
@@ -126,6 +138,13 @@ def bent(call: Call) -> str | None:
     if isinstance(call.bias, Tensor):
         return "its logits are written out, or a tensor is added to them"
     return None if call.bias is None else f"{type(call.bias).__name__} is added to its logits"
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of attention that a module's name states."""
+    last = name.lower().rsplit(".", 1)[-1]
+    across = ("cross" in last, "encoder_attn" in last, "encdec" in last, "multihead_attn" in last)
+    return "cross" if any(across) else "self"
 
 
 def newest_key(call: Call, last: int) -> Tensor | None:

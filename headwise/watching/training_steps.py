@@ -2,36 +2,69 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from headwise.watching.alarms import Alarm, Alarms
+from headwise.watching.board import Board, HostCopy
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.layer import WatchedLayer
-from headwise.watching.recording import Entry, Recording
+from headwise.watching.recording import Entry, Recording, head_rows, overflow
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
+from headwise.watching.table import Table
+
+FORMAT = 1
+"""Of a state; a reader refuses those it does not know."""
 
 IN_MEMORY, ROWS_IN_MEMORY = 1000, 200_000
 """Steps of a series that stay in memory at most, and rows of all their tables together."""
 
 
+@dataclass(frozen=True)
+class EndedStep:
+    """A step that has ended: its layers, and copies of their figures, perhaps still on the way."""
+
+    number: int
+    layers: tuple[WatchedLayer, ...]
+    copies: Mapping[Board, HostCopy]
+    compared: set[str]  # modules whose output was compared with what was read
+
+    @property
+    def arrived(self) -> bool:
+        """True if reading it waits for nothing."""
+        return all(copy.arrived for copy in self.copies.values())
+
+
 class SteppedRecording(Recording):
-    """A recording that is made while a model trains: it ends with each step, and begins anew."""
+    """A recording that is made while a model trains: it ends with each step, and begins anew.
+
+    A step's figures are copied from the device when it ends, and read once they have arrived: when
+    the next step ends, or when somebody asks.
+    """
 
     model: nn.Module
 
     def __init__(self, recorder: CallRecorder, rules: tuple[Rule, ...] = ()) -> None:
         self._recorder, self._alarms = recorder, Alarms(rules)
-        self.series: list[Entry] = []
+        self._series: list[Entry] = []
+        self._ended: EndedStep | None = None  # the last step, if it was not read yet
         self.steps = 0  # training steps that ended
         self._runs: list[RunWriter] = []
         self._by_hand = False  # step() was called, so optimisers don't end steps
         self._ended_by_optimiser = False  # the last step, and nothing has run since
+        self._optimiser: weakref.ref[Optimizer] | None = None  # that ended it
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
+            weakref.WeakKeyDictionary()  # optimisers: how many groups they have, and are they ours
+        )
         self._passes = 0  # of the steps that ended
         self._reported: set[str] = set()  # what went wrong, each once
 
@@ -48,9 +81,72 @@ class SteppedRecording(Recording):
         return list(self._recorder.unread.reasons)
 
     @property
+    def series(self) -> list[Entry]:  # type: ignore[override]
+        """The steps that were looked at, each with its table; waits for the last one to arrive."""
+        self._settle()
+        return self._series
+
+    @property
+    def last_step(self) -> int | None:
+        if self._ended is not None:
+            return self._ended.number
+        return self._series[-1].step if self._series else None
+
+    @property
+    def latest(self) -> Entry | None:
+        """The last step whose figures have arrived; nothing waits. None if there is none yet."""
+        if self._ended is not None and self._ended.arrived:
+            self._settle()
+        return self._series[-1] if self._series else None
+
+    @property
     def alarms(self) -> list[Alarm]:  # type: ignore[override]
         """The findings of the rules, each head and rule once."""
+        self._settle()
         return self._alarms.raised
+
+    def heads(self) -> Table:
+        recorded = [layer for layer in self.layers if layer.recorded]
+        if not recorded:
+            return super().heads()
+        copies = {board: board.copy() for board in self._recorder.boards.values()}
+        table = self._table(recorded, copies, self._recorder.proofs.take())
+        return table if len(table) else super().heads()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps, the series and the alarms so far, for a checkpoint.
+
+        They are plain numbers, strings, lists and dictionaries, so that `torch.save` and JSON take
+        them. What was seen in a step that has not ended is left out.
+        """
+        self._settle()
+        return {
+            "format": FORMAT,
+            "steps": self.steps,
+            "series": [entry.to_dict() for entry in self._series],
+            "alarms": self._alarms.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved: with its next step, its series and its alarms.
+
+        A folder of `record(folder, resume=True)` drops the steps that come again.
+        """
+        known = state.get("format") if hasattr(state, "get") else type(state).__name__
+        if known != FORMAT:
+            raise ValueError(
+                f"this is no state of a watch that this headwise can read: its format is {known}, "
+                f"and {FORMAT} is known; give load_state_dict what state_dict() returned"
+            )
+        series = [Entry.from_dict(entry) for entry in state["series"]]
+        self._alarms.load_state_dict(state["alarms"])
+        self._series, self._ended, self.steps = series, None, int(state["steps"])
+        for board in self._recorder.boards.values():
+            board.take()
+        for layer in self.layers:
+            layer.close()
+        self._passes = self._recorder.passes
+        self.look(self.steps % self._recorder.options.every == 0)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and what was asked for was not seen."""
@@ -68,31 +164,116 @@ class SteppedRecording(Recording):
             self._end_step()
 
     def optimised(self, optimiser: Optimizer, *_: object) -> None:
-        """An optimiser made a step: a training step ends, if the model ran and it is its own."""
-        if self._by_hand or self._passes == self._recorder.passes:
+        """An optimiser made a step: a training step ends, if the model ran and it is its own.
+
+        Nobody sees the model run in a step that is passed over: the optimiser that ended the last
+        step ends those. Nor does compiled code tell when it runs.
+        """
+        if self._by_hand:
             return
-        mine = {id(x) for x in self.model.parameters()}
-        if any(id(x) in mine for group in optimiser.param_groups for x in group["params"]):
+        last = None if self._optimiser is None else self._optimiser()
+        if self._recorder.active:
+            ran = self._passes != self._recorder.passes or any(x.compiled for x in self.layers)
+            ends = ran and self._is_ours(optimiser)
+        else:
+            ends = optimiser is last or (last is None and self._is_ours(optimiser))
+        if ends:
+            self._optimiser = weakref.ref(optimiser)
             self._end_step()
             self._ended_by_optimiser = True
 
+    def _is_ours(self, optimiser: Optimizer) -> bool:
+        """True if an optimiser holds parameters of the model."""
+        groups, ours = self._known.get(optimiser, (-1, False))
+        if groups != len(optimiser.param_groups):
+            mine = {id(x) for x in self.model.parameters()}
+            given = (x for group in optimiser.param_groups for x in group["params"])
+            ours = any(id(x) in mine for x in given)
+            self._known[optimiser] = (len(optimiser.param_groups), ours)
+        return ours
+
+    def look(self, looking: bool) -> None:
+        """Look at the step that begins, or pass it over."""
+        self._recorder.active = looking
+
     def _end_step(self) -> None:
+        self._recorder.numbered = self._recorder.numbered or bool(self._recorder.layers)
         if self._recorder.active:
+            self._settle()  # the step before: its figures have arrived by now
             with self._going_on("ending a step"):
                 if not self.unread:  # else it was reported
                     self.check()
-                if any(layer.figures() for layer in self.layers):
-                    self._close(Entry(self.steps, self.heads()))
-        for layer in self.layers:
-            layer.close()
+                self._take()
+            for layer in self.layers:
+                layer.close()
         self.steps += 1
         self._passes = self._recorder.passes
-        self._recorder.active = self.steps % self._recorder.options.every == 0
+        looking = self.steps % self._recorder.options.every == 0
+        if looking != self._recorder.active:
+            with self._going_on("beginning a step"):
+                self.look(looking)
+
+    def _take(self) -> None:
+        """Send the figures of this step on their way; they are read later, if that is possible."""
+        recorded = tuple(layer for layer in self.layers if layer.recorded)
+        if not recorded:
+            return
+        copies = {board: board.take() for board in self._recorder.boards.values()}
+        self._ended = EndedStep(self.steps, recorded, copies, self._recorder.proofs.take())
+        keeping = any(run.keeps(self.steps) for run in self._runs)
+        if self._ended.arrived or self._alarms.need_maps or keeping:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Read the last step that ended, if it was not read yet."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            with self._going_on("ending a step"):
+                table = self._table(ended.layers, ended.copies, ended.compared)
+                if len(table):
+                    self._close(Entry(ended.number, table))
+
+    def _table(
+        self,
+        layers: Sequence[WatchedLayer],
+        copies: Mapping[Board, HostCopy],
+        compared: Iterable[str],
+    ) -> Table:
+        """The figures of some layers; those that were misread leave the recording first."""
+        boards = {board: copy.read() for board, copy in copies.items()}
+        for module in compared:
+            self._judge(module, [x for x in layers if x.module == module], boards)
+        self._recorder.unread.warn()
+        left = [layer for layer in layers if layer.name in self._recorder.layers]
+        matches = self._recorder.matches
+        left = [
+            layer
+            for layer in left
+            if not layer.compiled
+            or (_has_rows(layer, boards) and matches(layer.number, layer.name))
+        ]
+        rows = head_rows(left, boards, self._recorder.options.rows is not None)
+        wanted = self._recorder.options.heads
+        if wanted is not None:
+            rows = [row for row in rows if row["head"] in wanted]
+        notes = [note for note in (self._note(), overflow(rows)) if note is not None]
+        return Table(rows, note="\n".join(notes) or None)
+
+    def _judge(
+        self, module: str, layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor]
+    ) -> None:
+        """Leave the layers of a module out if its output shows that it was misread."""
+        slots = [layer.slot for layer in layers if layer.slot is not None]
+        found = [float(boards[slot.board][slot.number, -1, 0]) for slot in slots]
+        try:
+            self._recorder.proofs.judge(module, max(found, default=-math.inf))
+        except ValueError as error:
+            self._recorder.leave_out(layers, error)
 
     def _close(self, entry: Entry) -> None:
         """Add a step to the series, look for alarms, and write it."""
-        self.series.append(entry)
-        del self.series[: -max(1, min(IN_MEMORY, ROWS_IN_MEMORY // max(1, len(entry.table))))]
+        self._series.append(entry)
+        del self._series[: -max(1, min(IN_MEMORY, ROWS_IN_MEMORY // max(1, len(entry.table))))]
         raised: list[Alarm] = []
         with self._going_on("looking for alarms"):
             raised = self._alarms.look(entry.step, entry.table, self.layers)
@@ -115,3 +296,9 @@ class SteppedRecording(Recording):
                 warnings.warn(
                     f"hw.watch: {doing} failed, and the model runs on: {error}", stacklevel=3
                 )
+
+
+def _has_rows(layer: WatchedLayer, boards: Mapping[Board, Tensor]) -> bool:
+    """True if a layer recorded something."""
+    assert layer.slot is not None
+    return bool(boards[layer.slot.board][layer.slot.number, 0].any())

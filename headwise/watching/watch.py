@@ -17,9 +17,11 @@ from headwise.watching.adapters import (
     headwise_calls,
     multi_head_calls,
     torch_calls,
+    traced_calls,
     transformers_calls,
 )
-from headwise.watching.adapters.patching import Hook, Undo
+from headwise.watching.adapters.module_forwards import Follower, find_module, follow
+from headwise.watching.adapters.patching import Undo
 from headwise.watching.alarms import chosen
 from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
 from headwise.watching.head_weights import query_key_weights, symmetry
@@ -115,14 +117,16 @@ class Watch(SteppedRecording):
         self, model: nn.Module, options: WatchOptions, rules: tuple[Rule, ...] = ()
     ) -> None:
         super().__init__(CallRecorder(options), rules)
-        self.model, self.options = model, options
-        self._undo: list[Undo] = []
+        self.model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        self.options = options
+        self._undo: list[Undo] = []  # takes off what lets the watch see the model
+        self._unfollow: Undo | None = None  # ends following the optimisers
         self._modules: set[nn.Module] = set()
 
     @property
     def attached(self) -> bool:
-        """True while the model is watched."""
-        return bool(self._undo)
+        """True while the model is watched, also in steps that are passed over."""
+        return self._unfollow is not None
 
     def attach(self) -> Self:
         """Begin to watch; ValueError if the model is watched already."""
@@ -132,41 +136,63 @@ class Watch(SteppedRecording):
                 f"this {type(self.model).__name__} is being watched already; "
                 "detach() the other watch first"
             )
-        for name, module in self.model.named_modules():
-            if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-                raise ValueError(
-                    f"{name or 'the model'} is compiled, and compiled code can't be looked into; "
-                    "watch the model itself, hw.watch(model._orig_mod), or compile it afterwards"
-                )
+        self._modules = modules
+        _watched.update(modules)
+        self._unfollow = register_optimizer_step_post_hook(self.optimised).remove
         try:
-            self._attach()
+            self._reserve()
+            self.look(self.steps % self.options.every == 0)
         except BaseException:
             self.detach()
             raise
-        self._modules = modules
-        _watched.update(modules)
         return self
 
-    def _attach(self) -> None:
+    def _reserve(self) -> None:
+        """Make the board where the model is: if there is no memory left, that is known now."""
+        first = next(self.model.parameters(), None)
+        if first is not None and not first.is_meta:
+            self._recorder.board(first.device)
+
+    def look(self, looking: bool) -> None:
+        """Look at the step that begins, or pass it over: then the watch is nowhere in the model."""
+        super().look(looking)
+        if not looking or not self.attached:
+            self._unhook()
+        elif not self._undo:
+            try:
+                self._hook()
+            except BaseException:
+                self._unhook()
+                raise
+
+    def _hook(self) -> None:
         recorder = self._recorder
-        begin = Hook(lambda _, given, options: recorder.begin(given, options))
-        end = Hook(lambda *_: recorder.end())
-        before = self.model.register_forward_pre_hook(begin, with_kwargs=True)
-        after = self.model.register_forward_hook(end, always_call=True)
-        self._undo += [before.remove, after.remove]
+        whole = Follower(
+            {id(self.model)},
+            lambda _, given, options: recorder.begin(given, options),
+            lambda _: recorder.end(),
+        )
+        self._undo += follow(self.model, whole)
+        self._undo += traced_calls.attach(self.model, recorder)
         listener = torch_calls.Listener(recorder)
         self._undo += headwise_calls.attach(self.model, recorder)
         for adapter in (torch_calls, multi_head_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
-        self._undo.append(register_optimizer_step_post_hook(self.optimised).remove)
+
+    def _unhook(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def detach(self) -> None:
         """End watching; the model is as it was before."""
-        while self._undo:
-            self._undo.pop()()
+        self._unhook()
+        if self._unfollow is not None:
+            self._unfollow()
+        self._unfollow = None
         _watched.difference_update(self._modules)
         self._modules = set()
+        self._settle()
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -177,7 +203,7 @@ class Watch(SteppedRecording):
             return
         if not self.steps:
             self.check()
-        if self._alarms.rules and any(layer.figures() for layer in self.layers):
+        if self._alarms.rules and any(layer.recorded for layer in self.layers):
             with self._going_on("looking for alarms"):
                 self._alarms.look(self.steps, self.heads(), self.layers, last=True)
 
@@ -197,7 +223,7 @@ class Watch(SteppedRecording):
         <WatchedRun of 1 layers, 8 heads, 3 steps>
         """
         about = manifest.describe(self.model, self.options, self._alarms.rules)
-        writer = RunWriter(folder, about, **options)
+        writer = RunWriter(folder, about, pending=self._settle, **options)
         self._runs.append(writer)
         return writer
 
@@ -216,11 +242,7 @@ class Watch(SteppedRecording):
                 f"nothing was seen of this {type(self.model).__name__}: it did not run while it "
                 "was watched, or it runs compiled code"
             )
-        table = super().heads()
-        wanted = self.options.heads
-        if wanted is None:
-            return table
-        return Table([row for row in table if row["head"] in wanted], note=table.note)
+        return super().heads()
 
     def symmetry(self) -> Table:
         """How symmetric W_qᵀ W_k is, one row per head: 1 if i scores j as j scores i, −1 if it
@@ -228,7 +250,7 @@ class Watch(SteppedRecording):
         """
         rows: list[dict[str, Value]] = []
         for layer in self.layers:
-            module = self.model.get_submodule(layer.module)
+            module = find_module(self.model, layer.module)
             found = symmetry(query_key_weights(module, layer.module, layer.heads))
             rows += [layer.place(head) | {"symmetry": x} for head, x in enumerate(found.tolist())]
         return Table(rows)
@@ -252,10 +274,15 @@ class Watch(SteppedRecording):
         """
         if not self.attached:
             raise ValueError("importance switches heads off in a watched model; attach() first")
-        if not self._recorder.layers:
-            measure()  # shows the layers
-        self.check()
-        return importance(self.model, self._recorder, measure)
+        looking = self._recorder.active
+        self.look(True)
+        try:
+            if not self._recorder.layers:
+                measure()  # shows the layers
+            self.check()
+            return importance(self.model, self._recorder, measure)
+        finally:
+            self.look(looking)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""

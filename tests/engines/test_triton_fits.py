@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, Lock, current_thread
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from headwise.engines import calls
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from triton.runtime.errors import OutOfResources
+from triton.runtime.interpreter import GridExecutor
 
 from headwise.engines.triton import tuning
 from headwise.engines.triton.host import backward_call as backward
@@ -141,6 +144,41 @@ def test_a_plain_step_takes_fewer_keys_at_once(monkeypatch: pytest.MonkeyPatch) 
         close([found], [hw.attention(q, k, v, mask=CAUSAL, engine="reference")])
     assert crowded.refused == 4
     assert len(calls._PREPARED) == 2
+
+
+@interpreted
+def test_two_threads_may_find_at_once_that_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crowded, meet, one_kernel = crowd(monkeypatch, decoding, "split"), Barrier(2), Lock()
+    refuse, run = Crowded.__getitem__, GridExecutor.__call__
+
+    def together(self: Crowded, grid: Any) -> Any:
+        if current_thread().name not in met:
+            met.add(current_thread().name)
+            meet.wait(60)
+        return refuse(self, grid)
+
+    def alone(self: Any, *given: Any, **options: Any) -> Any:
+        with one_kernel:  # the interpreter runs one kernel at a time
+            return run(self, *given, **options)
+
+    met: set[str] = set()
+    monkeypatch.setattr(Crowded, "__getitem__", together)
+    monkeypatch.setattr(GridExecutor, "__call__", alone)
+
+    def step(length: int) -> tuple[Tensor, Tensor]:
+        q, k, v = (torch.randn(2, 2, n, 16) for n in (2, length, length))
+        with torch.no_grad():
+            for _ in range(2):  # the second is the prepared one
+                found = hw.attention(q, k, v, mask=CAUSAL, engine="triton")
+            return found, hw.attention(q, k, v, mask=CAUSAL, engine="reference")
+
+    with ThreadPoolExecutor(2) as threads:
+        for found, truth in threads.map(step, (300, 200)):
+            close([found], [truth])
+    assert len(met) == 2
+    assert crowded.refused >= 8  # by each
 
 
 @interpreted

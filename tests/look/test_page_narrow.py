@@ -52,6 +52,7 @@ def box_of(page: Page, selector: str) -> dict[str, float]:
         (HEAD, "output.reading[data-exact]"),
         (f"{HEAD}&side=lines", "aside path"),
         ("#/compare?layer=4&head=6", "td.bar, tbody td"),
+        ("#/cost", ".pictures figure"),
         ("#/why/scale", ".pictures figure"),
         ("#/why/heads", ".pictures figure"),
         ("#/why/scores", ".pictures figure"),

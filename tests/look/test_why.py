@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look.experiments import dot_and_additive as comparing
-from headwise.look.experiments import many_heads as reading
-from headwise.look.experiments import shared_projection as sharing
-from headwise.look.experiments import why_scale as scale
+from headwise.lab.experiments import dot_and_additive as comparing
+from headwise.lab.experiments import many_heads as reading
+from headwise.lab.experiments import shared_projection as sharing
+from headwise.lab.experiments import why_scale as scale
 from headwise.look.serving import why_answers as why
 from headwise.look.serving.answers import Answer, answer
 from headwise.look.session import Session

@@ -79,6 +79,28 @@ def test_a_run_that_resumes_goes_on_with_its_heads(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run").steps == list(range(8))
 
 
+@dataclass
+class Loud(Attending):
+    """Its inputs are large enough for an alarm."""
+
+    def batch(self, number: int, device: torch.device) -> Tensor:
+        return 100 * super().batch(number, device)
+
+
+def test_a_resumed_run_raises_no_alarm_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen, run = iter(range(1, 100)), Run(tmp_path)
+    for stop in (lambda: next(seen) == 5, lambda: False):
+        Trainer(
+            Loud(), RECIPE, run, {}, torch.device("cpu"), should_stop=stop, watch_every=1
+        ).train()
+    assert open_run(tmp_path).steps == list(range(8))
+    assert [alarm.step for alarm in open_run(tmp_path).alarms if alarm.rule == "logit growth"]
+    raised = [line for line in caplog.messages if "logit growth" in line]
+    assert len({line.partition(": ")[2] for line in raised}) == len(raised)
+
+
 def test_a_resumed_run_may_be_watched_from_then_on(tmp_path: Path) -> None:
     seen = iter(range(1, 100))
     trained(tmp_path / "run", should_stop=lambda: next(seen) == 3)
@@ -103,7 +125,7 @@ class Killed(Attending):
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [{**line, "per_second": None} for line in Run(folder).measured()]
+    return [{**line, "per_second": None, "mfu": None} for line in Run(folder).measured()]
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 8, 9, 13, 15])

@@ -28,6 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise as hw
 import headwise.transformers
+from headwise.cli.machine import cpu_device, usable_cores
 from headwise.watching import WatchedLayer
 
 BATCH, LENGTH, NEW, SECONDS, PARAMETERS = 2, 12, 4, 20, 30_000_000
@@ -238,21 +239,29 @@ def check_figures(model: Any, given: dict[str, Tensor], result: Result) -> None:
 
 
 def _distance(p: Tensor, layer: WatchedLayer) -> float | None:
-    """How far a layer is from the entropies of weights (B, H, N, M); None if they don't fit."""
+    """How far a layer is from the entropies of weights (B, H, N, M); None if they don't fit.
+
+    Windows are handed out as (B, windows, H, N, M) or (B, H, windows, N, M), or without the rows
+    that were added to fill the last one.
+    """
+    if p.ndim == 5:
+        ways = (_distance(x.flatten(2, 3), layer) for x in (p, p.transpose(1, 2)))
+        return min((x for x in ways if x is not None), default=None)
     found = layer.observation.entropy.double()
+    found = found[:, :, : p.shape[2]] if layer.kind == "window" else found
     call = None if layer.last is None else layer.last.call
     if p.shape[:3] != found.shape or (
         call is not None and call.sinks is not None and float(p.sum(-1).min()) > 0.9999
     ):
         return None  # weights may be handed out without the sinks
-    rows = layer.observation.sees & torch.ones_like(found, dtype=torch.bool)
+    rows = layer.observation.sees[:, :, : p.shape[2]]
     rows = rows if layer.padding is None else rows & ~layer.padding[:, None]
     entropy = torch.special.entr(p.double()).sum(-1)
     return float((entropy - found)[rows].abs().max()) if rows.any() else None
 
 
 def attentions(model: Any, given: dict[str, Tensor], expected: Tensor) -> list[Tensor]:
-    """All weights that the model hands out, (B, H, N, M), if it computes the same with them.
+    """All weights that the model hands out, (B, H, N, M) or windows, if it computes the same then.
 
     Some families hand out logits in their place, or the mean over heads, or compute something else
     when asked for them.
@@ -264,8 +273,9 @@ def attentions(model: Any, given: dict[str, Tensor], expected: Tensor) -> list[T
     if not torch.allclose(tensors(out)[0], expected, rtol=1e-3, atol=1e-4):
         return []
     keys = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
+    keys += ("decoder_ngram_attentions",)
     found = tensors([out.get(key) for key in keys if isinstance(out, dict)])
-    found = [x for x in found if x.ndim == 4 and bool((x >= 0).all())]
+    found = [x for x in found if x.ndim in (4, 5) and bool((x >= 0).all())]
     found = [x for x in found if x.shape[1] == 1 or not torch.equal(x[:, 0], x[:, 1])]
     return [x for x in found if float((x.sum(-1) - 1).clamp_min(0).max()) < 1e-3]
 
@@ -377,8 +387,9 @@ def table(results: list[Result]) -> str:
     built = [x for x in results if x.built == "yes"]
     seen = [x for x in built if x.heads]
     rows = [
-        f"{date.today().isoformat()}, 2-core CPU, torch {torch.__version__.partition('+')[0]}, "
-        f"transformers {transformers.__version__}: {len(results)} families, of which {len(built)} "
+        f"{date.today().isoformat()}, {cpu_device().name} ({usable_cores()} cores), torch "
+        f"{torch.__version__.partition('+')[0]}, transformers {transformers.__version__}: "
+        f"{len(results)} families, of which {len(built)} "
         f"build from a tiny config, and {len(seen)} of these have attention that headwise reads.",
         "",
         "| check | families | right | wrong |",
@@ -437,16 +448,18 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after so much time of the processor: the machine may be busy."""
+
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {seconds} seconds")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -230,7 +231,9 @@ def test_models_that_are_not_watched_and_a_second_watch_do_not_disturb() -> None
 def snapshot(model: nn.Module) -> list[object]:
     """Everything about a model that a watch might leave behind."""
     kept: list[object] = [dict(AttentionInterface._global_mapping)]
-    kept += [dict(AttentionMaskInterface._global_mapping), AttentionInterface.get_interface]
+    kept += [dict(AttentionMaskInterface._global_mapping)]
+    kept += [getattr(AttentionInterface, "get_interface", None)]  # transformers 4 has none
+    kept += [vars(sys.modules[type(model).__module__]).get("eager_attention_forward")]
     kept += ["__getitem__" in vars(AttentionInterface), torch._C._len_torch_function_stack()]
     kept += [nn.MultiheadAttention.forward, nn.TransformerEncoderLayer.forward]
     for module in model.modules():
@@ -278,7 +281,7 @@ def test_training_has_the_same_gradients_and_counts_no_row_twice(reentrant: bool
     with hw.watch(model) as seen:
         during = train(model, given)
         assert [layer.last.queries for layer in seen.layers] == [N, N]
-        rows = [int(layer._reduction.rows[0]) for layer in seen.layers]
+        rows = [int(layer.counted()[0]) for layer in seen.layers]
     assert rows == [N + 5 + 7] * 2
     assert all(torch.equal(a, b) for a, b in zip(before, during, strict=True))
 
@@ -461,12 +464,6 @@ def test_a_watch_of_a_part_sees_that_part() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, inside
-def test_a_compiled_model_is_refused_and_says_what_to_watch() -> None:
-    model = torch.compile(model_of("bert"))
-    with pytest.raises(ValueError, match="compiled"):
-        hw.watch(model).attach()
-
-
 def test_steps_that_are_passed_over_cost_no_look() -> None:
     model, given = model_of("llama"), inputs("llama", "whole")
     watch: Watch = hw.watch(model, every=2, stats=("entropy",)).attach()

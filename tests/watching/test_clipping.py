@@ -111,7 +111,9 @@ def foreign(family: str) -> nn.Module:
             vocab_size=50, n_layer=1, hidden_size=WIDTH, n_head=HEADS
         ),
         "qwen3": lambda: transformers.Qwen3Config(head_dim=8, **grouped),
-        "gemma2": lambda: transformers.Gemma2Config(head_dim=8, **grouped),
+        "gemma2": lambda: transformers.Gemma2Config(  # transformers 4 would take sdpa, and no cap
+            head_dim=8, attn_implementation="eager", **grouped
+        ),
     }
     return grown(transformers.AutoModel.from_config(configs[family]()), times=25.0)
 

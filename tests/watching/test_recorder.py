@@ -1,4 +1,4 @@
-"""Where the recorder looks beside: the figures are those of one pass, the bits the model's own."""
+"""A step that learns is observed in the pass that computes it; a sample beside it, bit by bit."""
 
 from typing import Any
 
@@ -23,10 +23,14 @@ def test_a_step_that_learns_has_the_figures_of_one_that_does_not(
     torch.manual_seed(5)
     plain = model(x)
     torch.manual_seed(5)
+    with hw.watch(model, rows=7):
+        assert torch.equal(model(x), plain)
+    torch.manual_seed(5)
     with hw.watch(model) as learning:
         out = model(x)
-    assert torch.equal(out, plain)
-    out.sum().backward()
+    torch.testing.assert_close(out, plain)
+    wanted = torch.autograd.grad(plain.sum(), model.parameters())
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), model.parameters()), wanted)
     with hw.watch(model.eval()) as alone, torch.no_grad():
         model(x)
     seen, expected = learning.heads(), alone.heads()

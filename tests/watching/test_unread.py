@@ -51,11 +51,11 @@ class Written(nn.Module):
 
 
 class Pair(nn.Module):
-    """One layer that headwise reads in any case, and another."""
+    """One layer that headwise reads in any case, beside its own engine, and another."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
-        self.known, self.other = hw.nn.MultiHeadAttention(H * D, H), other
+        self.known, self.other = hw.nn.MultiHeadAttention(H * D, H, engine="sdpa"), other
 
     def forward(self, x: Tensor) -> Any:
         return self.known(x), self.other(x)
@@ -77,6 +77,17 @@ def added(_: Written, s: Tensor, v: Tensor) -> Tensor:
     return torch.baddbmm(torch.ones(B * H, N, D), p, v, beta=0.5, alpha=2.0)
 
 
+def grouped(_: Written, s: Tensor, v: Tensor) -> Tensor:
+    """Two heads for each head of keys and values, on an axis of their own."""
+    p = s.unflatten(1, (2, 2)).softmax(-1)
+    return torch.einsum("bkgqs,bksd->bkgqd", p, v[:, ::2])
+
+
+def in_parts(_: Written, s: Tensor, v: Tensor) -> Tensor:
+    p = s.softmax(-1)
+    return p[..., :2] @ v[..., :2, :] + p.narrow(-1, 2, N - 2) @ v[..., 2:, :]
+
+
 WAYS: dict[str, Callable[[Written, Tensor, Tensor], Tensor]] = {
     "softmax in a module": lambda m, s, v: m.softmax(s) @ v,
     "product in a module": lambda m, s, v: m.product(s.softmax(-1), v),
@@ -92,6 +103,12 @@ WAYS: dict[str, Callable[[Written, Tensor, Tensor], Tensor]] = {
     "exponentials over their sum": exponentials,
     "log softmax": lambda _, s, v: s.log_softmax(-1).exp() @ v,
     "times a mask": lambda _, s, v: (torch.ones(N, N) * s.softmax(-1)) @ v,
+    "a third axis": lambda _, s, v: s[:, None].softmax(-1) @ v[:, None],
+    "grouped heads": grouped,
+    "keys in two parts": in_parts,
+    "folded heads in two parts": lambda m, s, v: in_parts(m, s.flatten(0, 1), v.flatten(0, 1)),
+    "keys in another order": lambda _, s, v: s.softmax(-1).roll(2, -1) @ v.roll(2, -2),
+    "padded keys": lambda _, s, v: F.pad(s.softmax(-1), (1, 2)) @ F.pad(v, (0, 0, 1, 2), value=3.0),
 }
 
 
@@ -109,7 +126,11 @@ def test_common_ways_of_writing_attention_out_are_read(way: str) -> None:
     torch.testing.assert_close(seen.layers[1].map().to_tensor(), p, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["softmax in a module", "baddbmm", "transposed product"])
+OFF = ["softmax in a module", "baddbmm", "transposed product", "grouped heads", "keys in two parts"]
+OFF += ["folded heads in two parts"]
+
+
+@pytest.mark.parametrize("way", OFF)
 def test_a_head_is_switched_off_in_every_way(way: str) -> None:
     model, x = Written(WAYS[way]), torch.randn(B, N, H * D)
     with hw.watch(model) as seen:
@@ -125,8 +146,16 @@ UNREADABLE: dict[str, Callable[[Written, Tensor, Tensor], Tensor]] = {
     "never multiplied": lambda _, s, v: s.softmax(-1),
     "changed weights": lambda _, s, v: (2 * s.softmax(-1)) @ v,
     "mixed heads": lambda m, s, v: (s.softmax(-1).mT @ m.qkv.weight[:N, :N]).mT @ v,
-    "a third axis": lambda _, s, v: s[:, None].softmax(-1) @ v[:, None],
+    "read by its memory": lambda _, s, v: (p := s.softmax(-1)).as_strided(p.shape, p.stride()) @ v,
+    "as many windows as heads": lambda _, s, v: alike(s, 1).softmax(-1) @ alike(v, 1),
+    "weights used twice": lambda _, s, v: alike(s.softmax(-1), 0) @ alike(v, 0),
+    "changed parts": lambda _, s, v: (2 * s.softmax(-1).flip(-1)) @ v.flip(-2),
 }
+
+
+def alike(x: Tensor, axis: int) -> Tensor:
+    """A new axis of as many entries as there are heads."""
+    return x.unsqueeze(axis).repeat_interleave(H, axis)
 
 
 @pytest.mark.parametrize("way", UNREADABLE)
@@ -229,7 +258,7 @@ class Broken:
     check = staticmethod(broken)
 
 
-@pytest.mark.parametrize("target", ["recorder", "statistics", "map", "heads", "rule"])
+@pytest.mark.parametrize("target", ["recorder", "board", "statistics", "map", "heads", "rule"])
 def test_whatever_goes_wrong_a_training_goes_on(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,6 +268,8 @@ def test_whatever_goes_wrong_a_training_goes_on(
     optimiser = torch.optim.SGD(model.parameters(), 0.0)
     if target == "recorder":
         monkeypatch.setattr("headwise.watching.call_recorder.SeenCall", broken)
+    if target == "board":
+        monkeypatch.setattr("headwise.watching.board.reduce_rows", broken)
     if target == "statistics":
         monkeypatch.setattr("headwise.watching.call_recorder.statistics", broken)
         monkeypatch.setattr("headwise.watching.call_recorder.observe", broken)
@@ -246,8 +277,9 @@ def test_whatever_goes_wrong_a_training_goes_on(
         monkeypatch.setattr("headwise.watching.runs.run_writer.write_map", broken)
     watch = hw.watch(model, alarms=[Broken()] if target == "rule" else False)
     if target == "heads":
-        monkeypatch.setattr(hw.Watch, "heads", broken)
-    failing = {"recorder": "2 modules", "statistics": "2 modules", "heads": "ending a step failed"}
+        monkeypatch.setattr("headwise.watching.training_steps.head_rows", broken)
+    unread = dict.fromkeys(("recorder", "board", "statistics"), "2 modules")
+    failing = {**unread, "heads": "ending a step failed"}
     quiet = target not in failing
     writer = watch.record(tmp_path / "run", keep=[(0, 1)], keep_every=1)
 

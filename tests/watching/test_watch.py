@@ -173,7 +173,7 @@ def test_checkpointing_counts_no_row_twice(ids: Tensor) -> None:
         with hw.watch(model) as seen:
             model(x).sum().backward()
         assert len(seen.layers) == 1
-        assert seen.layers[0]._reduction.rows.tolist() == [5, 5]
+        assert seen.layers[0].counted().tolist() == [5, 5]
 
 
 def test_steps_make_a_series_and_every_passes_the_others_over(model: GPT, ids: Tensor) -> None:
@@ -221,8 +221,6 @@ def test_what_went_wrong_is_said(model: GPT, ids: Tensor) -> None:
     said, own = "no attention was found in this Own", Own()
     with pytest.raises(ValueError, match=said), hw.watch(own):
         own(torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="is compiled"):
-        hw.watch(torch.compile(model, backend="eager")).attach()
     with pytest.raises(ValueError, match=r"takes a torch.nn.Module, not int"):
         hw.watch(3)
 
@@ -370,14 +368,18 @@ def test_one_token_after_some_were_taken_back_is_no_full_cache(
         for cache in caches:
             cache.rollback(back)
         model(ids[:, 10:11], caches=caches)
-    assert seen.layers[0].observation.entropy.shape[2] == 11 - back
+    assert seen.layers[0].length == 11 - back
     kept = torch.cat((ids[:, : 10 - back], ids[:, 10:11]), 1)
     assert seen.tokens is not None
     assert torch.equal(seen.tokens, kept)
     with hw.watch(model) as whole:
         model(kept)
     for one, other in zip(seen.layers, whole.layers, strict=True):
-        torch.testing.assert_close(one.observation.entropy, other.observation.entropy)
+        if maps:
+            torch.testing.assert_close(one.observation.entropy, other.observation.entropy)
+        else:
+            with pytest.raises(ValueError, match="maps=False its figures only"):
+                one.observation  # noqa: B018
 
 
 class Cached(nn.Module):
@@ -552,7 +554,7 @@ def test_a_watched_model_can_be_copied_and_saved_whole(model: GPT, ids: Tensor) 
         for other in (twin, loaded):
             torch.testing.assert_close(other(ids), model(ids))
         assert len(seen.layers) == 2
-        assert seen.layers[0]._reduction.rows.tolist() == [80] * 4  # of the model itself, twice
+        assert seen.layers[0].counted().tolist() == [80] * 4  # of the model itself, twice
 
 
 def test_transforms_of_a_watched_module_work() -> None:

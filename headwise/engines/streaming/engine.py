@@ -12,10 +12,13 @@ from torch import Tensor
 from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import complete, wanted
 from headwise.core.sums import Sums
+from headwise.engines import library_backward
 from headwise.engines.contract import Engine
 from headwise.engines.operators import Gradients, operators
 from headwise.engines.streaming.backward_loop import Backward
 from headwise.engines.streaming.forward_loop import Forward
+
+LIBRARY_ON = "cpu"  # where PyTorch's kernel may compute the gradients
 
 
 class Streaming(Engine):
@@ -36,6 +39,10 @@ class Streaming(Engine):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         sums = self.run(problem, wanted(names))
         return sums.out, complete(problem, sums, names, sink_keys)
+
+    def backward(self, problem: Problem) -> str:
+        q, k, v = problem.q, problem.k, problem.v
+        return library_backward.described(self.name, LIBRARY_ON, q, k, v, problem.terms())
 
 
 STREAMING = Streaming()
@@ -60,4 +67,4 @@ def _differentiate(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) ->
     )
 
 
-_forward = operators("streaming", _run, _differentiate)
+_forward = operators("streaming", _run, _differentiate, LIBRARY_ON)

@@ -11,11 +11,12 @@ from torch import Tensor
 from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import wanted
 from headwise.core.sums import LOG_TOTAL
-from headwise.engines import calls
+from headwise.engines import calls, failures, library_backward
 from headwise.engines.contract import Engine, Prepared
 from headwise.engines.operators import noticed
 from headwise.engines.triton.limits import (
     GRID,
+    LIBRARY_ON,
     OLDEST,
     WIDEST,
     WIDEST_ADDITIVE,
@@ -40,10 +41,22 @@ class Triton(Engine):
             return "Triton is not installed: pip install 'headwise[triton]'"
         if torch.version.hip is not None:
             return "its kernels are written for NVIDIA GPUs"
+        broken = self._loaded()
+        if broken is not None:
+            return broken
         found = self._host().card(device)
         if found.major < OLDEST:
             return f"it needs an Ampere GPU or a later one, and this is {found.name}"
         return None
+
+    def _loaded(self) -> str | None:
+        """Return why the modules with the kernels can't be imported, or None if they are."""
+        if failures.unusable(self.name) is None:
+            try:
+                _ = self._run
+            except Exception as error:  # whatever an unknown version of Triton raises
+                failures.record_unusable(self.name, error)
+        return failures.unusable(self.name)
 
     def refuses(self, problem: Problem, observed: bool) -> str | None:
         q, v = problem.q, problem.v
@@ -78,6 +91,10 @@ class Triton(Engine):
             problem, terms, sums, names, sink_keys
         )
         return found
+
+    def backward(self, problem: Problem) -> str:
+        q, k, v = problem.q, problem.k, problem.v
+        return library_backward.described("triton", LIBRARY_ON, q, k, v, problem.terms(banded=True))
 
     def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
         if noticed(problem.q, problem.k, problem.v, problem.sinks):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headwise.core.problem import Problem
-from headwise.engines.triton.engine import Triton
+from headwise.engines.triton.engine import TRITON, Triton
 
 WIDEST = 128  # head width: wider accumulators don't fit the registers
 HOPPER_GENERATION = 9
@@ -27,11 +27,13 @@ class Hopper(Triton):
         needs = "it needs an NVIDIA Hopper GPU, such as an H100 or H200"
         if device.type != "cuda" or torch.version.hip is not None:
             return needs
-        missing = super().absent(device)
+        missing = TRITON.absent(device)
         if missing is not None:
             return missing
-        found = super()._host().card(device)
-        return None if found.major == HOPPER_GENERATION else f"{needs}, and this is {found.name}"
+        found = self._host().card(device)
+        if found.major != HOPPER_GENERATION:
+            return f"{needs}, and this is {found.name}"
+        return self._loaded()
 
     def refuses(self, problem: Problem, observed: bool) -> str | None:
         q, v = problem.q, problem.v
@@ -65,7 +67,9 @@ class Hopper(Triton):
 
     def _refuses_scale(self, problem: Problem) -> str | None:
         scale, cap = problem.scale, problem.softcap
-        if not 1e-6 < (cap or scale) < 1e6:  # as in Triton's kernel: FAR times it must be finite
+        if (
+            not 1e-6 < (cap or scale) < 1e6
+        ):  # as in Triton's kernel: hidden scores times it stay finite
             name, value = ("caps", cap) if cap else ("scales", scale)
             return f"it takes {name} between a millionth and a million, and this is {value:g}"
         if self._host().cap_of(scale, cap) == 2:

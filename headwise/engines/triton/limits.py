@@ -9,6 +9,7 @@ import torch
 WIDEST = 256  # head width: beyond it a tile no longer fits beside its accumulators
 WIDEST_ADDITIVE = 128  # beyond it a gradient no longer fits beside its tile
 GRID = 65535  # programs along the second and the third axis of a grid, at most
+LIBRARY_ON = "cuda"  # where PyTorch's kernels may compute the gradients; the interpreter's are ours
 OLDEST = 8  # Ampere: the first with bfloat16 products and asynchronous copies
 
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from headwise.core.patterns import Causal
 from headwise.core.stored import Stored
-from headwise.engines import calls
+from headwise.engines import calls, failures
 from headwise.engines.decoding import FEW_QUERIES, MOST_ROWS
+from headwise.engines.failures import KernelError
 from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.limits import fits_grid
 from headwise.score import Dot
@@ -31,6 +32,9 @@ def attend_stored(
     The options are those of `hw.attention`. None if the decoding kernels do not serve the call.
     """
     if engine not in ("auto", TRITON.name) or not _serves(q, stored, mask, softcap, sinks):
+        return None
+    alike = failures.family(TRITON.name, "cached attention", q, stored.values, False)
+    if failures.reason(alike) is not None:
         return None
     held = (stored.key_scales, stored.value_scales, stored.pages)
     key, tensors = calls.describe(
@@ -55,7 +59,12 @@ def attend_stored(
                 ),
             )
         )
-    (out,) = prepared(*tensors)
+    try:
+        (out,) = prepared(*tensors)
+    except KernelError as failure:
+        calls.drop(key)
+        failures.record(alike, failure)
+        return None
     calls.keep(key, prepared)
     return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.look.head_groups import groups
 from headwise.look.readers import image_bytes as images
@@ -34,6 +34,10 @@ class TextReader:
     name: str
     loaded: LanguageModel
     sample: str = SAMPLE_TEXT
+
+    @property
+    def model(self) -> nn.Module:
+        return self.loaded.model
 
     @property
     def description(self) -> Description:
@@ -74,6 +78,10 @@ class TranslationReader:
     sample: str = SAMPLE_SENTENCE
 
     @property
+    def model(self) -> nn.Module:
+        return self.loaded.model
+
+    @property
     def description(self) -> Description:
         model, config = self.loaded.model, self.loaded.model.config
         layers = config.encoder_layers + 2 * config.decoder_layers
@@ -110,6 +118,10 @@ class ImageReader:
     name: str
     loaded: Classifier
     sample: None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.loaded.model
 
     @property
     def description(self) -> Description:

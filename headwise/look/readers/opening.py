@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 from difflib import get_close_matches
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from headwise import devices
+from headwise.hub import unreachable
 from headwise.look.readers import transformers_reader
 from headwise.look.readers.builtin import ImageReader, TextReader, TranslationReader
 from headwise.look.readers.reader import Reader
@@ -102,16 +101,8 @@ def _here(what: str) -> bool:
 
 
 def _reach_hub(what: str) -> None:
-    """ValueError if the hub is out of reach: at once, not after five retries."""
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-
-    host = urlsplit(ENDPOINT)
-    reason = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
-    if not reason:
-        try:
-            socket.create_connection((host.hostname or "", host.port or 443), timeout=5).close()
-        except OSError as error:
-            reason = f"{host.hostname} can't be reached: {error.strerror or error}"
+    """ValueError if the hub is out of reach."""
+    reason = unreachable()
     if reason:
         raise _missing(what, f"the hub can't be asked for it ({reason})")
 

@@ -58,6 +58,10 @@ class Reader(Protocol):
     """A loaded model that reads inputs while its heads are watched."""
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model itself; None of a recording."""
+
+    @property
     def description(self) -> Description:
         """The model in a few numbers."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headwise.look.atlas import Atlas, PackedCells
 from headwise.look.scene import Group, Head
+from headwise.look.serving import cost_answers
 from headwise.look.serving import why_answers as why
 from headwise.look.serving.reply import Answer, Query, Refusal, as_json, number
 from headwise.look.session import BusyError, Session
@@ -202,6 +203,13 @@ def experiment(session: Session, query: Query, name: str) -> Answer:
         return Answer(why.answer(name, query.given).encode())
 
 
+def cost(session: Session, query: Query) -> Answer:
+    """The cost of the opened model, or of one that the form describes."""
+    with _explained():
+        opened = None if session.reader is None else session.reader.model
+        return Answer(cost_answers.answer(query.given, opened).encode())
+
+
 def watched(session: Session, query: Query) -> Answer:
     """The progress and the alarms of the watched run."""
     with _explained():
@@ -232,6 +240,7 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (rf"{HEAD}/weight/{PLACE}/{PLACE}", weight),
     (rf"{HEAD}/top", top),
     (r"/api/why/(\w+)", experiment),
+    (r"/api/cost", cost),
     (r"/api/watch", watched),
     (r"/api/watch/series", series),
 )

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from headwise.look.experiments import dot_and_additive as comparing
-from headwise.look.experiments import many_heads as heads
-from headwise.look.experiments import settings
-from headwise.look.experiments import shared_projection as sharing
-from headwise.look.experiments import why_scale as scale
+from headwise.lab.experiments import dot_and_additive as comparing
+from headwise.lab.experiments import many_heads as heads
+from headwise.lab.experiments import settings
+from headwise.lab.experiments import shared_projection as sharing
+from headwise.lab.experiments import why_scale as scale
 from headwise.messages import say
 
 

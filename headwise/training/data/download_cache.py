@@ -3,13 +3,13 @@
 import errno
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from headwise.files import cache_folder
 from headwise.training.data.packages import CorpusUnavailableError, Package, check, fetched
 
 
@@ -35,20 +35,9 @@ class Corpus:
     """Takes the packages' archives; returns the contents of `files` by name."""
 
 
-def folder() -> Path:
-    """The folder of the corpora: $HEADWISE_CACHE, or the usual cache folder of this system."""
-    if chosen := os.environ.get("HEADWISE_CACHE"):
-        return Path(chosen)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "headwise"
-    if sys.platform == "darwin":
-        return Path.home() / "Library/Caches/headwise"
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headwise"
-
-
 def path_of(corpus: Corpus, file: str) -> Path:
     """A checked file of a corpus in the cache; downloaded first if it is missing."""
-    home = folder() / corpus.name
+    home = cache_folder() / corpus.name
     wanted = next((each for each in corpus.files if each.name == file), None)
     if wanted is None:
         names = ", ".join(each.name for each in corpus.files)
@@ -66,18 +55,18 @@ def path_of(corpus: Corpus, file: str) -> Path:
 
 def has(corpus: Corpus) -> bool:
     """True if all files of a corpus are in the cache."""
-    return all((folder() / corpus.name / file.name).exists() for file in corpus.files)
+    return all((cache_folder() / corpus.name / file.name).exists() for file in corpus.files)
 
 
 def fetch(corpus: Corpus) -> None:
     """Download a corpus into the cache, which stays as it was if anything fails."""
-    home = folder() / corpus.name
+    home = cache_folder() / corpus.name
     try:
         home.mkdir(parents=True, exist_ok=True)
         refuse_a_full_disk(corpus)
         with ExitStack() as stack:
             archives = tuple(
-                stack.enter_context(fetched(package, folder())) for package in corpus.packages
+                stack.enter_context(fetched(package, cache_folder())) for package in corpus.packages
             )
             contents = corpus.extract(archives)
             store(corpus, contents, home)
@@ -107,18 +96,18 @@ def refuse_a_full_disk(corpus: Corpus) -> None:
     """Raise if the disk does not have room for a corpus."""
     needed = sum(package.size for package in corpus.packages)
     needed += sum(file.size for file in corpus.files)
-    free = shutil.disk_usage(folder()).free
+    free = shutil.disk_usage(cache_folder()).free
     if free < needed:
         raise CorpusUnavailableError(
-            f"it needs {needed / 1e6:.0f} MB in {folder()}, where {free / 1e6:.0f} MB are free; "
-            "set HEADWISE_CACHE to another folder"
+            f"it needs {needed / 1e6:.0f} MB in {cache_folder()}, where {free / 1e6:.0f} MB are "
+            "free; set HEADWISE_CACHE to another folder"
         )
 
 
 def by_hand(corpus: Corpus) -> str:
     """Instructions for putting the files into the cache by hand."""
     lines = [
-        f"    {folder() / corpus.name / file.name}  {file.size:,} bytes  sha256 {file.sha256}"
+        f"    {cache_folder() / corpus.name / file.name}  {file.size:,} bytes  sha256 {file.sha256}"
         for file in corpus.files
     ]
     return "\n".join(["\n  or put these files there yourself:", *lines])

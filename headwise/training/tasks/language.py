@@ -86,6 +86,10 @@ class Language:
         """One prediction per token."""
         return batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
 
+    def sizes(self, batch: TextBatch) -> dict[str, int]:
+        """All windows are full."""
+        return {"batch": batch.tokens.shape[0], "queries": batch.tokens.shape[1] - 1}
+
     def loss(self, model: nn.Module, batch: TextBatch, smoothing: float) -> Tensor:
         """Cross-entropy in nats, summed."""
         logits = model(batch.tokens[:, :-1])  # (B, context, vocabulary)

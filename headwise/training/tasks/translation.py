@@ -115,6 +115,11 @@ class Translation:
         """One prediction per token of the translation, its end included."""
         return batch.predictions
 
+    def sizes(self, batch: SentenceBatch) -> dict[str, int]:
+        """As long as the longest sentence of each language."""
+        size, queries = batch.target[:, :-1].shape
+        return {"batch": size, "queries": queries, "context": batch.source.shape[1]}
+
     def loss(self, model: nn.Module, batch: SentenceBatch, smoothing: float) -> Tensor:
         """Cross-entropy in nats, summed."""
         logits = model(batch.source, batch.target[:, :-1], source_lengths=batch.lengths)

@@ -86,6 +86,10 @@ class Vision:
         """One prediction per image."""
         return len(batch.images)
 
+    def sizes(self, batch: ImageBatch) -> dict[str, int]:
+        """An image has as many patches as any other."""
+        return {"batch": len(batch.images)}
+
     def loss(self, model: nn.Module, batch: ImageBatch, smoothing: float) -> Tensor:
         """Cross-entropy in nats, summed."""
         return F.cross_entropy(

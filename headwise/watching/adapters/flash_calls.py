@@ -16,8 +16,9 @@ from headwise.core.intervals import Mask
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
-from headwise.watching.adapters.scaled_dot_product import kind_of, lengths_differ
+from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
+from headwise.watching.seen_call import Kind, kind_of
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _TENSORS: dict[str, tuple[str, ...]] = {
@@ -81,10 +82,10 @@ def _observed(
         if recorder.wants(name):
             with recorder.unread.reading(name, f"{function.__name__}: "):
                 call, dropped = read(function.__name__, given, options)
-                if not dropped:
-                    listener.prove(name, call, whole.detach())
+                proof = None if dropped else listener.prove(name, call, whole.detach())
                 across = call.mask is None and lengths_differ(call.q, call.k)
-                recorder.beside(name, call, "cross" if across else kind_of(name))
+                kind: Kind = "cross" if across else kind_of(name)
+                recorder.beside(name, call, kind, proof=proof)
         silenced = recorder.silence(name, whole, axis=-2)
     silenced = silenced if out.ndim == 4 else silenced[0]
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced

@@ -23,10 +23,10 @@ from headwise.score import Dot
 from headwise.watching.adapters.logits_call import from_logits
 from headwise.watching.adapters.mask_functions import by_rows
 from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
-from headwise.watching.adapters.scaled_dot_product import kind_of, lengths_differ
+from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.layer import LARGEST
-from headwise.watching.seen_call import Kind
+from headwise.watching.seen_call import Kind, kind_of
 
 _FLEX = flex.flex_attention
 _OURS = "__watched_flex__"  # an attribute of a replacement: the function that it replaces
@@ -75,8 +75,8 @@ def _observed(
         if recorder.wants(name):
             with recorder.unread.reading(name):
                 call, kind = read(name, *given, **options)
-                listener.prove(name, call, out.detach().transpose(1, 2))
-                recorder.beside(name, call, kind)
+                proof = listener.prove(name, call, out.detach().transpose(1, 2))
+                recorder.beside(name, call, kind, proof=proof)
         silenced = recorder.silence(name, out)
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
 

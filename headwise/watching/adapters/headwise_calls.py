@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headwise.api import attention
 from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
 from headwise.nn.caches.cache import RollbackOnError
-from headwise.watching.adapters.patching import Replacement, Undo
+from headwise.watching.adapters import traced
+from headwise.watching.adapters.module_forwards import named_modules
+from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.seen_call import Kind
 
@@ -35,7 +38,7 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
     along, and one whose forward somebody wrapped still runs through the wrapper.
     """
     modules = HeadwiseModules(weakref.WeakKeyDictionary(), recorder)
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, OURS):
             modules.names[module] = name
     return [replacement.add(modules) for replacement in _REPLACED] if modules.names else []
@@ -44,6 +47,8 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
 def _make_forward(original: Any, users: list[HeadwiseModules]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _traced(self, given, options)
         for modules in users:
             name = modules.names.get(self)
             if name is not None:
@@ -69,6 +74,19 @@ def _observed(
     wanted = recorder.wants(name)
     if not wanted and name not in recorder.silenced:
         return run(*given, **options)
+    with taken():
+        return _computed(module, name, recorder, wanted, given, options)
+
+
+def _computed(
+    module: Any,
+    name: str,
+    recorder: CallRecorder,
+    wanted: bool,
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Tensor:
+    """The module's output, observed if that is wanted."""
     call, cache = module.prepare(*given, **options), options.get("cache")
     with RollbackOnError(cache, call.q.shape[-2]):
         if wanted:
@@ -78,6 +96,13 @@ def _observed(
         else:
             out = attention(call.q, call.k, call.v, **call.options())
     return module.join(recorder.silence(name, out))  # type: ignore[no-any-return]
+
+
+def _traced(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """The module's forward in compiled code."""
+    call = module.prepare(*given, **options)
+    out = traced.inside(module, call, _kind(module, given, options) == "cross")
+    return module.join(out)  # type: ignore[no-any-return]
 
 
 def _kind(module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> Kind:

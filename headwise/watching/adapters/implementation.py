@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, torch.compiler.disable(mask))
+    AttentionMaskInterface.register(NAME, mask)
 
 
 def attend(
@@ -114,15 +115,30 @@ def mask(
     cache_position: Tensor | None = None,
     device: torch.device | str | None = None,
     **options: Any,
-) -> MaskTensor:
+) -> Tensor | None:
     """A mask function of transformers: its rule, and padding (B, tokens), as one of our masks.
 
     Before transformers 5.4 `cache_position` (N,) numbered the queries; since then `q_length` and
     `q_offset` do. Nothing is dropped: an unknown rule is asked about every pair.
+
+    Compiled code can't look into a tensor, and a static cache, whose `q_offset` is one, is there to
+    be compiled: both get the tensor that PyTorch's attention gets, or None where that needs none.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     rule: Any = causal_mask_function if mask_function is None else mask_function
+    if torch.compiler.is_compiling() or isinstance(q_offset, Tensor):
+        given = {"q_length": q_length, "q_offset": q_offset, "cache_position": cache_position}
+        return sdpa_mask(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=rule,
+            attention_mask=attention_mask,
+            device=device,
+            **{key: value for key, value in given.items() if value is not None},
+            **options,
+        )
     if cache_position is not None:
         queries = cache_position
     else:
@@ -136,7 +152,7 @@ def mask(
 
     def tile(rows: slice) -> Tensor:
         place: dict[str, Any] = {"cache_position": queries[rows]}
-        if cache_position is None:
+        if "q_length" in signature(sdpa_mask).parameters:
             place = {"q_length": len(queries[rows]), "q_offset": int(queries[rows][0])}
         kept = {key: options[key] for key in ("use_vmap",) if key in options}
         return sdpa_mask(  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise import mask as masks
 from headwise.core.intervals import Mask
-from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask
+from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask, traced_mask
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
@@ -29,7 +29,7 @@ class TokenSequence:
     queries: int  # tokens of this forward
     tokens: int  # including those in the cache
     shown: Tensor | None  # (B, tokens) bool: not padding; None if unknown
-    begins: Tensor | None  # (B|1,): the first token that is not padding; None if unknown
+    begins: Tensor | int | None  # (B|1,): the first token that is not padding; None if unknown
 
     @property
     def past(self) -> int:
@@ -132,43 +132,59 @@ def _mask_and_bias(
 
         def made() -> tuple[Mask | None, Tensor | None]:
             cut = tensor[..., : k.shape[2]].detach()
+            if torch.compiler.is_compiling():
+                return traced_mask(cut)
             seen, bias = (cut, None) if cut.dtype == torch.bool else split_mask(cut)
             if seen is None:
                 return _all_seen(given.q, k, stands, begins), bias
             seen = seen.expand(*seen.shape[:2], given.q.shape[2], k.shape[2])
-            return read_mask(seen, stands, begins), bias
+            return read_mask(seen, stands, _edge(begins, k)), bias
 
         return memo.recall(made, tensor, k.shape[2], stands if kind == "self" else kind)
     if given.mask is None or isinstance(given.mask, Tensor):
         return _flat(given, k, causal, stands, begins), None
-    return _of_blocks(given.mask, given.q, k, stands, begins), None
+    return _of_blocks(given.mask, given.q, k, stands, _edge(begins, k)), None
 
 
 def _stand(
     q: Tensor, k: Tensor, kind: Kind, sequence: TokenSequence | None
-) -> tuple[bool | int, Tensor | None]:
-    """The key beside which the first query stands, and where each sequence begins."""
+) -> tuple[bool | int, Tensor | int | None]:
+    """The key beside which the first query stands, and where each sequence begins.
+
+    A number is known without waiting for a GPU.
+    """
     if kind == "cross":
         return False, None
     gone = None if sequence is None else sequence.forgotten(q, k, kind)
     if sequence is None or gone is None:
         return True, None
-    begins = None if sequence.begins is None else (sequence.begins - gone)[:, None, None]
-    return sequence.past - gone, begins
+    begins = None if sequence.begins is None else sequence.begins - gone
+    return sequence.past - gone, begins[:, None, None] if isinstance(begins, Tensor) else begins
 
 
-def _all_seen(q: Tensor, k: Tensor, stands: bool | int, begins: Tensor | None) -> Mask | None:
+def _at_the_first_key(begins: Tensor | int | None) -> bool:
+    return not (bool(begins.any()) if isinstance(begins, Tensor) else begins)
+
+
+def _edge(begins: Tensor | int | None, k: Tensor) -> Tensor | None:
+    """Where sequences begin, as a tensor."""
+    if isinstance(begins, int):
+        return torch.full((1, 1, 1), begins, dtype=torch.int32, device=k.device)
+    return begins
+
+
+def _all_seen(q: Tensor, k: Tensor, stands: bool | int, begins: Tensor | int | None) -> Mask | None:
     """No mask; or one that hides nothing but says where the queries stand."""
     at_the_end = isinstance(stands, bool) or stands == k.shape[2] - q.shape[2]
-    if at_the_end and (begins is None or not bool(begins.any())):
+    if at_the_end and _at_the_first_key(begins):
         return None
     edge = torch.zeros(1, 1, q.shape[2], dtype=torch.int32, device=q.device)
     offset = k.shape[2] - q.shape[2] if isinstance(stands, bool) else stands
-    return PlacedIntervals(edge, edge + k.shape[2], offset, begins)
+    return PlacedIntervals(edge, edge + k.shape[2], offset, _edge(begins, k))
 
 
 def _flat(
-    given: InterfaceCall, k: Tensor, causal: bool, stands: bool | int, begins: Tensor | None
+    given: InterfaceCall, k: Tensor, causal: bool, stands: bool | int, begins: Tensor | int | None
 ) -> Mask | None:
     """The mask of functions given none, or (B, M) with 0 for padding: causal, with a window."""
     q, width = given.q, given.option("sliding_window")
@@ -183,7 +199,8 @@ def _flat(
         mask = reach if mask is None else mask & reach
     if given.mask is not None:
         shown = given.mask[:, -k.shape[2] :].bool()
-        padding = read_mask(shown[:, None, None].expand(-1, 1, q.shape[2], -1), stands, begins)
+        shown = shown[:, None, None].expand(-1, 1, q.shape[2], -1)
+        padding = read_mask(shown, stands, _edge(begins, k))
         if padding.pieces == 0 and width is not None:
             raise ValueError(
                 "its padding lies inside the sequence, and its window does not count padding"
@@ -191,10 +208,10 @@ def _flat(
         mask = padding if mask is None else mask & padding
     if mask is None:
         return _all_seen(q, k, stands, begins)
-    if begins is None or mask.pieces == 0 or not bool(begins.any()):
+    if mask.pieces == 0 or _at_the_first_key(begins):
         return mask
     first, last = mask.intervals(Place.of(q, k))[0]
-    return PlacedIntervals(first, last, offset, begins)
+    return PlacedIntervals(first, last, offset, _edge(begins, k))
 
 
 def _of_blocks(

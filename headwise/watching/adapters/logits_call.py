@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import Tensor, nn
 
 from headwise.core.mask_reading import HIDDEN, read_mask, without_hidden
+from headwise.core.patterns import Between, Dense
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.product_axes import Product
+from headwise.watching.adapters.scaled_dot_product import lengths_differ
 
 FURTHER = 1e3
 """A logit that lies this far below the largest of its row has the weight 0, and was hidden."""
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nheads", "nhead", "h")
+_HEADS = (
+    *("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "heads"),
+    *("nheads", "nhead", "h"),
+)
 
 
 def from_logits(logits: Tensor, v: Tensor) -> Call:
@@ -41,13 +47,25 @@ def from_logits(logits: Tensor, v: Tensor) -> Call:
     )
 
 
+def looks_across(call: Call) -> bool:
+    """True if all queries see the same keys, and there are not as many keys as queries."""
+    if not lengths_differ(call.q, call.k):
+        return False
+    if isinstance(call.mask, Between):
+        bounds = (call.mask.first, call.mask.last)
+        return all(bool((x == x[..., :1]).all()) for x in bounds)
+    if isinstance(call.mask, Dense):
+        return bool((call.mask.seen == call.mask.seen[..., :1, :]).all())
+    return call.mask is None
+
+
 def split_heads(
     logits: Tensor, v: Tensor, product: Product, modules: Sequence[nn.Module], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """(B · H, N, M) and (B · H|1, M, D) as (B, H, N, M) and (B, H, M, D), by what modules state."""
     if logits.ndim == 4:
         return logits, v
-    heads = 1 if "b" not in product.weights else _count(modules, logits, sizes)
+    heads = 1 if "b" not in product.weights else head_count(modules, logits.shape, sizes)
     v = v.expand(logits.shape[0], -1, -1)
     return logits.unflatten(0, (-1, heads)), v.unflatten(0, (-1, heads))
 
@@ -69,21 +87,45 @@ def heads_lead(
     return given in ((heads, queries), (queries, heads))
 
 
+def head_axes(
+    sizes: Sequence[int], axes: Sequence[int], modules: Sequence[nn.Module]
+) -> Sequence[int]:
+    """The axes among these, side by side, that are heads by what modules state; else ValueError.
+
+    >>> module = nn.Module()
+    >>> module.num_heads = 6
+    >>> head_axes((1, 5, 6, 8), (1, 2), [module]), head_axes((1, 2, 3, 8), (1, 2), [module])
+    ([2], [1, 2])
+    """
+    wide = [n for n in axes if sizes[n] > 1]
+    runs = [wide[i:j] for i in range(len(wide)) for j in range(i + 1, len(wide) + 1)]
+    for heads in _stated(modules):
+        found = [run for run in runs if prod(sizes[n] for n in run) == heads]
+        if heads == 1 or len(found) == 1:
+            return found[0] if found else []
+    if len(axes) < 2:
+        return wide
+    raise ValueError(
+        f"nothing tells which of the axes {tuple(wide)} of its rows {tuple(sizes)} are heads (give "
+        "the module an attribute num_heads)"
+    )
+
+
 def _stated(modules: Sequence[nn.Module]) -> list[int]:
     """The numbers of heads that modules state, by any of the usual names."""
     found = (getattr(module, name, None) for module in modules for name in _HEADS)
     return [heads for heads in found if isinstance(heads, int) and heads > 0]
 
 
-def _count(modules: Sequence[nn.Module], logits: Tensor, sizes: Sequence[int]) -> int:
-    """The number of heads in (B · H, N, M) logits; ValueError if nothing states it."""
-    entries = logits.shape[0]
+def head_count(modules: Sequence[nn.Module], shape: Sequence[int], sizes: Sequence[int]) -> int:
+    """The number of heads in logits of shape (B · H, N, M); ValueError if nothing states it."""
+    entries = shape[0]
     for heads in _stated(modules):
         if entries % heads == 0:
             return heads
-    if tuple(sizes[:1]) == (entries,) or tuple(sizes[:2]) == (logits.shape[1], entries):
+    if tuple(sizes[:1]) == (entries,) or tuple(sizes[:2]) == (shape[1], entries):
         return 1  # (B, N, ...) or (N, B, ...)
     raise ValueError(
-        f"it writes its attention out, and nothing states how many heads its logits "
-        f"{tuple(logits.shape)} have; give the module an attribute num_heads"
+        f"nothing states how many heads its logits {tuple(shape)} have (give the module an "
+        "attribute num_heads)"
     )

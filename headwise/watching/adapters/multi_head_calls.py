@@ -22,6 +22,8 @@ from headwise.core.mask_reading import HIDDEN
 from headwise.nn.call import Call
 from headwise.nn.torch_masks import read_torch_masks
 from headwise.score import Dot
+from headwise.watching.adapters import traced
+from headwise.watching.adapters.module_forwards import named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.call_recorder import CallRecorder
@@ -46,7 +48,7 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Show the calls of nn.MultiheadAttention in the model to the recorder; returns the undoing."""
     listener.readers[F.multi_head_attention_forward] = partial(_functional, listener.recorder)
     kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-    names = {id(m): name for name, m in model.named_modules() if isinstance(m, kinds)}
+    names = {id(m): name for name, m in named_modules(model) if isinstance(m, kinds)}
     if not names:
         return []
     modules = TorchModules(names, listener)
@@ -59,6 +61,8 @@ def _forward(look: Callable[..., Any]) -> Callable[[Any, list[TorchModules]], Ca
     def make(original: Any, users: list[TorchModules]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(self: nn.Module, *given: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return _traced(original, self, given, options)
             for modules in users:
                 if id(self) in modules.names:
                     run = partial(original, self, *given, **options)
@@ -68,6 +72,42 @@ def _forward(look: Callable[..., Any]) -> Callable[[Any, list[TorchModules]], Ca
         return forward
 
     return make
+
+
+def _traced(
+    original: Callable[..., Any],
+    module: nn.Module,
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    """A forward in compiled code. An encoder layer's fast path does not call its attention."""
+    if isinstance(module, nn.MultiheadAttention):
+        with traced.taken():
+            out = original(module, *given, **options)
+        call, kind, padding = _read(module, *given, **options)
+        traced.beside(module, call, kind == "cross", padding)
+        return out
+    if not isinstance(module, nn.TransformerEncoderLayer):
+        return original(module, *given, **options)
+    before = traced.NOW.recorded
+    out = original(module, *given, **options)
+    if traced.NOW.recorded == before and isinstance(module.self_attn, nn.MultiheadAttention):
+        _traced_layer(module, *given, **options)
+    return out
+
+
+def _traced_layer(
+    layer: nn.TransformerEncoderLayer,
+    src: Tensor,
+    src_mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> None:
+    """Record the attention of a layer that took its fast path."""
+    x = src.detach()
+    x = layer.norm1(x) if layer.norm_first else x
+    call, kind, padding = _read(layer.self_attn, x, x, x, src_key_padding_mask, True, src_mask)
+    traced.beside(layer.self_attn, call, kind == "cross", padding)
 
 
 def _attention(
@@ -89,7 +129,7 @@ def _attention(
         out = run()
     modules.seen.add(id(module))
     if modules.recorder.wants(modules.names[id(module)]):
-        masks = (attn_mask, key_padding_mask, is_causal, need_weights)
+        masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         with modules.recorder.unread.reading(modules.names[id(module)]):
             _look(modules, module, query, key, value, *masks)
     return out
@@ -120,7 +160,7 @@ def _encoder_layer(
             x = x.to_padded_tensor(0.0)
             src_key_padding_mask = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
         x = layer.norm1(x) if layer.norm_first else x
-        _look(modules, attention, x, x, x, src_mask, src_key_padding_mask)
+        _look(modules, attention, x, x, x, src_key_padding_mask, True, src_mask)
     return out
 
 
@@ -144,18 +184,25 @@ _REPLACED: tuple[Replacement[TorchModules], ...] = (
 )
 
 
-def _look(
-    modules: TorchModules,
+def _look(modules: TorchModules, module: nn.MultiheadAttention, *given: Any) -> None:
+    """Show the call to the recorder: its projections are computed once more."""
+    with taken():
+        call, kind, padding = _read(module, *given)
+        modules.recorder.beside(modules.names[id(module)], call, kind, padding)
+
+
+def _read(
     module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
     need_weights: bool = True,
-) -> None:
-    """Show the call to the recorder: its projections are computed once more."""
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Call, Kind, Tensor | None]:
+    """The call that a module's forward makes, its kind, and the rows that are padding."""
     if module.bias_k is not None or module.add_zero_attn:
         option = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
         raise ValueError(
@@ -166,17 +213,14 @@ def _look(
     weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     if module._qkv_same_embed_dim:
         weights = module.in_proj_weight.chunk(3)  # type: ignore[assignment]
-    with taken():
-        _show(
-            modules.recorder,
-            modules.names[id(module)],
-            (query, key, value),
-            weights,
-            module.in_proj_bias,
-            module.num_heads,
-            (attn_mask, key_padding_mask),
-            {"is_causal": is_causal, "need_weights": need_weights},
-        )
+    return _projected(
+        (query, key, value),
+        weights,
+        module.in_proj_bias,
+        module.num_heads,
+        (attn_mask, key_padding_mask),
+        {"is_causal": is_causal, "need_weights": need_weights},
+    )
 
 
 def _functional(recorder: CallRecorder, name: str, *given: Any, **options: Any) -> None:
@@ -190,9 +234,7 @@ def _functional(recorder: CallRecorder, name: str, *given: Any, **options: Any) 
         weights = tuple(x[f"{part}_proj_weight"] for part in "qkv")
     else:
         weights = x["in_proj_weight"].chunk(3)
-    _show(
-        recorder,
-        name,
+    call, kind, padding = _projected(
         (x["query"], x["key"], x["value"]),
         weights,
         x["in_proj_bias"],
@@ -200,19 +242,18 @@ def _functional(recorder: CallRecorder, name: str, *given: Any, **options: Any) 
         (x["attn_mask"], x["key_padding_mask"]),
         {"is_causal": x["is_causal"], "need_weights": x["need_weights"]},
     )
+    recorder.beside(name, call, kind, padding)
 
 
-def _show(
-    recorder: CallRecorder,
-    name: str,
+def _projected(
     inputs: tuple[Tensor, Tensor, Tensor],
     weights: tuple[Any, ...],
     biases: Tensor | None,
     heads: int,
     masks: tuple[Tensor | None, Tensor | None],
     hints: dict[str, bool],
-) -> None:
-    """Project the inputs (N, B, width) or (N, width) once more, and show the call."""
+) -> tuple[Call, Kind, Tensor | None]:
+    """Project the inputs (N, B, width) or (N, width) once more: the call, its kind and padding."""
     query, key, value = inputs
     across: Kind = "self" if _are_same(query, key) or _are_same(query, value) else "cross"
     inputs = (query[:, None], key[:, None], value[:, None]) if query.ndim == 2 else inputs
@@ -229,8 +270,7 @@ def _show(
         padding = key_padding_mask.reshape(-1, k.shape[2])
         padding = padding if padding.dtype == torch.bool else padding == -torch.inf
     bias = None if bias is None else bias.detach()
-    call = Call(q, k, v, Dot(), mask, bias, None, None, 0.0, "auto")
-    recorder.beside(name, call, across, padding)
+    return Call(q, k, v, Dot(), mask, bias, None, None, 0.0, "auto"), across, padding
 
 
 def _turned(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -268,5 +308,7 @@ def _are_same(x: Tensor, y: Tensor) -> bool:
     """True if two tensors hold the same numbers; a part of a sequence is not the sequence."""
     if x is y or x.is_nested or y.is_nested:
         return x is y
+    if torch.compiler.is_compiling():
+        return False
     begins = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
     return begins and x.storage_offset() == y.storage_offset() and x.shape == y.shape

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 Undo = Callable[[], None]
 User = TypeVar("User")
@@ -46,7 +48,8 @@ class Replacement(Generic[User]):
     """`owner.name`, replaced by the result of `make(original, users)` while there are users.
 
     The owner is a class or a module. All watches share one replacement, and the last one restores
-    the original; a static method stays one.
+    the original; a static method stays one. The same original gets the same function each time: the
+    compiler has one graph with it and one without.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Replacement(Generic[User]):
         self.users: list[User] = []
         self._own = True
         self._before: Any = None
+        self._original: Any = None
         self._ours: Any = None
 
     def add(self, user: User) -> Undo:
@@ -63,9 +67,11 @@ class Replacement(Generic[User]):
         if not self.users:
             self._own = self.name in vars(self.owner)  # or is it inherited?
             self._before = vars(self.owner).get(self.name)
-            self._ours = self.make(getattr(self.owner, self.name), self.users)
-            if isinstance(self._before, staticmethod):
-                self._ours = staticmethod(self._ours)
+            original = getattr(self.owner, self.name)
+            if self._ours is None or self._original is not original:
+                self._original, self._ours = original, self.make(original, self.users)
+                if isinstance(self._before, staticmethod):
+                    self._ours = staticmethod(self._ours)
             setattr(self.owner, self.name, self._ours)
         self.users.append(user)
         return partial(self._remove, user)
@@ -96,14 +102,38 @@ def places(
                 yield owner, name
 
 
+class ModelMode(TorchFunctionMode):
+    """A mode that hears what a model computes, and should hear nothing else."""
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Take the mode off PyTorch's stack, where it would change or slow down what PyTorch does.
+
+        Beneath another mode it stays: for that one PyTorch leaves its fast path anyway.
+        """
+        if _top_mode() is self:
+            with _pop_mode_temporarily():
+                yield
+        else:
+            yield
+
+
 @contextmanager
 def taken() -> Iterator[None]:
-    """Mark a call that is already looked at, so that what it calls is not counted again."""
+    """Mark a call that is already looked at, so that what it calls is not heard again."""
     _local.depth = getattr(_local, "depth", 0) + 1
+    mode = _top_mode()
     try:
-        yield
+        with mode.off() if isinstance(mode, ModelMode) else nullcontext():
+            yield
     finally:
         _local.depth -= 1
+
+
+def _top_mode() -> TorchFunctionMode | None:
+    """The function mode that PyTorch asks first."""
+    depth: int = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(depth - 1) if depth else None
 
 
 def is_taken() -> bool:

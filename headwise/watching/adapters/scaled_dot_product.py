@@ -7,15 +7,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.core.mask_reading import read_mask, split_mask
+from headwise.core.mask_reading import read_mask, split_mask, traced_mask
 from headwise.core.place import four
 from headwise.mask import Mask, causal
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.seen_call import Kind
 
+SCALED_DOT_PRODUCT = F.scaled_dot_product_attention
 Made = TypeVar("Made")
 
 
@@ -27,7 +29,7 @@ class MaskMemo:
 
     def recall(self, make: Callable[[], Made], tensor: Tensor, *options: object) -> Made:
         """The result of `make` for this tensor, unchanged since, and these options."""
-        if tensor.is_inference():
+        if torch.compiler.is_compiling() or tensor.is_inference():
             return make()  # it does not count its changes
         for known, version, given, found in self._made:
             if known() is tensor and version == tensor._version and given == options:
@@ -74,18 +76,13 @@ def lengths_differ(q: Tensor, k: Tensor) -> bool:
     return q.shape[2] > 1 and q.shape[2] != k.shape[2]
 
 
-def kind_of(name: str) -> Kind:
-    """The kind of attention that a module's name states."""
-    last = name.lower().rsplit(".", 1)[-1]
-    across = ("cross" in last, "encoder_attn" in last, "encdec" in last, "multihead_attn" in last)
-    return "cross" if any(across) else "self"
-
-
 def _read(memo: MaskMemo, given: Tensor, query: Tensor) -> tuple[Mask | None, Tensor | None]:
     """A mask tensor, True = may attend or added to the logits, as mask and bias."""
 
     def made() -> tuple[Mask | None, Tensor | None]:
         fitting = _with_four_axes(given.detach(), query)
+        if torch.compiler.is_compiling():
+            return traced_mask(fitting)
         seen, bias = (fitting, None) if given.dtype == torch.bool else split_mask(fitting)
         return None if seen is None else read_mask(seen), bias
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.watching.adapters.softmax_rows import Move, SoftmaxRows, replayed
+
 Function = Callable[..., Any]
 
 
@@ -36,10 +38,12 @@ LAYOUTS = _named(
     *("transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis", "t"),
 ) | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 CUTS = _named(
-    *("pad", "narrow", "expand", "repeat", "as_strided", "index_select", "roll", "flip", "cat"),
+    *("pad", "narrow", "expand", "repeat", "index_select", "roll", "flip", "cat", "as_strided"),
     *("gather", "unfold", "repeat_interleave", "concat", "tile", "broadcast_to", "select"),
 )
-"""Functions after which weights are still weights, and the logits behind them are not known."""
+"""Functions after which weights are still weights, and rows may not be whole."""
+STORED = _named("as_strided")
+"""Those of them whose result depends on how the weights lie in memory."""
 
 
 @dataclass(eq=False)
@@ -52,6 +56,12 @@ class Origin:
     axis: int
     met: bool = False  # its weights were multiplied with values
     routed: bool = False  # or multiplied over another axis, as where tokens are sent to experts
+    missing: int | None = None  # of its weights, some met values and so many did not
+
+    @property
+    def done(self) -> bool:
+        """True if its weights are used up, or are not those of attention."""
+        return self.met or (self.routed and self.missing is None)
 
     @property
     def looks_like_attention(self) -> bool:
@@ -66,9 +76,19 @@ class Weights:
     """The result of a softmax, or what was made of it since."""
 
     origin: Origin
-    logits: Tensor | None  # in the layout of the weights; None if it is not known any more
-    axis: int = -1  # of the keys
+    logits: Tensor | None  # in the layout of the weights; None if rows are not whole any more
+    axis: int  # of the keys
+    rows: SoftmaxRows
+    moves: tuple[Move, ...] | None = ()  # since the softmax; None if it is not known any more
     dropped: bool = False  # some weights were dropped
+    undropped: tuple[Tensor, int] | None = None  # as they were then, and how many moves came before
+
+    def without_dropout(self, p: Tensor) -> Tensor | None:
+        """Weights p as they would be without dropout; None if that is not known."""
+        if not self.dropped or self.undropped is None or self.moves is None:
+            return None if self.dropped else p
+        p, before = self.undropped
+        return replayed(self.moves[before:], p)
 
 
 @dataclass(frozen=True, eq=False)

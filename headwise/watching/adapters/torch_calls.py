@@ -3,50 +3,55 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
-from headwise.watching.adapters.patching import Hook, Undo, is_taken, taken
-from headwise.watching.adapters.proof import prove
+from headwise.watching.adapters.logits_call import looks_across
+from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
+from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
+    SCALED_DOT_PRODUCT,
     MaskMemo,
-    kind_of,
     lengths_differ,
     scaled_dot_product,
 )
 from headwise.watching.adapters.softmax_results import STARTS
-from headwise.watching.adapters.written_out import Operation, UnreadableError, WrittenOut
+from headwise.watching.adapters.written_attention import (
+    Operation,
+    PartProduct,
+    UnreadableError,
+    WholeProduct,
+    WrittenAttention,
+)
+from headwise.watching.adapters.written_out import WrittenOut
 from headwise.watching.call_recorder import CallRecorder, recomputing
 from headwise.watching.layer import LARGEST
+from headwise.watching.seen_call import Kind, kind_of
 
 _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, except those that other adapters see."""
 
 
+_CALLS = frozenset((attention, SCALED_DOT_PRODUCT))
+"""Functions that are attention by themselves."""
+
+
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Let the listener know which of the model's modules run; returns the undoing."""
-    undo: list[Undo] = [listener.leave_all]
-    for name, module in model.named_modules():
-        if _is_plain(module):
-            continue
-        listener.names[id(module)] = name
-        before = module.register_forward_pre_hook(Hook(listener.enter), with_kwargs=True)
-        after = module.register_forward_hook(Hook(listener.leave), always_call=True)
-        undo += [before.remove, after.remove]
-    return undo
+    for name, module in named_modules(model):
+        if not _is_plain(module):
+            listener.names[id(module)] = name
+    follower = Follower(listener.names, listener.enter, listener.leave)
+    return [listener.leave_all, *follow(model, follower)]
 
 
 def may_attend(module: nn.Module) -> bool:
@@ -78,7 +83,7 @@ class Running(threading.local):
         self.written_out = WrittenOut()
 
 
-class Listener(TorchFunctionMode):
+class Listener(ModelMode):
     """Hears the attention calls of the modules that run; hooks tell it which those are."""
 
     def __init__(self, recorder: CallRecorder) -> None:
@@ -88,7 +93,6 @@ class Listener(TorchFunctionMode):
         self.memo = MaskMemo()
         self.thread = threading.get_ident()
         self.running = Running()
-        self.proved: set[tuple[str, bool, bool]] = set()
         self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
 
     @property
@@ -101,11 +105,10 @@ class Listener(TorchFunctionMode):
         name, quiet = self.names.get(id(module)), isinstance(module, OURS)
         if name is None:
             return
-        if torch.compiler.is_compiling():
-            refuse_compiled(name)
         self.refuse_other_threads(name)
         needed = self.recorder.active or bool(self.recorder.silenced)
-        listening = not quiet and needed and not self.on
+        # The compiler can't trace through a mode: modules that hold compiled ones go without.
+        listening = not quiet and needed and not self.on and not is_compiled(module)
         sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
         self.frames.append(Frame(module, name, quiet, listening, sizes))
         self.recorder.begin()
@@ -127,22 +130,9 @@ class Listener(TorchFunctionMode):
         depth: int = torch._C._len_torch_function_stack()
         return any(torch._C._get_function_stack_at(level) is self for level in range(depth))
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Take the listener off PyTorch's stack of modes, where it would change what PyTorch does.
-
-        Beneath another mode it stays: for that one PyTorch leaves its fast path anyway.
-        """
-        depth: int = torch._C._len_torch_function_stack()
-        if depth and torch._C._get_function_stack_at(depth - 1) is self:
-            with _pop_mode_temporarily():
-                yield
-        else:
-            yield
-
     def leave(self, module: nn.Module, *_: object) -> None:
         """A module has run, with or without an error."""
-        if torch.compiler.is_compiling() or not any(x.module is module for x in self.frames):
+        if not any(x.module is module for x in self.frames):
             return  # it was refused as it started
         while self.frames:
             frame = self.frames.pop()
@@ -160,7 +150,8 @@ class Listener(TorchFunctionMode):
         """Report softmaxes that look like attention and were never multiplied with values."""
         for origin in self.running.written_out.unmet():
             if self.recorder.wants(origin.names[-1]):
-                said = f"no values were found for its softmax of shape {origin.shape}"
+                said = f"no values were found for {origin.missing or 'any'} of the weights "
+                said += f"{origin.shape} of its softmax"
                 self.recorder.unread.fail(origin.names[-1], ValueError(said))
 
     def leave_all(self) -> None:
@@ -175,16 +166,18 @@ class Listener(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        options = kwargs or {}
-        if torch.compiler.is_compiling():  # a function of the model that is compiled by itself
+        options, running = kwargs or {}, self.running
+        heard = func in STARTS or func in _CALLS or func in self.readers
+        # Most functions are no part of any attention; a model may also be compiled in part.
+        if not (heard or running.written_out.waiting) or torch.compiler.is_compiling():
             return func(*args, **options)
-        if not self.frames or self.frames[-1].quiet or is_taken():
+        if not running.frames or running.frames[-1].quiet or is_taken():
             return func(*args, **options)
-        frame = self.frames[-1]
+        frame = running.frames[-1]
         if func is attention:
             return self.own(frame.name, *args, **options)
         out = func(*args, **options)
-        if func is F.scaled_dot_product_attention:
+        if func is SCALED_DOT_PRODUCT:
             if self.recorder.wants(frame.name):
                 with self.recorder.unread.reading(frame.name):
                     call, kind = scaled_dot_product(self.memo, *args, **options)
@@ -232,31 +225,36 @@ class Listener(TorchFunctionMode):
             return out
         if found is None:
             return out
-        name, call = found.name, found.call
-        if recorder.wants(name):
-            with recorder.unread.reading(name):
-                if found.exact:
-                    self.prove(name, call, found.heads_first(out.detach()).transpose(1, 2))
-                across = call.mask is None and lengths_differ(*call[:2])
-                few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
-                recorder.beside(name, call, "cross" if across else kind_of(name), maps=few)
-        if name not in recorder.silenced:
-            return out
-        return found.as_it_was(recorder.silence(name, found.heads_first(out)))
+        if found.call is not None and recorder.wants(found.name):
+            with recorder.unread.reading(found.name):
+                self.observe_written(found, found.call, out.detach())
+        head = recorder.silenced.get(found.name)
+        return out if head is None else found.without(out, head)
 
-    def prove(self, name: str, call: Call, out: Tensor) -> None:
-        """Check, once for every form of a layer's calls, that it computed out (B, N, H, D)."""
-        form = (name, call.mask is None, call.bias is None)
-        if form not in self.proved and prove(call, out):
-            self.proved.add(form)
+    def observe_written(self, found: WrittenAttention, call: Call, out: Tensor) -> None:
+        """Hand over attention that is written out, after the product that completes it."""
+        known: Mapping[str, Tensor] = {}
+        kind: Kind = "cross" if looks_across(call) else kind_of(found.name)
+        proof = None
+        if isinstance(found, WholeProduct) and found.exact:
+            proof = self.prove(found.name, call, found.heads_first(out).transpose(1, 2))
+        if isinstance(found, PartProduct):
+            windowed, known = found.windows.known(self.recorder.options.sink_keys)
+            kind = "window" if windowed else kind
+        few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
+        self.recorder.beside(found.name, call, kind, maps=few, known=known, proof=proof)
+
+    def prove(self, name: str, call: Call, out: Tensor) -> Tensor | None:
+        """Compare out (B, N, H, D) with the call, once for every form of a layer's calls."""
+        form = (call.mask is None, call.bias is None)
+        return self.recorder.proofs.compare(name, form, call, lambda: out)
 
 
-@_disable_dynamo  # torch.compiler.disable, but it imports the compiler only when it is called
-def refuse_compiled(name: str) -> None:
-    """Raise ValueError at run time, instead of compiling the watch into the model."""
-    raise ValueError(
-        f"{name or 'the watched model'} runs compiled, and compiled code can't be looked into; "
-        "call the model that was given to torch.compile while it is watched"
+def is_compiled(module: nn.Module) -> bool:
+    """True if a module, or one inside it, runs as compiled code."""
+    return any(
+        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
+        for part in module.modules()
     )
 
 

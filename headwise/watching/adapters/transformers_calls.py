@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,17 +15,24 @@ from torch import Tensor, nn
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.watching.adapters import implementation as ours
+from headwise.watching.adapters import traced
 from headwise.watching.adapters.interface import (
     InterfaceCall,
     TokenSequence,
     is_causal,
     to_call,
 )
-from headwise.watching.adapters.patching import Hook, Replacement, Undo, taken
-from headwise.watching.adapters.proof import prove, without_dropout
-from headwise.watching.adapters.scaled_dot_product import MaskMemo, kind_of, lengths_differ
+from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
+from headwise.watching.adapters.patching import Replacement, Undo, taken
+from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
 from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.seen_call import Kind
+from headwise.watching.proof import without_dropout
+from headwise.watching.seen_call import Kind, kind_of
+
+_EAGER = "eager_attention_forward"
+
+
+_memo = MaskMemo()
 
 
 @dataclass(eq=False)
@@ -37,7 +44,6 @@ class TransformersModules:
     memo: MaskMemo = field(default_factory=MaskMemo)
     sequences: list[tuple[nn.Module, TokenSequence | None]] = field(default_factory=list)
     begins: dict[str, Tensor] = field(default_factory=dict)  # by layer, from its prompt's mask
-    proved: set[tuple[object, ...]] = field(default_factory=set)
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A model, or a part that is a model itself, starts to run."""
@@ -58,18 +64,19 @@ class TransformersModules:
 
     def prove(
         self, name: str, function: Any, given: InterfaceCall, call: Call, out: Tensor
-    ) -> None:
-        """Check, once for every form of a layer's calls, that the function computed this call.
+    ) -> Tensor | None:
+        """Compare the function's output with this call, once for every form of a layer's calls.
 
         Where it dropped weights it runs once more without dropout; the model's random numbers
         stay as they were.
         """
         named = tuple(sorted(key for key, value in given.options.items() if value is not None))
-        form = (name, given.implementation, given.mask is None, given.q.shape[2] == 1, named)
-        if form not in self.proved:
-            whole = _undropped(function, given) if given.option("dropout") else out.detach()
-            if prove(call, whole):
-                self.proved.add(form)
+        form = (given.implementation, given.mask is None, given.q.shape[2] == 1, named)
+
+        def whole() -> Tensor:
+            return _undropped(function, given) if given.option("dropout") else out.detach()
+
+        return self.recorder.proofs.compare(name, form, call, whole)
 
     def remember(self, name: str, call: Call, sequence: TokenSequence | None) -> None:
         """Keep where sequences begin, for steps whose window no longer reaches there."""
@@ -86,26 +93,34 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
     from transformers import AttentionInterface, PreTrainedModel
 
     modules = TransformersModules(
-        {id(module): name for name, module in model.named_modules()}, recorder
+        {id(module): name for name, module in named_modules(model)}, recorder
     )
     undo: list[Undo] = [
-        replacement.add(modules) for replacement in _replacements(AttentionInterface)
+        replacement.add(modules) for replacement in _replacements(AttentionInterface, model)
     ]
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            before = module.register_forward_pre_hook(Hook(modules.enter), with_kwargs=True)
-            after = module.register_forward_hook(Hook(modules.leave), always_call=True)
-            undo += [before.remove, after.remove]
-    return undo
+    whole = {id(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return undo + follow(model, Follower(whole, modules.enter, modules.leave))
 
 
-@functools.cache
-def _replacements(interface: type) -> tuple[Replacement[TransformersModules], ...]:
-    """Both ways to get a function: by `get_interface`, and as an item."""
-    return (
-        Replacement(interface, "get_interface", _make_get_interface),
-        Replacement(interface, "__getitem__", _make_getitem),
-    )
+def _replacements(interface: type, model: nn.Module) -> Iterator[Replacement[TransformersModules]]:
+    """Every way in which a model gets a function: as an item, and by `get_interface`.
+
+    Before transformers 5 there was only the first, and not for "eager": its function is a global
+    of the file that defines the model's attention.
+    """
+    yield _replacement(interface, "__getitem__")
+    if hasattr(interface, "get_interface"):
+        yield _replacement(interface, "get_interface")
+        return
+    for file in dict.fromkeys(type(module).__module__ for module in model.modules()):
+        if hasattr(sys.modules.get(file), _EAGER):
+            yield _replacement(sys.modules[file], _EAGER)
+
+
+@functools.cache  # watches share a replacement
+def _replacement(owner: Any, name: str) -> Replacement[TransformersModules]:
+    makers = {"__getitem__": _make_getitem, "get_interface": _make_get_interface}
+    return Replacement(owner, name, makers.get(name, _make_eager))
 
 
 def _make_get_interface(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
@@ -125,6 +140,11 @@ def _make_getitem(original: Any, users: list[TransformersModules]) -> Callable[.
     return getitem
 
 
+def _make_eager(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
+    attend: Callable[..., Any] = _beside(original, "eager", users)
+    return attend
+
+
 def _beside(function: Any, implementation: str, users: list[TransformersModules]) -> Any:
     """The function; calls from the modules of watched models are observed beside it."""
     if hasattr(function, "__watched__"):
@@ -140,8 +160,11 @@ def _beside(function: Any, implementation: str, users: list[TransformersModules]
         *more: Any,
         **options: Any,
     ) -> Any:
-        options |= dict(zip(_parameters(function)[5:], more, strict=False))
+        if more:
+            options |= dict(zip(_parameters(function)[5:], more, strict=False))
         given = InterfaceCall(implementation, module, query, key, value, attention_mask, options)
+        if torch.compiler.is_compiling():
+            return _traced(function, given)
         for modules in users:
             if id(module) in modules.names:
                 return _observed(modules, function, given)
@@ -186,10 +209,22 @@ def _observed(
     given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
     with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
         call = to_call(given, kind, sequence, modules.memo)
-        modules.prove(name, function, given, call, result[0])
+        proof = modules.prove(name, function, given, call, result[0])
         modules.remember(name, call, sequence)
-        recorder.beside(name, call, kind, padding, forgotten=forgotten)
+        recorder.beside(name, call, kind, padding, forgotten=forgotten, proof=proof)
     return silenced
+
+
+def _traced(function: Callable[..., Any], given: InterfaceCall) -> Any:
+    """The function's own result in compiled code, with its figures."""
+    module = given.module
+    across = _kind(given, "") == "cross"
+    if function is ours.attend:
+        return _run(function, given, look=lambda call: traced.inside(module, call, across))
+    with traced.taken():
+        result = _run(function, given)
+    traced.beside(module, to_call(given, "cross" if across else "self", None, _memo), across)
+    return result
 
 
 def _kind(given: InterfaceCall, name: str) -> Kind:
@@ -217,12 +252,13 @@ def _sequence(named: dict[str, Any]) -> TokenSequence | None:
         if mask.shape[1] < queries:
             return None  # of something else
         shown = mask.bool()
+        if bool(shown.all()):  # the model asks the same, so that it waits in any case
+            return TokenSequence(queries, mask.shape[1], None, 0)
         begins = shown.view(torch.uint8).argmax(-1).int()
-        return TokenSequence(queries, mask.shape[1], None if bool(shown.all()) else shown, begins)
+        return TokenSequence(queries, mask.shape[1], shown, begins)
     length = getattr(cache, "get_seq_length", None)
     past = 0 if length is None else int(length())
-    begins = torch.zeros(1, dtype=torch.int32, device=tokens.device)
-    return TokenSequence(queries, past + queries, None, begins if mask is None else None)
+    return TokenSequence(queries, past + queries, None, 0 if mask is None else None)
 
 
 @functools.cache

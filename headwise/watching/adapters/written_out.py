@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.nn.call import Call
-from headwise.watching.adapters.logits_call import from_logits, heads_lead, split_heads
-from headwise.watching.adapters.product_axes import Equation, Product
+from headwise.watching.adapters.product_axes import Equation
 from headwise.watching.adapters.softmax_results import (
     ADDED,
     CUTS,
@@ -21,66 +19,19 @@ from headwise.watching.adapters.softmax_results import (
     PRODUCTS,
     QUOTIENTS,
     SOFTMAXES,
+    STORED,
     SUMS,
     TIMES,
     Exponential,
     ExponentialSum,
-    Function,
     Origin,
     WeighedValues,
     Weights,
     drops,
     moved,
 )
-
-
-class UnreadableError(ValueError):
-    """Attention that was found in a module and can't be read."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(reason)
-        self.name = name
-
-
-@dataclass(frozen=True)
-class WrittenAttention:
-    """An attention that was written out: the call, and the axes of its product."""
-
-    name: str  # of the module
-    call: Call
-    product: Product
-    exact: bool  # no weight was dropped
-    added: tuple[float | Tensor, float] = (0.0, 1.0)  # out = added[0] + added[1] · product
-
-    def heads_first(self, out: Tensor) -> Tensor:
-        """The output as (B, H, N, D)."""
-        rest, factor = self.added
-        return self.product.heads_first((out - rest) / factor, self.call.q.shape[1])
-
-    def as_it_was(self, heads: Tensor) -> Tensor:
-        """The output in its own layout, from (B, H, N, D)."""
-        rest, factor = self.added
-        return rest + factor * self.product.as_it_was(heads)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A function that was called, its arguments, and the modules that ran, the outermost first.
-
-    `sizes` are those of the model's input, (B, N, ...) or (N, B, ...).
-    """
-
-    function: Function
-    out: Any
-    given: tuple[Any, ...]
-    options: Mapping[str, Any]
-    modules: Mapping[str, nn.Module]
-    sizes: tuple[int, ...]
-
-    def axis(self, default: int | None = None) -> Any:
-        """The axis that the function works on; a tuple of one is that one."""
-        axis = self.given[1] if len(self.given) > 1 else self.options.get("dim", default)
-        return axis[0] if isinstance(axis, list | tuple) and len(axis) == 1 else axis
+from headwise.watching.adapters.softmax_rows import SoftmaxRows
+from headwise.watching.adapters.written_attention import MetValues, Operation, WrittenAttention
 
 
 @dataclass
@@ -139,13 +90,13 @@ class WrittenOut:
         elif isinstance(other, Weights) and not other.origin.met and function in TIMES:
             self._made_of(other, replace(op, given=(given[1], given[0])))
         elif function in CUTS and isinstance(other := self._first(op), Weights):
-            self._track(out, replace(other, logits=None))  # cat([p, ...])
+            self._track(out, replace(other, logits=None, moves=None))  # cat([p, ...])
         return None
 
     def unmet(self) -> list[Origin]:
         """Softmaxes that look like attention, and whose weights never met values; forget all."""
         self._tracked.clear()
-        found = [x for x in self.origins if x.looks_like_attention and not (x.met or x.routed)]
+        found = [x for x in self.origins if x.looks_like_attention and not x.done]
         self.origins.clear()
         return found
 
@@ -189,19 +140,22 @@ class WrittenOut:
     def _made_of(self, known: Weights, op: Operation) -> None:
         """Follow weights through dropout, another dtype, another shape, a factor."""
         function, out, given = op.function, op.out, op.given
-        shape, dropped = given[0].shape, known.dropped
-        if function in DROPOUTS:
-            dropped = dropped or drops(*given[1:], **op.options)
-        if function in LAYOUTS:
-            found = None if known.logits is None else moved(known, function, given, op.options)
+        shape = given[0].shape
+        if function in DROPOUTS and drops(*given[1:], **op.options) and not known.dropped:
+            kept = None if out is given[0] else (given[0].detach(), len(known.moves or ()))
+            known = replace(known, dropped=True, undropped=kept)
+        if function in LAYOUTS or function in CUTS:
+            whole = function in LAYOUTS and known.logits is not None
+            found = moved(known, function, given, op.options) if whole else None
             logits, axis = (None, -1) if found is None else found
-            self._track(out, Weights(known.origin, logits, axis, dropped))
+            move = (function, given[1:], op.options)
+            lost = known.moves is None or function in STORED
+            moves = None if lost else (*(known.moves or ()), move)
+            self._track(out, replace(known, logits=logits, axis=axis, moves=moves))
         elif out.shape == shape:
-            self._track(out, replace(known, dropped=dropped))
+            self._track(out, known)
         elif function in TIMES and isinstance(given[1], Tensor) and out.ndim == len(shape):
             self._track(out, WeighedValues(known, shape, given[1].detach()))
-        elif function in CUTS:
-            self._track(out, replace(known, logits=None))
 
     def _product(self, op: Operation) -> WrittenAttention | None:
         given, added = op.given, (0.0, 1.0)
@@ -221,7 +175,7 @@ class WrittenOut:
         alike = values.ndim != 2 if p.ndim == 2 else values.ndim < 3
         if alike or isinstance(values, nn.Parameter):
             if op.out.shape == p.shape:  # heads are mixed
-                self._track(op.out, replace(known, logits=None))
+                self._track(op.out, replace(known, logits=None, moves=None))
             return None  # values that are the same for all sequences: a table, such as embeddings
         axes = operands[0].ndim, operands[1].ndim
         equation = (
@@ -231,7 +185,7 @@ class WrittenOut:
             equation = equation.swapped()
         if known.logits is None and not known.origin.looks_like_attention:
             return None
-        return _read(known, values.detach(), equation, op, added)
+        return MetValues(known, p, values.detach(), equation, op, added).read()
 
     def _sum(self, known: WeighedValues, op: Operation) -> WrittenAttention | None:
         """(p[..., None] * v).sum(keys)."""
@@ -245,55 +199,22 @@ class WrittenOut:
         first, second = ("".join(letters[n] for n in side) for side in kept)
         values = values.reshape([shapes[1][n] for n in kept[1]])
         equation = Equation(first, second, letters.replace(letters[axis], ""))
-        if weights.logits is None or op.options.get("keepdim"):
-            return _read(replace(weights, logits=None), values, equation, op)
-        logits = weights.logits.reshape([shapes[0][n] for n in kept[0]])
-        key = first.index(letters[weights.axis])
-        return _read(replace(weights, logits=logits, axis=key), values, equation, op)
+        logits, key = weights.logits, weights.axis
+        if op.options.get("keepdim"):
+            logits = None
+        if logits is not None and key not in kept[0]:
+            weights.origin.routed = True  # a softmax over one key gates values
+            return None
+        if logits is not None:
+            logits = logits.reshape([shapes[0][n] for n in kept[0]])
+            key = first.index(letters[key])
+        weights = replace(weights, logits=logits, axis=key, moves=None)
+        return MetValues(weights, None, values, equation, op).read()
 
 
 def _first_weights(logits: Tensor, axis: int, op: Operation) -> Weights:
     """The weights of a softmax over this axis."""
     parts = tuple(op.modules), tuple(op.modules.values())
-    origin = Origin(*parts, tuple(logits.shape), axis)
-    return Weights(origin, logits.detach(), axis % logits.ndim)
-
-
-def _read(
-    known: Weights,
-    values: Tensor,
-    equation: Equation | None,
-    op: Operation,
-    added: tuple[float | Tensor, float] = (0.0, 1.0),
-) -> WrittenAttention | None:
-    """The call, where weights meet values; None if they only route or gate them."""
-    origin, logits, modules = known.origin, known.logits, op.modules
-    if logits is not None and (equation is None or not equation.attends(known.axis)):
-        origin.routed = True
-        return None
-    origin.met = True
-    name = _common(origin.names, tuple(modules))
-    near = [modules[name], [*modules.values()][-1], origin.modules[-1]]
-    product = None if equation is None or logits is None else equation.product(known.axis)
-    if product is not None and logits is not None:
-        if heads_lead(product, logits, near[:1], op.sizes):
-            product = product.swapped()
-        made = product.arranged(logits, values)
-        if made is not None:
-            try:
-                call = from_logits(*split_heads(*made, product, near, op.sizes))
-            except ValueError as error:
-                raise UnreadableError(name, str(error)) from None
-            return WrittenAttention(name, call, product, not known.dropped, added)
-    raise UnreadableError(
-        name,
-        f"it writes its attention out in a way that can't be read: weights {origin.shape}, "
-        f"values {tuple(values.shape)}; headwise reads (B, H, N, M) weights and "
-        "(B, H, M, D) values, in any order of axes",
-    )
-
-
-def _common(first: Sequence[str], second: Sequence[str]) -> str:
-    """The innermost module that ran both times; else the innermost of the second."""
-    shared = [x for x, y in zip(first, second, strict=False) if x == y]
-    return shared[-1] if shared else second[-1]
+    origin, axis = Origin(*parts, tuple(logits.shape), axis), axis % logits.ndim
+    logits = logits.detach()
+    return Weights(origin, logits, axis, SoftmaxRows(logits.movedim(axis, -1), axis))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from headwise.maps.attention_map import AttentionMap
 from headwise.messages import say
@@ -145,7 +145,7 @@ class WatchedRun(Recording):
         found: dict[int, WatchedLayer] = {}
         for row in self.heads():
             number = int(row["layer"])
-            kind: Kind = "cross" if row["kind"] == "cross" else "self"
+            kind = cast(Kind, row["kind"])
             layer = found.setdefault(number, WatchedLayer(number, str(row["name"]), kind, 0))
             layer.heads = max(layer.heads, int(row["head"]) + 1)
         return list(found.values())

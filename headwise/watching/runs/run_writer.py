@@ -39,6 +39,7 @@ class RunWriter:
     own files and waits for no other. `keep` lists the (layer, head) whose maps of the first
     sequence are kept, at every `keep_every`-th step. If writing fails, on a full disk for instance,
     the log says so once and the run goes on; with `on_error="stop"` it stops with an OSError.
+    `pending` adds steps that have ended and were not added yet.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class RunWriter:
         seconds: float = 10.0,
         on_error: OnError = "go on",
         resume: bool = False,
+        pending: Callable[[], object] = lambda: None,
     ) -> None:
         parts.arrow()
         if on_error not in ("go on", "stop"):
@@ -66,7 +68,7 @@ class RunWriter:
                 "hw.watch(model, maps=True)"
             )
         self.steps, self.seconds, self.on_error = steps, seconds, on_error
-        self.closed = False
+        self.closed, self.pending = False, pending
         self._waiting: list[dict[str, Any]] = []
         self._entries = 0  # steps that wait
         self._alarms: list[Alarm] = []  # alarms that wait
@@ -113,13 +115,17 @@ class RunWriter:
         if seen is not None and seen.unread != self._about.get("unread", []):
             self._about["unread"] = seen.unread
             self._try("", lambda: self._write_manifest(self._about))
-        if seen is not None and entry.step % self.keep_every == 0:
+        if seen is not None and self.keeps(entry.step):
             for layer, head in self.keep:
                 keep = partial(self.keep_map, entry.step, layer, head, seen)
                 self._try(f"the map of head {head} in layer {layer}", keep)
         waited = time.monotonic() - self._flushed_at
         if self._entries >= self.steps or waited >= self.seconds:
             self.flush()
+
+    def keeps(self, step: int) -> bool:
+        """True if maps of this step are kept."""
+        return bool(self.keep) and step % self.keep_every == 0
 
     def keep_map(self, step: int, layer: int, head: int, seen: Recording) -> None:
         """Keep the map of one head in the last pass."""
@@ -130,6 +136,7 @@ class RunWriter:
 
     def flush(self) -> None:
         """Write what waits."""
+        self.pending()
         self._flushed_at, self._entries = time.monotonic(), 0
         if self._waiting:
             self._try("", self._write)
@@ -167,8 +174,8 @@ class RunWriter:
 
     def close(self) -> None:
         """Write what waits, and join the parts into one file."""
-        self.closed = True
         self.flush()
+        self.closed = True
         if len(mine := self._parts()) > 1:
             self._try("", lambda: parts.join(self.folder, mine))
         self._try("", lambda: self._write_manifest({**self._about, "ended": manifest.now()}))
@@ -225,7 +232,7 @@ def save_recording(
 ) -> None:
     """Write the series, what was seen in this `step` that has not ended, the alarms, some maps."""
     entries = list(seen.series)
-    if any(layer.figures() for layer in seen.layers):
+    if any(layer.recorded for layer in seen.layers):
         entries.append(Entry(step, seen.heads()))
     if not entries:
         raise ValueError(f"nothing was seen yet that could be saved in {folder}")

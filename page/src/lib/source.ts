@@ -130,6 +130,10 @@ export class Source {
     return this.transport.json(query(`/api/why/${experiment}`, options), signal);
   }
 
+  cost<Answer>(settings: Parameters, signal?: AbortSignal): Promise<Answer> {
+    return this.transport.json(query('/api/cost', settings), signal);
+  }
+
   watch(): Promise<WatchState> {
     return this.transport.json('/api/watch');
   }

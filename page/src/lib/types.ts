@@ -14,7 +14,7 @@ export interface State {
   device: string;
   /** Of a file: the heads whose maps are inside. */
   static?: { heads: RecordedHead[] };
-  pages: { heads: boolean; why: boolean; watch: boolean };
+  pages: { heads: boolean; cost: boolean; why: boolean; watch: boolean };
   model: Model | null;
   inputs: Input[] | null;
   statistics: Statistic[];
@@ -170,6 +170,8 @@ export interface WatchState {
   layers: { layer: number; name: string; kind: string; heads: number }[];
   statistics: string[];
   alarms: Alarm[];
+  /** Of a run of headwise train: its loss, its speed, and the share of the device's peak FLOPs. */
+  training: { loss: number; per_second: number; mfu?: number } | null;
   /** The alarms' rules and their sources. */
   rules: { rule: string; says: string; source: string }[];
   /** Seconds since something was written. */

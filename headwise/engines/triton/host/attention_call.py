@@ -23,6 +23,7 @@ from headwise.engines.triton.host.launches import Launches
 from headwise.engines.triton.host.operands import cap_of, leaves_keys, pad, widened
 from headwise.engines.triton.host.prepared_call import PreparedCall
 from headwise.engines.triton.host.statistics_call import complete_dot
+from headwise.engines.triton.limits import LIBRARY_ON
 
 __all__ = [
     "FORWARD", "FirstCall", "cap_of", "card", "complete", "differentiate", "few", "leaves_keys",
@@ -80,7 +81,7 @@ def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]:
     return lambda *arguments: run(Launches(), *arguments)
 
 
-FORWARD = operators("triton", once(run), differentiate)
+FORWARD = operators("triton", once(run), differentiate, LIBRARY_ON)
 
 
 def complete(

@@ -24,6 +24,7 @@ from headwise.engines.triton.host.moments_call import cut_of, run_moments
 from headwise.engines.triton.host.operands import Steps, on, operands, pad, pieces
 from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSizes, forward
 from headwise.engines.triton.kernels.hopper_softmax import HopperWritten, numbers_of_cap
+from headwise.engines.triton.limits import LIBRARY_ON
 
 LOG2E = 1.4426950408889634
 ROWS = 128  # per work item: 64 for each of two warpgroups
@@ -90,7 +91,7 @@ def run_hopper_forward(
     return sums
 
 
-FORWARD = operators("hopper", once(run_hopper_forward), differentiate)
+FORWARD = operators("hopper", once(run_hopper_forward), differentiate, LIBRARY_ON)
 
 
 @cache

@@ -6,15 +6,18 @@ pointers. To find it, Triton inspects every argument, which takes three times as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime.errors import OutOfResources
 
 from headwise.core.sums import Sums, room
+from headwise.engines.failures import failure
 from headwise.engines.triton.host.operands import WORD, Operands
 from headwise.engines.triton.host.prepared_call import Filling, Launch, PreparedCall
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
@@ -57,7 +60,8 @@ class Launches:
         **constants: Any,
     ) -> None:
         """Launch a kernel on the current GPU; `kind` as `kind_of` returns it."""
-        run, filled = _launched(kernel, grid, kind, arguments, warps, stages, constants)
+        with launching(kernel):
+            run, filled = _launched(kernel, grid, kind, arguments, warps, stages, constants)
         if self._filling is not None:
             self._launched.append(self._filling.launch(run, filled))
 
@@ -81,6 +85,24 @@ class Launches:
         if not filling.complete or min(places) < filling.given:
             return None
         return PreparedCall(filling.made, self._launched, places)
+
+
+@contextmanager
+def launching(kernel: Any) -> Iterator[None]:
+    """Raise KernelError if a kernel does not compile or launch, for a reason other than memory.
+
+    Too little shared memory is for `fit` to deal with, too little memory for the caller.
+    """
+    try:
+        yield
+    except OutOfResources:
+        raise
+    except Exception as error:
+        name = getattr(getattr(kernel, "fn", None), "__name__", kernel)
+        failed = failure(f"the kernel {name}", error)
+        if failed is None:
+            raise
+        raise failed from error
 
 
 def kind_of(call: Operands, tensors: tuple[Tensor | None, ...], *more: object) -> Kind:

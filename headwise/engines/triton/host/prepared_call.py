@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.engines.failures import failure
+
 Known = Sequence[Tensor]  # the call's own tensors, those it allocated, and views of them
 Fill = Callable[[Known], Any]
 
@@ -82,7 +84,13 @@ class PreparedCall:
             arguments = arguments.copy()
             for at, fill in fills:
                 arguments[at] = fill(known)
-            run(*arguments)
+            try:
+                run(*arguments)
+            except Exception as error:
+                failed = failure("a kernel that ran before", error)
+                if failed is None:
+                    raise
+                raise failed from error
         return tuple([known[place] for place in self.results])
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
-from headwise.core.statistics import named
-from headwise.core.sums import Sums
+from headwise.core.statistics import named, single_weights
+from headwise.core.sums import RowTotals, Sums
+from headwise.engines import failures
+from headwise.engines.failures import KernelError, family_of_terms
 from headwise.engines.operators import CALL, define, direct
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import (
@@ -89,8 +91,36 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     return q.new_empty(count, *q.shape[:3], dtype=torch.float32)
 
 
-def _once(*arguments: Any) -> Tensor:
-    return _run(Launches(), *arguments)
+def _once(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    terms = Terms(*given[: len(Terms._fields)])
+    calls = [family_of_terms("triton", q, v, terms, learns) for learns in (False, True)]
+    if failures.caller_replans() or failures.reason(calls[0]) is None:
+        try:
+            return _run(Launches(), q, k, v, *given)
+        except KernelError as failure:
+            if failures.caller_replans():
+                raise
+            for each in calls:
+                failures.record(each, failure)
+    return _without_kernel(q, k, v, *given)
+
+
+def _without_kernel(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    """Compute the statistics in PyTorch, for a compiled graph whose kernel fails."""
+    terms = Terms(*given[: len(Terms._fields)]).without_band(q.shape[2], k.shape[2])
+    out, max_logit, log_total, entropy, *rest = given[len(Terms._fields) :]
+    starts, first, sink_keys, asked = rest
+    log_total = log_total if log_total.numel() else torch.zeros_like(max_logit)  # not needed
+    totals = RowTotals(max_logit + log_total, max_logit, log_total)
+    names = {name for name, bit in _BITS.items() if asked & bit}
+    found = single_weights(
+        q, k, terms, totals, max_logit, names, first if starts is None else starts, sink_keys,
+    )  # fmt: skip
+    if "effective_keys" in names:
+        found["effective_keys"] = entropy.exp()
+    if "output_norm" in names:
+        found["output_norm"] = torch.linalg.vector_norm(out, dim=-1, dtype=max_logit.dtype)
+    return torch.stack([found[name] for name in _BITS if name in names])
 
 
 _single = direct(

@@ -10,7 +10,6 @@ than expected, `fit` finds a smaller tile, once.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,11 +18,12 @@ from triton.runtime.errors import OutOfResources
 
 from headwise.core.problem import Terms
 from headwise.engines import calls
+from headwise.engines.failures import KernelError
 from headwise.engines.triton.host.cards import Card
 from headwise.engines.triton.host.launches import Launches
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.tile import Given
-from headwise.files import write_whole
+from headwise.files import cache_folder, write_whole
 
 _LIKE = {  # the kernel whose shape serves if the table has none
     "narrow": "forward",
@@ -166,7 +166,7 @@ def fit(
         except OutOfResources as error:
             less = smaller(tried)
             if less is None:
-                raise RuntimeError(
+                raise KernelError(
                     f"{card.name} has no room for the {kernel} kernel at head width {width} with "
                     f"{itemsize} bytes per number: its smallest tile needs {error.required} of "
                     f'{error.limit}, {error.name}; use engine="streaming"'
@@ -213,8 +213,7 @@ def default(kernel: str, width: int, itemsize: int, card: Card) -> Shape:
 
 def tuned_file() -> Path:
     """Return the file of tuned shapes, in the user's cache folder."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "headwise" / "shapes.json"
+    return cache_folder() / "shapes.json"
 
 
 def remember(card: Card, found: dict[tuple[str, int, int], Shape]) -> Path:

@@ -39,6 +39,9 @@ from headwise.engines.triton.kernels.hopper_softmax import (
     unpacked,
 )
 
+# Triton 3.8 renamed both copies, and 3.9 dropped the older names.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 GROUPS = gl.constexpr(2)  # consumer warpgroups per program
 REGISTERS = 168  # per thread at launch; then consumers take 240, the producer 24
 
@@ -133,18 +136,16 @@ def load(call, KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr):
         for w in gl.static_range(GROUPS):
             mbarrier.wait(rows_empty.index(w), (round & 1) ^ 1)
             mbarrier.expect(rows_full.index(w), q.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q, [b, h, i0 + w * GROUP, 0], rows_full.index(w), rows.index(w)
-            )
+            async_load(q, [b, h, i0 + w * GROUP, 0], rows_full.index(w), rows.index(w))
         for n in range(extent[4]):
             at, turn = (done + n) % STAGES, ((done + n) // STAGES) & 1
             place = [b, h // z.group, first_key(n, extent, KEYS), 0]
             mbarrier.wait(keys_empty.index(at), turn ^ 1)
             mbarrier.expect(keys_full.index(at), k.block_type.nbytes)
-            tma.async_copy_global_to_shared(k, place, keys_full.index(at), keys.index(at))
+            async_load(k, place, keys_full.index(at), keys.index(at))
             mbarrier.wait(values_empty.index(at), turn ^ 1)
             mbarrier.expect(values_full.index(at), v.block_type.nbytes)
-            tma.async_copy_global_to_shared(v, place, values_full.index(at), values.index(at))
+            async_load(v, place, values_full.index(at), values.index(at))
         done, round = done + extent[4], round + 1
 
 
@@ -258,7 +259,7 @@ def follow(
         tma.store_wait(0)  # until the last item's rows are copied out
         whole_tile(results, w).store(acc.to(keys.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [b, h, i0 + w * GROUP, 0], results.index(w))
+        async_store(out, [b, h, i0 + w * GROUP, 0], results.index(w))
     tma.store_wait(0)
 
 

@@ -1,23 +1,9 @@
-/** The results of the experiments: the dataclasses of headwise/look/experiments. */
+/** The results of the experiments: the dataclasses of headwise/lab/experiments. */
+
+import type { Setting } from '../../lib/settings';
 
 export const EXPERIMENTS = ['scale', 'heads', 'scores', 'sharing'] as const;
 export type ExperimentId = (typeof EXPERIMENTS)[number];
-
-export interface Whole {
-  value: number;
-  default: number;
-  least: number;
-  most: number;
-  doubling: boolean;
-}
-
-export interface Choice {
-  value: string;
-  default: string;
-  options: string[];
-}
-
-export type Setting = Whole | Choice;
 
 export interface Answer<Found> {
   settings: Record<string, Setting>;

@@ -2,6 +2,7 @@
 
 import { written } from '../../lib/language.svelte';
 import { words } from '../../locales/why';
+import type { Whole } from '../../lib/settings';
 import type {
   Answer,
   ExperimentId,
@@ -9,7 +10,6 @@ import type {
   ScaleFound,
   ScoresFound,
   SharingFound,
-  Whole,
 } from './answers';
 
 export interface Figure {

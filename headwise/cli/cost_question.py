@@ -1,0 +1,180 @@
+"""The question that `headwise cost` was asked: models, sizes, and what is swept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headwise.costs.calculate import read
+from headwise.costs.layers import Architecture
+from headwise.costs.machines.hardware import DEVICES
+from headwise.costs.uses.scenario import Scenario
+from headwise.costs.uses.sketch import Sketch
+from headwise.look.readers import opening
+from headwise.training import setups
+from headwise.training.loading import ASSETS, built_in
+from headwise.training.run_folder import Run
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+AXES = ("length", "batch", "heads")
+MOST_POINTS = 64
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to cost: read once, however many figures are asked for."""
+
+    name: str
+    architecture: Architecture
+    sketch: Sketch | None = None
+
+    @classmethod
+    def drawn(cls, sketch: Sketch) -> Model:
+        """The model of a sketch."""
+        return cls(str(sketch), read(sketch.config()), sketch)
+
+    def with_heads(self, heads: int) -> Model:
+        """The same sketch with another number of heads, each of them narrower or wider."""
+        if self.sketch is None:
+            raise ValueError(
+                f"heads can be swept for a decoder described by flags, and {self.name} is a model; "
+                "use --layers, --width and the others"
+            )
+        shared = self.sketch.kv_heads
+        kept = shared if shared is None else min(shared, heads)
+        return Model.drawn(replace(self.sketch, heads=heads, kv_heads=kept))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An axis and its values."""
+
+    axis: str
+    values: tuple[int, ...]
+
+    def rows(self, model: Model, use: Scenario) -> list[dict[str, Any]]:
+        """The figures of a model at each value."""
+        found = []
+        for value in self.values:
+            each, asked = model, use
+            if self.axis == "heads":
+                each = model.with_heads(value)
+            else:
+                asked = replace(use, **{self.axis: value})  # type: ignore[arg-type]
+            found.append({self.axis: value, **asked.figures(each.architecture)})
+        return found
+
+
+def chosen(names: list[str], given: Mapping[str, int]) -> list[Model]:
+    """The models that were named, or the decoder that flags describe; ValueError if neither."""
+    if names and given:
+        first = next(iter(given)).replace("_", "-")
+        raise ValueError(f"{names[0]} is described already; leave out --{first}, or the model")
+    if not names and not given:
+        raise ValueError(
+            "name a model or a config.json, or describe a decoder: --layers 32 --width 4096 "
+            "--heads 32; headwise cost --help has examples"
+        )
+    if given:
+        return [Model.drawn(sketched(given))]
+    return [read_model(name) for name in names]
+
+
+def sketched(given: Mapping[str, int]) -> Sketch:
+    """The decoder of the flags; ValueError names those that are missing."""
+    missing = [name for name in ("layers", "width", "heads") if name not in given]
+    if missing:
+        flags = " and ".join(f"--{name}" for name in missing)
+        raise ValueError(f"a decoder described by flags also needs {flags}")
+    numbers: dict[str, Any] = dict(given)
+    return Sketch(**numbers)
+
+
+def read_model(name: str) -> Model:
+    """A built-in model, a run of `headwise train`, or whatever `hw.cost` reads by name."""
+    folder = ASSETS / name if name in built_in() else Path(name)
+    if not folder.is_file():
+        opening.find(name)  # a wrong name is refused at once, before the hub is asked
+    if name in built_in() or opening.trained_here(folder):
+        settings = Run(folder).settings()
+        config = setups.CONFIGS[settings["task"]].from_dict(settings["model"])
+        return Model(name, read(config))
+    return Model(name, read(name))
+
+
+def parsed_size(what: str, written: str, kilo: int = 1000) -> int:
+    """A size such as 4096, 32k or 80GB; a k of tokens is 1024, of bytes 1000.
+
+    >>> parsed_size("--length", "32k", 1024), parsed_size("--fit", "80GB")
+    (32768, 80000000000)
+    >>> parsed_size("--fit", "1.5 GiB")
+    1610612736
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", written, re.IGNORECASE)
+    if match is None or len(match[1]) > 15:
+        raise ValueError(f"{what} {written[:40]!r} is not a size; try 4096, 32k or 80GB")
+    base = 1024 if match[3] else kilo
+    found = int(float(match[1]) * base ** list(UNITS).index(match[2].lower()))
+    if found < 1:
+        raise ValueError(f"{what} {written[:40]!r} must be at least 1")
+    return found
+
+
+def parsed_room(written: str) -> int:
+    """The bytes of --fit: a size, or the memory of a device.
+
+    >>> parsed_room("h100")
+    80000000000
+    """
+    known = DEVICES.get(written.strip().lower())
+    return int(known.memory) if known else parsed_size("--fit", written)
+
+
+def parsed_mesh(written: str | None) -> dict[str, int]:
+    """The sizes of a mesh.
+
+    >>> parsed_mesh("tp=4, cp=2")
+    {'tp': 4, 'cp': 2}
+    """
+    if written is None:
+        return {}
+    found = {}
+    for part in written.split(","):
+        name, _, size = part.partition("=")
+        if not size.strip().isdigit():
+            raise ValueError(f"--mesh {written[:60]!r} is not a mesh; try tp=4,cp=2")
+        found[name.strip()] = int(size)
+    return found
+
+
+def parsed_sweep(written: str) -> Sweep:
+    """An axis with values, listed or doubling.
+
+    >>> parsed_sweep("length=1k..8k")
+    Sweep(axis='length', values=(1024, 2048, 4096, 8192))
+    >>> parsed_sweep("batch=1,8,32").values
+    (1, 8, 32)
+    """
+    axis, _, values = written.partition("=")
+    axis = axis.strip()
+    if axis not in AXES or not values:
+        raise ValueError(
+            f"--sweep {written[:60]!r} is not an axis with values; try length=1k..128k, "
+            "batch=1,8,64 or heads=1..64"
+        )
+    kilo = 1024 if axis == "length" else 1000
+    if ".." in values:
+        low, high = (parsed_size("--sweep", end, kilo) for end in values.split("..", 1))
+        found = [low]
+        while 2 * found[-1] <= high and len(found) <= MOST_POINTS:
+            found.append(2 * found[-1])
+        if found[-1] < high:
+            found.append(high)
+    else:
+        found = [parsed_size("--sweep", each, kilo) for each in values.split(",")]
+    if len(found) > MOST_POINTS or len(found) < 2 or found != sorted(set(found)):
+        raise ValueError(f"--sweep {written[:60]!r} needs 2 to {MOST_POINTS} rising values")
+    return Sweep(axis, tuple(found))

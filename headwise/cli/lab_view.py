@@ -1,0 +1,157 @@
+"""The output of `headwise lab`: the list of claims, one claim with its figures, the progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from headwise.lab.charts import Chart, Listing, Shown, WeightMap, text
+from headwise.lab.claim import NOTES, TOPICS, Claim
+from headwise.lab.record import Result
+from headwise.lab.runner import Told
+from headwise.messages import Sentence, say
+
+# A verdict is told by its sign and its words, not by its colour alone.
+SIGNS = {
+    "holds": ("✓", "green", "成立"),
+    "holds when": ("◐", "yellow", "有条件成立"),
+    "does not hold": ("✗", "red", "不成立"),
+    "right": ("✓", "green", "正确"),
+    "wrong": ("✗", "red", "错误"),
+    "undecided": ("?", "cyan", "未定"),
+}
+
+
+def as_json(entries: list[dict[str, Any]]) -> str:
+    """Entries as JSON."""
+    return json.dumps(entries, indent=2, ensure_ascii=False)
+
+
+def verdict_text(result: Result | None, stale: bool, zh: bool) -> Text:
+    """The verdict with its sign; "not run" if there is none."""
+    if result is None:
+        return Text(_in(say("not run yet"), zh), style="dim")
+    sign, style, chinese = SIGNS[result.verdict]
+    words = chinese if zh else result.verdict
+    shown = Text(f"{sign} {words}", style=style)
+    if stale:
+        shown.append(f" ({_in(say('stale'), zh)})", style="dim")
+    return shown
+
+
+def show_list(console: Console, found: Sequence[tuple[Claim, Result | None]], zh: bool) -> None:
+    """The claims topic by topic, each with its verdict."""
+    for topic, title in TOPICS.items():
+        within = [(claim, result) for claim, result in found if claim.topic == topic]
+        if not within:
+            continue
+        console.print(Text(f"\n{_in(title, zh)}", style="bold"))
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(width=20, style="cyan", no_wrap=True)
+        grid.add_column(width=17)
+        grid.add_column(overflow="fold")
+        for claim, result in within:
+            stale = result is not None and result.stale(claim)
+            shown = verdict_text(result, stale, zh)
+            grid.add_row(Text(claim.id), shown, Text(_in(claim.sentence, zh)))
+        console.print(grid)
+
+
+def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) -> None:
+    """One claim: the sentence, where it comes from, its derivation, figures and verdict."""
+    console.print(Text(claim.id, style="bold cyan"))
+    console.print(Text(_in(claim.sentence, zh), style="bold"))
+    notes = "; ".join(f"{letter} ({_in(NOTES[letter], zh)})" for letter in claim.notes)
+    console.print(Text(_in(say("from notes: {notes}", notes=notes), zh), style="dim"))
+    if claim.derivation is not None:
+        console.print(Text(f"\n{_in(claim.derivation, zh)}"))
+    if result is None:
+        advice = say("not run yet; run it: headwise lab run {id}", id=claim.id)
+        console.print(Text(f"\n{_in(advice, zh)}"))
+        return
+    stale = result.stale(claim)
+    if not stale:  # the drawing of today's figures may not fit older ones
+        for shown in claim.shows(result.figures):
+            console.print()
+            console.print(table_of(shown, zh))
+    console.print()
+    console.print(verdict_text(result, stale, zh))
+    if result.condition is not None:
+        console.print(Text(_in(result.condition, zh)))
+    console.print(Text(_in(result.because, zh)))
+    origin = f"{result.command} · {result.form} · {result.machine} · {result.date}"
+    console.print(Text(f"\n{origin} · {result.seconds:g} s", style="dim"))
+    if stale:
+        advice = say("measured by other code; run it again: headwise lab run {id}", id=claim.id)
+        console.print(Text(_in(advice, zh), style="yellow"))
+
+
+def table_of(shown: Shown, zh: bool) -> Table:
+    """A chart, listing or map as a table of numbers."""
+    table = Table(title=Text(_in(shown.title, zh)), title_justify="left")
+    if isinstance(shown, Listing):
+        headings = [_in(heading, zh) for heading in shown.headings]
+        rows = [list(row) for row in shown.rows]
+    elif isinstance(shown, Chart):
+        headings = [_in(shown.x, zh), *(_in(line.label, zh) for line in shown.series)]
+        points = [dict(zip(line.x, line.y, strict=True)) for line in shown.series]
+        places = sorted({x for line in points for x in line})
+        rows = [[x, *(line.get(x) for line in points)] for x in places]
+    else:
+        assert isinstance(shown, WeightMap)
+        headings = ["", *shown.columns]
+        rows = [[name, *row] for name, row in zip(shown.rows, shown.weights, strict=True)]
+    for number, heading in enumerate(headings):
+        table.add_column(Text(heading), justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*(Text(text(cell, zh)) for cell in row))
+    return table
+
+
+class LabProgress:
+    """A bar on a terminal; a line per claim elsewhere. Called with each report of the runner."""
+
+    def __init__(self, console: Console, bar: Progress) -> None:
+        self.console, self.bar = console, bar
+        self.shown = bar.add_task("", total=None)
+
+    def __call__(self, told: Told) -> None:
+        """Show how far the run is."""
+        if told.missing:
+            self.console.print(Text(f"{told.claim.id:<20} not run: {told.missing}", style="yellow"))
+            return
+        steps = f" {told.what} ({told.done + 1}/{told.steps})" if told.steps else ""
+        self.bar.update(
+            self.shown,
+            completed=told.number,
+            total=told.of,
+            description=f"{told.claim.id}{steps}",
+        )
+
+    def finished(self, result: Result, zh: bool) -> None:
+        """Print a verdict above the bar."""
+        line = Text(f"{result.id:<20} ")
+        line.append_text(verdict_text(result, False, zh))
+        line.append(f"  {result.seconds:g} s", style="dim")
+        self.console.print(line)
+        self.console.print(Text(f"    {_in(result.because, zh)}"))
+
+
+@contextmanager
+def progress(as_json: bool) -> Iterator[LabProgress]:
+    """Show the progress of a run; beside JSON, on the error stream."""
+    console = Console(stderr=as_json)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        yield LabProgress(console, bar)
+
+
+def _in(sentence: Sentence, zh: bool) -> str:
+    return sentence.zh if zh else str(sentence)

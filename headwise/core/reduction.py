@@ -1,0 +1,124 @@
+"""Statistics of many rows, reduced to sums and extremes per head in one small tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+EXTREMES = {"max_logit": "max", "entropy": "min", "logit_var": "max", "sink_mass": "max"}
+"""The statistics whose largest or smallest value per head is kept beside the mean."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of reduced statistics, float64 (columns, heads), for these statistics.
+
+    First the number of rows, then one sum per statistic; both grow by adding. Then the largest
+    values, those of minima negated; all of them grow by taking the maximum. Calls, steps and
+    processes join by these two operations.
+
+    >>> columns = Columns(("max_logit", "entropy", "top_prob"))
+    >>> columns.sums, columns.maxima, columns.minima, columns.count
+    (4, (0,), (1,), 6)
+    """
+
+    stats: tuple[str, ...]
+
+    @cached_property
+    def maxima(self) -> tuple[int, ...]:
+        """The places of the statistics whose largest value is kept."""
+        return tuple(i for i, name in enumerate(self.stats) if EXTREMES.get(name) == "max")
+
+    @cached_property
+    def minima(self) -> tuple[int, ...]:
+        """The places of the statistics whose smallest value is kept."""
+        return tuple(i for i, name in enumerate(self.stats) if EXTREMES.get(name) == "min")
+
+    @property
+    def sums(self) -> int:
+        """The number of columns that grow by adding."""
+        return 1 + len(self.stats)
+
+    @property
+    def count(self) -> int:
+        """The number of all columns."""
+        return self.sums + len(self.maxima) + len(self.minima)
+
+    def largest(self, name: str) -> int:
+        """The column of a statistic's largest value."""
+        return self.sums + self.maxima.index(self.stats.index(name))
+
+    def names(self, sampled: bool) -> dict[str, str]:
+        """The names of the figures, each with its statistic."""
+        empty = torch.empty(self.count, 0)
+        return {
+            figure: name for name in self.stats for figure in self.figures(empty, sampled, (name,))
+        }
+
+    def figures(
+        self, reduced: Tensor, sampled: bool, stats: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """One value per head (..., heads) for each figure of (..., columns, heads).
+
+        The mean of a head without counted rows is NaN. An extreme of sampled rows is only a bound
+        of the true one, and its name says so. `stats` names the statistics that were seen, if not
+        all of them were.
+        """
+        rows, *sums = reduced[..., : self.sums, :].unbind(-2)
+        extremes = reduced[..., self.sums : self.count, :].unbind(-2)
+        largest = dict(zip((*self.maxima, *self.minima), extremes, strict=True))
+        figures = {}
+        for place, (name, total) in enumerate(zip(self.stats, sums, strict=True)):
+            if stats is not None and name not in stats:
+                continue
+            figures[f"{name}_mean"] = total / rows  # 0 / 0 is NaN
+            if place in largest:
+                low = place in self.minima
+                bound = "_upper_bound" if low else "_lower_bound"
+                suffix = f"_{EXTREMES[name]}{bound if sampled else ''}"
+                figures[name + suffix] = -largest[place] if low else largest[place]
+        return figures
+
+
+def reduce_rows(
+    values: Sequence[Tensor | None],
+    highest: Tensor,
+    padding: Tensor | None,
+    maxima: Sequence[int],
+    minima: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Reduce statistics (B, H, N) over the rows that see a key and are not padding (B, N).
+
+    Returns the columns that add up, (1 + values, H), and those of which the maximum is taken,
+    (maxima + minima, H). A statistic that is None adds nothing. `highest` (B, H, N) is -inf for a
+    row that sees no key.
+    """
+    counted = highest != -torch.inf
+    if padding is not None:
+        counted = counted & ~padding[:, None]
+    heads = highest.shape[1]
+    rows = counted.sum((0, 2), dtype=torch.float64)
+    known = [x for x in values if x is not None]
+    if not known or highest.numel() == 0:
+        sums = rows.new_zeros(len(values), heads)
+        none = rows.new_full((len(maxima) + len(minima), heads), -torch.inf)
+        return torch.cat((rows[None], sums)), none
+    sums = torch.where(counted, torch.stack(known), 0.0).sum((1, 3), dtype=torch.float64)
+    if len(known) < len(values):
+        found, none = iter(sums.unbind(0)), rows.new_zeros(heads)
+        sums = torch.stack([none if x is None else next(found) for x in values])
+    signed = [*(values[i] for i in maxima), *(_negated(values[i]) for i in minima)]
+    if not signed:
+        return torch.cat((rows[None], sums)), rows.new_empty(0, heads)
+    lowest = torch.full_like(highest, -torch.inf)
+    extremes = torch.stack([lowest if x is None else x for x in signed])
+    extremes = torch.where(counted, extremes, -torch.inf).amax((1, 3)).double()
+    return torch.cat((rows[None], sums)), extremes
+
+
+def _negated(x: Tensor | None) -> Tensor | None:
+    return None if x is None else -x

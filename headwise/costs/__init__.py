@@ -1,0 +1,1 @@
+"""The cost of attention before it runs: parameters, FLOPs, bytes and time."""

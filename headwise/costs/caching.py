@@ -1,0 +1,43 @@
+"""The bytes of a layer's cached keys and values."""
+
+from __future__ import annotations
+
+from headwise.costs.formula import Formula, size
+from headwise.costs.layers import AttentionLayer
+from headwise.costs.letters import Tokens
+from headwise.costs.tape import Tape
+from headwise.costs.workload import CacheLayout
+
+
+def count_cache(tape: Tape, layer: AttentionLayer, tokens: Tokens) -> None:
+    """Count the cached keys and values of a layer, unless it reuses another layer's."""
+    if layer.reuses or not layer.caches:
+        return
+    layout, ranks = tape.work.cache, tape.work.ranks
+    length = tokens.keys
+    for limit in (layer.window, layer.chunk):
+        length = length if limit is None else min(length, limit)
+    length = -(-length // ranks.cp)
+    room = layout.room(length)
+    t = tokens.t if room == tokens.keys else size("w" if room == layer.window else "n", room)
+    label = "keys and values" if layer.latent is None else "latent vectors"
+    tape.cached(label, tokens.b * t * token_bytes(layer, layout))
+    if layout.page is not None:
+        tape.cached("page table", tokens.b * layout.table(length))
+
+
+def token_bytes(layer: AttentionLayer, layout: CacheLayout) -> Formula:
+    """The bytes that a layer caches per token."""
+    if layer.latent is not None:
+        r, p = size("r", layer.latent.rank), size("dᵣ", layer.latent.rope)
+        if not layout.scale_bits:
+            return (r + p) * layout.vector(1)
+        return 0 * r + layout.vector(layer.latent.rank + layer.latent.rope)
+    g = size("a" if layer.kv_heads == layer.heads else "g", layer.kv_heads)
+    d, v = size("d", layer.head_dim), size("v", layer.value_dim)
+    if layout.scale_bits:
+        return g * (layout.vector(layer.head_dim) + layout.vector(layer.value_dim))
+    if layer.value_dim != layer.head_dim:
+        return g * (d + v) * layout.vector(1)
+    whole = layer.kv_heads * layer.head_dim == layer.width
+    return 2 * layout.vector(1) * (size("h", layer.width) if whole else g * d)

@@ -1,0 +1,151 @@
+"""`hw.cost`: from a module, a model, a configuration or a name to its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headwise.core.intervals import Mask
+from headwise.costs.cost import Cost
+from headwise.costs.layers import Architecture
+from headwise.costs.readers.configurations import (
+    is_configuration,
+    read_configuration,
+    read_fields,
+    read_name,
+    read_transformers_model,
+)
+from headwise.costs.readers.models import read_config, read_model
+from headwise.costs.readers.modules import read_module
+from headwise.costs.visible import Tile
+from headwise.costs.walk import count
+from headwise.costs.workload import (
+    CacheLayout,
+    DeviceKind,
+    Layout,
+    Ranks,
+    Recompute,
+    Workload,
+    check_workload,
+    dtype_name,
+)
+from headwise.models.config import Config
+
+
+def cost(
+    what: Any,
+    *,
+    batch: int = 1,
+    queries: int | None = None,
+    keys: int | None = None,
+    context: int | None = None,
+    mask: Mask | None = None,
+    dtype: object = "bf16",
+    mesh: object = None,
+    fused: bool = True,
+    recompute: Recompute = None,
+    cache: object = None,
+    device: DeviceKind = "cuda",
+    tile: Tile = (128, 128),
+    layout: Layout = "contiguous",
+) -> Cost:
+    """Everything that a forward and a backward take, before they run, as exact counts.
+
+    `what` is a module or model of headwise, a Transformer module of PyTorch, a model or config of
+    transformers, a config as a dictionary or a config.json, or a model's name.
+
+    `queries` tokens per sequence run (4,096, or fewer if it has fewer positions); `keys` counts all
+    tokens of a sequence, so more keys than queries means that the others are in a cache. `context`
+    is the length of the sequence that cross-attention sees. `mask` narrows the architecture's own.
+    `mesh`, such as {"dp": 8, "tp": 4}, divides the work; the result is that of the busiest rank.
+
+    For bytes saved: `fused` attention or step by step, `recompute` "layers" or "attention", and the
+    kind of `device`, "cuda" or "cpu", whose kernels save different things. `cache` is a dtype or a
+    `hw.CacheLayout`; `tile` are the queries and keys that a kernel computes together; `layout`,
+    "contiguous" or "head_tail", says how context parallelism divides a sequence.
+
+    >>> import headwise as hw
+    >>> attn = hw.nn.MultiHeadAttention(64, 4, mask=hw.mask.causal())
+    >>> taken = hw.cost(attn, batch=2, queries=128)
+    >>> taken.params == 4 * 64**2 + 4 * 64
+    True
+    >>> taken.flops == 8 * 2 * 128 * 64**2 + 4 * 2 * (128 * 129 // 2) * 64
+    True
+    """
+    name = dtype_name("dtype", dtype)
+    work = Workload(
+        batch,
+        queries,
+        keys,
+        context,
+        mask,
+        name,
+        device,
+        fused,
+        recompute,
+        tile,
+        CacheLayout.of(cache, name),
+        Ranks.of(mesh),
+        layout,
+    )
+    check_workload(work)
+    architecture = read(what, context)
+    if isinstance(what, nn.Module):
+        whole = count(architecture, replace(work, ranks=Ranks()))
+        _check_params(what, whole.params)
+        if work.ranks.count == 1:
+            return whole
+    return count(architecture, work)
+
+
+def _check_params(module: nn.Module, counted: int) -> None:
+    """Raise ValueError if a module holds other parameters than its architecture has."""
+    held = sum(weight.numel() for weight in module.parameters())
+    if held != counted:
+        raise ValueError(
+            f"{type(module).__name__} has {held:,} parameters, but its architecture has "
+            f"{counted:,}: it was changed after it was built, so its cost is not known; hw.cost "
+            "of its config gives that of the original"
+        )
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile, DataParallel and DistributedDataParallel."""
+    for name in ("_orig_mod", "module"):
+        inside = getattr(module, name, None)
+        if isinstance(inside, nn.Module):
+            return unwrapped(inside)
+    return module
+
+
+def read(what: Any, context: int | None = None) -> Architecture:
+    """The architecture of anything that `cost` takes."""
+    if isinstance(what, Architecture):
+        return what
+    if isinstance(what, Config):
+        return read_config(what)
+    if isinstance(what, Mapping):
+        return read_fields(what)
+    if isinstance(what, str | Path):
+        return read_name(str(what))
+    if isinstance(what, nn.Module):
+        what = unwrapped(what)
+        found = read_model(what) or read_module(what, context)
+        if found is None and is_configuration(getattr(what, "config", None)):
+            found = read_transformers_model(what)
+        if found is not None:
+            return found
+        raise ValueError(
+            f"{type(what).__name__} can't be read: hw.cost takes modules of headwise, PyTorch's "
+            "Transformer layers, and models of transformers that it knows"
+        )
+    if is_configuration(what):
+        return read_configuration(what)
+    raise ValueError(
+        f"{what!r} has no cost; give a module, a model, a configuration (an object, a dictionary "
+        "or a config.json), or a model's name"
+    )

@@ -1,0 +1,114 @@
+"""The cost of a module, a model or one of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headwise.costs.explaining import Language, explanation
+from headwise.costs.formula import Line
+from headwise.costs.kernel import Kernel
+from headwise.costs.machines.hardware import Device
+from headwise.costs.machines.this_machine import find
+from headwise.costs.timing import seconds
+from headwise.costs.workload import Workload
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Everything that a part takes, for all of its `count` copies; parts add up to their whole.
+
+    All figures are exact counts: of parameters, FLOPs (two per multiply-add) and bytes. Under a
+    mesh they are those of one rank, the busiest one.
+    """
+
+    name: str
+    count: int = 1  # copies, such as the layers of one kind
+    params: int = 0  # tied weights count where they are first used
+    params_active: int = 0  # those that a token uses: of a mixture of experts, fewer
+    weights: int = 0  # bytes of the parameters
+    activations: int = 0  # bytes saved for the backward
+    kv_cache: int = 0  # bytes of cached keys and values
+    state: int = 0  # bytes of recurrent state that decoding keeps
+    forward: tuple[Kernel, ...] = field(default=(), repr=False)
+    backward: tuple[Kernel, ...] = field(default=(), repr=False)
+    parts: Mapping[str, Cost] = field(default_factory=dict, repr=False)
+    lines: tuple[Line, ...] = field(default=(), repr=False)  # the formulas, for `explain`
+    work: Workload = field(default=Workload(), repr=False)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the forward, of the pairs that the mask shows."""
+        return sum(kernel.flops * kernel.count for kernel in self.forward)
+
+    @property
+    def flops_dense(self) -> int:
+        """FLOPs of the forward if every pair counts, as most counters have it."""
+        return sum(kernel.flops_dense * kernel.count for kernel in self.forward)
+
+    @property
+    def flops_executed(self) -> int:
+        """FLOPs that kernels compute in the forward: whole tiles of pairs."""
+        return sum(kernel.flops_executed * kernel.count for kernel in self.forward)
+
+    @property
+    def backward_flops(self) -> int:
+        """FLOPs of the backward by the convention of model FLOPs: two for each of the forward's."""
+        return sum(kernel.flops * kernel.count for kernel in self.backward)
+
+    @property
+    def backward_flops_dense(self) -> int:
+        """FLOPs of the backward if every pair counts."""
+        return sum(kernel.flops_dense * kernel.count for kernel in self.backward)
+
+    @property
+    def backward_flops_executed(self) -> int:
+        """FLOPs that kernels compute in the backward: tiles, and whatever is computed again."""
+        return sum(kernel.flops_executed * kernel.count for kernel in self.backward)
+
+    @property
+    def training_flops(self) -> int:
+        """Model FLOPs of one training step, the number that utilisation is measured by."""
+        return self.flops + self.backward_flops
+
+    @property
+    def special(self) -> int:
+        """Exponentials, tanh, erf and sigmoids of the forward."""
+        return sum(kernel.special * kernel.count for kernel in self.forward)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that the kernels of the forward read and write."""
+        return sum(kernel.bytes_moved * kernel.count for kernel in self.forward)
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved in the forward."""
+        return self.flops / self.bytes_moved if self.bytes_moved else 0.0
+
+    def time(self, device: str | Device, training: bool = False) -> float:
+        """Seconds of a forward on a device such as "h100", or of a forward and a backward."""
+        kernels = self.forward + self.backward if training else self.forward
+        return seconds(kernels, find(device))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure and every part, ready for JSON."""
+        figures = {name: getattr(self, name) for name in FIGURES}
+        parts = {name: part.to_dict() for name, part in self.parts.items()}
+        return {"name": self.name, "count": self.count, **figures, "parts": parts}
+
+    def explain(self, language: Language = "en") -> str:
+        """Every formula with its numbers, in English ("en") or 中文 ("zh")."""
+        return explanation(self, language)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+FIGURES = (
+    "params", "params_active", "weights", "flops", "flops_dense", "flops_executed",
+    "backward_flops", "backward_flops_dense", "backward_flops_executed", "training_flops",
+    "special", "bytes_moved", "intensity", "activations", "kv_cache", "state",
+)  # fmt: skip
+"""The names of a cost's figures, in the order in which they are shown."""

@@ -1,0 +1,235 @@
+"""Descriptions of the layers that a model is made of, with every size that its cost depends on.
+
+A reader turns a module or a configuration into these; counting is written once, for these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headwise.core.intervals import Mask
+
+Activation = Literal["relu", "gelu", "silu", "tanh", "sigmoid", "relu2", "none"]
+
+
+@dataclass(frozen=True)
+class NormLayer:
+    """LayerNorm or RMSNorm over vectors of this width."""
+
+    width: int
+    kind: Literal["layer", "rms"] = "layer"
+    bias: bool = True
+    scale: bool = True
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A matrix from `inputs` to `outputs`; `tied` if its weights are counted elsewhere."""
+
+    label: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    tied: bool = False
+    activation: Activation = "none"
+    first_only: bool = False  # applied to one token of the sequence, such as a class token
+    aside: bool = False  # its output does not continue the stream
+    split: Literal["none", "columns"] = "none"  # over the ranks of tensor parallelism
+
+
+@dataclass(frozen=True)
+class EmbeddingLayer:
+    """A table of vectors that tokens, positions or segments are looked up in."""
+
+    label: str
+    rows: int
+    width: int
+    looked_up: bool = True  # False: a slice of the table is added, without indices
+    per_batch: bool = True  # False: the same rows for every batch entry
+    tied: bool = False
+    split: bool = False  # over the ranks of tensor parallelism
+
+
+@dataclass(frozen=True)
+class LooseWeight:
+    """A parameter that no matrix product uses, such as a class token."""
+
+    label: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ConvolutionLayer:
+    """A convolution from `inputs` to `outputs` channels over `kernel` places per output.
+
+    It makes `tokens` outputs of an image or sound, or one per token if that is None.
+    """
+
+    label: str
+    inputs: int
+    outputs: int
+    kernel: int
+    tokens: int | None = None
+    entries: int | None = None  # numbers of its input per batch entry
+    bias: bool = True
+    padding: int = 0  # zeros in front, for which the input is copied
+    activation: Activation = "none"
+    gated: bool = False  # half of the outputs gate the other half
+    learns_input: bool = True
+
+
+@dataclass(frozen=True)
+class DropoutStep:
+    """Dropout of the stream that flows through a model."""
+
+    rate: float
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: keys and values are made from one narrow vector per token."""
+
+    query_rank: int | None
+    rank: int
+    nope: int  # the part of a head without positions
+    rope: int  # the part with positions, shared by all heads
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """Attention with its projections.
+
+    The mask is `causal`, a `window` of keys, a `chunk`, `mask`, or those together. A layer that
+    `reuses` keys and values has none of its own.
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    mask: Mask | None = None
+    query_bias: bool = True
+    key_bias: bool = True
+    value_bias: bool = True
+    out_bias: bool = True
+    projections: Literal["separate", "shared", "none", "values"] = "separate"
+    whole_heads: bool = False  # unprojected heads that each see the whole input
+    context: tuple[int, int] | None = None  # widths of the sequence that a cross-attention sees
+    qk_norm: NormLayer | None = None
+    norm_all_heads: bool = False  # one norm over all heads together
+    rotary: int = 0  # entries of a head that are rotated
+    positions: int = 0  # rows of a table of positions that is added to the input
+    score: Literal["dot", "additive", "general", "cosine", "fixed"] = "dot"
+    score_params: int = 0
+    softcap: bool = False
+    sinks: bool = False
+    added_keys: int = 0  # learned keys and values beside those of the tokens
+    bias_kind: Literal["none", "alibi", "buckets", "table"] = "none"
+    bias_params: int = 0
+    bias_length: int = 0  # distances of a bucketed bias; positions of a table
+    latent: Latent | None = None
+    gate: bool = False  # a sigmoid gate on the output, projected with the queries
+    dropout: float = 0.0
+    reuses: bool = False
+    unprojected_values: bool = False
+    caches: bool = True  # decoding keeps its keys and values
+    plain_out: bool = False  # no output projection
+    headwise: bool = False  # computed by headwise's engines
+
+
+@dataclass(frozen=True)
+class FeedForwardLayer:
+    """Two matrices with an activation between them, or three if it is gated."""
+
+    width: int
+    hidden: int
+    activation: Activation = "gelu"
+    gated: bool = False
+    bias: bool = True
+    dropout: float = 0.0  # of the hidden layer
+
+
+@dataclass(frozen=True)
+class ExpertsLayer:
+    """A mixture: a router picks `active` of the `experts` for each token; `shared` see all."""
+
+    expert: FeedForwardLayer
+    experts: int
+    active: int
+    shared: FeedForwardLayer | None = None
+    shared_gate: bool = False
+    router_bias: bool = False
+
+
+@dataclass(frozen=True)
+class MatrixLayer:
+    """A layer known by its matrices, its other weights, and the state of its recurrence, if any.
+
+    Its matrix products are counted; a recurrence itself is not.
+    """
+
+    label: str
+    width: int
+    matrices: tuple[LinearLayer, ...]
+    others: tuple[LooseWeight, ...]
+    state: int = 0  # numbers per batch entry, in the model's dtype
+    wide_state: int = 0  # numbers that are kept in float32
+
+
+Body = AttentionLayer | FeedForwardLayer | ExpertsLayer | MatrixLayer | ConvolutionLayer
+
+
+@dataclass(frozen=True)
+class SubLayer:
+    """A body with its residual connection and the norms around it.
+
+    x + dropout(after(body(before(x)))), and `post` norms the sum.
+    """
+
+    name: str
+    body: Body
+    before: NormLayer | None = None
+    after: NormLayer | None = None
+    post: NormLayer | None = None
+    dropout: float = 0.0
+    residual: bool = True
+
+
+@dataclass(frozen=True)
+class StackedLayer:
+    """One layer of a model: sublayers one after another, or `parallel` on the same input."""
+
+    sublayers: tuple[SubLayer, ...]
+    parallel: bool = False
+    shared_norm: NormLayer | None = None  # of a parallel layer, for all sublayers
+    label: str = ""
+
+
+Step = EmbeddingLayer | NormLayer | LinearLayer | ConvolutionLayer | LooseWeight | DropoutStep
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Steps before the layers, the layers, and steps after them."""
+
+    name: str
+    before: tuple[Step, ...] = ()
+    layers: tuple[StackedLayer, ...] = ()
+    after: tuple[Step, ...] = ()
+    tokens: int | None = None  # its own length, such as the patches of an image
+    longest: int | None = None  # more tokens have no position
+    width: int = 0
+    reads_tokens: bool = True  # False: its input is numbers, such as the output of other layers
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model: one stack, or an encoder whose output the next stack attends to."""
+
+    name: str
+    stacks: tuple[LayerStack, ...]

@@ -1,0 +1,1 @@
+"""Uses of a model whose costs people ask for, and models that do not exist yet."""

@@ -1,0 +1,100 @@
+"""A hash of the code of an experiment, to tell whether a result comes from the code that is here.
+
+It covers a function, everything of `headwise.lab` that it uses by name (functions, classes,
+constants), and what those use. Comments, docstrings and formatting do not count, nor do the rule,
+the drawing and the texts of a claim: a better wording does not make a measurement stale. The rest
+of headwise is covered by its version.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import io
+import json
+import textwrap
+import tokenize
+from dataclasses import is_dataclass
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+HERE = "headwise.lab"
+PLAIN = (int, float, complex, str, tuple, list, dict, range, type(None))
+
+
+def fingerprint(experiment: Any, settings: object = None) -> str:
+    """Sixteen hexadecimal digits of the code of a function, and of settings ready for JSON.
+
+    >>> from headwise.lab.experiments.why_scale import drawn, jacobian_norm
+    >>> fingerprint(drawn) == fingerprint(drawn) != fingerprint(jacobian_norm)
+    True
+    """
+    parts: dict[str, str] = {}
+    _collect(experiment, "", parts)
+    text = json.dumps([sorted(parts.items()), settings], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _collect(value: Any, name: str, parts: dict[str, str]) -> None:
+    """Add the source of a value, and of what it uses, to `parts`."""
+    value = inspect.unwrap(value) if callable(value) else value
+    if isinstance(value, partial):
+        _collect(value.func, name, parts)
+        parts[f"{name}()"] = repr((value.args, sorted(value.keywords.items())))
+    elif isinstance(value, FunctionType | type):
+        key = f"{value.__module__}.{value.__qualname__}"
+        if not value.__module__.startswith(HERE) or key in parts:
+            return
+        source = textwrap.dedent(inspect.getsource(value))
+        parts[key] = bare(source)
+        for used, found in _used(value, source):
+            _collect(found, used, parts)
+    elif isinstance(value, PLAIN) or is_dataclass(value):
+        parts[name] = repr(value)
+
+
+def bare(source: str) -> str:
+    """Source without comments, docstrings and white space: the same for every Python.
+
+    >>> bare('def f(x):  # twice' + chr(10) + '    return 2 * x')
+    'deff(x):return2*x'
+    """
+    dropped: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            dropped.append((token.start, token.end))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            last = node.end_lineno or node.lineno  # whole lines: columns of ast count bytes
+            dropped.append(((node.lineno, 0), (last, len(source.splitlines()[last - 1]))))
+    kept = [
+        letter
+        for number, line in enumerate(source.splitlines(), 1)
+        for column, letter in enumerate(line)
+        if not any(start <= (number, column) < end for start, end in dropped)
+    ]
+    return "".join("".join(kept).split())
+
+
+def _used(value: Any, source: str) -> list[tuple[str, Any]]:
+    """The globals that a function or class names, and what it names of modules of the lab."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    module = inspect.getmodule(value)
+    around = getattr(value, "__globals__", vars(module) if module else {})
+    found: list[tuple[str, Any]] = []
+    for name in sorted(names & set(around)):
+        each = around[name]
+        if not isinstance(each, ModuleType):
+            found.append((f"{value.__module__}.{name}", each))
+        elif each.__name__.startswith(HERE):
+            inside = vars(each)
+            shared = sorted(attributes & set(inside))
+            found += [(f"{each.__name__}.{name}", inside[name]) for name in shared]
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        found += [(f"{value.__qualname__}.{name}", cell.cell_contents) for name, cell in cells]
+    return found

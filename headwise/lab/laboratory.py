@@ -1,0 +1,99 @@
+"""The place an experiment runs in: how large it may be, on what device, and what it keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from headwise.files import write_whole
+from headwise.lab.fingerprint import fingerprint
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+FORMS = ("tiny", "quick", "full")
+"""Sizes of an experiment: for tests, for two cores, for a GPU."""
+
+
+def _silent(what: str, done: int, of: int) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Everything an experiment is given: its form, a device, a folder for what claims share.
+
+    >>> lab = Lab("tiny")
+    >>> lab.pick(tiny=4, quick=64, full=1024)
+    4
+    """
+
+    form: str = "quick"
+    device: torch.device = CPU
+    folder: Path | None = None
+    report: Callable[[str, int, int], None] = _silent
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"form={self.form!r}; use {', '.join(FORMS)}")
+
+    def pick(self, *, tiny: T, quick: T, full: T | None = None) -> T:
+        """The size for this form; `full` is like `quick` where a larger one would say no more."""
+        if self.form == "tiny":
+            return tiny
+        return quick if self.form == "quick" or full is None else full
+
+    def each(self, items: Collection[T], what: str = "") -> Iterator[T]:
+        """The items one by one, with a report of how many are done."""
+        for number, item in enumerate(items):
+            self.report(f"{what} {item}".strip(), number, len(items))
+            yield item
+
+    def normal(self, *shape: int, stream: int = 0) -> Tensor:
+        """Independent N(0, 1), float64, the same for every run; each `stream` is another draw."""
+        generator = torch.Generator().manual_seed(stream)
+        # drawn in float32, which is several times as fast, and computed with in float64
+        return torch.randn(*shape, generator=generator).double().to(self.device)
+
+    def keep(
+        self, name: str, compute: Callable[..., Mapping[str, Any]], **settings: Any
+    ) -> dict[str, Any]:
+        """The figures of compute(lab, folder, **settings), computed once and kept by this name.
+
+        For what takes minutes and serves several claims, such as a training run: an interrupted
+        experiment goes on with the pieces it had. `folder` is the piece's own, to resume in; it is
+        None if this lab keeps nothing. A piece with other settings or other code is made anew.
+        """
+        if self.folder is None:
+            return plain(compute(self, None, **settings))
+        about = plain({"form": self.form, "settings": settings, "code": fingerprint(compute)})
+        file = self.folder / "kept" / f"{name}.json"
+        if file.exists():
+            kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            if kept["about"] == about:
+                return dict(kept["figures"])
+        work = self.folder / "kept" / f"{name}-{fingerprint(compute, about)[:8]}"
+        work.mkdir(parents=True, exist_ok=True)
+        figures = plain(compute(self, work, **settings))
+        write_whole(file, json.dumps({"about": about, "figures": figures}, ensure_ascii=False))
+        return figures
+
+
+def plain(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures as JSON gives them back; ValueError for a number that JSON does not have.
+
+    >>> plain({"widths": (4, 8), 2: "two"})
+    {'widths': [4, 8], '2': 'two'}
+    """
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(figures, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"figures are finite numbers, texts, and lists and mappings of them: {error}"
+        ) from error
+    return found

@@ -1,0 +1,192 @@
+"""The board of a watch: one small tensor per device that its figures accumulate in.
+
+Nothing waits for it: a call adds its figures where they are computed, and the end of a step copies
+all of them at once. The tensor keeps its address, so it can be part of compiled code and of CUDA
+graphs, and its columns are sums and maxima, so that processes can join theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.core.observation import Observation
+from headwise.core.problem import without_autocast
+from headwise.core.reduction import Columns, reduce_rows
+from headwise.engines.operators import define, noticed
+
+SLOTS, HEADS = 16, 32
+"""The room that a board begins with; slots are added in this number."""
+
+
+def waits(device: torch.device) -> bool:
+    """True if reading a number from this device waits for the work that was queued there."""
+    return device.type != "cpu"
+
+
+class Board:
+    """The figures of a model's layers on one device, float64 (slots, columns, heads).
+
+    The columns are those of `Columns` and one more maximum: how far a layer's output was from the
+    one that its reading gives, as a share of what rounding explains; -inf if nothing was compared.
+    """
+
+    def __init__(self, columns: Columns, device: torch.device) -> None:
+        self.columns, self.device = columns, device
+        self.used = 0
+        self.now = self.ended = torch.empty(0, columns.count + 1, HEADS, dtype=torch.float64)
+        self.places = torch.empty(0, dtype=torch.int64)
+        self.reserve(SLOTS, HEADS)
+
+    def reserve(self, slots: int, heads: int) -> None:
+        """Make room for so many slots and heads; what was recorded stays."""
+        if slots <= len(self.now) and heads <= self.now.shape[2]:
+            return
+        slots, heads = -(-max(slots, len(self.now)) // SLOTS) * SLOTS, max(heads, self.now.shape[2])
+        with torch.inference_mode(False), torch.no_grad():
+            shape = (slots, self.columns.count + 1, heads)
+            grown = [torch.empty(shape, dtype=torch.float64, device=self.device) for _ in range(2)]
+            for new, old in zip(grown, (self.now, self.ended), strict=True):
+                _empty(new, self.columns)
+                if self.used:
+                    new[: len(old), :, : old.shape[2]] = old
+            self.now, self.ended = grown
+            self.places = torch.arange(slots, device=self.device)
+
+    def slot(self, heads: int) -> Slot:
+        """A new slot for a layer with so many heads."""
+        self.reserve(self.used + 1, heads)
+        self.used += 1
+        return Slot(self, self.used - 1, heads)
+
+    def take(self) -> HostCopy:
+        """End a step: copy all figures to the processor, without waiting, and start anew."""
+        with torch.no_grad():
+            self.ended.copy_(self.now)
+            _empty(self.now, self.columns)
+            return HostCopy.of(self.ended[: self.used])
+
+    def copy(self) -> HostCopy:
+        """The figures of the step that has not ended."""
+        return HostCopy.of(self.now[: self.used])
+
+
+@dataclass(frozen=True, eq=False)
+class HostCopy:
+    """A copy of a tensor on its way to the processor."""
+
+    _values: Tensor
+    _arrival: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, values: Tensor) -> HostCopy:
+        """Begin to copy; on a CPU the copy is there at once."""
+        if values.device.type != "cuda":
+            return cls(values.to("cpu", copy=True), None)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record(torch.cuda.current_stream(values.device))
+        return cls(host, arrival)
+
+    @property
+    def arrived(self) -> bool:
+        """True if reading it waits for nothing."""
+        return self._arrival is None or self._arrival.query()
+
+    def read(self) -> Tensor:
+        """The values, once they have arrived."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._values
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """The part of a board that belongs to one layer."""
+
+    board: Board
+    number: int
+    heads: int
+
+    def add(
+        self, seen: Observation, padding: Tensor | None = None, proof: Tensor | None = None
+    ) -> None:
+        """Add the rows of a call that see a key and are not padding (B, N).
+
+        ValueError if the call has another number of heads than the slot.
+        """
+        if seen.highest.shape[1] != self.heads:
+            raise ValueError(
+                f"it has {seen.highest.shape[1]} heads in this call and had {self.heads} before"
+            )
+        board, padding = self.board, seen.padding_of(padding)
+        place = board.places[self.number : self.number + 1]
+        values = _ordered(seen.values, board.columns)
+        extremes = list(board.columns.maxima), list(board.columns.minima)
+        run = record if noticed(board.now, seen.highest, *values) else _record
+        run(board.now, place, values, seen.highest, padding, proof, *extremes)
+
+    def read(self) -> Tensor:
+        """The columns of the step that has not ended, (columns, heads), on its device."""
+        return self.board.now[self.number, :, : self.heads]
+
+    def ended(self) -> Tensor:
+        """The columns of the last step that ended, (columns, heads), on its device."""
+        return self.board.ended[self.number, :, : self.heads]
+
+    def moved(self, board: Board) -> Slot:
+        """A slot on another device's board, with the same content."""
+        slot = board.slot(self.heads)
+        for mine, theirs in ((slot.read(), self.read()), (slot.ended(), self.ended())):
+            mine.copy_(theirs)
+        return slot
+
+
+def _ordered(values: Mapping[str, Tensor], columns: Columns) -> list[Tensor | None]:
+    return [values.get(name) for name in columns.stats]
+
+
+def _empty(board: Tensor, columns: Columns) -> None:
+    """Start a board anew: nothing is counted."""
+    board[:, : columns.sums].zero_()
+    board[:, columns.sums :].fill_(-torch.inf)
+
+
+def _record(
+    board: Tensor,
+    slot: Tensor,
+    values: list[Tensor | None],
+    highest: Tensor,
+    padding: Tensor | None,
+    proof: Tensor | None,
+    maxima: list[int],
+    minima: list[int],
+) -> None:
+    """Add a call's statistics (B, H, N) to the slot (1,) of a board (slots, columns, heads)."""
+    with torch.no_grad(), without_autocast(board.device):
+        sums, extremes = reduce_rows(values, highest, padding, maxima, minima)
+        column = board.index_select(0, slot)
+        mine = column[0, :, : highest.shape[1]]
+        mine[: len(sums)] += sums
+        largest = mine[len(sums) : -1]
+        torch.maximum(largest, extremes, out=largest)
+        if proof is not None:
+            torch.maximum(mine[-1], proof, out=mine[-1])
+        board.index_copy_(0, slot, column)
+
+
+def _shapes(*_: object) -> None:
+    """An operator that only writes returns nothing."""
+
+
+record = define(
+    "record",
+    "(Tensor(a!) board, Tensor slot, Tensor?[] values, Tensor highest, Tensor? padding, "
+    "Tensor? proof, int[] maxima, int[] minima) -> ()",
+    _record,
+    _shapes,
+)

@@ -1,0 +1,239 @@
+"""Reading: every form in which a model is given, and refusals that say what is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_dictionary_a_file_a_folder_and_an_object_are_the_same(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8")
+    config = transformers.LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"})
+    forms = (LLAMA, path, str(path), str(tmp_path), config)
+    assert len({hw.cost(form, queries=16).params for form in forms}) == 1
+
+
+def test_a_config_json_has_the_defaults_of_its_class() -> None:
+    """A file leaves out what its class has by default, such as key heads."""
+    pytest.importorskip("transformers")
+    fields = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    assert hw.cost(fields, queries=16).params > hw.cost(LLAMA, queries=16).params
+
+
+def test_a_config_of_headwise_is_its_model() -> None:
+    config = hw.models.GPTConfig(50, d_model=32, layers=2, heads=4)
+    model = hw.models.GPT(config)
+    assert hw.cost(config, queries=8).to_dict() == hw.cost(model, queries=8).to_dict()
+
+
+def test_architectures_say_which_head_a_config_has() -> None:
+    bare = hw.cost({**LLAMA, "architectures": ["LlamaModel"]}, queries=8)
+    assert hw.cost(LLAMA, queries=8).params - bare.params == 100 * 64
+    bert = {"model_type": "bert", "num_hidden_layers": 1}
+    masked = hw.cost({**bert, "architectures": ["BertForMaskedLM"]}, queries=8)
+    assert "head" in masked.parts
+    assert "head" not in hw.cost(bert, queries=8).parts
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_name_that_is_nowhere_is_refused() -> None:
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set"):
+        hw.cost("nobody/nothing-at-all")
+    with pytest.raises(ValueError, match="nor a model's name"):
+        hw.cost("a b/c/d")
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_name_in_the_local_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *given: str(path))
+    assert hw.cost("some/name", queries=8).params == hw.cost(LLAMA, queries=8).params
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no model type": ({"hidden_size": 4}, "no field 'model_type'"),
+    "unknown": ({"model_type": "mamba9"}, "'mamba9' is unknown.*lacks hidden_size, num_attention"),
+    "several models": (
+        {"model_type": "llava", "text_config": {"model_type": "llama"}}, "config.text_config",
+    ),
+    "no head": ({**LLAMA, "architectures": ["LlamaForAudio"]}, "'ForAudio' of 'llama' is unknown"),
+    "key heads": ({**LLAMA, "num_key_value_heads": 3}, "4 heads can't share 3 key heads"),
+    "width": ({**LLAMA, "hidden_size": 66, "head_dim": None}, "66 does not divide into 4 heads"),
+    "activation": ({**LLAMA, "hidden_act": "mish"}, "activation 'mish', which is unknown"),
+    "no layers": ({**LLAMA, "num_hidden_layers": 0}, "must be a positive integer"),
+    "layer types": (
+        {**LLAMA, "model_type": "qwen2", "layer_types": ["full_attention"]},
+        "1 layer_types for 2 layers",
+    ),
+    "window": (
+        {**LLAMA, "model_type": "qwen2", "layer_types": ["sliding_attention"] * 2,
+         "sliding_window": None},
+        "sliding attention and no sliding_window",
+    ),
+    "experts": (
+        {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4},
+        "4 experts per token of 2",
+    ),
+    "cross-attention": (
+        {"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True",
+    ),
+    "Mamba heads": (
+        {**LLAMA, "model_type": "bamba", "mamba_n_heads": 3, "mamba_d_head": 64,
+         "mamba_expand": 2, "mamba_d_state": 4},
+        "3 heads of 64 are not mamba_expand",
+    ),
+    "a list": ([1, 2], "has no cost"),
+    "a module": (nn.GRU(3, 3), "GRU can't be read"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without transformers, whose classes fill in and check fields."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_configuration_is_refused_in_words(name: str) -> None:
+    given, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        hw.cost(given, queries=8)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_configuration_is_refused_with_transformers_too(name: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"\w"):
+        hw.cost(WRONG[name][0], queries=8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": "wide"}, {"num_hidden_layers": -1}, {"vocab_size": None}, {"hidden_act": 3},
+     {"num_attention_heads": 2.5}, {"layer_types": "full"}, {"architectures": 7}],
+    ids=str,
+)  # fmt: skip
+def test_fields_of_wrong_kinds_are_refused(change: dict[str, Any]) -> None:
+    for kind in ("llama", "qwen2"):
+        with pytest.raises(ValueError, match=r"\w"):
+            hw.cost({**LLAMA, "model_type": kind, **change}, queries=8)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_act",
+     "intermediate_size"],
+)  # fmt: skip
+@pytest.mark.usefixtures("alone")
+def test_a_missing_field_is_named(missing: str) -> None:
+    fields = {k: v for k, v in LLAMA.items() if k != missing}
+    with pytest.raises(ValueError, match=missing):
+        hw.cost(fields, queries=8)
+
+
+def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="is not JSON"):
+        hw.cost(path)
+    path.write_text("[1]", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds no configuration"):
+        hw.cost(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 0}, "batch=0 must be a positive integer"),
+        ({"queries": 1.5}, "queries=1.5 must be a positive integer"),
+        ({"queries": 8, "keys": 4}, "keys=4 are fewer than queries=8"),
+        ({"dtype": "bf17"}, "dtype='bf17' is not a dtype"),
+        ({"dtype": "int8"}, "activations are computed in"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"recompute": "all"}, "recompute='all'"),
+        ({"layout": "ring"}, "layout='ring'"),
+        ({"tile": (0, 4)}, "tile=.* must be two positive integers"),
+        ({"mask": "causal"}, "is not a mask"),
+    ],
+    ids=str,
+)
+def test_wrong_sizes_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hw.cost(LLAMA, **{"queries": 8, **options})
+
+
+def test_lengths_beyond_the_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="2000 tokens are more than gpt2 has positions for"):
+        hw.cost({"model_type": "gpt2"}, queries=2000)
+    with pytest.raises(ValueError, match="always has 197 tokens"):
+        hw.cost({"model_type": "vit"}, queries=100)
+    assert hw.cost({"model_type": "gpt2"}).work.queries is None
+    assert (
+        hw.cost({"model_type": "gpt2"}).flops == hw.cost({"model_type": "gpt2"}, queries=1024).flops
+    )
+
+
+def test_wrapped_modules_are_unwrapped() -> None:
+    model = hw.models.GPT(hw.models.GPTConfig(50, d_model=32, layers=2, heads=4))
+    wrapped = (torch.compile(model), nn.DataParallel(model))
+    for each in wrapped:
+        assert hw.cost(each, queries=8).to_dict() == hw.cost(model, queries=8).to_dict()
+
+
+def test_sizes_that_are_left_out() -> None:
+    """keys alone are a whole prompt; a source is as long as its target."""
+    assert hw.cost(LLAMA, keys=50).flops == hw.cost(LLAMA, queries=50).flops
+    config = hw.models.TransformerConfig(50, d_model=32, heads=4)
+    assert hw.cost(config, queries=9).flops == hw.cost(config, queries=9, context=9).flops
+    step = hw.cost(config, queries=1, keys=9)
+    assert step.flops == hw.cost(config, queries=1, keys=9, context=9).flops
+
+
+def test_dtypes_are_given_by_any_name() -> None:
+    names = ("bf16", "bfloat16", torch.bfloat16, "torch.bfloat16")
+    assert len({hw.cost(LLAMA, queries=8, dtype=name).weights for name in names}) == 1
+    assert hw.cost(LLAMA, queries=8, dtype="fp32").weights == 2 * hw.cost(LLAMA, queries=8).weights
+
+
+def test_without_transformers_modules_and_complete_configs_are_counted(tmp_path: Path) -> None:
+    fields = {**LLAMA, "head_dim": 16, "attention_bias": False, "mlp_bias": False}
+    script = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import json, torch, headwise as hw\n"
+        "print(hw.cost(torch.nn.TransformerEncoderLayer(32, 4), queries=8).params,"
+        f" hw.cost(json.loads({json.dumps(json.dumps(fields))}), queries=8).params)\n"
+        "try:\n    hw.cost('some/name')\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()[:2]
+    layer = nn.TransformerEncoderLayer(32, 4)
+    assert first.split() == [
+        str(sum(p.numel() for p in layer.parameters())),
+        str(hw.cost(LLAMA, queries=8).params),
+    ]
+    assert "needs transformers" in second
