@@ -67,9 +67,7 @@ class Hopper(Triton):
 
     def _refuses_scale(self, problem: Problem) -> str | None:
         scale, cap = problem.scale, problem.softcap
-        if (
-            not 1e-6 < (cap or scale) < 1e6
-        ):  # as in Triton's kernel: hidden scores times it stay finite
+        if not 1e-6 < (cap or scale) < 1e6:  # so that scores times it are finite
             name, value = ("caps", cap) if cap else ("scales", scale)
             return f"it takes {name} between a millionth and a million, and this is {value:g}"
         if self._host().cap_of(scale, cap) == 2:

@@ -102,10 +102,11 @@ def absorb(
     shrink = tl.exp2(moved)
     total = tl.sum(p, 1)
     if written.entropy is not None:
-        mixed = p * e
+        finite = e
         if MASKED or not PLAIN:
-            mixed = tl.where(p == 0.0, 0.0, mixed)  # 0 · inf
-        shifted = (shifted + l * tl.where(shrink == 0.0, 0.0, moved)) * shrink + tl.sum(mixed, 1)
+            finite = tl.where(p == 0.0, 0.0, e)
+        shifted = (shifted + l * tl.where(shrink == 0.0, 0.0, moved)) * shrink
+        shifted += tl.sum(p * finite, 1)
     if written.distance is not None:
         # Counted from the block's first key, so that small distances stay exact.
         steps = tl.sum(p * tl.arange(0, KEYS).to(tl.float32)[None, :], 1)

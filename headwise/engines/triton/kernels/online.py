@@ -82,7 +82,7 @@ def take_in(
     total = all_of(p)
     if ENTROPY:
         shifted = (shifted + l * tl.where(shrink == 0.0, 0.0, moved)) * shrink
-        shifted += all_of(tl.where(p == 0.0, 0.0, p * e))
+        shifted += all_of(p * tl.where(p == 0.0, 0.0, e))
     if DISTANCE:
         away = (position - (j0 + first_key)).to(tl.float32)
         far = far * shrink + (away * total - all_of(p * steps(s, KEYS).to(tl.float32)))
