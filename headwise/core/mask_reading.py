@@ -112,7 +112,7 @@ class TracedDense(Dense):
 
     def start(self, place: Place) -> Tensor:
         shown = four(self.seen).any(-2)  # (B|1, Hq|1, M|1)
-        return shown.view(torch.uint8).argmax(-1, keepdim=True).int()
+        return shown.int().argmax(-1, keepdim=True).int()
 
 
 def traced_mask(given: Tensor) -> tuple[Mask, Tensor | None]:

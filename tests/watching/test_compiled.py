@@ -1,0 +1,256 @@
+"""Watching compiled models: eager's figures and bits, one watched graph and one unwatched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+from headwise.watching.table import Table
+
+Made = tuple[nn.Module, Tensor]
+PLACES = ("layer", "name", "kind", "head")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Stack(nn.Module):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+class Torch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x, x, x)[0]
+        return out
+
+
+class Ours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = hw.nn.MultiHeadAttention(32, 4, mask=hw.mask.causal())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inner(x)
+        return out
+
+
+def stack() -> Made:
+    return Stack(), torch.randn(2, 17, 32)
+
+
+def multi_head() -> Made:
+    return Torch(), torch.randn(2, 9, 32)
+
+
+def ours() -> Made:
+    return Ours(), torch.randn(2, 9, 32)
+
+
+def llama(implementation: str) -> Callable[[], Made]:
+    def make() -> Made:
+        transformers = pytest.importorskip("transformers")
+        import headwise.transformers  # noqa: F401  registers the implementation
+
+        config = transformers.LlamaConfig(
+            hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+            intermediate_size=64, vocab_size=99, use_cache=False,
+            attn_implementation=implementation,
+        )  # fmt: skip
+        return transformers.LlamaModel(config), torch.randint(0, 99, (2, 12))
+
+    make.__name__ = implementation
+    return make
+
+
+def run(model: Any, x: Tensor) -> Tensor:
+    out = model(x)
+    found: Tensor = out if isinstance(out, Tensor) else out[0]
+    return found
+
+
+def assert_same(found: Table, expected: Table) -> None:
+    assert found.columns == expected.columns
+    assert len(found) == len(expected) > 0
+    for mine, other in zip(found, expected, strict=True):
+        assert [mine[name] for name in PLACES] == [other[name] for name in PLACES]
+        figures = [name for name in expected.columns if name not in PLACES]
+        a, b = (torch.tensor([row[name] for name in figures]) for row in (mine, other))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "make", [stack, multi_head, ours, llama("sdpa"), llama("headwise")], ids=lambda f: f.__name__
+)
+def test_figures_bits_and_graphs_of_a_whole_model(make: Callable[[], Made]) -> None:
+    model, x = make()
+    with hw.watch(model, maps=False) as seen:
+        run(model, x)
+    expected = seen.heads()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    plain = run(fast, x)
+    watch = hw.watch(fast, maps=False)
+    with watch:
+        out = run(fast, x)
+    assert torch.equal(out, plain)
+    assert_same(watch.heads(), expected)
+    run(fast, x)  # unwatched once more
+    with watch:
+        run(fast, x).sum().backward()
+    with hw.watch(model, maps=False) as another:
+        run(fast, x)
+    assert_same(another.heads(), expected)
+    assert graphs() == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_equal_layers_that_are_compiled_one_by_one_share_a_graph() -> None:
+    model, x = stack()
+    x.requires_grad_()
+    with hw.watch(model, maps=False) as seen:
+        model(x)
+    expected = seen.heads()
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    model(x)
+    for _ in range(2):
+        with hw.watch(model, maps=False) as seen:
+            model(x)
+        assert_same(seen.heads(), expected)
+        model(x)
+    assert graphs() == 2
+
+
+def test_a_watch_that_came_first_goes_on_in_compiled_code() -> None:
+    model, x = stack()
+    with hw.watch(model, maps=False) as watch:
+        model(x)
+        watch.step()
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+        watch.step()
+    first, second = (entry.table for entry in watch.series)
+    assert_same(second, first)
+
+
+def test_lengths_that_change_need_one_watched_graph() -> None:
+    model, _ = stack()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    with hw.watch(fast, maps=False) as watch:
+        for length in (17, 9, 30):
+            fast(torch.randn(2, length, 32))
+            watch.step()
+    assert len(watch.series) == 3
+    assert graphs() == 1
+
+
+def losses(compiled: bool) -> tuple[list[float], list[tuple[int, Table]]]:
+    torch.manual_seed(0)
+    model, _ = stack()
+    step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    optimiser, found = torch.optim.SGD(model.parameters(), 0.1), []
+    with hw.watch(step, maps=False, every=2) as watch:
+        for _ in range(5):
+            loss = step(torch.randn(2, 17, 32)).square().mean()
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            found.append(float(loss.detach()))
+    return found, [(entry.step, entry.table) for entry in watch.series]
+
+
+def test_a_training_loop_has_the_same_series_and_two_graphs() -> None:
+    (expected, eager), (found, series) = losses(False), losses(True)
+    assert found == pytest.approx(expected)
+    assert [number for number, _ in series] == [number for number, _ in eager] == [0, 2, 4]
+    for (_, mine), (_, other) in zip(series, eager, strict=True):
+        assert_same(mine, other)
+    assert graphs() == 2
+
+
+def test_a_recomputed_forward_is_recorded_once() -> None:
+    model, x = Stack(checkpointed=True), torch.randn(2, 17, 32)
+    with hw.watch(model, maps=False) as seen:
+        model(x).sum().backward()
+    expected = seen.heads()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with hw.watch(fast, maps=False) as watch:
+        fast(x).sum().backward()
+    assert_same(watch.heads(), expected)
+    assert [int(layer.counted()[0]) for layer in watch.layers] == [2 * 17] * 2
+
+
+@pytest.mark.slow
+def test_inductor_records_the_same() -> None:
+    model, x = stack()
+    with hw.watch(model, maps=False) as seen:
+        model(x)
+    expected = seen.heads()
+    fast = torch.compile(model, fullgraph=True)
+    with hw.watch(fast, maps=False) as watch:
+        fast(x).sum().backward()
+    assert_same(watch.heads(), expected)
+
+
+def test_layers_are_chosen_by_number_and_name() -> None:
+    model, x = stack()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for chosen in (1, "layers.1"):
+        with hw.watch(fast, maps=False, layers=chosen) as watch:
+            fast(x)
+        assert {row["name"] for row in watch.heads()} == {"layers.1"}
+
+
+def test_what_compiled_code_does_not_keep_is_said() -> None:
+    model, x = stack()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with hw.watch(fast) as watch:
+        fast(x)
+    with pytest.raises(ValueError, match=r"no map of layers\.0 was kept"):
+        watch.map(0, 0)
+    with pytest.raises(ValueError, match=r"nothing of layers\.0 is kept row by row"):
+        _ = watch.layers[0].observation
+
+
+def test_a_watched_model_is_not_exported() -> None:
+    model, x = stack()
+    with hw.watch(model), pytest.raises(ValueError, match="a watched model can't be exported"):
+        torch.export.export(model, (x,))
+    assert torch.export.export(model, (x,)) is not None
