@@ -60,11 +60,6 @@ ROWS = {
         ),
         Row("pinned", "constraints.txt", None),
         Row("newest", "the newest on the registry", ("torch", "triton", "transformers")),
-        Row(
-            "transformers-4",
-            "the last transformers 4",
-            ("torch==2.13.*", "triton==3.7.*", "transformers==4.57.*"),
-        ),
     )
 }
 
