@@ -279,7 +279,7 @@ def test_windows_that_can_not_be_read_do_not_end_a_training(
     for name in ("SoftmaxRows.meet", "WindowedCall.known"):
         module = "softmax_rows" if "meet" in name else "windowed_call"
         with monkeypatch.context() as patched:
-            patched.setattr(f"headwise.watching.adapters.{module}.{name}", broken)
+            patched.setattr(f"headwise.watching.adapters.written.{module}.{name}", broken)
             watch = hw.watch(model).attach()
             with pytest.warns(UserWarning, match="out of order"):
                 out = model(x)
