@@ -138,6 +138,11 @@ def test_every_benchmark_result_is_listed_as_met_or_missed(page: str, file: str)
 def test_the_tables_of_costs_are_the_recorded_results(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert cost.documented(text) == text
+
+
+@pytest.mark.parametrize("page", ["cost.md", "cost.zh.md"])
+def test_the_tables_of_peers_are_the_recorded_results(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     kept = json.loads((ROOT / "bench/results/cost_peers.json").read_text(encoding="utf-8"))
     assert cost_peers.table(kept["flops"], kept["versions"]) in text
     assert cost_peers.memory_table(kept["memory"]) in text
