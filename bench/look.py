@@ -66,7 +66,7 @@ def looking(text: str, device: str) -> Iterator[Asked]:
     """Start `headwise look` on a text and wait for its heads, polling as the browser does."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
         file.write(text)
-    command = [sys.executable, "-m", "headwise.cli.main", "look", "--no-open", "--device", device]
+    command = [sys.executable, "-m", "headwise", "look", "--no-open", "--device", device]
     start = time.perf_counter()
     process = subprocess.Popen([*command, "--file", file.name], stdout=subprocess.PIPE, text=True)
     try:

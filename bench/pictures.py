@@ -47,6 +47,7 @@ SHOTS = (
     Shot("look-head-lines", f"{HEAD}&side=lines&from=115&to=124&zoom=24&x=110&y=116&scale=linear"),
     Shot("look-cost", "#/cost", height=960),
     Shot("look-why-scale", "#/why/scale?d=256&scaling=none", height=840),
+    Shot("look-lab", "#/lab/scale-gradient"),
     Shot("look-head-alignment", "#/head?group=cross&layer=1&head=0", "translate"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from bench import described
-from bench.pairs import Figure, at_least, at_most, ratio, report
+from bench.pairs import Figure, at_least, at_most, median_seconds, ratio, report
 from headwise.models import GPT, GPTConfig
 from headwise.nn import SwiGLU
 
@@ -27,7 +28,7 @@ def main() -> None:
     described(__doc__).parse_args()
     torch.manual_seed(0)
     figures: list[Figure] = []
-    for group in (sampled, every_row, recorded, against_eager):
+    for group in (sampled, every_row, skipped, recorded, against_eager):
         found = group()
         figures += found
         said = ", ".join(f"{figure.value:.3f}" for figure in found)
@@ -53,6 +54,26 @@ def every_row() -> list[Figure]:
     sizes = ((4, 512, 12), (1, 2048, 8))
     found = [(batch, n, watched_ratio(batch, n, pairs)) for batch, n, pairs in sizes]
     return [at_most(f"{name}, n {n}", x, 1.25, detail=shape(batch)) for batch, n, x in found]
+
+
+def skipped() -> list[Figure]:
+    """A step that is passed over: nothing is in the model, and one call follows the optimiser's."""
+    model = GPT(replace(CONFIG, layers=8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)  # without gradients it does nothing else
+    many = 1000
+
+    def steps() -> None:
+        for _ in range(many):
+            optimizer.step()
+
+    alone = median_seconds(steps, 20)
+    watch = hw.watch(model, rows=64, every=10**9).attach()
+    model(torch.randint(VOCABULARY, (1, 8)))
+    optimizer.step()  # the only step that is looked at
+    added = (median_seconds(steps, 20) - alone) / many * 1e6
+    watch.detach()
+    assert watch.steps > many
+    return [at_most("what a skipped step adds, 8 layers", added, 50, "µs")]
 
 
 def recorded() -> list[Figure]:

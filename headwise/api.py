@@ -153,15 +153,16 @@ def statistics(
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
+    found, options = with_max_logit(names), (score, mask, bias, softcap, sinks, 0.0)
     with torch.no_grad():
-        problem = pose(
-            "observe", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
-        )
         sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
-        problem = problem if sampled is None else problem.at(sampled)
-        found = with_max_logit(names)
-        values = dict(zip(found, _observe(problem, "auto", found, sink_keys), strict=True))
-    return _observation(values, names, sampled, batched=q.ndim == 4)
+        if sampled is None:
+            values = list(_serve("observe", four, options, "auto", found, sink_keys)[1:])
+        else:
+            problem = pose("observe", *four, **dict(zip(OPTIONS, options, strict=True)))
+            values = _observe(problem.at(sampled), "auto", found, sink_keys)
+    seen = dict(zip(found, values, strict=True))
+    return _observation(seen, names, sampled, batched=q.ndim == 4)
 
 
 def _observation(

@@ -250,6 +250,9 @@ CHINESE: dict[str, str] = {
         "P，所有头和序列在 {mask} 下可见的对数：{count:,}"
     ),
     # the lab
+    "the lab is still running {id}": "实验室还在运行 {id}",
+    "wait for it, or stop it": "请等它结束，或先停止它",
+    "{id} is a topic; use one of {there}": "{id} 是一个主题；请用其中之一：{there}",
     "there is no claim {id!r}; did you mean {nearest}? headwise lab lists them all": (
         "没有 {id!r} 这条说法；是不是 {nearest}？headwise lab 会列出全部"
     ),

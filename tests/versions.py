@@ -144,10 +144,10 @@ class Environment:
         self.state["installed"] = {"python": told.stdout.strip(), **found}
         self.save()
 
-    def run(self, check: Check, commit: str) -> None:
-        """Run a check, unless it has a result for this commit."""
+    def run(self, check: Check, commit: str, keep: bool) -> None:
+        """Run a check, unless it has a result for this commit, or a good one if that is enough."""
         known = self.state["results"].get(check.title)
-        if known is not None and known["commit"] == commit:
+        if known is not None and (known["commit"] == commit or (keep and known["ok"])):
             return
         say(f"{self.row.name}: {check.title} …")
         began = time.monotonic()
@@ -267,6 +267,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("row", nargs="*", choices=[[], *ROWS], metavar="row")
     parser.add_argument("--list", action="store_true", help="list the rows and do nothing")
     parser.add_argument("--workers", type=int, default=2, help="tests at once (2)")
+    parser.add_argument("--keep", action="store_true", help="keep good results of earlier commits")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions")
     return parser.parse_args()
 
@@ -287,7 +288,7 @@ def main() -> int:
     for each in chosen:
         each.build()
         for check in columns:
-            each.run(check, commit)
+            each.run(check, commit, given.keep)
             write(table([x for x in environments if x.state["installed"]], columns))
     print(table(chosen, columns))
     return int(any(not x["ok"] for each in chosen for x in each.state["results"].values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from headwise.costs.explaining import Language
 from headwise.costs.machines import measure as measuring
 from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import DEVICES
-from headwise.costs.uses.scenario import Phase, Scenario
+from headwise.costs.uses.scenario import LONGEST, Phase, Scenario
 from headwise.look import cost_picture
 
 app = typer.Typer()
@@ -42,7 +42,10 @@ def cost(
             show_default=False,
         ),
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens per sequence: 4096, 32k.")] = "4096",
+    length: Annotated[
+        str | None,
+        typer.Option(help="Tokens per sequence: 8192, 32k; 4096, or as many as the model takes."),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 1,
     decode: Annotated[
         bool, typer.Option("--decode", help="One more token, the others in the KV cache.")
@@ -151,7 +154,7 @@ def cost(
             return
         use = Scenario(
             phase=phase(decode, training),
-            length=parsed_size("--length", length, 1024),
+            length=Scenario.length if length is None else parsed_size("--length", length, 1024),
             batch=batch,
             dtype=dtype,
             cache=cache,
@@ -164,8 +167,10 @@ def cost(
             "head_dim": head_dim, "hidden": hidden, "vocabulary": vocabulary, "window": window,
         }  # fmt: skip
         asked = chosen(models or [], {name: x for name, x in given.items() if x is not None})
+        uses = [use.within(each.architecture) if length is None else use for each in asked]
         output = Output(plot, fit, explain, "zh" if chinese else "en", as_json)
-        answer(console, asked, use, None if sweep is None else parsed_sweep(sweep), output)
+        swept = None if sweep is None else parsed_sweep(sweep)
+        answer(console, list(zip(asked, uses, strict=True)), swept, output)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -182,41 +187,52 @@ class Output:
 
 
 def answer(
-    console: Console, models: list[Model], use: Scenario, sweep: Sweep | None, output: Output
+    console: Console, asked: list[tuple[Model, Scenario]], sweep: Sweep | None, output: Output
 ) -> None:
     """Print what was asked for: a fit, a sweep, formulas, or the figures."""
     if output.plot is not None and sweep is None:
         raise ValueError("--plot draws a sweep; add --sweep length=1k..128k")
     if output.fit is not None:
-        found = [fitted(each, use, parsed_room(output.fit)) for each in models]
+        found = [fitted(*each, parsed_room(output.fit)) for each in asked]
         cost_view.say(found, output.as_json, lambda: cost_view.show_fit(console, found))
     elif sweep is not None:
-        rows = {each.name: sweep.rows(each, use) for each in models}
-        cost_view.say(rows, output.as_json, lambda: cost_view.show_sweep(console, rows, use, sweep))
+        caption = cost_view.described(asked[0][1], sweep.axis)
+        rows = {each.name: sweep.rows(each, use) for each, use in asked}
+        show = lambda: cost_view.show_sweep(console, rows, caption, sweep)  # noqa: E731
+        cost_view.say(rows, output.as_json, show)
         if output.plot is not None:
-            cost_picture.save(output.plot, rows, sweep.axis, cost_view.described(use, sweep.axis))
+            cost_picture.save(output.plot, rows, sweep.axis, caption)
             typer.echo(f"{output.plot}", err=True)
     elif output.explain:
-        texts = {each.name: use.cost(each.architecture).explain(output.language) for each in models}
+        texts = {
+            each.name: use.cost(each.architecture).explain(output.language) for each, use in asked
+        }
         cost_view.say(texts, output.as_json, lambda: print("\n\n".join(texts.values())))
     else:
         figures = [
             {
                 "model": each.name,
+                "tokens": use.length,
                 **use.figures(each.architecture),
                 "parts": use.cost(each.architecture).to_dict()["parts"],
             }
-            for each in models
+            for each, use in asked
         ]
-        cost_view.say(figures, output.as_json, lambda: cost_view.show_figures(console, models, use))
+        cost_view.say(figures, output.as_json, lambda: cost_view.show_figures(console, asked))
 
 
 def fitted(model: Model, use: Scenario, room: int) -> dict[str, Any]:
     """The longest context of a model that fits into so many bytes."""
     tokens = use.longest(model.architecture, room)
+    try:
+        replace(use, length=tokens + 1).cost(model.architecture)
+        limit = "memory" if tokens < LONGEST else "search"
+    except ValueError:
+        limit = "positions"
     phase = "training" if use.phase == "training" else "inference"
     return {
-        "model": model.name, "tokens": tokens, "room": room, "batch": use.batch, "phase": phase,
+        "model": model.name, "tokens": tokens, "limit": limit, "room": room, "batch": use.batch,
+        "phase": phase,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from headwise.costs.calculate import read
 from headwise.costs.layers import Architecture
+from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import DEVICES
 from headwise.costs.uses.scenario import Scenario
 from headwise.costs.uses.sketch import Sketch
@@ -18,7 +19,6 @@ from headwise.training import setups
 from headwise.training.loading import ASSETS, built_in
 from headwise.training.run_folder import Run
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 AXES = ("length", "batch", "heads")
 MOST_POINTS = 64
 
@@ -117,7 +117,7 @@ def parsed_size(what: str, written: str, kilo: int = 1000) -> int:
     if match is None or len(match[1]) > 15:
         raise ValueError(f"{what} {written[:40]!r} is not a size; try 4096, 32k or 80GB")
     base = 1024 if match[3] else kilo
-    found = int(float(match[1]) * base ** list(UNITS).index(match[2].lower()))
+    found = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
     if found < 1:
         raise ValueError(f"{what} {written[:40]!r} must be at least 1")
     return found
@@ -129,8 +129,10 @@ def parsed_room(written: str) -> int:
     >>> parsed_room("h100")
     80000000000
     """
-    known = DEVICES.get(written.strip().lower())
-    return int(known.memory) if known else parsed_size("--fit", written)
+    name = written.strip().lower()
+    if name in DEVICES or name in this_machine.THIS:
+        return int(this_machine.find(name).memory)
+    return parsed_size("--fit", written)
 
 
 def parsed_mesh(written: str | None) -> dict[str, int]:

@@ -36,6 +36,11 @@ FIGURES = (
     ("utilisation", "share of the peak FLOPs", "%"),
 )
 SWEPT = ("memory", "kv_cache", "activations", "flops", "flops_dense", "seconds")
+LIMITS = {
+    "memory": "",
+    "positions": "; the model has no more positions",
+    "search": "; longer ones are not tried",
+}
 LISTED = ("bf16", "fp16", "fp8", "fp32")
 LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
@@ -68,9 +73,10 @@ def written(value: float | None, unit: str = "") -> str:
     return f"{value:,.0f} {unit}".rstrip() if value == int(value) else f"{_digits(value)} {unit}"
 
 
-def show_figures(console: Console, models: Sequence[Model], use: Scenario) -> None:
+def show_figures(console: Console, asked: Sequence[tuple[Model, Scenario]]) -> None:
     """A table: one row per figure, one column per model."""
-    columns = [use.figures(each.architecture) for each in models]
+    models, use = [each for each, _ in asked], asked[0][1]
+    columns = [use.figures(each.architecture) for each, use in asked]
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     if len(models) == 1:
@@ -80,6 +86,10 @@ def show_figures(console: Console, models: Sequence[Model], use: Scenario) -> No
     else:
         for each in models:
             table.add_column(printable(each.name), justify="right", overflow="fold")
+    alike = len({use.length for _, use in asked}) == 1
+    if not alike:
+        lengths = ["its own" if use.length is None else f"{use.length:,}" for _, use in asked]
+        table.add_row("tokens per sequence", *lengths)
     for name, label, unit in FIGURES:
         found = [column[name] for column in columns]
         if not _shown(name, columns):
@@ -89,7 +99,8 @@ def show_figures(console: Console, models: Sequence[Model], use: Scenario) -> No
             row.append(_exactly(found[0]))
         table.add_row(*row)
     console.print(table)
-    console.print(f"[dim]{described(use)}[/dim]", highlight=False)
+    caption = described(use, "" if alike else "length")
+    console.print(f"[dim]{caption}[/dim]", highlight=False)
     if len(models) == 1:
         console.print()
         show_parts(console, use, use.cost(models[0].architecture))
@@ -119,7 +130,7 @@ def show_parts(console: Console, use: Scenario, whole: Cost) -> None:
 
 
 def show_sweep(
-    console: Console, found: Mapping[str, list[dict[str, Any]]], use: Scenario, sweep: Sweep
+    console: Console, found: Mapping[str, list[dict[str, Any]]], caption: str, sweep: Sweep
 ) -> None:
     """A table for each model: one row per value of the axis."""
     for model, rows in found.items():
@@ -133,7 +144,7 @@ def show_sweep(
             shown = [written(row[name], labels[name][1]) for name in names]
             table.add_row(f"{row[sweep.axis]:,}", *shown)
         console.print(table)
-        console.print(f"[dim]{described(use, without=sweep.axis)}[/dim]\n", highlight=False)
+        console.print(f"[dim]{caption}[/dim]\n", highlight=False)
 
 
 def show_fit(console: Console, found: Sequence[Mapping[str, Any]]) -> None:
@@ -142,7 +153,7 @@ def show_fit(console: Console, found: Sequence[Mapping[str, Any]]) -> None:
         room = written(each["room"], "B")
         console.print(
             f"{printable(each['model'])}: {each['tokens']:,} tokens fit into {room} "
-            f"(batch {each['batch']}, {each['phase']})",
+            f"(batch {each['batch']}, {each['phase']})" + LIMITS[each["limit"]],
             highlight=False,
         )
 
@@ -178,17 +189,17 @@ def described(use: Scenario, without: str = "") -> str:
     >>> described(Scenario("decode", length=8192, batch=2))
     'one token after 8,191 others, batch 2, bf16'
     """
-    length, batch = f"{use.length:,}", f"batch {use.batch}"
-    sentence = {
-        "prefill": f"{length} tokens read at once",
-        "decode": f"one token after {use.length - 1:,} others",
-        "training": f"a training step on {length} tokens per sequence",
-    }[use.phase]
-    if without == "length":
-        sentence = {"prefill": "tokens read at once", "decode": "one token after the others"}.get(
-            use.phase, "a training step"
-        )
-    parts = [sentence, *([batch] if without != "batch" else []), use.dtype]
+    if without == "length" or use.length is None:
+        sentence = {"prefill": "all tokens read at once", "decode": "one token after the others"}
+        parts = [sentence.get(use.phase, "a training step")]
+    else:
+        sentence = {
+            "prefill": f"{use.length:,} tokens read at once",
+            "decode": f"one token after {use.length - 1:,} others",
+            "training": f"a training step on {use.length:,} tokens per sequence",
+        }
+        parts = [sentence[use.phase]]
+    parts += [*([f"batch {use.batch}"] if without != "batch" else []), use.dtype]
     if use.cache:
         parts.append(f"cache in {use.cache}")
     if use.mesh:

@@ -28,9 +28,7 @@ class Sums(NamedTuple):
 
     def totals(self) -> RowTotals:
         """The totals that turn logits into weights; exact if log_total was asked for."""
-        if self.log_total.ndim < self.lse.ndim:
-            return RowTotals.of_lse(self.lse)
-        return RowTotals(self.lse, self.max_logit, self.log_total)
+        return RowTotals.known(self.lse, self.max_logit, self.log_total)
 
 
 class RowTotals(NamedTuple):
@@ -43,6 +41,13 @@ class RowTotals(NamedTuple):
     lse: Tensor
     base: Tensor  # -inf for a row that sees no key
     log_total: Tensor
+
+    @staticmethod
+    def known(lse: Tensor, max_logit: Tensor, log_total: Tensor) -> RowTotals:
+        """Totals from the fields of `Sums`; log_total is empty if it was not asked for."""
+        if log_total.ndim < lse.ndim:
+            return RowTotals.of_lse(lse)
+        return RowTotals(lse, max_logit, log_total)
 
     @staticmethod
     def of_lse(lse: Tensor) -> RowTotals:

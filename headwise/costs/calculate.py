@@ -113,6 +113,15 @@ def _check_params(module: nn.Module, counted: int) -> None:
         )
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile, DataParallel and DistributedDataParallel."""
+    for name in ("_orig_mod", "module"):
+        inside = getattr(module, name, None)
+        if isinstance(inside, nn.Module):
+            return unwrapped(inside)
+    return module
+
+
 def read(what: Any, context: int | None = None) -> Architecture:
     """The architecture of anything that `cost` takes."""
     if isinstance(what, Architecture):
@@ -124,6 +133,7 @@ def read(what: Any, context: int | None = None) -> Architecture:
     if isinstance(what, str | Path):
         return read_name(str(what))
     if isinstance(what, nn.Module):
+        what = unwrapped(what)
         found = read_model(what) or read_module(what, context)
         if found is None and is_configuration(getattr(what, "config", None)):
             found = read_transformers_model(what)

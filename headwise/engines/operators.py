@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from headwise.core.problem import Terms, without_autocast
-from headwise.core.sums import ENTROPY, Sums, room
+from headwise.core.sums import ENTROPY, RowTotals, Sums, room
 from headwise.engines import failures, flops, library_backward
 from headwise.engines.failures import KernelError, family_of_terms
 
@@ -52,7 +52,7 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
-# (q, k, v, terms, out, lse, entropy, their gradients, bias_learns)
+# (q, k, v, terms, out, totals, entropy, gradients of out, lse and entropy, bias_learns)
 Backward = Callable[..., Gradients]
 
 SAFE = "streaming"  # the engine that takes over in a compiled graph or a backward pass
@@ -85,13 +85,16 @@ def operators(
 
     def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
         terms = Terms(*given[:_TERMS])
-        out, lse, _, grad_out, *others = given[_TERMS:]
+        out, lse, max_logit, log_total, entropy, grad_out, *others = given[_TERMS:]
+        totals = RowTotals.known(lse, max_logit, log_total)
         with without_autocast(q.device):
             if all(grad is None for grad in others[:2]):  # out has a gradient, nothing else
-                three = library_backward.gradients(library_on, q, k, v, terms, out, lse, grad_out)
+                three = library_backward.gradients(
+                    library_on, q, k, v, terms, out, totals.lse, grad_out
+                )
                 if three is not None:
                     return list(three)
-            found = differentiate(q, k, v, terms, *given[_TERMS:])
+            found = differentiate(q, k, v, terms, out, totals, entropy, grad_out, *others)
         return [
             grad.to(x.dtype)
             for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
@@ -102,14 +105,15 @@ def operators(
         return [grad.contiguous() for grad in backward(*given)]  # as `_backward_shapes` promises
 
     def gradient(ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
-        *tensors, out, lse, entropy = ctx.saved_tensors
+        *tensors, out, lse, max_logit, log_total, entropy = ctx.saved_tensors
         grad_entropy = grad_entropy if ctx.wants & ENTROPY else None
         grads: list[Tensor | None] = [None] * (4 + _TERMS)
         if grad_out is None and grad_lse is None and grad_entropy is None:
             return tuple(grads)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         learns = tensors[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
-        asked = (out, lse, entropy, grad_out, grad_lse, grad_entropy, learns)
+        known = (out, lse, max_logit, log_total, entropy)
+        asked = (*known, grad_out, grad_lse, grad_entropy, learns)
         found = iter(differentiated(*tensors, *ctx.numbers, *asked))
         for place in _LEARNABLE:
             if tensors[place] is not None and (place != _BIAS or learns):
@@ -128,8 +132,8 @@ def operators(
     computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", apart, _forward_shapes)
     operator = define(
         f"{engine}_backward",
-        f"({CALL}, Tensor out, Tensor lse, Tensor entropy, Tensor grad_out, Tensor? grad_lse, "
-        "Tensor? grad_entropy, bool bias_learns) -> Tensor[]",
+        f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor log_total, Tensor entropy, "
+        "Tensor grad_out, Tensor? grad_lse, Tensor? grad_entropy, bool bias_learns) -> Tensor[]",
         packed_backward,
         _backward_shapes,
     )
@@ -227,4 +231,6 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.numbers, ctx.wants = inputs[_TENSORS:-1], inputs[-1]
     ctx.mark_non_differentiable(output[2], *output[4:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], output[0], output[1], output[3])
+    sums = Sums(*output)
+    known = (sums.out, sums.lse, sums.max_logit, sums.log_total, sums.entropy)
+    ctx.save_for_backward(*inputs[:_TENSORS], *known)

@@ -29,8 +29,10 @@ def row_constant(
 def sink_share(sinks: Tensor, totals: RowTotals) -> Tensor:
     """Return the weight on each row's sink, (B, Hq, N)."""
     wide = sinks.to(totals.lse.dtype)[:, None]
-    share = torch.exp(wide - totals.safe_base() - totals.log_total)
-    alone = (totals.base == -torch.inf) | (wide == torch.inf)  # nothing else has a weight
+    above = wide - totals.safe_base()
+    share = torch.exp(above - totals.log_total)
+    # Nothing else has a weight, the last case so far above the logits that it overflows.
+    alone = (totals.base == -torch.inf) | (wide == torch.inf) | (above == torch.inf)
     return torch.where(alone, (wide > -torch.inf).to(share.dtype), share)
 
 

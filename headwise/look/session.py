@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 from headwise.core.observation import STATISTICS, Observation
 from headwise.look.atlas import Atlas
+from headwise.look.background import Background, BusyError
+from headwise.look.lab_job import LabJob
 from headwise.look.readers.reader import Reader, check_length, most_tokens
 from headwise.look.scene import Group
 from headwise.look.watched_folder import WatchedFolder
@@ -52,11 +54,11 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     atlases: OrderedDict[str, Atlas] = field(default_factory=OrderedDict)
     run: WatchedFolder | None = None
+    lab: LabJob = field(default_factory=LabJob)
     heard: Callable[[Progress], None] = lambda progress: None
     _lock: Lock = field(default_factory=Lock)
     _count: int = 0
-    _stopped: bool = False
-    _thread: Thread | None = None
+    _work: Background = field(default_factory=lambda: Background("reading"))
 
     def start(self, opened: Callable[[], Reader], what: str | bytes | None) -> None:
         """Load a model and let it read in the background; `progress` says how far it is."""
@@ -66,8 +68,6 @@ class Session:
             try:
                 self.reader = opened()
                 self._read(id, given(self.reader, what))
-            except StoppedError:
-                pass
             except Exception as error:  # any error of a model is shown on the page
                 if self.reader is not None:  # the input is wrong, not the model
                     self._refuse(id, error)
@@ -77,7 +77,7 @@ class Session:
                 state: State = "error" if self.run is None else "ready"
                 self.tell(Progress(state, None, problem=problem_of(id, error, hint)))
 
-        self._begin(work)
+        self._work.begin(work)
 
     def add(self, what: str | bytes) -> str:
         """Let the model read one more input in the background; returns its id.
@@ -95,12 +95,10 @@ class Session:
         def work() -> None:
             try:
                 self._read(id, what)
-            except StoppedError:
-                pass
             except Exception as error:
                 self._refuse(id, error)
 
-        self._begin(work)
+        self._work.begin(work)
         return id
 
     def count(self, text: str) -> dict[str, int | None]:
@@ -125,20 +123,15 @@ class Session:
         hint = say("the model is ready for another one")
         self.tell(Progress("ready", None, problem=problem_of(id, error, hint)))
 
-    def _begin(self, work: Callable[[], None]) -> None:
-        self._thread = Thread(target=work, name="reading", daemon=True)
-        self._thread.start()
-
     def stop(self, seconds: float) -> bool:
-        """End the background work at the model's next block; True if it ended in this time."""
-        self._stopped = True
-        return self.join(seconds)
+        """End all background work at its next report; True if it ended in this time."""
+        self._work.stop()
+        self.lab.stop()
+        return self.join(seconds) and self.lab.join(seconds)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the background work; True if it ended in this time."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return self._thread is None or not self._thread.is_alive()
+        """Wait until the model has read; True if it has in this time."""
+        return self._work.join(seconds)
 
     def _next(self) -> str:
         self._count += 1
@@ -154,8 +147,7 @@ class Session:
         self.tell(Progress("ready", None))
 
     def _report(self, stage: str, done: float | None) -> None:
-        if self._stopped:
-            raise StoppedError
+        self._work.check()
         self.tell(replace(self.progress, stage=stage, done=done))
 
     def tell(self, progress: Progress) -> None:
@@ -176,6 +168,7 @@ class Session:
             "pages": {
                 "heads": bool(self.atlases),
                 "cost": True,
+                "lab": True,
                 "why": True,
                 "watch": self.run is not None,
             },
@@ -196,14 +189,6 @@ class Session:
                 {"name": name, "meaning": getattr(Observation, name).__doc__} for name in STATISTICS
             ],
         }
-
-
-class BusyError(Exception):
-    """Raised while another input is being read, or if no model can read."""
-
-
-class StoppedError(Exception):
-    """Raised in the background work after `stop`."""
 
 
 def given(reader: Reader, what: str | bytes | None) -> str | bytes:

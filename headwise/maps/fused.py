@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -21,14 +20,13 @@ from headwise.engines.triton.host.operands import (
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit
 from headwise.engines.triton.kernels import map_lse as logsum
-from headwise.engines.triton.kernels.map_cells import cells
+from headwise.engines.triton.kernels.map_cells import Totals, cells
 from headwise.engines.triton.kernels.map_largest import largest
 from headwise.maps import blockwise
 from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Region
 
 MOST = 64  # largest weights per row that fit on chip
-LOG2_E = math.log2(math.e)
 
 
 def row_totals(region: Region) -> RowTotals:
@@ -37,16 +35,16 @@ def row_totals(region: Region) -> RowTotals:
         return blockwise.row_totals(region)
     call = _call(region)
     batch, heads, rows, _ = region.box.shape
-    found = region.q.new_empty(batch, heads, rows, dtype=torch.float32)
+    found = region.q.new_empty(3, batch, heads, rows, dtype=torch.float32)
 
     def launch(shape: Shape) -> None:
         logsum.log_sums[(-(-rows // shape.rows), heads, batch)](
-            call.q, call.k, found, outer_strides(call.q), outer_strides(call.k), call.given,
+            call.q, call.k, *found, outer_strides(call.q), outer_strides(call.k), call.given,
             *call.sizes, **_constants(shape), **_flags(call),
         )  # fmt: skip
 
     _fit(call, launch)
-    return RowTotals.of_lse(found)
+    return RowTotals(*found)
 
 
 def fill(region: Region, totals: RowTotals) -> Tensor:
@@ -75,15 +73,15 @@ def top(region: Region, totals: RowTotals, count: int) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = region.box.shape
     if count > MOST or not all(region.box.shape):
         return blockwise.top(region, totals, count)
-    call, sums = _call(region), _base_two(totals.lse)
+    call, known = _call(region), _known(totals)
     kept = max(2, 1 << (count - 1).bit_length())
-    best = sums.new_empty(batch, heads, rows, kept)
+    best = known.base.new_empty(batch, heads, rows, kept)
     key = torch.empty_like(best, dtype=torch.int32)
     norms = _norms(region)
 
     def launch(shape: Shape) -> None:
         largest[(-(-rows // shape.rows), heads, batch)](
-            call.q, call.k, norms, sums, best, key, outer_strides(call.q), outer_strides(call.k),
+            call.q, call.k, norms, known, best, key, outer_strides(call.q), outer_strides(call.k),
             call.given, *call.sizes, count, *_norm_strides(region), KEPT=kept, **_constants(shape),
             **_flags(call),
         )  # fmt: skip
@@ -99,14 +97,14 @@ def _reduce(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: Ho
     out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)
     if not all(region.box.shape):
         return out
-    call, sums = _call(region), _base_two(totals.lse)
+    call, known = _call(region), _known(totals)
     norms = _norms(region)
 
     def launch(shape: Shape) -> None:
         row_part, row_groups, row_steps = _cut(rows, shape.rows)
         key_part, key_groups, key_steps = _cut(keys, shape.keys)
         cells[(row_groups * key_groups, heads, batch)](
-            call.q, call.k, norms, sums, out, outer_strides(call.q), outer_strides(call.k),
+            call.q, call.k, norms, known, out, outer_strides(call.q), outer_strides(call.k),
             call.given, *call.sizes, len(rows), len(keys), rows.width, keys.width, row_steps,
             key_steps, *_norm_strides(region), ROW_PART=row_part, KEY_PART=key_part,
             LARGEST=how == "max", **_constants(shape), **_flags(call),
@@ -139,7 +137,7 @@ def _call(region: Region) -> Operands:
 
 def _flags(call: Operands) -> dict[str, object]:
     flags = call.flags()
-    kept = {name: flags[name] for name in ("WIDTH", "PIECES", "PLAIN", "CAP")}
+    kept = {name: flags[name] for name in ("WIDTH", "PIECES", "CAP")}
     padded = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
     return kept | {"PADDED": padded, "PRECISION": precision(call.q.dtype)}
 
@@ -160,9 +158,9 @@ def _constants(shape: Shape) -> dict[str, int]:
     }
 
 
-def _base_two(lse: Tensor) -> Tensor:
-    """lse to base 2, with +inf for a row that sees no key, so that its weights are 0."""
-    return (lse * LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).contiguous()
+def _known(totals: RowTotals) -> Totals:
+    """The totals as kernels take them."""
+    return Totals(totals.safe_base().contiguous(), totals.log_total.contiguous())
 
 
 def _norms(region: Region) -> Tensor | None:

@@ -122,7 +122,6 @@ class CallRecorder:
         if self._depth == 0:
             self.passes += 1
             self._calls, self._past, self._first, self._ids = {}, False, 0, None
-            self._hidden = None
         self._depth += 1
         if given or options:
             self._ids = token_ids(given, options or {})
@@ -134,6 +133,7 @@ class CallRecorder:
         self._depth -= 1
         if self._depth:
             return
+        self._hidden = None
         before, ids = self.tokens, self._ids
         before = None if before is None else before[:, : self._first]  # the rest was taken back
         if self._past and before is not None and ids is not None and len(before) == len(ids):
@@ -184,16 +184,20 @@ class CallRecorder:
         q, k, v = (x.detach() for x in call[:3])
         options, look = call._replace(q=q, k=k, v=v).options(), self._look(kind)
         del options["dropout"], options["engine"]
-        known = dict(known or {})
-        if out is not None and look["rows"] is None and not call.dropout:
-            # The output is known, so its norm needs no values and no second weighting of them.
-            norm = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=wide(out))
-            known["output_norm"], v = norm, v[..., :0]
-        look["stats"] = tuple(x for x in look["stats"] if x not in known)
+        known = known or {}
+        if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
+            out = None  # its norm would be that of something else
+        found = known if out is None else {*known, "output_norm"}
+        look["stats"] = tuple(x for x in look["stats"] if x not in found)
+        # Where the output is known, its norm needs no values and no second weighting of them.
+        v = v if "output_norm" in look["stats"] else v[..., :0]
         seen = statistics(q, k, v, **options, **look)
-        for stat in (x for x in self.options.stats if x in known):
-            value = known[stat]
-            seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
+        for stat in (x for x in self.options.stats if x in found):
+            if stat in known:
+                value = known[stat]
+                seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
+            elif out is not None:
+                seen.values[stat] = norms(out.detach(), seen)
         self._keep(name, call, kind, padding, seen, maps, forgotten, proof)
 
     def inside(
@@ -218,6 +222,8 @@ class CallRecorder:
         try:
             out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
         except Exception as error:
+            if recomputing():
+                raise  # PyTorch ends a recomputation by an exception, once it has what it needs
             out = attention(call.q, call.k, call.v, **call.options())  # or it raises the same
             self.unread.fail(name, error)
             return out
@@ -298,6 +304,7 @@ class CallRecorder:
         assert layer.slot is not None
         layer.slot.add(seen, padding, proof)
         layer.recorded = True
+        layer.stats = tuple(x for x in options.stats if x in layer.stats or x in seen.values)
 
     def _padding(self, call: Call) -> Tensor | None:
         """The rows that are padding by a call's mask, which the layers of a model often share."""
@@ -361,7 +368,7 @@ class CallRecorder:
         for layer in layers:
             self._selected[layer.name] = False
             self.layers.pop(layer.name, None)
-            self.unread.fail(layer.module, error)
+            self.unread.leave_out(layer.module, error)
 
     def known(self) -> list[str]:
         """The names of all attention layers the model has shown so far."""
@@ -400,9 +407,12 @@ def matches(number: int, name: str, wanted: Sequence[int | str]) -> bool:
     )
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype in which statistics of a tensor are computed."""
-    return torch.promote_types(x.dtype, torch.float32)
+def norms(out: Tensor, seen: Observation) -> Tensor:
+    """The norms of the observed rows of an output (B, H, N, D); 0 for rows that see no key."""
+    rows = out if seen.rows is None else out.index_select(2, seen.rows)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=wide)
+    return torch.where(seen.sees, found, 0.0)
 
 
 def recomputing() -> bool:

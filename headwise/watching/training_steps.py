@@ -146,7 +146,7 @@ class SteppedRecording(Recording):
         for layer in self.layers:
             layer.close()
         self._passes = self._recorder.passes
-        self.look(self.steps % self._recorder.options.every == 0)
+        self._look(self.steps % self._recorder.options.every == 0)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and what was asked for was not seen."""
@@ -166,17 +166,17 @@ class SteppedRecording(Recording):
     def optimised(self, optimiser: Optimizer, *_: object) -> None:
         """An optimiser made a step: a training step ends, if the model ran and it is its own.
 
-        Nobody sees the model run in a step that is passed over: the optimiser that ended the last
-        step ends those. Nor does compiled code tell when it runs.
+        Nobody sees the model run in a step that is passed over, and compiled code does not tell
+        when it runs: the optimiser that ended the last step ends those.
         """
         if self._by_hand:
             return
         last = None if self._optimiser is None else self._optimiser()
-        if self._recorder.active:
-            ran = self._passes != self._recorder.passes or any(x.compiled for x in self.layers)
-            ends = ran and self._is_ours(optimiser)
+        seen = self._recorder.active and not any(layer.compiled for layer in self.layers)
+        if self._passes != self._recorder.passes:
+            ends = self._is_ours(optimiser)
         else:
-            ends = optimiser is last or (last is None and self._is_ours(optimiser))
+            ends = not seen and (optimiser is last or (last is None and self._is_ours(optimiser)))
         if ends:
             self._optimiser = weakref.ref(optimiser)
             self._end_step()
@@ -192,7 +192,7 @@ class SteppedRecording(Recording):
             self._known[optimiser] = (len(optimiser.param_groups), ours)
         return ours
 
-    def look(self, looking: bool) -> None:
+    def _look(self, looking: bool) -> None:
         """Look at the step that begins, or pass it over."""
         self._recorder.active = looking
 
@@ -211,7 +211,7 @@ class SteppedRecording(Recording):
         looking = self.steps % self._recorder.options.every == 0
         if looking != self._recorder.active:
             with self._going_on("beginning a step"):
-                self.look(looking)
+                self._look(looking)
 
     def _take(self) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""

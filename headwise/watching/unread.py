@@ -34,8 +34,11 @@ class UnreadModules:
 
     def fail(self, name: str, error: Exception, how: str = "") -> None:
         """Note that this module's attention could not be read; raise ValueError if strict."""
-        if not self.asked_for(name):
-            return
+        if self.asked_for(name):
+            self.leave_out(name, error, how)
+
+    def leave_out(self, name: str, error: Exception, how: str = "") -> None:
+        """The same for a module that is known to be asked for."""
         reason = how + (str(error) or type(error).__name__)
         if self.strict:
             raise ValueError(f"{name or 'the model'} can't be watched: {reason}") from error

@@ -141,7 +141,7 @@ class Watch(SteppedRecording):
         self._unfollow = register_optimizer_step_post_hook(self.optimised).remove
         try:
             self._reserve()
-            self.look(self.steps % self.options.every == 0)
+            self._look(self.steps % self.options.every == 0)
         except BaseException:
             self.detach()
             raise
@@ -153,9 +153,9 @@ class Watch(SteppedRecording):
         if first is not None and not first.is_meta:
             self._recorder.board(first.device)
 
-    def look(self, looking: bool) -> None:
+    def _look(self, looking: bool) -> None:
         """Look at the step that begins, or pass it over: then the watch is nowhere in the model."""
-        super().look(looking)
+        super()._look(looking)
         if not looking or not self.attached:
             self._unhook()
         elif not self._undo:
@@ -167,16 +167,18 @@ class Watch(SteppedRecording):
 
     def _hook(self) -> None:
         recorder = self._recorder
+        listener = torch_calls.Listener(recorder)
+        # First the forwards that are computed in another way; around them, those that are followed.
+        self._undo += headwise_calls.attach(self.model, recorder)
+        self._undo += multi_head_calls.attach(self.model, listener)
         whole = Follower(
             {id(self.model)},
             lambda _, given, options: recorder.begin(given, options),
             lambda _: recorder.end(),
         )
         self._undo += follow(self.model, whole)
-        self._undo += traced_calls.attach(self.model, recorder)
-        listener = torch_calls.Listener(recorder)
-        self._undo += headwise_calls.attach(self.model, recorder)
-        for adapter in (torch_calls, multi_head_calls, flex_calls, flash_calls):
+        self._undo += traced_calls.attach(self.model, listener)
+        for adapter in (torch_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
 
@@ -275,14 +277,14 @@ class Watch(SteppedRecording):
         if not self.attached:
             raise ValueError("importance switches heads off in a watched model; attach() first")
         looking = self._recorder.active
-        self.look(True)
+        self._look(True)
         try:
             if not self._recorder.layers:
                 measure()  # shows the layers
             self.check()
             return importance(self.model, self._recorder, measure)
         finally:
-            self.look(looking)
+            self._look(looking)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""

@@ -129,6 +129,15 @@ def test_the_longest_context_fits_and_one_more_token_does_not() -> None:
     )
 
 
+def test_a_model_is_not_asked_for_more_tokens_than_it_takes(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_positions": 512}))
+    (figures,), (fit,) = found(str(path)), found(str(path), "--fit", "80GB")
+    assert figures["tokens"] == 512
+    assert (fit["tokens"], fit["limit"]) == (512, "positions")
+    assert "1024" in refused(str(path), "--length", "1k")
+
+
 def test_a_mesh_gives_the_cost_of_one_rank() -> None:
     (whole,), (rank,) = (found(*DECODER, *more) for more in ([], ["--mesh", "tp=2"]))
     assert rank["kv_cache"] == whole["kv_cache"] / 2

@@ -16,6 +16,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"num_hidden_layers": 3}),
     "Llama 3": ("llama", {"num_hidden_layers": 2, "num_key_value_heads": 8, "vocab_size": 128256}),
     "Llama, biases": ("llama", {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}),
+    "Llama 4": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "moe_layers": [1, 3], "vocab_size": 1000, "num_local_experts": 4,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    ),
     "Granite": ("granite", {"num_hidden_layers": 2}),
     "SmolLM3": ("smollm3", {}),
     "Mistral": ("mistral", {"num_hidden_layers": 3}),

@@ -114,6 +114,23 @@ def test_a_model_counts_its_own_masks() -> None:
     assert found == 4 * 2 * 32 * pairs_packed
 
 
+def test_chunks_end_where_they_end() -> None:
+    """Llama 4: a token sees the earlier ones of its chunk of eight."""
+    fields = {
+        "model_type": "llama4_text", "num_hidden_layers": 4, "attention_chunk_size": 8,
+        "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "intermediate_size": 96, "intermediate_size_mlp": 96, "vocab_size": 100,
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    pytest.importorskip("transformers")
+    cost = hw.cost(fields, queries=20)
+    name = next(name for name in cost.parts if "chunks" in name)
+    part = cost.parts[name].parts["attention"].parts["scores and values"]
+    assert part.flops == 3 * 4 * 64 * (2 * (8 * 9 // 2) + 4 * 5 // 2)
+    assert cost.parts[name].kv_cache == 3 * 2 * 8 * 32 * 2, "at most a chunk"
+
+
 def test_pairs_of_a_long_sequence_take_no_square() -> None:
     place = Place(1, 32, 1 << 20, 1 << 20)
     found = count_pairs(causal() & window(4095), place, (128, 128))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import headwise as hw
@@ -195,6 +196,13 @@ def test_lengths_beyond_the_positions_are_refused() -> None:
     )
 
 
+def test_wrapped_modules_are_unwrapped() -> None:
+    model = hw.models.GPT(hw.models.GPTConfig(50, d_model=32, layers=2, heads=4))
+    wrapped = (torch.compile(model), nn.DataParallel(model))
+    for each in wrapped:
+        assert hw.cost(each, queries=8).to_dict() == hw.cost(model, queries=8).to_dict()
+
+
 def test_sizes_that_are_left_out() -> None:
     """keys alone are a whole prompt; a source is as long as its target."""
     assert hw.cost(LLAMA, keys=50).flops == hw.cost(LLAMA, queries=50).flops
@@ -205,8 +213,6 @@ def test_sizes_that_are_left_out() -> None:
 
 
 def test_dtypes_are_given_by_any_name() -> None:
-    import torch
-
     names = ("bf16", "bfloat16", torch.bfloat16, "torch.bfloat16")
     assert len({hw.cost(LLAMA, queries=8, dtype=name).weights for name in names}) == 1
     assert hw.cost(LLAMA, queries=8, dtype="fp32").weights == 2 * hw.cost(LLAMA, queries=8).weights

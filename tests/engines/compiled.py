@@ -60,10 +60,11 @@ def compiled(width: int, banded: bool, observed: bool, capped: bool) -> Any:
 
     row = torch.empty(2048)
     rest = row if observed and banded and not capped else None
-    written = HopperWritten(row, row, *[row if observed else None] * 2, rest, rest)
+    asked = row if observed else None
+    written = HopperWritten(row, row, asked, asked, rest, rest, asked)
     rows, keys = tiles(ROWS // 2), tiles(shape.keys)
     sizes = HopperSizes(
-        1024, 1024, 2, 1, 0, 1, 0, 16, 0.1, numbers_of_cap(0.01) if capped else None
+        1024, 1024, 2, 1, 0, 1, 0, 16, 0.07, 0.1, numbers_of_cap(0.01) if capped else None
     )
     return forward.warmup(
         rows, keys, keys, rows, written, None, *sizes, shape.stages, banded,

@@ -61,7 +61,6 @@ REFUSED = {
     "float32": ({"dtype": torch.float32}, {}, "float16"),
     "wide": ({"width": 192}, {}, "wide"),
     "odd": ({"width": 20}, {}, "multiples of 8"),
-    "no values": ({"values": 0}, {}, "wide"),
     "tiny cap": ({}, {"softcap": 1e-7}, "caps between"),
     "huge cap": ({}, {"softcap": 1e7}, "caps between"),
     "cap beyond scores": ({}, {"softcap": 1e4}, "times a cap"),

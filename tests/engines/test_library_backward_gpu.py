@@ -148,7 +148,7 @@ def test_rows_with_a_very_small_lse_have_finite_gradients(
         for x, c in zip(on_gpu(n, n, (2, 2), 64, torch.bfloat16), shift, strict=True)
     ]
     out, seen = hw.observe(*leaves, mask=mask)
-    assert float(seen.lse.max()) < -100
+    assert float(seen.lse.detach().max()) < -100
     grad = torch.randn_like(out)
     found = list(torch.autograd.grad(out, leaves, grad))
     assert ran == [kernel.name]

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from headwise.engines.triton.host.launches import Launches
+from tests.engines.test_citizen import their_warnings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,7 +199,8 @@ def test_modes_and_transforms_still_see_the_call() -> None:
     learning = q.clone().requires_grad_()
     assert hw.attention(learning, k, v, engine="triton").requires_grad
     expected = hw.attention(q, k, v, engine="reference")
-    mapped = torch.func.vmap(lambda x: hw.attention(x, k, v, engine="triton"))(q[None])
+    with their_warnings():  # since PyTorch 2.15 it warns of the missing batching rule
+        mapped = torch.func.vmap(lambda x: hw.attention(x, k, v, engine="triton"))(q[None])
     torch.testing.assert_close(mapped[0], expected)
 
     class Counts(TorchFunctionMode):

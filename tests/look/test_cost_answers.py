@@ -7,9 +7,10 @@ import pytest
 
 import headwise as hw
 from headwise.costs.calculate import cost
+from headwise.look.serving import cost_answers
 from headwise.look.serving.answers import answer
 from headwise.look.session import Session
-from headwise.models import GPT, GPTConfig
+from headwise.models import GPT, GPTConfig, ViT, ViTConfig
 
 
 def get(query: str) -> Any:
@@ -43,8 +44,8 @@ def test_shares_of_the_parts_add_up_and_attention_grows_with_the_length() -> Non
 
 def test_key_heads_never_exceed_the_heads() -> None:
     assert (
-        get("layers=2&width=256&heads=2&kv_heads=64")["found"]["figures"]["params"]
-        == (get("layers=2&width=256&heads=2&kv_heads=2")["found"]["figures"]["params"])
+        get("layers=9&width=4096&heads=2&kv_heads=64")["found"]["figures"]["params"]
+        == (get("layers=9&width=4096&heads=2&kv_heads=2")["found"]["figures"]["params"])
     )
 
 
@@ -53,15 +54,20 @@ def test_a_model_that_does_not_fit_has_no_longest_context() -> None:
 
 
 def test_without_an_opened_model_a_described_one_is_counted() -> None:
-    assert get("model=opened&layers=1")["opened"] is False
+    assert get("model=opened&layers=9")["opened"] is False
 
 
 def test_the_curve_of_a_model_ends_where_its_positions_do() -> None:
-    from headwise.look.serving import cost_answers
-
     model = GPT(GPTConfig(vocabulary=100, context=300, position=hw.nn.Learned(300)))
     found = json.loads(cost_answers.answer({"model": "opened", "length": "256"}, model))["found"]
     assert [point["length"] for point in found["curve"]] == [128, 256]
+
+
+def test_a_model_with_tokens_of_its_own_has_figures_and_no_curve() -> None:
+    model = ViT(ViTConfig(image=32, patch=8, classes=10))
+    found = json.loads(cost_answers.answer({"model": "opened"}, model))["found"]
+    assert found["curve"] == []
+    assert found["figures"]["flops"] == cost(model).flops
 
 
 @pytest.mark.parametrize(

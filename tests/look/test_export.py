@@ -86,7 +86,13 @@ def test_a_short_text_is_in_the_file_with_every_map(tmp_path: Path, static: Path
     session = session_on("to be or not to be")
     data = written(session, tmp_path / "file.html", static)
     state = data["answers"]["/api/state"]["json"]
-    assert state["pages"] == {"heads": True, "cost": False, "why": False, "watch": False}
+    assert state["pages"] == {
+        "heads": True,
+        "cost": False,
+        "lab": False,
+        "why": False,
+        "watch": False,
+    }
     assert len(state["static"]["heads"]) == 48
     asked = "/api/inputs/0/map/self/4/6/tile/0/0/0?how=max&drop=0"
     kept, given = data["answers"][asked], answer(session, asked)

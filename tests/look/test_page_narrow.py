@@ -53,6 +53,7 @@ def box_of(page: Page, selector: str) -> dict[str, float]:
         (f"{HEAD}&side=lines", "aside path"),
         ("#/compare?layer=4&head=6", "td.bar, tbody td"),
         ("#/cost", ".pictures figure"),
+        ("#/lab", "article details"),
         ("#/why/scale", ".pictures figure"),
         ("#/why/heads", ".pictures figure"),
         ("#/why/scores", ".pictures figure"),

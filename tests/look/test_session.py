@@ -8,11 +8,12 @@ import pytest
 
 import headwise as hw
 from headwise.look import session as sessions
+from headwise.look.background import BusyError
 from headwise.look.readers.builtin import TextReader
 from headwise.look.readers.opening import opened
 from headwise.look.readers.reader import MOST_TOKENS, Report, check_length
 from headwise.look.scene import Input
-from headwise.look.session import BusyError, Progress, Session
+from headwise.look.session import Progress, Session
 from headwise.models import GPT, GPTConfig
 from headwise.training.loading import LanguageModel
 

@@ -71,6 +71,10 @@ SIZES: dict[str, int] = {
 """Settings that make a config tiny, by the names that families use."""
 
 
+class TooSlow(BaseException):  # checks take an Exception for an answer
+    """A check took longer than its limit."""
+
+
 @dataclass
 class Result:
     """The findings of the sweep for one family; a reason if a check was not possible."""
@@ -358,7 +362,7 @@ def check(family: str) -> Result:
         try:
             with _limit(SECONDS):
                 model, given = ready(family)
-        except Exception as error:
+        except (Exception, TooSlow) as error:
             result.built = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:70]}"
             return result
         for name, one in (
@@ -370,7 +374,7 @@ def check(family: str) -> Result:
             try:
                 with _limit(SECONDS):
                     one(model, given, result)
-            except TimeoutError:
+            except TooSlow:
                 setattr(result, name, "too slow")
             except Exception as error:
                 said = (str(error).splitlines() or [type(error).__name__])[0]
@@ -448,10 +452,10 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after so much time of the processor: the machine may be busy."""
+    """Raise TooSlow after so much time of the processor: the machine may be busy."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} seconds")
+        raise TooSlow(f"more than {seconds} seconds")
 
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds)

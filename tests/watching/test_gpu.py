@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,7 +44,9 @@ def stack(ours: bool = False) -> nn.Sequential:
 
 @contextmanager
 def nothing_waits() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

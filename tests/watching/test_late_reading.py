@@ -184,6 +184,20 @@ def test_a_layer_that_was_misread_leaves_the_tables(late: bool, request: Any) ->
         model(torch.randn(2, N, WIDTH))
 
 
+def test_a_misread_layer_that_was_asked_for_by_its_number_is_named(far_away: None) -> None:
+    model = nn.Sequential(Layer(), Layer(2.0))
+    watch = hw.watch(model, maps=False, layers=1).attach()
+
+    def run() -> None:
+        model(torch.randn(2, N, WIDTH))
+        watch.step()
+        watch.detach()
+
+    with pytest.warns(UserWarning, match="1: its output is not softmax"):
+        run()
+    assert watch.unread == ["1"]
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_call_that_proves_nothing_is_compared_again(late: bool, request: Any) -> None:
     if late:

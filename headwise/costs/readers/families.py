@@ -35,6 +35,7 @@ GPT2 = DecoderFamily(
 FAMILIES: dict[str, DecoderFamily] = {
     "llama": LLAMA,
     "granite": LLAMA,
+    "llama4_text": replace(LLAMA, mlp_bias=False, windows="types", mixture=mixtures.llama4),
     "mistral": MISTRAL,
     "ministral": DecoderFamily(),
     "mixtral": replace(MISTRAL, mixture=mixtures.mixtral),
@@ -93,7 +94,7 @@ FAMILIES: dict[str, DecoderFamily] = {
     ),
     "olmo2": OLMO2,
     "olmo3": OLMO2,
-    "olmoe": replace(OLMO2, norms="before", windows="none", mixture=mixtures.every_layer),
+    "olmoe": replace(OLMO2, norms="before", windows="none", mixture=mixtures.mixtral),
     "starcoder2": DecoderFamily(
         norm="layer",
         qkv_bias="use_bias",

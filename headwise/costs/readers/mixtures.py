@@ -22,9 +22,6 @@ def mixtral(fields: Fields, plain: FeedForwardLayer) -> list[Body]:
     return [_experts(fields, plain)] * fields.size(*LAYERS)
 
 
-every_layer = mixtral
-
-
 def gpt_oss(fields: Fields, plain: FeedForwardLayer) -> list[Body]:
     """Experts with biases in every layer."""
     layer = _experts(fields, replace(plain, bias=True), router_bias=True)
@@ -51,6 +48,15 @@ def _sparse(fields: Fields, plain: FeedForwardLayer, experts: ExpertsLayer) -> l
         experts if number not in dense and (number + 1) % step == 0 else plain
         for number in range(fields.size(*LAYERS))
     ]
+
+
+def llama4(fields: Fields, plain: FeedForwardLayer) -> list[Body]:
+    """Experts, one of which sees every token, in `moe_layers`; wider dense layers elsewhere."""
+    dense = replace(plain, hidden=fields.size("intermediate_size_mlp"))
+    sparse = set(fields.need("moe_layers"))
+    experts = _experts(fields, plain, shared=plain)
+    layers = range(fields.size(*LAYERS))
+    return [experts if number in sparse else dense for number in layers]
 
 
 def jamba(fields: Fields, plain: FeedForwardLayer) -> list[Body]:

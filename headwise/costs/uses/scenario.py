@@ -1,13 +1,15 @@
-"""Uses of a model, and what each takes: figures, sweeps, and the longest context that fits."""
+"""Uses of a model, and what each takes: figures, and the longest context that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headwise.costs.calculate import cost
 from headwise.costs.cost import Cost
+from headwise.costs.layers import Architecture
 from headwise.costs.machines.hardware import Device
 from headwise.costs.workload import BITS, Recompute
 from headwise.messages import say
@@ -18,20 +20,20 @@ ADAM = 16
 """Bytes per parameter of training with Adam: in half precision 2 for the weight, 2 for its
 gradient, 4 for the float32 weight and 8 for two moments; in float32 4, 4 and 8."""
 
-LONGEST = 1 << 26
-"""A context that counts as unlimited."""
+LONGEST = 1 << 23
+"""The longest context that is tried."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One use of a model, with sequences of `length` tokens.
+    """One use of a model, with sequences of `length` tokens; None if it always has its own.
 
     `prefill` reads them all, `decode` computes one more token after the others are in the cache,
     and `training` runs a forward and a backward. The device's time is predicted if there is one.
     """
 
     phase: Phase = "prefill"
-    length: int = 4096
+    length: int | None = 4096
     batch: int = 1
     dtype: str = "bf16"
     cache: str | None = None  # the dtype of the KV cache, the model's if None
@@ -39,12 +41,20 @@ class Scenario:
     recompute: Recompute = None
     device: Device | None = None
 
+    def within(self, architecture: Architecture) -> Scenario:
+        """The same use with no more tokens than a model has positions for, or with its own."""
+        stacks = architecture.stacks
+        if self.length is None or stacks[-1].tokens is not None:
+            return replace(self, length=None)
+        limits = [stack.longest for stack in stacks if stack.longest is not None]
+        return replace(self, length=min(self.length, *limits)) if limits else self
+
     def cost(self, what: Any) -> Cost:
         """The cost of this use of a model, as `hw.cost` gives it."""
         return cost(
             what,
             batch=self.batch,
-            queries=1 if self.phase == "decode" else self.length,
+            queries=1 if self.phase == "decode" and self.length else self.length,
             keys=self.length,
             dtype=self.dtype,
             cache=self.cache,
@@ -63,9 +73,11 @@ class Scenario:
         """
         found = self.cost(what)
         training = self.phase == "training"
+        kernels = found.forward + (found.backward if training else ())
         flops = found.training_flops if training else found.flops
+        moved = sum(kernel.bytes_moved * kernel.count for kernel in kernels)
         seconds = None if self.device is None else found.time(self.device, training)
-        tokens = self.batch * (1 if self.phase == "decode" else self.length)
+        tokens = self.batch * (1 if self.phase == "decode" else self.length or 1)
         return {
             "params": found.params,
             "params_active": found.params_active,
@@ -77,9 +89,9 @@ class Scenario:
             "flops": flops,
             "flops_dense": found.flops_dense + training * found.backward_flops_dense,
             "flops_executed": found.flops_executed + training * found.backward_flops_executed,
-            "special": found.special,
-            "bytes_moved": found.bytes_moved,
-            "intensity": found.intensity,
+            "special": sum(kernel.special * kernel.count for kernel in kernels),
+            "bytes_moved": moved,
+            "intensity": flops / max(1, moved),
             "seconds": seconds,
             "tokens_per_second": tokens / seconds if seconds else None,
             "utilisation": None
@@ -94,19 +106,21 @@ class Scenario:
         return ADAM * found.weights * 8 // BITS[self.dtype] + found.activations
 
     def longest(self, what: Any, room: float) -> int:
-        """The most tokens per sequence that fit into so many bytes.
+        """The most tokens per sequence that fit into so many bytes, and have positions.
 
-        ValueError if not even one token fits, or if the model has no more positions and the room
-        is not used up.
+        At most `LONGEST`; ValueError if not even one token fits.
         """
         use = self if self.phase == "training" else replace(self, phase="decode")
 
-        def fits(length: int) -> bool:
+        def taken(length: int) -> float:
             asked = replace(use, length=length)
-            return asked.memory(asked.cost(what)) <= room
+            try:
+                return asked.memory(asked.cost(what))
+            except ValueError:  # the model has no more positions
+                return math.inf
 
-        if not fits(1):
-            least = use.memory(replace(use, length=1).cost(what))
+        least = use.memory(replace(use, length=1).cost(what))
+        if least > room:
             raise ValueError(
                 say(
                     "not even one token fits: the model alone takes {least:,.0f} bytes of "
@@ -115,23 +129,18 @@ class Scenario:
                     room=room,
                 )
             )
-        low, high = 1, 2
-        while high <= LONGEST and fits(high):
-            low, high = high, 2 * high
-        if high > LONGEST:
-            return LONGEST
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
-
-
-def sweep(
-    what: Any, use: Scenario, axis: Literal["length", "batch"], values: Sequence[int]
-) -> list[dict[str, float | None]]:
-    """The figures of a use with each of these lengths or batch sizes."""
-    found = []
-    for value in values:
-        asked = replace(use, length=value) if axis == "length" else replace(use, batch=value)
-        found.append({axis: value, **asked.figures(what)})
-    return found
+        low, high = (1, least), (2, taken(2))
+        while high[1] <= room:
+            if high[0] >= LONGEST:
+                return LONGEST
+            low, high = high, (2 * high[0], taken(2 * high[0]))
+        halve = False
+        while high[0] - low[0] > 1:
+            # Mostly a line, on which the answer is found at once; every other step is a half.
+            share = 0.5 if halve or high[1] == math.inf else (room - low[1]) / (high[1] - low[1])
+            middle = low[0] + int(share * (high[0] - low[0]))
+            middle = min(high[0] - 1, max(low[0] + 1, middle))
+            found = middle, taken(middle)
+            low, high = (found, high) if found[1] <= room else (low, found)
+            halve = not halve
+        return low[0]

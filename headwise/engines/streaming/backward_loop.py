@@ -25,7 +25,7 @@ class Backward(Loop):
         v: Tensor,
         terms: Terms,
         out: Tensor,
-        lse: Tensor,
+        totals: RowTotals,
         entropy: Tensor,
         grad_out: Tensor,
         grad_lse: Tensor | None,
@@ -35,8 +35,8 @@ class Backward(Loop):
         super().__init__(q, k, v, terms)
         wide = self.blocks.wide
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
-        totals = RowTotals.of_lse(lse)
-        totals = row_totals(q, k, terms) if totals.coarse() else totals
+        if totals.base is totals.lse and totals.coarse():
+            totals = row_totals(q, k, terms)
         self.divide_by(totals)
         share = None if terms.sinks is None else sink_share(terms.sinks, totals)
         products = (grad_out.to(wide) * out.to(wide)).sum(-1)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.core.problem import Problem
+from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import wanted
 from headwise.core.sums import LOG_TOTAL
-from headwise.engines import failures, library_backward
+from headwise.engines import calls, failures, library_backward
 from headwise.engines.contract import Engine, Prepared
 from headwise.engines.operators import noticed
 from headwise.engines.triton.limits import (
@@ -67,7 +67,7 @@ class Triton(Engine):
                 return f"its additive kernels take head widths of 1 to {WIDEST_ADDITIVE}"
         if q.dtype == torch.float64:
             return "it computes in float32, so float64 would lose precision"
-        if not 1 <= q.shape[-1] <= WIDEST or not 1 <= v.shape[-1] <= WIDEST:
+        if not 1 <= q.shape[-1] <= WIDEST or v.shape[-1] > WIDEST:
             return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
         if not fits_grid(q.shape):
             return f"a GPU's grid has room for {GRID} heads and batch entries each; split the batch"
@@ -77,14 +77,15 @@ class Triton(Engine):
 
     def attend(self, problem: Problem) -> Tensor:
         terms = problem.terms(banded=True)
-        out: Tensor = self._forward(problem.q, problem.k, problem.v, *terms, 0)[0]
+        wants = _for_backward(problem, terms)
+        out: Tensor = self._forward(problem.q, problem.k, problem.v, *terms, wants)[0]
         return out
 
     def observe(
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         terms = problem.terms(banded=True)
-        wants = wanted(names) & ~LOG_TOTAL
+        wants = wanted(names) | _for_backward(problem, terms)
         sums = self._forward(problem.q, problem.k, problem.v, *terms, wants)
         found: tuple[Tensor, dict[str, Tensor]] = self._host().complete(
             problem, terms, sums, names, sink_keys
@@ -117,6 +118,12 @@ class Triton(Engine):
         from headwise.engines.triton.host import attention_call
 
         return attention_call
+
+
+def _for_backward(problem: Problem, terms: Terms) -> int:
+    """Return what the backward needs besides out and lse, whose rounding would show in weights."""
+    tensors = (problem.q, problem.k, problem.v, *(x for x in terms if isinstance(x, Tensor)))
+    return LOG_TOTAL if calls.learns(tensors) else 0
 
 
 TRITON = Triton()

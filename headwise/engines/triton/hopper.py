@@ -40,10 +40,11 @@ class Hopper(Triton):
         if q.dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bfloat16 and float16, and this is {q.dtype}"
         host = self._host()
+        v = v if v.shape[-1] else problem.k  # without values the keys stand in for them
         if host.pad(q) != host.pad(v) or host.pad(q) > WIDEST:
             widths = f"heads are {q.shape[-1]} and {v.shape[-1]} wide"
             return f"{widths}; it takes both up to 64, or both from 65 to 128"
-        if v.shape[-1] % 8 or v.shape[-1] == 0:
+        if v.shape[-1] % 8:
             return f"values are {v.shape[-1]} wide; it takes multiples of 8"
         if problem.additive is not None or problem.bias is not None:
             return "it takes dot scores, plain or capped, without a bias"
@@ -66,7 +67,7 @@ class Hopper(Triton):
 
     def _refuses_scale(self, problem: Problem) -> str | None:
         scale, cap = problem.scale, problem.softcap
-        if not 1e-6 < (cap or scale) < 1e6:  # as in Triton's kernel: FAR times it must be finite
+        if not 1e-6 < (cap or scale) < 1e6:  # so that scores times it are finite
             name, value = ("caps", cap) if cap else ("scales", scale)
             return f"it takes {name} between a millionth and a million, and this is {value:g}"
         if self._host().cap_of(scale, cap) == 2:

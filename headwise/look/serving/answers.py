@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from headwise.look.atlas import Atlas, PackedCells
+from headwise.look.background import BusyError
 from headwise.look.scene import Group, Head
-from headwise.look.serving import cost_answers
+from headwise.look.serving import cost_answers, lab_answers
 from headwise.look.serving import why_answers as why
 from headwise.look.serving.reply import Answer, Query, Refusal, as_json, number
-from headwise.look.session import BusyError, Session
+from headwise.look.session import Session
 from headwise.look.watched_folder import WatchedFolder
 from headwise.maps.attention_map import TILE
 from headwise.maps.pooling import Cells
@@ -49,10 +50,14 @@ def answer(session: Session, address: str) -> Answer:
 def answer_post(session: Session, path: str, what: str | bytes | None) -> Answer:
     """Read a text or an image, at /api/inputs, or count the tokens of a text, at /api/tokens.
 
+    /api/lab/claims/ID/run begins an experiment, and /api/lab/stop ends it.
+
     >>> answer_post(Session(), "/api/inputs", None).status
     400
     """
     try:
+        if asked := re.fullmatch(LAB_POST, path):
+            return _lab_job(session, asked[1])
         if path not in ("/api/inputs", "/api/tokens"):
             nothing = say("there is nothing at {path}", path=path[:200])
             raise Refusal(404, nothing, say("see docs/look.md"))
@@ -210,6 +215,22 @@ def cost(session: Session, query: Query) -> Answer:
         return Answer(cost_answers.answer(query.given, opened).encode())
 
 
+def lab(session: Session, query: Query) -> Answer:
+    """The claims of the lab with their verdicts."""
+    return as_json(lab_answers.listing())
+
+
+def claim(session: Session, query: Query, id: str) -> Answer:
+    """One claim: its results, its derivation, its code."""
+    with _explained(404):
+        return as_json(lab_answers.entry(id))
+
+
+def lab_job(session: Session, query: Query) -> Answer:
+    """The progress of the experiment that is running, or of the last one."""
+    return as_json(lab_answers.job(session.lab))
+
+
 def watched(session: Session, query: Query) -> Answer:
     """The progress and the alarms of the watched run."""
     with _explained():
@@ -224,6 +245,8 @@ def series(session: Session, query: Query) -> Answer:
 
 
 BINARY = "application/octet-stream"
+CLAIM = r"([a-z][a-z0-9-]{0,60})"
+LAB_POST = rf"/api/lab/(?:claims/{CLAIM}/run|stop)"
 HEAD = r"/api/inputs/(\d+)/map/(\w+)/(\d{1,4})/(\d{1,4})"
 PLACE = r"(\d{1,9})"
 ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
@@ -241,18 +264,32 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (rf"{HEAD}/top", top),
     (r"/api/why/(\w+)", experiment),
     (r"/api/cost", cost),
+    (r"/api/lab", lab),
+    (r"/api/lab/job", lab_job),
+    (rf"/api/lab/claims/{CLAIM}", claim),
     (r"/api/watch", watched),
     (r"/api/watch/series", series),
 )
 
 
+def _lab_job(session: Session, id: str | None) -> Answer:
+    """Begin the experiment of a claim; without an id, end the one that is running."""
+    if id is None:
+        session.lab.stop()
+    else:
+        with _explained(404):
+            found = lab_answers.claim_of(id)
+        session.lab.start(found)
+    return as_json(lab_answers.job(session.lab), 202)
+
+
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(status: int = 400) -> Iterator[None]:
     """Turn an error of the form "problem; remedy" into a refusal with a hint."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise Refusal(400, *halves(said_by(error))) from error
+        raise Refusal(status, *halves(said_by(error))) from error
 
 
 def _run(session: Session) -> WatchedFolder:

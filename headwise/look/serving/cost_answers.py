@@ -66,7 +66,7 @@ class Part(NamedTuple):
 def answer(asked: Mapping[str, str], opened: nn.Module | None) -> str:
     """Settings with their bounds, figures at these settings, and curves over the length, as JSON.
 
-    >>> found = json.loads(answer({"layers": "2", "length": "1024"}, None))
+    >>> found = json.loads(answer({"layers": "9", "length": "1024"}, None))
     >>> found["settings"]["length"]["value"], found["opened"]
     (1024, False)
     >>> sorted(found["found"])
@@ -100,14 +100,15 @@ def _found(values: tuple[tuple[str, Any], ...], opened: Architecture | None) -> 
         None if asked["cache"] == "dtype" else asked["cache"],
         device=this_machine.find(asked["device"]),
     )
+    use = use.within(architecture)
     assert use.device is not None
     cost = use.cost(architecture)
     return {
         "figures": use.figures(architecture),
         "parts": [part._asdict() for part in _parts(cost, use.phase == "training")],
-        "curve": _curve(architecture, replace(use, length=1)),
+        "curve": [] if use.length is None else _curve(architecture, use),
         "device": {"name": use.device.name, "memory": use.device.memory},
-        "longest": _longest(architecture, use),
+        "longest": None if use.length is None else _longest(architecture, use),
         "explanation": {language: cost.explain(language) for language in ("en", "zh")},
     }
 
@@ -125,12 +126,9 @@ def _curve(architecture: Architecture, use: Scenario) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for length in LENGTHS:
         asked = replace(use, length=length)
-        try:
-            figures = asked.figures(architecture)
-        except ValueError:
-            if rows:  # the model has no more positions
-                break
-            raise
+        if asked.within(architecture) != asked:
+            break
+        figures = asked.figures(architecture)
         shares = _shares(_parts(asked.cost(architecture), use.phase == "training"))
         rows.append({"length": length, **figures, "shares": shares})
     return rows

@@ -56,6 +56,7 @@ def application(session: Session, static: Path = STATIC) -> Starlette:
     routes = [
         Route("/api/inputs", post, methods=["POST"]),
         Route("/api/tokens", post, methods=["POST"]),
+        Route("/api/lab/{path:path}", post, methods=["POST"]),
         Route("/api/{path:path}", get, methods=["GET"]),
         page(static),
     ]

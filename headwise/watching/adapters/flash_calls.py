@@ -85,7 +85,8 @@ def _observed(
                 proof = None if dropped else listener.prove(name, call, whole.detach())
                 across = call.mask is None and lengths_differ(call.q, call.k)
                 kind: Kind = "cross" if across else kind_of(name)
-                recorder.beside(name, call, kind, proof=proof)
+                shown = None if dropped else whole.transpose(1, 2)
+                recorder.beside(name, call, kind, out=shown, proof=proof)
         silenced = recorder.silence(name, whole, axis=-2)
     silenced = silenced if out.ndim == 4 else silenced[0]
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced

@@ -20,11 +20,11 @@ from headwise.core.intervals import Mask
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.logits_call import from_logits
 from headwise.watching.adapters.mask_functions import by_rows
 from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
+from headwise.watching.adapters.written.logits_call import from_logits
 from headwise.watching.layer import LARGEST
 from headwise.watching.seen_call import Kind, kind_of
 
@@ -76,7 +76,7 @@ def _observed(
             with recorder.unread.reading(name):
                 call, kind = read(name, *given, **options)
                 proof = listener.prove(name, call, out.detach().transpose(1, 2))
-                recorder.beside(name, call, kind, proof=proof)
+                recorder.beside(name, call, kind, out=out, proof=proof)
         silenced = recorder.silence(name, out)
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
 

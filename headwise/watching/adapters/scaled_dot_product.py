@@ -68,7 +68,7 @@ def scaled_dot_product(
         mask, bias = _read(memo, attn_mask, query)
     alike = not is_causal and (attn_mask is None or attn_mask.shape[-2:-1] == (1,))
     kind: Kind | None = "cross" if alike and lengths_differ(q, k) else None
-    return Call(q, k, v, Dot(scale), mask, bias, None, None, 0.0, "auto"), kind
+    return Call(q, k, v, Dot(scale), mask, bias, None, None, dropout_p, "auto"), kind
 
 
 def lengths_differ(q: Tensor, k: Tensor) -> bool:

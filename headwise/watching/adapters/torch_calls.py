@@ -15,7 +15,6 @@ from headwise.api import attention
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
-from headwise.watching.adapters.logits_call import looks_across
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
@@ -24,18 +23,22 @@ from headwise.watching.adapters.scaled_dot_product import (
     lengths_differ,
     scaled_dot_product,
 )
-from headwise.watching.adapters.softmax_results import STARTS
-from headwise.watching.adapters.written_attention import (
+from headwise.watching.adapters.written.logits_call import looks_across
+from headwise.watching.adapters.written.softmax_results import STARTS
+from headwise.watching.adapters.written.written_attention import (
     Operation,
     PartProduct,
     UnreadableError,
     WholeProduct,
     WrittenAttention,
 )
-from headwise.watching.adapters.written_out import WrittenOut
+from headwise.watching.adapters.written.written_out import WrittenOut
 from headwise.watching.call_recorder import CallRecorder, recomputing
 from headwise.watching.layer import LARGEST
 from headwise.watching.seen_call import Kind, kind_of
+
+ENOUGH, AGAIN = 2, 64
+"""A module in which nothing was heard this often is not listened to, until this many passes."""
 
 _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, except those that other adapters see."""
@@ -72,7 +75,9 @@ class Frame:
     name: str
     quiet: bool
     listening: bool  # the listener was switched on for this frame
+    heard: bool  # its calls are heard, by this frame's listener or that of one around it
     sizes: tuple[int, ...]  # of the first tensor that the outermost module was called with
+    attends: bool = False  # something was heard that is attention, or may be a part of it
 
 
 class Running(threading.local):
@@ -94,6 +99,7 @@ class Listener(ModelMode):
         self.thread = threading.get_ident()
         self.running = Running()
         self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
+        self.heard_nothing: dict[int, int] = {}  # how often, by module
 
     @property
     def frames(self) -> list[Frame]:
@@ -107,10 +113,13 @@ class Listener(ModelMode):
             return
         self.refuse_other_threads(name)
         needed = self.recorder.active or bool(self.recorder.silenced)
+        if not self.frames and self.recorder.passes % AGAIN == 0:
+            self.heard_nothing.clear()
+        on, silent = self.on, self.heard_nothing.get(id(module), 0) >= ENOUGH
         # The compiler can't trace through a mode: modules that hold compiled ones go without.
-        listening = not quiet and needed and not self.on and not is_compiled(module)
+        listening = not quiet and needed and not on and not silent and not is_compiled(module)
         sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
-        self.frames.append(Frame(module, name, quiet, listening, sizes))
+        self.frames.append(Frame(module, name, quiet, listening, on or listening, sizes))
         self.recorder.begin()
         if listening:
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -138,6 +147,9 @@ class Listener(ModelMode):
             frame = self.frames.pop()
             if frame.listening:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if frame.heard and not frame.attends:
+                known = self.heard_nothing.get(id(frame.module), 0)
+                self.heard_nothing[id(frame.module)] = known + 1
             if self.frames:
                 self.running.written_out.leave()
             else:
@@ -174,15 +186,13 @@ class Listener(ModelMode):
         if not running.frames or running.frames[-1].quiet or is_taken():
             return func(*args, **options)
         frame = running.frames[-1]
+        for one in running.frames:
+            one.attends = True
         if func is attention:
             return self.own(frame.name, *args, **options)
-        out = func(*args, **options)
         if func is SCALED_DOT_PRODUCT:
-            if self.recorder.wants(frame.name):
-                with self.recorder.unread.reading(frame.name):
-                    call, kind = scaled_dot_product(self.memo, *args, **options)
-                    self.recorder.beside(frame.name, call, kind or kind_of(frame.name))
-            return self.recorder.silence(frame.name, out)
+            return self.scaled_dot_product(func, args, options)
+        out = func(*args, **options)
         if func in self.readers:
             if frame.name in self.recorder.silenced:
                 raise ValueError(f"{frame.name}: a head of {func.__name__} can't be switched off")
@@ -193,6 +203,24 @@ class Listener(ModelMode):
         if func in STARTS or self.running.written_out.waiting:
             return self.written(func, out, args, options)
         return out
+
+    @property
+    def listens(self) -> bool:
+        """True if a call of the module that runs should be looked at."""
+        return bool(self.frames) and not self.frames[-1].quiet and not is_taken()
+
+    def scaled_dot_product(
+        self, original: Callable[..., Tensor], given: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Tensor:
+        """A call of F.scaled_dot_product_attention; its output."""
+        name = self.frames[-1].name
+        with taken():
+            out = original(*given, **options)
+        if self.recorder.wants(name):
+            with self.recorder.unread.reading(name):
+                call, kind = scaled_dot_product(self.memo, *given, **options)
+                self.recorder.beside(name, call, kind or kind_of(name), out=out)
+        return self.recorder.silence(name, out)
 
     def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """A call of hw.attention in somebody's own module."""
@@ -235,14 +263,15 @@ class Listener(ModelMode):
         """Hand over attention that is written out, after the product that completes it."""
         known: Mapping[str, Tensor] = {}
         kind: Kind = "cross" if looks_across(call) else kind_of(found.name)
-        proof = None
+        proof = whole = None
         if isinstance(found, WholeProduct) and found.exact:
-            proof = self.prove(found.name, call, found.heads_first(out).transpose(1, 2))
+            whole = found.heads_first(out)
+            proof = self.prove(found.name, call, whole.transpose(1, 2))
         if isinstance(found, PartProduct):
             windowed, known = found.windows.known(self.recorder.options.sink_keys)
             kind = "window" if windowed else kind
         few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
-        self.recorder.beside(found.name, call, kind, maps=few, known=known, proof=proof)
+        self.recorder.beside(found.name, call, kind, out=whole, maps=few, known=known, proof=proof)
 
     def prove(self, name: str, call: Call, out: Tensor) -> Tensor | None:
         """Compare out (B, N, H, D) with the call, once for every form of a layer's calls."""

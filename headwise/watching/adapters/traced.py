@@ -151,11 +151,6 @@ def _tap(module: nn.Module | None, q: Tensor) -> Tap | None:
     group = None if module is None else getattr(module, GROUP, None)
     if module is None or group is None:
         return None
-    if torch.compiler.is_exporting():
-        raise ValueError(
-            "a watched model can't be exported: detach() the watch first. A model whose forward "
-            "returns the figures of hw.observe exports with them"
-        )
     _prepare(group, q.shape[1], q.device.type, q.device.index)
     tap: Tap | None = getattr(module, TAP, None)
     return tap
@@ -164,6 +159,11 @@ def _tap(module: nn.Module | None, q: Tensor) -> Tap | None:
 @torch.compiler.assume_constant_result  # it runs while code is traced, and not in the graph
 def _prepare(group: int, heads: int, device: str, index: int | None) -> bool:
     """Prepare the modules of a group in every watched model."""
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "a watched model can't be exported: detach() the watch first. A model whose forward "
+            "returns the figures of hw.observe exports with them"
+        )
     for model in list(_attached):
         model.prepare(group, heads, torch.device(device, index))
     return True

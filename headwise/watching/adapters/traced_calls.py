@@ -19,18 +19,17 @@ from headwise.watching.adapters.scaled_dot_product import (
     MaskMemo,
     scaled_dot_product,
 )
-from headwise.watching.adapters.torch_calls import may_attend
-from headwise.watching.call_recorder import CallRecorder
+from headwise.watching.adapters.torch_calls import Listener, may_attend
 
 _memo = MaskMemo()
 
 
-def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
+def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Let the compiler trace the attention of a model with its figures; returns the undoing."""
     names = {module: name for name, module in named_modules(model) if may_attend(module)}
-    undo: list[Undo] = [traced.TracedModel(names, recorder).detach, _allow_checkpoints()]
+    undo: list[Undo] = [traced.TracedModel(names, listener.recorder).detach, _allow_checkpoints()]
     for owner, name in set(places(model, _is_scaled_dot_product, F)):
-        undo.append(_replacement(owner, name).add(recorder))
+        undo.append(_replacement(owner, name).add(listener))
     return undo
 
 
@@ -52,17 +51,21 @@ def _is_scaled_dot_product(value: object) -> bool:
 
 
 @functools.cache
-def _replacement(owner: Any, name: str) -> Replacement[CallRecorder]:
+def _replacement(owner: Any, name: str) -> Replacement[Listener]:
     return Replacement(owner, name, _make)
 
 
-def _make(original: Any, users: list[CallRecorder]) -> Callable[..., Any]:
+def _make(original: Any, users: list[Listener]) -> Callable[..., Any]:
     def scaled_dot_product_attention(*given: Any, **options: Any) -> Any:
-        out = original(*given, **options)
         if torch.compiler.is_compiling():
+            out = original(*given, **options)
             call, kind = scaled_dot_product(_memo, *given, **options)
             traced.beside(traced.NOW.module, call, kind == "cross")
-        return out
+            return out
+        for listener in users:
+            if listener.listens:
+                return listener.scaled_dot_product(original, given, options)
+        return original(*given, **options)
 
     scaled_dot_product_attention.__watched_sdpa__ = True  # type: ignore[attr-defined]
     return scaled_dot_product_attention

@@ -211,7 +211,8 @@ def _observed(
         call = to_call(given, kind, sequence, modules.memo)
         proof = modules.prove(name, function, given, call, result[0])
         modules.remember(name, call, sequence)
-        recorder.beside(name, call, kind, padding, forgotten=forgotten, proof=proof)
+        out = None if given.option("dropout") else result[0].transpose(1, 2)
+        recorder.beside(name, call, kind, padding, out, forgotten=forgotten, proof=proof)
     return silenced
 
 

@@ -1,16 +1,27 @@
 /** The marks of a chart. */
 
-/** One of the four series colours. */
-export type Colour = 0 | 1 | 2 | 3;
+/** One of the seven series colours. */
+export type Colour = 0 | 1 | 2 | 3 | 4 | 5 | 6;
+
+/** The shape of a measurement in each colour, within 3 of the origin: colours alone are not enough. */
+export const SHAPES: Record<Colour, string> = {
+  0: 'M-2.6 0a2.6 2.6 0 1 0 5.2 0a2.6 2.6 0 1 0 -5.2 0z',
+  1: 'M-2.3 -2.3h4.6v4.6h-4.6z',
+  2: 'M0 -3l2.9 5h-5.8z',
+  3: 'M0 -3.2l3.2 3.2l-3.2 3.2l-3.2 -3.2z',
+  4: 'M0 3l2.9 -5h-5.8z',
+  5: 'M-1 -3h2v2h2v2h-2v2h-2v-2h-2v-2h2z',
+  6: 'M-3 -1.6l1.4 -1.4l1.6 1.6l1.6 -1.6l1.4 1.4l-1.6 1.6l1.6 1.6l-1.4 1.4l-1.6 -1.6l-1.6 1.6l-1.4 -1.4l1.6 -1.6z',
+};
 
 export interface Line {
   kind: 'line';
   name: string;
   colour: Colour;
   points: readonly (readonly [number, number])[];
-  /** Theory, limits and the like; what is measured is drawn through. */
-  dashed?: boolean;
-  /** A dot at each measurement. */
+  /** Theory, limits and the like; what is measured is drawn through. Or a pattern of dashes. */
+  dashed?: boolean | string;
+  /** A mark at each measurement, in the shape of the colour. */
   dots?: boolean;
   faint?: boolean;
 }

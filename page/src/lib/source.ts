@@ -134,6 +134,27 @@ export class Source {
     return this.transport.json(query('/api/cost', settings), signal);
   }
 
+  /** The claims of the lab with their verdicts. */
+  lab<Answer>(): Promise<Answer> {
+    return this.transport.json('/api/lab');
+  }
+
+  /** One claim: its results, its derivation, its code. */
+  claim<Answer>(id: string, signal?: AbortSignal): Promise<Answer> {
+    return this.transport.json(`/api/lab/claims/${encodeURIComponent(id)}`, signal);
+  }
+
+  /** The experiment that is running, or the last one. */
+  labJob<Answer>(): Promise<Answer> {
+    return this.transport.json('/api/lab/job');
+  }
+
+  /** Begin the experiment of a claim; without an id, end the one that is running. */
+  runLab<Answer>(id?: string): Promise<Answer> {
+    const path = id ? `claims/${encodeURIComponent(id)}/run` : 'stop';
+    return this.transport.post(`/api/lab/${path}`, {});
+  }
+
   watch(): Promise<WatchState> {
     return this.transport.json('/api/watch');
   }

@@ -14,7 +14,7 @@ export interface State {
   device: string;
   /** Of a file: the heads whose maps are inside. */
   static?: { heads: RecordedHead[] };
-  pages: { heads: boolean; cost: boolean; why: boolean; watch: boolean };
+  pages: { heads: boolean; cost: boolean; lab: boolean; why: boolean; watch: boolean };
   model: Model | null;
   inputs: Input[] | null;
   statistics: Statistic[];

@@ -1,4 +1,4 @@
-/** The pages of the page; the first that is offered opens. Lab will stand beside Cost. */
+/** The pages of the page; the first that is offered opens. */
 
 import type { Component } from 'svelte';
 import type { State } from '../lib/types';
@@ -6,16 +6,18 @@ import { words as compare } from '../locales/compare';
 import { words as cost } from '../locales/cost';
 import { words as head } from '../locales/head';
 import { words as heads } from '../locales/heads';
+import { words as lab } from '../locales/lab';
 import { words as watch } from '../locales/watch';
 import { words as why } from '../locales/why';
 import Compare from '../views/Compare.svelte';
 import Cost from '../views/Cost.svelte';
 import Head from '../views/Head.svelte';
 import Heads from '../views/Heads.svelte';
+import Lab from '../views/Lab.svelte';
 import Watch from '../views/Watch.svelte';
 import Why from '../views/Why.svelte';
 
-export type PageId = 'heads' | 'head' | 'compare' | 'cost' | 'why' | 'watch';
+export type PageId = 'heads' | 'head' | 'compare' | 'cost' | 'lab' | 'why' | 'watch';
 
 export interface Page {
   id: PageId;
@@ -36,5 +38,6 @@ export const PAGES: readonly Page[] = [
   { id: 'compare', view: Compare, words: compare, ofInput: true, offered: ofHeads },
   { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (state) => state.pages.watch },
   { id: 'cost', view: Cost, words: cost, ofInput: false, offered: (state) => state.pages.cost },
+  { id: 'lab', view: Lab, words: lab, ofInput: false, offered: (state) => state.pages.lab },
   { id: 'why', view: Why, words: why, ofInput: false, offered: (state) => state.pages.why },
 ];

@@ -30,6 +30,7 @@ from headwise.engines.triton.kernels.additive.powers import Powers, prepare
 from headwise.engines.triton.kernels.gradients import Rows
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.split_keys import Merged
+from headwise.engines.triton.kernels.tile import LOG2E
 
 TILE = (64, 64, 4)  # rows, keys, warps: the fastest of a few on an NVIDIA H200
 TOGETHER = 2  # programs of this tile that fit on a multiprocessor
@@ -47,7 +48,7 @@ def run_additive(
     call = operands(q, k, v, terms)
     rows, keys, warps = (16, 32, 4) if INTERPRETING else TILE
     weight = _weight(terms)
-    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:8]))
+    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
     tensors = (call.q, call.k, call.v)
     strides = tuple(map(outer_strides, tensors))
     kind = _kind(call, (weight,), strides, wants)
@@ -126,7 +127,7 @@ def differentiate_additive(
     v: Tensor,
     terms: Terms,
     out: Tensor,
-    lse: Tensor,
+    totals: RowTotals,
     entropy: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -134,13 +135,13 @@ def differentiate_additive(
     _: bool,  # there is no bias
 ) -> Gradients:
     """Gradients of every input from those of out, lse and entropy."""
-    totals = RowTotals.of_lse(lse)
     share = None if terms.sinks is None else sink_share(terms.sinks, totals)
     products = (out.float() * grad_out.float()).sum(-1)
     shared = row_constant(products, share, entropy, grad_lse, grad_entropy)
     if grad_entropy is not None:
         grad_entropy = grad_entropy.contiguous()
-    rows = Rows(lse, shared.contiguous(), grad_entropy)
+    rest = totals.log_total * LOG2E.value
+    rows = Rows(totals.safe_base(), rest, shared.contiguous(), grad_entropy)
     call = operands(q, k, v, terms)
     grad_q, grad_k, grad_v, grad_weight = _launch(call, rows, grad_out)
     sinks = None if share is None else sinks_gradient(share, shared, grad_entropy)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.core import statistics
 from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import wanted
-from headwise.core.sums import LOG_TOTAL, Sums
+from headwise.core.sums import Sums
 from headwise.engines.contract import Results
 from headwise.engines.operators import Gradients, operators
 from headwise.engines.triton.host.additive_call import differentiate_additive, run_additive
@@ -32,6 +33,23 @@ __all__ = [
 Run = Callable[[Launches, Tensor, Tensor, Tensor, Terms, int], Sums]
 
 
+def with_or_without_values(run: Run) -> Run:
+    """Return `run` for values of any width: the keys stand in for values of width 0."""
+
+    def served(
+        launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
+    ) -> Sums:
+        if v.shape[-1]:
+            return run(launches, q, k, v, terms, wants)
+        sums = run(launches, q, k, k, terms, wants)
+        out = q.new_empty(*q.shape[:3], 0)
+        launches.allocated(out)
+        return sums._replace(out=out)
+
+    return served
+
+
+@with_or_without_values
 def run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
     """Return the output and the sums that `wants` names, from the kernels for this problem."""
     kernels = run_forward
@@ -48,10 +66,14 @@ def differentiate(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, *rest: Any
 ) -> Gradients:
     """Return the gradients of every input from those of out, lse and entropy."""
-    lse, entropy, grad_out, *others = rest
+    totals, entropy, grad_out, *others = rest
+    if v.shape[-1] == 0:  # as in the forward; out has no gradient
+        none = torch.zeros_like(q)
+        found = differentiate(q, k, k, terms, none, totals, entropy, none, *others)
+        return found._replace(v=torch.empty_like(v))
     q, k, v, out, grad_out = widened(q, k, v, out, grad_out)
     kernels = differentiate_dot if terms.additive is None else differentiate_additive
-    return kernels(q, k, v, terms, out, lse, entropy, grad_out, *others)
+    return kernels(q, k, v, terms, out, totals, entropy, grad_out, *others)
 
 
 def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]:
@@ -100,7 +122,6 @@ def results(
         if out is not None:
             return (out,)
     terms = problem.terms(banded=True)
-    wants = wanted(names) & ~LOG_TOTAL
-    sums = run(launches, problem.q, problem.k, problem.v, terms, wants)
+    sums = run(launches, problem.q, problem.k, problem.v, terms, wanted(names))
     out, values = complete(problem, terms, sums, names, sink_keys, launches)
     return (out, *(values[name] for name in names))

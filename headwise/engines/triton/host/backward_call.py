@@ -39,7 +39,7 @@ def differentiate_dot(
     v: Tensor,
     terms: Terms,
     out: Tensor,
-    lse: Tensor,
+    totals: RowTotals,
     entropy: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -49,9 +49,8 @@ def differentiate_dot(
     """Return the gradients of every input from those of out, lse and entropy."""
     with on(q.device):
         call = BackwardCall(q, k, v, terms, out, grad_out)
-        totals = RowTotals.of_lse(lse)
         share = None if terms.sinks is None else sink_share(terms.sinks, totals)
-        rows = call.numbers(out, lse)
+        rows = call.numbers(out, totals)
         shared = rows.shared[..., : call.rows]
         row_constant(shared, share, entropy, grad_lse, grad_entropy)
         if grad_entropy is not None:
@@ -83,27 +82,30 @@ class BackwardCall:
         self.grad_out, step = ready(grad_out)
         q_steps, k_steps, v_steps = self.operands.steps
         self.steps = q_steps, step, k_steps, v_steps
-        self.flags = self.operands.flags()
+        self.flags = {name: x for name, x in self.operands.flags().items() if name != "PLAIN"}
         self.batch, self.heads, self.rows = q.shape[:3]
         self.wide = max(self.operands.padded)
 
-    def numbers(self, out: Tensor, lse: Tensor) -> Rows:
-        """Compute lse and Σ grad_out · out of every row, padded to WHOLE blocks of rows."""
+    def numbers(self, out: Tensor, totals: RowTotals) -> Rows:
+        """Compute the constants of every row but the entropy's, padded to WHOLE blocks of rows."""
         a, c = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.grad_out, out))
         blocks = -(-self.rows // WHOLE.value)
-        found = lse.new_empty(2, self.batch, self.heads, blocks * WHOLE.value)
+        found = totals.lse.new_empty(3, self.batch, self.heads, blocks * WHOLE.value)
+        rows = Rows(found[0], found[1], found[2], None)
         if found.numel():
             strides = (*outer_strides(a), *outer_strides(c))
             unit = stride_unit(strides, 8)
-            aligned = all(x.data_ptr() % 16 == 0 for x in (a, c, lse)) and max(strides) < WORD
+            loaded = (a, c, totals.base, totals.log_total)
+            aligned = all(x.data_ptr() % 16 == 0 for x in loaded) and max(strides) < WORD
             self.start(
                 fill_rows, (blocks * 2, self.heads, self.batch),
                 (a.dtype, c.dtype) if aligned else None,
-                (a, c, *(stride // unit for stride in strides), lse, found, self.rows), 4, 1,
+                (a, c, *(stride // unit for stride in strides), totals.base, totals.log_total,
+                rows, self.rows), 4, 1,
                 ROWS=WHOLE.value // 2, WIDTH=a.shape[-1], PADDED=self.flags["PADDED_VALUES"],
                 UNIT=unit,
             )  # fmt: skip
-        return Rows(found[0], found[1], None)
+        return rows
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """Return a grid with one program per block of rows, head and batch entry."""

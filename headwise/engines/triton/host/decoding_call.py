@@ -39,7 +39,7 @@ from headwise.engines.triton.limits import GRID
 
 SPLITS = 128  # splits of the keys, at most
 NOTHING_HELD = Held(None, None, None)
-NOT_MERGED = Merged(None, None, None, None, None, None, None)
+NOT_MERGED = Merged(*[None] * len(Merged._fields))
 NOTHING_GIVEN = Given(*[None] * len(Given._fields))
 # NumPy, which the interpreter computes with, has no bfloat16.
 STEP_DTYPES = (torch.float32, torch.float16) if INTERPRETING else (torch.bfloat16, torch.float16)
@@ -159,12 +159,12 @@ def run_decode(
     if sums.lse.numel() == 0:
         return sums
     call = operands(q, k, v, terms)
-    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:8]))
+    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
     flags = call.flags()
     with on(q.device):
         _split(
             launches, call.q, call.k, call.v, NOTHING_HELD, call.given, tuple(call.sizes), sums.out,
-            merged, wants=wants, pieces=flags["PIECES"], plain=flags["PLAIN"], cap=flags["CAP"],
+            merged, wants=wants, pieces=flags["PIECES"], cap=flags["CAP"],
         )  # fmt: skip
     return sums
 
@@ -182,7 +182,6 @@ def _split(
     *,
     wants: int = 0,
     pieces: int = 0,
-    plain: bool = True,
     cap: int = 0,
     causal: bool = False,
     page: int = 0,
@@ -215,8 +214,7 @@ def _split(
             (q, k, v, held, given, parts, *(stride // unit for stride in strides), *more, splits,
             *sizes), shape.warps, shape.stages, ROWS=rows, KEYS=shape.keys, WIDTH=width,
             VALUES=values, PADDED=_padded(width), PADDED_VALUES=_padded(values), UNIT=unit,
-            PAGE=page, CAUSAL=causal, PRECISION=precision(q.dtype), PIECES=pieces, PLAIN=plain,
-            CAP=cap,
+            PAGE=page, CAUSAL=causal, PRECISION=precision(q.dtype), PIECES=pieces, CAP=cap,
         )  # fmt: skip
         join(launches, parts, out, merged, given.sinks, splits, known)
 
@@ -250,8 +248,7 @@ def run_stored(
     with on(q.device):
         _split(
             launches, q if q.stride(-1) == 1 else q.contiguous(), keys, values, held, given, sizes,
-            out, plain=softcap is None and 1e-6 < scale < 1e6, cap=cap_of(scale, softcap or 0.0),
-            causal=causal, page=page, longest=length,
+            out, cap=cap_of(scale, softcap or 0.0), causal=causal, page=page, longest=length,
             kind=(q.dtype, keys.dtype, values.dtype, page == 0) if sinks is None else None,
         )  # fmt: skip
     return out

@@ -19,7 +19,10 @@ from headwise.engines.triton.host.operands import (
     pair_tiles,
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit, loads_pairs
+from headwise.engines.triton.host.tile_shapes import shape as shape_of
 from headwise.engines.triton.kernels.forward import Written, forward
+
+FEW_ROWS = 64  # those of sampled statistics: more rows per tile would be computed for nothing
 
 
 def run_forward(
@@ -32,14 +35,17 @@ def run_forward(
     call = operands(q, k, v, terms)
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
-    kernel = "narrow" if narrow(terms) else "capped" if terms.softcap else "forward"
+    kernel = "capped" if terms.softcap else "forward"
+    rows = shape_of(kernel, wide, q.itemsize, card(q.device)).rows
+    if narrow(terms) or q.shape[2] <= FEW_ROWS < rows:
+        kernel = "narrow"
     if loads_pairs(terms):
         kernel = "biased"
-    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:8]]
+    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:]]
     cut = cut_of(call) if wants & MOMENTS else None
     rest, block = None, 0  # for moments of the keys past the last whole block
     if cut is not None and flags["PIECES"] == 0:
-        asked[2:], wants = [None] * 3, wants - MOMENTS
+        asked[2:5], wants = [None] * 3, wants - MOMENTS
     elif cut is not None:
         rest, block = sums.lse.new_empty(2, *sums.lse.shape), cut.block
         launches.allocated(rest)

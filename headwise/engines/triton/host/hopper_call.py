@@ -13,7 +13,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from headwise.core.problem import Terms
 from headwise.core.sums import MOMENTS, Sums
 from headwise.engines.operators import operators
-from headwise.engines.triton.host.attention_call import differentiate, once
+from headwise.engines.triton.host.attention_call import (
+    differentiate,
+    once,
+    with_or_without_values,
+)
 from headwise.engines.triton.host.forward_call import run_forward
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.moments_call import cut_of, run_moments
@@ -38,6 +42,7 @@ class HopperTile:
 TILES = {64: HopperTile(128, 3), 128: HopperTile(128, 2)}  # by the padded width of heads
 
 
+@with_or_without_values
 def run_hopper_forward(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
 ) -> Sums:
@@ -63,15 +68,16 @@ def run_hopper_forward(
     rest = sums.lse.new_empty(2, *sums.lse.shape) if block else None
     if rest is not None:
         launches.allocated(rest)
-    asked = (
-        *(x if x.numel() else None for x in sums[3:5]),
-        *((None, None) if rest is None else rest),
+    entropy, distance, log_total = (
+        x if x.numel() else None for x in (sums.entropy, sums.distance, sums.log_total)
     )
-    written = HopperWritten(sums.lse, sums.max_logit, *asked)
+    mean, spread = (None, None) if rest is None else (rest[0], rest[1])
+    written = HopperWritten(sums.lse, sums.max_logit, entropy, distance, mean, spread, log_total)
     items = -(-q.shape[2] // ROWS) * q.shape[1] * q.shape[0]
+    factor = z.softcap or z.scale
     sizes = HopperSizes(
         z.queries, z.keys, q.shape[1], z.group, z.low, z.high, z.shift - z.first_key, items,
-        (z.softcap or z.scale) * LOG2E, numbers_of_cap(z.scale / z.softcap) if z.softcap else None,
+        factor, factor * LOG2E, numbers_of_cap(z.scale / z.softcap) if z.softcap else None,
     )  # fmt: skip
     with on(q.device):
         launches.start(

@@ -46,7 +46,7 @@ class Operands:
         terms = self.terms
         width, values = self.padded
         added = (terms.additive, terms.bias, terms.slopes, terms.relative)
-        # The maximum may be taken before a positive factor only; FAR times it must be finite.
+        # The maximum may be taken before a positive factor only, and its product must be finite.
         plain = 1e-6 < (terms.softcap or terms.scale) < 1e6 and all(x is None for x in added)
         return {
             "WIDTH": self.q.shape[-1],

@@ -48,8 +48,8 @@ def complete_dot(
         single = _single if launches is None else partial(_run, launches)
         with torch.no_grad():
             rest = single(
-                problem.q, problem.k, problem.v, *terms, sums.out, sums.lse, sums.max_logit,
-                sums.entropy, starts, first, sink_keys, asked,
+                problem.q, problem.k, problem.v, *terms, sums.out, sums.max_logit,
+                sums.log_total, sums.entropy, starts, first, sink_keys, asked,
             )  # fmt: skip
         found = dict(zip(names, rest.unbind(0), strict=True))
     return named(sums, found, stats)
@@ -57,17 +57,19 @@ def complete_dot(
 
 def _run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     terms = Terms(*given[: len(Terms._fields)])
-    out, lse, max_logit, entropy, starts, first, sink_keys, asked = given[len(Terms._fields) :]
+    out, max_logit, log_total, entropy, *rest = given[len(Terms._fields) :]
+    starts, first, sink_keys, asked = rest
     q, k, v, out = widened(q, k, v, out)
     whole = _shapes(q, k, v, *given)
     launches.allocated(whole)
-    if lse.numel() == 0:
+    if max_logit.numel() == 0:
         return whole
     parts = iter(whole)
-    call = operands(q, k, v, terms)
+    call = operands(q, k, v if v.shape[-1] else k, terms)  # kernels take no empty tensors
     flags = {name: x for name, x in call.flags().items() if name not in ("PRECISION", "PLAIN")}
+    flags["VALUES"] = v.shape[-1]
     found = Single(*(next(parts) if asked & bit else None for bit in _BITS.values()))
-    known = Known(lse, max_logit, entropy if entropy.numel() else None)
+    known = Known(max_logit, *(x if x.numel() else None for x in (log_total, entropy)))
     rows = 32 if max(call.padded) <= 64 else 16
     strides = (*outer_strides(call.q), *outer_strides(call.k))
     unit = stride_unit(strides, 8)
@@ -106,16 +108,18 @@ def _once(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
 def _without_kernel(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     """Compute the statistics in PyTorch, for a compiled graph whose kernel fails."""
     terms = Terms(*given[: len(Terms._fields)]).without_band(q.shape[2], k.shape[2])
-    out, lse, max_logit, entropy, starts, first, sink_keys, asked = given[len(Terms._fields) :]
+    out, max_logit, log_total, entropy, *rest = given[len(Terms._fields) :]
+    starts, first, sink_keys, asked = rest
+    log_total = log_total if log_total.numel() else torch.zeros_like(max_logit)  # not needed
+    totals = RowTotals(max_logit + log_total, max_logit, log_total)
     names = {name for name, bit in _BITS.items() if asked & bit}
     found = single_weights(
-        q, k, terms, RowTotals.of_lse(lse), max_logit, names, first if starts is None else starts,
-        sink_keys,
+        q, k, terms, totals, max_logit, names, first if starts is None else starts, sink_keys,
     )  # fmt: skip
     if "effective_keys" in names:
         found["effective_keys"] = entropy.exp()
     if "output_norm" in names:
-        found["output_norm"] = torch.linalg.vector_norm(out, dim=-1, dtype=lse.dtype)
+        found["output_norm"] = torch.linalg.vector_norm(out, dim=-1, dtype=max_logit.dtype)
     return torch.stack([found[name] for name in _BITS if name in names])
 
 
@@ -123,7 +127,7 @@ _single = direct(
     _once,
     define(
         "triton_single",
-        f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor entropy, Tensor? starts, "
+        f"({CALL}, Tensor out, Tensor max_logit, Tensor log_total, Tensor entropy, Tensor? starts, "
         "SymInt first, SymInt sink_keys, int asked) -> Tensor",
         _once,
         _shapes,

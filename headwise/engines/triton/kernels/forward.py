@@ -1,8 +1,11 @@
 """The forward kernel: output and statistics of a block of rows in one pass over the keys it sees.
 
 The online softmax is `headwise.core.partial.merge` written out for a tile. Statistics that were not
-requested are None and cost nothing. `unit` turns scores into base 2, because the hardware's
-exponential is 2^x.
+requested are None and cost nothing.
+
+The hardware's exponential is 2^x. For logits with a bias the exponent is (s - max) · log2 e, exact
+for any size of the logits. PLAIN scores take one instruction less, s · unit - base, where base is
+unit · max rounded (`base_of`); rows end with a correction for that rounding.
 """
 
 from __future__ import annotations
@@ -14,21 +17,25 @@ import triton.language as tl
 from torch import Tensor
 
 from headwise.engines.triton.kernels.extents import edge_of, met, middle_of
-from headwise.engines.triton.kernels.online import beside_sink, saw_nothing
+from headwise.engines.triton.kernels.online import add_moments, beside_sink
 from headwise.engines.triton.kernels.tile import (
-    FAR,
     LN2,
+    LOG2E,
     LOOSE,
     NOTHING,
     Sizes,
     kept,
     load_tile,
     logits,
+    of_used,
     positions,
+    product,
     row_hash,
     row_max,
     unit_of,
 )
+
+HUGE = tl.constexpr(2.0**28)  # base-2 logits from which float32 steps by 32: only ties share weight
 
 
 class Written(NamedTuple):
@@ -41,6 +48,20 @@ class Written(NamedTuple):
     mean: Tensor | None
     variance: Tensor | None
     visible: Tensor | None
+    log_total: Tensor | None
+
+
+@triton.jit
+def base_of(m, unit):
+    """Return the unit of a row, and unit · m rounded, where m is its largest score so far.
+
+    From HUGE on the rounding would exceed the range of 2^x, so such rows take the next power of two
+    as their unit, which rounds nothing. The base never decreases while m grows.
+    """
+    m = tl.where(m == NOTHING, 0.0, m)
+    whole = tl.exp2(tl.ceil(tl.log2(unit) + 0.01))
+    unit = tl.where(tl.abs(m) * unit < HUGE, unit, whole)
+    return unit, product(m, unit)
 
 
 @triton.jit
@@ -67,17 +88,26 @@ def absorb(
         PLAIN, CAP, MASKED, i0, j0, bias, dense,
     )  # fmt: skip
     unit = unit_of(z, PLAIN, CAP)
-    new = tl.maximum(m, row_max(s, i.shape[0], KEYS) * unit)
-    # For a row that has seen no key, FAR - FAR must not be computed: in a fused multiply-add the
-    # product is not rounded as `new` was, and the difference can be as large as 1e23.
-    base = tl.where(new < unit * (0.5 * FAR), 0.0, new)
-    e = s * unit - base[:, None]
+    new = tl.maximum(m, row_max(s, i.shape[0], KEYS))
+    if PLAIN:
+        row_unit, base = base_of(new, unit)
+        e = tl.fma(s, row_unit[:, None], -base[:, None])
+        _, before = base_of(m, unit)
+        moved = tl.where(m == NOTHING, NOTHING, before - base)
+    else:
+        row_unit = tl.full(m.shape, LOG2E, tl.float32)
+        base = tl.where(new == NOTHING, 0.0, new)
+        e = (s - base[:, None]) * LOG2E
+        moved = (m - base) * LOG2E
     p = tl.exp2(e)
-    shrink = tl.exp2(m - new)
+    shrink = tl.exp2(moved)
     total = tl.sum(p, 1)
     if written.entropy is not None:
-        moved = tl.where(m == NOTHING, 0.0, m - new)
-        shifted = (shifted + l * moved) * shrink + tl.sum(p * e, 1)
+        finite = e
+        if MASKED or not PLAIN:
+            finite = tl.where(p == 0.0, 0.0, e)
+        shifted = (shifted + l * tl.where(shrink == 0.0, 0.0, moved)) * shrink
+        shifted += tl.sum(p * finite, 1)
     if written.distance is not None:
         # Counted from the block's first key, so that small distances stay exact.
         steps = tl.sum(p * tl.arange(0, KEYS).to(tl.float32)[None, :], 1)
@@ -87,26 +117,20 @@ def absorb(
         # About the running maximum, which is at most √n deviations from the mean.
         found = tl.full(m.shape, KEYS, tl.float32)
         if MASKED or t.bias is not None:
-            there = (s <= 0.5 * FAR) == 0  # NaN counts as visible
+            there = s != NOTHING
             found = tl.sum(there.to(tl.float32), 1)
             e = tl.where(there, e, 0.0)
-        off = tl.sum(e, 1) / tl.maximum(found, 1.0)
-        here = tl.where(found == 0.0, 0.0, new + off)
-        share = found / tl.maximum(count + found, 1.0)
-        gap = here - mean
-        squares = tl.sum(e * e, 1)
-        about = tl.where(squares == float("inf"), squares, squares - found * off * off)
-        spread += about + gap * gap * count * share
-        mean += gap * share
-        count += found
+        off = tl.sum(e, 1) / (tl.maximum(found, 1.0) * row_unit)
+        squares = tl.sum(e * e, 1) / (row_unit * row_unit)
+        count, mean, spread = add_moments(count, mean, spread, found, new, off, squares)
     l = l * shrink + total
     if t.seed is not None:
         p = tl.where(kept(hashed[:, None], (j + z.first_key)[None, :], z.threshold), p, 0.0)
     values = load_tile(v, vs, b, kh, j0, z.keys, KEYS, VALUES, PADDED_VALUES, TMA)
     if CLEAN:
         # A hidden key may hold NaN, and 0 · NaN is NaN.
-        used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
-        values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
+        used = tl.max((s != NOTHING).to(tl.int32), 0)
+        values = of_used(values, used)
     acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
     return acc, l, new, shifted, reach, count, mean, spread
 
@@ -118,13 +142,15 @@ def write(
 ):  # fmt: skip
     """Normalise the rows' sums, with the sink, and write the requested outputs."""
     acc, l, m, shifted, reach, count, mean, spread = state
-    unseen = saw_nothing(l, m, unit_of(z, PLAIN, CAP))
-    l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
-    base, top, sink = beside_sink(m, t.sinks, h)
-    total = l * tl.exp2(m - base) + sink
-    empty = total == 0.0
-    weight = tl.where(empty, 0.0, tl.exp2(m - base) / tl.where(empty, 1.0, total))
-    above = tl.log2(tl.where(empty, 1.0, total))
+    factor, top, excess = 1.0, m, 0.0
+    if PLAIN:
+        factor = z.softcap if CAP else z.scale
+        unit, base = base_of(m, unit_of(z, PLAIN, CAP))
+        excess = tl.where(m == NOTHING, 0.0, tl.fma(m, unit, -base))  # of the largest exponent
+        top = product(m, factor)
+    shift = tl.exp2(-excess)
+    weight, over, lse, log_total = beside_sink(top, l * shift, t.sinks, h)
+    weight, over = weight * shift, over + excess
     line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries
     here = i < z.queries
     width = tl.arange(0, PADDED_VALUES)
@@ -134,22 +160,21 @@ def write(
         (acc * share[:, None]).to(out.dtype.element_ty),
         mask=here[:, None] & (width < VALUES)[None, :],
     )
-    tl.store(written.lse + line + i, tl.where(empty, NOTHING, top + above * LN2), mask=here)
-    tl.store(
-        written.max_logit + line + i, tl.where((l == l) | (m == -NOTHING), m * LN2, l), mask=here
-    )
+    tl.store(written.lse + line + i, lse, mask=here)
+    tl.store(written.max_logit + line + i, tl.where((l == l) | (m == -NOTHING), top, l), mask=here)
+    if written.log_total is not None:
+        tl.store(written.log_total + line + i, log_total, mask=here)
     if written.entropy is not None:
-        over = tl.where(m == NOTHING, 0.0, above + (base - m))
         entropy = weight * (l * over - shifted) * LN2
         # With a very large sink this is 0 · inf.
         tl.store(written.entropy + line + i, tl.where(weight == 0.0, 0.0, entropy), mask=here)
     if written.distance is not None:
         tl.store(written.distance + line + i, reach * weight, mask=here)
     if written.mean is not None:
-        tl.store(written.mean + line + i, mean * LN2, mask=here)
+        tl.store(written.mean + line + i, mean * factor, mask=here)
         if BLOCK == 0:
             spread = spread / tl.maximum(count, 1.0)
-        spread = tl.maximum(spread, 0.0) * (LN2 * LN2)
+        spread = tl.maximum(spread, 0.0) * (factor * factor)
         tl.store(written.variance + line + i, spread, mask=here)
         tl.store(written.visible + line + i, count, mask=here)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.kernels.gradients import weigh, whole_rows
+from headwise.engines.triton.kernels.gradients import row_numbers, weigh, whole_rows
 from headwise.engines.triton.kernels.tile import (
-    FAR,
     LOOSE,
+    NOTHING,
     Sizes,
     interval,
     load_tile,
@@ -105,7 +105,7 @@ def step(
     grad_k, grad_v, keys, values, tensors, t, z, rows, b, h, heads, block, hidden, j0,
     piece: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Add one block of rows to the gradients of keys and values."""
     q, do, qs, dos, bias, dense = tensors
@@ -113,11 +113,7 @@ def step(
     i, j = i0 + tl.arange(0, ROWS), j0 + tl.arange(0, keys.shape[0])
     queries = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)
     grads = load_tile(do, dos, b, h, i0, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
-    line = whole_rows(z, b, heads, h)
-    lse, shared = tl.load(rows.lse + line + i), tl.load(rows.shared + line + i)
-    entropy = shared
-    if rows.entropy is not None:
-        entropy = tl.load(rows.entropy + line + i)
+    base, rest, shared, entropy = row_numbers(rows, whole_rows(z, b, heads, h), i)
     s = tl.dot(keys, queries.T, input_precision=PRECISION)  # (KEYS, ROWS)
     dp = tl.dot(values, grads.T, input_precision=PRECISION)
     position, hashed = i, i
@@ -127,13 +123,13 @@ def step(
         hashed = row_hash(t.seed, b, h, position)
     s, bent = logits(
         s, t, z, b, h, i[None, :], j[:, None], position[None, :], j[:, None], j[:, None],
-        PLAIN, CAP, t.dense is not None, i0, j0, bias, dense, True,
+        False, CAP, t.dense is not None, i0, j0, bias, dense, True,
     )  # fmt: skip
     if t.dense is not None:
-        dp = tl.where(s > 0.5 * FAR, dp, 0.0)  # hidden keys have no gradient
+        dp = tl.where(s != NOTHING, dp, 0.0)  # hidden keys have no gradient
     met, _, raw = weigh(
-        s, bent, dp, t, z, rows, j[:, None], hashed[None, :], lse[None, :], shared[None, :],
-        entropy[None, :], PLAIN, CAP,
+        s, bent, dp, t, z, rows, j[:, None], hashed[None, :], base[None, :], rest[None, :],
+        shared[None, :], entropy[None, :], CAP,
     )  # fmt: skip
     if PIECES > 0 and hidden:  # here, because the gradient of a cap needs unmasked scores
         first, last = interval(t, z, piece, b, h, i)
@@ -152,7 +148,7 @@ def grad_keys(
     rows, grad_k, grad_v, table, blocks, table_batch, table_head,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one block of KEYS keys of one key head of one batch entry."""
     z = Sizes(
@@ -185,7 +181,7 @@ def grad_keys(
                 sum_k, sum_v = step(
                     sum_k, sum_v, tile, values, tensors, t, z, rows, b, h, heads, block,
                     n < edges, j0, piece, ROWS, WIDTH, VALUES, PADDED, PADDED_VALUES, TMA,
-                    PRECISION, PIECES, PLAIN, CAP,
+                    PRECISION, PIECES, CAP,
                 )  # fmt: skip
 
     line = (b * tl.num_programs(1) + kh).to(tl.int64) * z.keys

@@ -11,11 +11,12 @@ from torch import Tensor
 from headwise.engines.triton.kernels.extents import edge_of, met, middle_of
 from headwise.engines.triton.kernels.gradients import row_numbers, weigh, whole_rows
 from headwise.engines.triton.kernels.tile import (
-    FAR,
     LOOSE,
+    NOTHING,
     Sizes,
     load_tile,
     logits,
+    of_used,
     positions,
     row_hash,
 )
@@ -34,11 +35,11 @@ def step(
     state, numbers, q, do, tensors, t, z, rows, sums, b, h, i0, j0, first, last,
     position, hashed, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
+    CAP: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [j0, j0 + KEYS) to the rows' gradient."""
     grad, slopes, before, after = state
-    lse, shared, entropy = numbers
+    base, rest, shared, entropy = numbers
     k, v, ks, vs, bias, dense = tensors
     kh = h // z.group
     i, j = i0 + tl.arange(0, q.shape[0]), (j0 + tl.arange(0, KEYS))[None, :]
@@ -48,17 +49,17 @@ def step(
     dp = tl.dot(do, values.T, input_precision=PRECISION)
     s, bent = logits(
         s, t, z, b, h, i[:, None], j, position[:, None], first[:, None], last[:, None],
-        PLAIN, CAP, MASKED, i0, j0, bias, dense,
+        False, CAP, MASKED, i0, j0, bias, dense,
     )  # fmt: skip
     if MASKED:
-        seen = s > 0.5 * FAR
+        seen = s != NOTHING
         dp = tl.where(seen, dp, 0.0)
         if CLEAN:  # as in the forward: a hidden key may hold NaN
             used = tl.max(seen.to(tl.int32), 0)
-            keys = tl.where(used[:, None] != 0, keys, 0.0).to(keys.dtype)
+            keys = of_used(keys, used)
     _, ds, raw = weigh(
-        s, bent, dp, t, z, rows, j, hashed[:, None], lse[:, None], shared[:, None],
-        entropy[:, None], PLAIN, CAP,
+        s, bent, dp, t, z, rows, j, hashed[:, None], base[:, None], rest[:, None],
+        shared[:, None], entropy[:, None], CAP,
     )  # fmt: skip
     away = position[:, None] - (j + z.first_key)
     if sums.slopes is not None:
@@ -78,7 +79,7 @@ def grad_queries(
     rows, grad_q, sums,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
     CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one block of ROWS query rows; the loops are the forward's."""
@@ -102,7 +103,7 @@ def grad_queries(
     here_q = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)
     grads = load_tile(do, dos, b, h, i0, z.queries, ROWS, VALUES, PADDED_VALUES, TMA)
     line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries
-    numbers = row_numbers(rows, whole_rows(z, b, tl.num_programs(1), h), i, here)
+    numbers = row_numbers(rows, whole_rows(z, b, tl.num_programs(1), h), i)
     zero = tl.zeros([ROWS], tl.float32)
     state = (tl.zeros([ROWS, PADDED], tl.float32), zero, zero, zero)
     cleaned = 0
@@ -113,21 +114,21 @@ def grad_queries(
             state = step(
                 state, numbers, here_q, grads, tensors, t, z, rows, sums, b, h, i0, j0,
                 now_first, now_last, position, hashed, KEYS, WIDTH, VALUES, PADDED,
-                PADDED_VALUES, TMA, PRECISION, PLAIN, CAP, True, True,
+                PADDED_VALUES, TMA, PRECISION, CAP, True, True,
             )  # fmt: skip
     for n in tl.range(cleaned, all_edges):
         j0, now_first, now_last = edge_of(n, one, two, edges, KEYS, PIECES)
         state = step(
             state, numbers, here_q, grads, tensors, t, z, rows, sums, b, h, i0, j0,
             now_first, now_last, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
-            TMA, PRECISION, PLAIN, CAP, True, False,
+            TMA, PRECISION, CAP, True, False,
         )  # fmt: skip
     for n in tl.range(0, all_middle):
         j0 = middle_of(n, one, two, middle, KEYS, PIECES)
         state = step(
             state, numbers, here_q, grads, tensors, t, z, rows, sums, b, h, i0, j0,
             position, position, position, hashed, KEYS, WIDTH, VALUES, PADDED, PADDED_VALUES,
-            TMA, PRECISION, PLAIN, CAP, False, False,
+            TMA, PRECISION, CAP, False, False,
         )  # fmt: skip
 
     grad, slopes, before, after = state

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from headwise.engines.triton.kernels.gradients import row_numbers, weigh, whole_rows
 from headwise.engines.triton.kernels.tile import (
-    FAR,
     LOOSE,
     NOTHING,
     Sizes,
@@ -50,7 +49,7 @@ def grad_bias(
     rows, grad, heads, key_tiles, entries, members, row_span, key_span,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
-    PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    PIECES: tl.constexpr, CAP: tl.constexpr,
     ROW_SUM: tl.constexpr, KEY_SUM: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of a bias gradient, contiguous float32, summed over every axis of size 1.
@@ -85,15 +84,14 @@ def grad_bias(
         if t.seed is not None:
             hashed = row_hash(t.seed, b, h, position)
         line = whole_rows(z, b, heads, h)
-        lse, shared, entropy = row_numbers(rows, line, i, i < z.queries)
+        base, rest, shared, entropy = row_numbers(rows, line, i)
         seen = visible(t, z, b, h, i[:, None], j[None, :], i[:, None], PIECES)
-        if not PLAIN:
-            s, _ = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP)
-        s = tl.where(seen & (s != NOTHING), s, FAR)
+        s, _ = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP)
+        s = tl.where(seen, s, NOTHING)
         dp = tl.where(seen, dp, 0.0)
         _, ds, _ = weigh(
-            s, s, dp, t, z, rows, j[None, :], hashed[:, None], lse[:, None], shared[:, None],
-            entropy[:, None], PLAIN, CAP,
+            s, s, dp, t, z, rows, j[None, :], hashed[:, None], base[:, None], rest[:, None],
+            shared[:, None], entropy[:, None], CAP,
         )  # fmt: skip
         total += ds
     height = 1 if ROW_SUM else z.queries
@@ -115,7 +113,7 @@ def grad_distance(
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     rows, grad,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
-    PADDED_VALUES: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    PADDED_VALUES: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Sum ds over the pairs at one distance, -R < i - j < R; grad is (B, Hq, 2R + 1) float32."""
     z = Sizes(
@@ -148,11 +146,10 @@ def grad_distance(
         hashed = position
         if t.seed is not None:
             hashed = row_hash(t.seed, b, h, position)
-        lse, shared, entropy = row_numbers(rows, line, i, i < z.queries)
-        if not PLAIN:
-            s, _ = bend(s, t, z, b, h, i, tl.maximum(j, 0), position, CAP)
-        s = tl.where(seen & (s != NOTHING), s, FAR)
-        _, ds, _ = weigh(s, s, dp, t, z, rows, j, hashed, lse, shared, entropy, PLAIN, CAP)
+        base, rest, shared, entropy = row_numbers(rows, line, i)
+        s, _ = bend(s, t, z, b, h, i, tl.maximum(j, 0), position, CAP)
+        s = tl.where(seen, s, NOTHING)
+        _, ds, _ = weigh(s, s, dp, t, z, rows, j, hashed, base, rest, shared, entropy, CAP)
         total += ds
     place = (b * heads + h).to(tl.int64) * (2 * z.reach + 1) + number + 1
     tl.store(grad + place, tl.sum(total, 0))

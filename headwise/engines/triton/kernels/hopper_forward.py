@@ -57,7 +57,8 @@ class HopperSizes(NamedTuple):
     high: int
     shift: int  # and is at position i + shift
     items: int  # blocks of rows, of all heads and batch entries
-    unit: float  # turns a score, or its tanh, into a base-2 logit
+    factor: float  # turns a score, or its tanh, into a logit
+    unit: float  # and into a base-2 logit
     cap: tuple[float, ...] | None  # the constants of `capped`; None without a cap
 
 
@@ -273,7 +274,8 @@ def barriers_of(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit(do_not_specialize=[*HopperSizes._fields])
 def forward(
-    q, k, v, out, written, sinks, queries, keys, heads, group, low, high, shift, items, unit, cap,
+    q, k, v, out, written, sinks, queries, keys, heads, group, low, high, shift, items, factor,
+    unit, cap,
     STAGES: gl.constexpr, BANDED: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Compute this program's items, GROUPS · GROUP query rows of one head each.
@@ -281,7 +283,7 @@ def forward(
     If BLOCK is not 0, moments cover the keys past the last whole BLOCK that all rows of an item
     see; `row_moments` joins those of the other keys.
     """
-    z = HopperSizes(queries, keys, heads, group, low, high, shift, items, unit, cap)
+    z = HopperSizes(queries, keys, heads, group, low, high, shift, items, factor, unit, cap)
     KEYS: gl.constexpr = k.block_type.shape[2]
     WIDTH: gl.constexpr = k.block_type.shape[3]
     rows = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, GROUP, WIDTH], q.layout)

@@ -1,8 +1,9 @@
 """The softmax of a tile on Hopper: weights, running sums, and statistics from them.
 
 It computes what the Triton kernel `forward` does for plain and for capped scores, in the same
-base-2 units. After a matrix product a thread holds two of every eight keys, of two rows. Sums stay
-per thread until the end, so that threads exchange nothing in the loop.
+units, but without its unit for huge rows: base-2 logits up to 2^28 are exact. After a matrix
+product a thread holds two of every eight keys, of two rows. Sums stay per thread until the end, so
+that threads exchange nothing in the loop.
 """
 
 # A kernel is Gluon's language, not Python's: its arguments have no Python types.
@@ -21,7 +22,8 @@ from headwise.engines.triton.kernels.cap import LIMIT, SERIES, TWO_LOG2E, assemb
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NOTHING = gl.constexpr(float("-inf"))
-FAR = gl.constexpr(-1e30)  # the score of a hidden key: finite, so 0 · FAR is 0
+HIDDEN = gl.constexpr(-(2.0**105))  # the score of a hidden key: finite, so 0 · its exponent is 0
+LOWEST = gl.constexpr(-(2.0**100))  # the largest score of a row that has seen no key
 GROUP = gl.constexpr(64)  # rows per warpgroup: those of one matrix instruction
 TOGETHER = gl.constexpr(16)  # scores for which a thread chooses one formula of the cap at once
 
@@ -35,6 +37,15 @@ class HopperWritten(NamedTuple):
     distance: Tensor | None
     rest_mean: Tensor | None
     rest_spread: Tensor | None
+    log_total: Tensor | None
+
+
+@gluon.jit
+def product(x, y):
+    """Return x · y rounded to float32; the compiler may not fuse it with a sum that follows."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -134,13 +145,14 @@ def soften(
     seen, unit = s, z.unit
     if MASKED:
         seen = visible(s, j0, first, last)
-        s = gl.where(seen, s, FAR)
-    new = row_max(s) * unit
-    if not FIRST:
+        s = gl.where(seen, s, HIDDEN)
+    new = row_max(s)
+    if FIRST:
+        new = gl.maximum(new, LOWEST)
+    else:
         new = gl.maximum(before[0], new)
-    # As in Triton's kernel: for a row that has seen no key, FAR - FAR must not be computed.
-    base = gl.where(new < unit * (0.5 * FAR), 0.0, new)
-    e = s * unit - base[:, None][:, None, :]
+    base = product(new, unit)
+    e = gl.fma(s, unit, -base[:, None][:, None, :])
     p = gl.exp2(e)
     l = gl.sum(p, 1)
     SUMS: gl.constexpr = l.type.layout
@@ -162,8 +174,9 @@ def soften(
     shrink = new
     if not FIRST:
         m, old_l, old_shifted, old_reach, old_count, old_off, old_squares = before
-        shrink = gl.exp2(m - new)
-        less, moved = along(shrink, SUMS), along(m - new, SUMS)
+        moved = product(m, unit) - base
+        shrink = gl.exp2(moved)
+        less, moved = along(shrink, SUMS), along(moved, SUMS)
         if written.entropy is not None:
             shifted += (old_shifted + old_l * moved) * less
         if written.distance is not None:
@@ -181,6 +194,7 @@ def soften(
 def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
     """Write mean and sum of squares of the logits so far; return the state without them."""
     m, l, shifted, reach, count, off, squares = state
+    base = product(m, z.unit)
     count = gl.convert_layout(gl.sum(count, 1), ROWS)
     off = gl.convert_layout(gl.sum(off, 1), ROWS)
     squares = gl.convert_layout(gl.sum(squares, 1), ROWS)
@@ -188,7 +202,7 @@ def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
     about = off / gl.maximum(count, 1.0)
     line = (b * z.heads + h).to(gl.int64) * z.queries + i
     here = i < z.queries
-    gl.store(written.rest_mean + line, gl.where(there, (m + about) * LN2, 0.0), mask=here)
+    gl.store(written.rest_mean + line, gl.where(there, (base + about) * LN2, 0.0), mask=here)
     spread = gl.where(there, gl.maximum(squares - off * about, 0.0), 0.0) * (LN2 * LN2)
     gl.store(written.rest_spread + line, spread, mask=here)
     return m, l, shifted, reach, l, l, l
@@ -199,26 +213,32 @@ def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
     """Write the rows' statistics; return the factor that normalises the accumulators."""
     m, l_parts, shifted, reach, _, _, _ = state
     l = gl.convert_layout(gl.sum(l_parts, 1), ROWS)
-    unseen = (m < z.unit * (0.5 * FAR)) & (l == l)  # NaN shows in the sum, not in the maximum
-    l, m = gl.where(unseen, 0.0, l), gl.where(unseen, NOTHING, m)
-    base = gl.where(m == NOTHING, 0.0, m)
-    total, top = l, base * LN2
+    unseen = l == 0.0
+    excess = gl.fma(m, z.unit, -product(m, z.unit))  # of the largest exponent
+    shift = gl.exp2(-excess)
+    top = gl.where(unseen, NOTHING, product(m, z.factor))
+    base = gl.where(unseen, 0.0, top)
+    total, keys = l * shift, shift
     if sinks is not None:
         sink = gl.load(sinks + h).to(gl.float32)
-        rules = sink * LOG2E > m  # then its logit is not rounded twice, and its weight is 1
-        top = gl.where(rules, sink, m * LN2)
-        base = gl.maximum(m, sink * LOG2E)
-        base = gl.where(base == NOTHING, 0.0, base)
-        total = l * gl.exp2(m - base) + gl.where(rules, 1.0, gl.exp2(sink * LOG2E - base))
+        rules = sink > top
+        keys = gl.where(rules, gl.exp2((top - sink) * LOG2E), 1.0) * shift
+        own = gl.where(rules, 1.0, gl.exp2((sink - base) * LOG2E))
+        base = gl.where(rules, sink, base)
+        total = l * keys + own
     empty = total == 0.0
-    weight = gl.where(empty, 0.0, gl.exp2(m - base) / gl.where(empty, 1.0, total))
+    weight = gl.where(empty, 0.0, keys / gl.where(empty, 1.0, total))
     above = gl.log2(gl.where(empty, 1.0, total))
+    gap = gl.where(unseen, 0.0, base - top)
     line = (b * z.heads + h).to(gl.int64) * z.queries + i
     here = i < z.queries
-    gl.store(written.lse + line, gl.where(empty, NOTHING, top + above * LN2), mask=here)
-    gl.store(written.max_logit + line, gl.where((l == l) | (m == -NOTHING), m * LN2, l), mask=here)
+    gl.store(written.lse + line, gl.where(empty, NOTHING, base + above * LN2), mask=here)
+    gl.store(written.max_logit + line, gl.where((l == l) | (m == -NOTHING), top, l), mask=here)
+    if written.log_total is not None:
+        log_total = gl.where(unseen, 0.0, gap + above * LN2)
+        gl.store(written.log_total + line, log_total, mask=here)
     if written.entropy is not None:
-        over = gl.where(m == NOTHING, 0.0, above + (base - m))
+        over = above + gap * LOG2E + excess
         shifted = gl.convert_layout(gl.sum(shifted, 1), ROWS)
         entropy = weight * (l * over - shifted) * LN2  # 0 · inf with a very large sink
         gl.store(written.entropy + line, gl.where(weight == 0.0, 0.0, entropy), mask=here)

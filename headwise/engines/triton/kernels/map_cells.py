@@ -1,4 +1,4 @@
-"""The map kernel: sums or maxima of the weights in each cell, from q, k and lse.
+"""The map kernel: sums or maxima of the weights in each cell, from q, k and the rows' totals.
 
 A program owns a rectangle of cells. Its tile takes a few rows of each of its row cells and a few
 keys of each of its key cells, and steps through them. An entry of the tile always belongs to the
@@ -11,19 +11,29 @@ column sums use this one kernel: a column sum is a cell of all rows by one key.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from headwise.engines.triton.kernels.tile import (
+    LOG2E,
     LOOSE,
     NOTHING,
     Sizes,
+    bend,
     dense_seen,
     interval,
     positions,
-    scores,
-    unit_of,
 )
+
+
+class Totals(NamedTuple):
+    """The totals of each row, (B, Hq, N) float32 each, as `headwise.core.sums.RowTotals`."""
+
+    base: Tensor  # +inf if the row sees no key, so that its weights are 0
+    log_total: Tensor
 
 
 @triton.jit
@@ -76,25 +86,38 @@ def touched(t, z, b, h, i, inside, low, high, PIECES: tl.constexpr):
 
 
 @triton.jit
+def row_totals(totals, line, here):
+    """Load base and log_total, the latter in base 2; rows that are not here have no weights."""
+    base = tl.load(totals.base + line, mask=here, other=float("inf"))
+    return base, tl.load(totals.log_total + line, mask=here, other=0.0) * LOG2E
+
+
+@triton.jit
+def log_weights(s, base, rest):
+    """Return log2 of the weights of logits; a weight is at most 1, despite rounding."""
+    below = tl.minimum(s - base[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.fma(below, LOG2E, -rest[:, None])
+
+
+@triton.jit
 def weigh(
-    acc, tile_q, k, norms, start_k, k_row, start_norms, t, z, b, h, i, lse, position, at, inside,
+    acc, tile_q, k, norms, start_k, k_row, start_norms, t, z, b, h, i, totals, position, at, inside,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of the rows on the keys `at`, or keep the largest of their logarithms."""
     tile_k = rows_of(k, start_k, k_row, at, inside, WIDTH, PADDED)
     s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
-    s, _ = scores(s, t, z, b, h, i[:, None], at[None, :], position[:, None], PLAIN, CAP)
-    e = s * unit_of(z, PLAIN, CAP) - lse[:, None]
+    s, _ = bend(s, t, z, b, h, i[:, None], at[None, :], position[:, None], CAP)
+    base, rest = totals
+    e = log_weights(s, base, rest)
     if LARGEST:
-        # a weight is at most 1, despite rounding
-        e = tl.minimum(e, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if norms is not None:
             norm = tl.load(norms + start_norms + at, mask=inside, other=0.0)
             e += tl.log2(norm)[None, :]
         if MASKED:
             seen = seen_pairs(t, z, b, h, i[:, None], at[None, :], PIECES)
-            seen = seen & inside[None, :] & (lse != float("inf"))[:, None]
+            seen = seen & inside[None, :] & (base != float("inf"))[:, None]
             e = tl.where(seen, e, NOTHING)
         acc = tl.maximum(acc, e, propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -103,7 +126,7 @@ def weigh(
             p *= tl.load(norms + start_norms + at, mask=inside, other=0.0)[None, :]
         if MASKED:
             seen = seen_pairs(t, z, b, h, i[:, None], at[None, :], PIECES)
-            p = tl.where(seen & inside[None, :] & (lse != float("inf"))[:, None], p, 0.0)
+            p = tl.where(seen & inside[None, :] & (base != float("inf"))[:, None], p, 0.0)
         acc += p
     return acc
 
@@ -113,17 +136,17 @@ def weigh(
     "norm_batch", "norm_head",
 ])  # fmt: skip
 def cells(
-    q, k, norms, lse, out, qs, ks, t,
+    q, k, norms, totals, out, qs, ks, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     row_cells, key_cells, row_width, key_width, row_steps, key_steps, norm_batch, norm_head,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROW_PART: tl.constexpr, KEY_PART: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, LARGEST: tl.constexpr,
+    CAP: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS // ROW_PART row cells by KEYS // KEY_PART key cells; a tile has a PART of each.
 
-    out is (B, Hq, row_cells, key_cells); lse (B, Hq, N) in base 2, +inf if a row sees no key.
+    out is (B, Hq, row_cells, key_cells).
     """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
@@ -157,15 +180,14 @@ def cells(
         some, whole = touched(t, z, b, h, i, here, lowest, highest, PIECES)
         if some:
             tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
-            sums = tl.load(lse + line + i, mask=here, other=float("inf"))
+            sums = row_totals(totals, line + i, here)
             position = positions(t, z, b, i)
             clean = tl.where(whole, tl.minimum(full, key_steps), 0)
             for step in tl.range(0, clean):
                 at = key_first + step * KEY_PART + key_offset
                 acc = weigh(
                     acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
-                    position, at, at >= 0, WIDTH, PADDED, PRECISION, PIECES, PLAIN, CAP, LARGEST,
-                    False,
+                    position, at, at >= 0, WIDTH, PADDED, PRECISION, PIECES, CAP, LARGEST, False,
                 )  # fmt: skip
             for step in tl.range(clean, key_steps):
                 at = key_first + step * KEY_PART + key_offset
@@ -173,7 +195,7 @@ def cells(
                 acc = weigh(
                     acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
                     position, tl.minimum(at, keys - 1), inside, WIDTH, PADDED, PRECISION, PIECES,
-                    PLAIN, CAP, LARGEST, True,
+                    CAP, LARGEST, True,
                 )  # fmt: skip
 
     found = tl.reshape(acc, (ROWS // ROW_PART, ROW_PART, KEYS // KEY_PART, KEY_PART))

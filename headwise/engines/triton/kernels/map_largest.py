@@ -8,31 +8,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.kernels.map_cells import rows_of, seen_pairs
-from headwise.engines.triton.kernels.tile import (
-    LOOSE,
-    NOTHING,
-    Sizes,
-    interval,
-    positions,
-    scores,
-    unit_of,
-)
+from headwise.engines.triton.kernels.map_cells import log_weights, row_totals, rows_of, seen_pairs
+from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, bend, interval, positions
 
 
 @triton.jit(do_not_specialize=[*LOOSE, "count", "norm_batch", "norm_head"])
 def largest(
-    q, k, norms, lse, best_out, key_out, qs, ks, t,
+    q, k, norms, totals, best_out, key_out, qs, ks, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     count, norm_batch, norm_head,
     ROWS: tl.constexpr, KEYS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr,
-    PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr,
-    CAP: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Find log2 of the `count` largest weights of each row of a block, in no order.
 
-    best_out and key_out are (B, Hq, N, KEPT); lse (B, Hq, N) in base 2, +inf if it sees no key.
+    best_out and key_out are (B, Hq, N, KEPT).
     """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
@@ -47,7 +38,8 @@ def largest(
     start_k = b.to(tl.int64) * ks[0] + kh.to(tl.int64) * ks[1]
     line = (b * tl.num_programs(1) + h).to(tl.int64) * queries + i
     tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
-    sums = tl.load(lse + line, mask=here, other=float("inf"))
+    base, rest = row_totals(totals, line, here)
+    lost = (base != base) | (rest != rest)
     position = positions(t, z, b, i)
     begin, end = keys * 0, keys
     if PIECES > 0:
@@ -71,15 +63,14 @@ def largest(
         inside = j < keys
         tile_k = rows_of(k, start_k, ks[2], j, inside, WIDTH, PADDED)
         s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
-        s, _slope = scores(s, t, z, b, h, i[:, None], j[None, :], position[:, None], PLAIN, CAP)
-        e = tl.minimum(s * unit_of(z, PLAIN, CAP) - sums[:, None], 0.0)
-        e = tl.where((sums != sums)[:, None], 0.0, e)
+        s, _bent = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP)
+        e = tl.where(lost[:, None], 0.0, log_weights(s, base, rest))
         if norms is not None:
             start = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
             norm = tl.load(norms + start + j, mask=inside, other=0.0)
             e += tl.log2(tl.maximum(norm, 1.1754944e-38))[None, :]  # a value of 0 still counts
         seen = seen_pairs(t, z, b, h, i[:, None], j[None, :], PIECES) & inside[None, :]
-        e = tl.where(seen & (sums != float("inf"))[:, None], e, NOTHING)
+        e = tl.where(seen & (base != float("inf"))[:, None], e, NOTHING)
         floor = tl.min(best, 1)
         top, at = tl.max(e, 1, return_indices=True)
         while tl.max((top > floor).to(tl.int32), 0) > 0:
@@ -91,7 +82,7 @@ def largest(
             floor = tl.min(best, 1)
             top, at = tl.max(e, 1, return_indices=True)
     # If a row is NaN, all of its weights are, and any of its keys will do.
-    best = tl.where((sums != sums)[:, None] & (key >= 0), float("nan"), best)
+    best = tl.where(lost[:, None] & (key >= 0), float("nan"), best)
     there = here[:, None] & (slot < KEPT)
     tl.store(best_out + line[:, None] * KEPT + slot, best, mask=there)
     tl.store(key_out + line[:, None] * KEPT + slot, key, mask=there)

@@ -1,4 +1,4 @@
-"""The kernel of lse alone: the forward pass of a map, which needs no values."""
+"""The kernel of the rows' totals: the forward pass of a map, which needs no values."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: no-check-untyped-defs
@@ -9,30 +9,15 @@ import triton
 import triton.language as tl
 
 from headwise.engines.triton.kernels.map_cells import rows_of
-from headwise.engines.triton.kernels.online import (
-    beside_sink,
-    bounds,
-    nothing_yet,
-    saw_nothing,
-    take_in,
-)
-from headwise.engines.triton.kernels.tile import (
-    FAR,
-    LN2,
-    LOOSE,
-    NOTHING,
-    Sizes,
-    logits,
-    positions,
-    unit_of,
-)
+from headwise.engines.triton.kernels.online import beside_sink, bounds, nothing_yet, take_in
+from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, logits, positions
 
 
 @triton.jit
 def add_keys(
     sums, tile_q, k, start_k, k_row, t, z, b, h, i, position, first, last, j0, limit,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
-    PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Merge the keys from j0 on, below `limit`, into the rows' sums."""
     j = j0 + tl.arange(0, KEYS)
@@ -40,24 +25,23 @@ def add_keys(
     s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
     s, _ = logits(
         s, t, z, b, h, i[:, None], j[None, :], position[:, None], first[:, None],
-        tl.minimum(last, limit)[:, None], PLAIN, CAP, MASKED,
+        tl.minimum(last, limit)[:, None], False, CAP, MASKED,
     )  # fmt: skip
     if MASKED and t.dense is not None:
-        s = tl.where((j < limit)[None, :], s, FAR)
-    unit = unit_of(z, PLAIN, CAP)
-    sums, _, _ = take_in(sums, s, unit, position, j0, 0, KEYS, False, False, False)
+        s = tl.where((j < limit)[None, :], s, NOTHING)
+    sums, _, _ = take_in(sums, s, position, j0, 0, KEYS, False, False, False)
     return sums
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def log_sums(
-    q, k, lse, qs, ks, t,
+    q, k, lse, base, log_total, qs, ks, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute lse (B, Hq, N) of a block of rows of one head; -inf if a row sees no key."""
+    """Compute the `RowTotals` of a block of rows of one head, (B, Hq, N) each."""
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
         interval_head, position_batch, threshold, scale, softcap, kept_share,
@@ -83,7 +67,7 @@ def log_sums(
         for n in tl.range(0, blocks):
             sums = add_keys(
                 sums, tile_q, k, start_k, ks[2], t, z, b, h, i, position, first, last,
-                clean + n * KEYS, keys, KEYS, WIDTH, PADDED, PRECISION, PLAIN, CAP, False,
+                clean + n * KEYS, keys, KEYS, WIDTH, PADDED, PRECISION, CAP, False,
             )  # fmt: skip
         before = tl.cdiv(tl.maximum(clean - lowest, 0), KEYS)
         rest = clean + blocks * KEYS
@@ -92,17 +76,12 @@ def log_sums(
             j0 = tl.where(n < before, lowest + n * KEYS, rest + (n - before) * KEYS)
             sums = add_keys(
                 sums, tile_q, k, start_k, ks[2], t, z, b, h, i, position, first, last, j0,
-                tl.where(n < before, clean, highest), KEYS, WIDTH, PADDED, PRECISION, PLAIN, CAP,
-                True,
+                tl.where(n < before, clean, highest), KEYS, WIDTH, PADDED, PRECISION, CAP, True,
             )  # fmt: skip
 
     l, m, _, _, _, _, _ = sums
-    unit = unit_of(z, PLAIN, CAP)
-    unseen = saw_nothing(l, m, unit)
-    l, m = tl.where(unseen, 0.0, l), tl.where(unseen, NOTHING, m)
-    base, summit, sink = beside_sink(m, t.sinks, h)
-    total = l * tl.exp2(m - base) + sink
-    empty = total == 0.0
-    found = summit + tl.log2(tl.where(empty, 1.0, total)) * LN2
+    _, _, found, above = beside_sink(m, l, t.sinks, h)
     line = (b * tl.num_programs(1) + h).to(tl.int64) * queries + i
-    tl.store(lse + line, tl.where(empty, NOTHING, found), mask=there)
+    tl.store(lse + line, found, mask=there)
+    tl.store(base + line, tl.where((l == l) | (m == -NOTHING), m, l), mask=there)
+    tl.store(log_total + line, above, mask=there)

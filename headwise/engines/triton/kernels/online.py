@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.kernels.tile import FAR, LN2, LOG2E, NOTHING, interval
+from headwise.engines.triton.kernels.tile import LN2, LOG2E, NOTHING, interval
 
 
 @triton.jit
@@ -63,87 +63,97 @@ def steps(s, KEYS: tl.constexpr):
 
 @triton.jit
 def take_in(
-    sums, s, unit, position, j0, first_key, KEYS: tl.constexpr, ENTROPY: tl.constexpr,
+    sums, s, position, j0, first_key, KEYS: tl.constexpr, ENTROPY: tl.constexpr,
     DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the logits s of the keys [j0, j0 + KEYS) into the rows' running sums.
 
     Returns the sums, the tile's weights before normalisation, and the factor that rescales older
-    sums. `unit` turns logits into base 2, because the hardware's exponential is 2^x.
+    sums. The maximum is subtracted before anything is rounded, so logits of any size are exact.
     """
     l, m, shifted, far, count, mean, spread = sums
-    new = tl.maximum(m, most(s) * unit)
-    # For a row that has seen no key, FAR - FAR must not be computed: in a fused multiply-add the
-    # product is not rounded as `new` was, and the difference can be as large as 1e23.
-    base = tl.where(new < unit * (0.5 * FAR), 0.0, new)
-    e = s * unit - beside(base, s)
+    new = tl.maximum(m, most(s))
+    base = tl.where(new == NOTHING, 0.0, new)
+    d = s - beside(base, s)
+    e = d * LOG2E  # the hardware's exponential is 2^x
     p = tl.exp2(e)
-    shrink = tl.exp2(m - new)
+    moved = (m - base) * LOG2E
+    shrink = tl.exp2(moved)
     total = all_of(p)
     if ENTROPY:
-        moved = tl.where(m == NOTHING, 0.0, m - new)
-        shifted = (shifted + l * moved) * shrink + all_of(p * e)
+        shifted = (shifted + l * tl.where(shrink == 0.0, 0.0, moved)) * shrink
+        shifted += all_of(p * tl.where(p == 0.0, 0.0, e))
     if DISTANCE:
         away = (position - (j0 + first_key)).to(tl.float32)
         far = far * shrink + (away * total - all_of(p * steps(s, KEYS).to(tl.float32)))
     if MOMENTS:  # about the running maximum, at most √n deviations from the mean
-        there = (s <= 0.5 * FAR) == 0  # NaN counts as visible
+        there = s != NOTHING
         found = all_of(there.to(tl.float32))
-        e = tl.where(there, e, 0.0)
-        off = all_of(e) / tl.maximum(found, 1.0)
-        here = tl.where(found == 0.0, 0.0, new + off)
-        share = found / tl.maximum(count + found, 1.0)
-        gap = here - mean
-        squares = all_of(e * e)
-        about = tl.where(squares == float("inf"), squares, squares - found * off * off)
-        spread += about + gap * gap * count * share
-        mean += gap * share
-        count += found
+        d = tl.where(there, d, 0.0)
+        count, mean, spread = add_moments(
+            count, mean, spread, found, new, all_of(d) / tl.maximum(found, 1.0), all_of(d * d)
+        )
     return (l * shrink + total, new, shifted, far, count, mean, spread), p, shrink
 
 
 @triton.jit
-def saw_nothing(l, m, unit):
-    """Return True for rows that saw no key. A row with NaN has the same maximum, but a NaN sum."""
-    return (m < unit * (0.5 * FAR)) & (l == l)
+def add_moments(count, mean, spread, found, base, off, squares):
+    """Join the moments of `found` more logits, of mean base + off, by Chan's formula.
+
+    `squares` is the sum of their squares about base.
+    """
+    here = tl.where(found == 0.0, 0.0, base + off)
+    share = found / tl.maximum(count + found, 1.0)
+    gap = here - mean
+    about = tl.where(squares == float("inf"), squares, squares - found * off * off)
+    about += tl.where(count == 0.0, 0.0, gap * gap * count * share)  # 0 · inf for a large mean
+    return count + found, mean + gap * share, spread + about
 
 
 @triton.jit
-def beside_sink(m, sinks, h):
-    """Return the larger of m and the sink, in base 2 and as a logit, and the sink's weight.
+def beside_sink(m, l, sinks, h):
+    """Add the sink to rows whose largest logit is m, with l = Σ exp(s - m) over their keys.
 
-    A larger sink is not converted to base 2 and back, and its weight is set to 1: a GPU would
-    compute another number, because it subtracts a rounded product from an unrounded one.
+    Returns the factor that turns such a sum into one weighted by p, lse - m in base 2, lse, and
+    lse - m as a natural logarithm, which is 0 if the row sees no key.
     """
-    base, summit, weight = m, m * LN2, 0.0
+    top = tl.where(m == NOTHING, 0.0, m)
+    base, keys, own = top, 1.0, 0.0
     if sinks is not None:
         sink = tl.load(sinks + h).to(tl.float32)
-        power = sink * LOG2E
-        base, summit = tl.maximum(m, power), tl.where(power > m, sink, summit)
-        weight = tl.where(power > m, 1.0, tl.exp2(power - tl.where(base == NOTHING, 0.0, base)))
-    return tl.where(base == NOTHING, 0.0, base), summit, weight
+        rules = sink > m
+        base = tl.where(rules, sink, top)
+        keys = tl.where(rules, tl.exp2((m - base) * LOG2E), 1.0)
+        own = tl.where(rules, 1.0, tl.exp2((sink - top) * LOG2E))
+    total = l * keys + own
+    empty = total == 0.0
+    above = tl.log2(tl.where(empty, 1.0, total))
+    weight = tl.where(empty, 0.0, keys / tl.where(empty, 1.0, total))
+    gap = tl.where(m == NOTHING, 0.0, base - m)
+    lse = tl.where(empty, NOTHING, base + above * LN2)
+    return weight, above + gap * LOG2E, lse, tl.where(m == NOTHING, 0.0, gap + above * LN2)
 
 
 @triton.jit
 def leave(
-    parts, sums, acc, unit, line, there, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
+    parts, sums, acc, line, there, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
     """Write the rows' sums to `line` of the parts; rows that saw no key write an empty part."""
     l, m, shifted, far, count, mean, spread = sums
-    unseen = saw_nothing(l, m, unit)
+    unseen = (m == NOTHING) & (l == l)  # NaN shows in the sum, not in the maximum
     width = tl.arange(0, PADDED_VALUES)
     tl.store(
         parts.mixed + line[:, None] * VALUES + width[None, :],
         tl.where(unseen[:, None], 0.0, acc),
         mask=there[:, None] & (width < VALUES)[None, :],
     )
-    tl.store(parts.maximum + line, tl.where(unseen, NOTHING, m), mask=there)
-    tl.store(parts.total + line, tl.where(unseen, 0.0, l), mask=there)
+    tl.store(parts.maximum + line, m, mask=there)
+    tl.store(parts.total + line, l, mask=there)
     if ENTROPY:
-        tl.store(parts.shifted + line, tl.where(unseen, 0.0, shifted), mask=there)
+        tl.store(parts.shifted + line, shifted, mask=there)
     if DISTANCE:
-        tl.store(parts.reach + line, tl.where(unseen, 0.0, far), mask=there)
+        tl.store(parts.reach + line, far, mask=there)
     if MOMENTS:
         tl.store(parts.seen + line, count, mask=there)
         tl.store(parts.mean + line, mean, mask=there)

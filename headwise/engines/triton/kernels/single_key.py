@@ -1,6 +1,6 @@
 """Statistics outside the loop over keys: weights on single keys, and the norm of the output.
 
-Once lse is known, a weight is one dot product, so this is one short pass over the rows.
+Once a row's totals are known, a weight is one dot product: one short pass over the rows.
 """
 
 # A kernel is Triton's language, not Python's: its arguments have no Python types.
@@ -29,8 +29,8 @@ from headwise.engines.triton.kernels.tile import (
 class Known(NamedTuple):
     """The forward's results for each row, (B, Hq, N) float32; None if not needed."""
 
-    lse: Tensor
     max_logit: Tensor
+    log_total: Tensor | None  # lse - max_logit before rounding
     entropy: Tensor | None
 
 
@@ -46,22 +46,22 @@ class Single(NamedTuple):
 
 
 @triton.jit
-def power(s, lse):
-    """Return exp(s - lse), at most 1 despite rounding.
+def power(s, base, log_total):
+    """Return exp((s - base) - log_total), at most 1 despite rounding.
 
     Whole powers of two are split off first: a weight of 1e-20 is as precise as one near 1.
     """
-    x = s - lse
+    x = (s - base) - log_total
     x = tl.where(x < -200.0, -200.0, x)  # keeps NaN, which a maximum would drop
-    whole = tl.floor(x * LOG2E + 0.5)
-    rest = (x - whole * 0.693359375) + whole * 2.12194440e-4  # ln 2 in two parts
+    whole = tl.floor(tl.fma(x, LOG2E, 0.5))
+    rest = tl.fma(whole, 2.12194440e-4, tl.fma(whole, -0.693359375, x))  # ln 2 in two parts
     found = tl.exp2(whole) * tl.exp2(rest * LOG2E)
     return tl.where(found > 1.0, 1.0, found)
 
 
 @triton.jit
 def weight_on(
-    column, rows, k, ks, t, z, b, h, i, position, lse,
+    column, rows, k, ks, t, z, b, h, i, position, base, log_total,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Return the weight of each row on the key `column`, 0 if the call has no such key."""
@@ -75,7 +75,7 @@ def weight_on(
     )
     s = tl.sum(rows * keys.to(tl.float32), 1)
     s, _ = bend(s, t, z, b, h, i, tl.minimum(tl.maximum(column, 0), z.keys - 1), position, CAP)
-    return tl.where(seen & (s != NOTHING), power(s, lse), 0.0)
+    return tl.where(seen & (s != NOTHING), power(s, base, log_total), 0.0)
 
 
 _STRIDES = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row"]
@@ -105,11 +105,13 @@ def single(
     here = i < z.queries
     line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries + i
     position = positions(t, z, b, i)
-    lse = tl.load(known.lse + line, mask=here, other=0.0)
-    lse = tl.where(lse == NOTHING, -NOTHING, lse)  # a row that sees no key has no weight
+    top = tl.load(known.max_logit + line, mask=here, other=0.0)
+    base = tl.where(top == NOTHING, -NOTHING, top)  # a row that sees no key has no weight
+    log_total = base
+    if known.log_total is not None:
+        log_total = tl.load(known.log_total + line, mask=here, other=0.0)
     if found.top_prob is not None:
-        top = tl.load(known.max_logit + line, mask=here, other=0.0)
-        tl.store(found.top_prob + line, power(top, lse), mask=here)
+        tl.store(found.top_prob + line, power(top, base, log_total), mask=here)
     if found.effective_keys is not None:
         entropy = tl.load(known.entropy + line, mask=here, other=0.0)
         tl.store(found.effective_keys + line, tl.exp(entropy), mask=here)
@@ -129,12 +131,42 @@ def single(
         own = position - z.first_key
         if found.self_mass is not None:
             weight = weight_on(
-                own, rows, k, ks, t, z, b, h, i, position, lse, WIDTH, PADDED, PIECES, CAP
+                own,
+                rows,
+                k,
+                ks,
+                t,
+                z,
+                b,
+                h,
+                i,
+                position,
+                base,
+                log_total,
+                WIDTH,
+                PADDED,
+                PIECES,
+                CAP,
             )
             tl.store(found.self_mass + line, weight, mask=here)
         if found.previous_mass is not None:
             weight = weight_on(
-                own - 1, rows, k, ks, t, z, b, h, i, position, lse, WIDTH, PADDED, PIECES, CAP
+                own - 1,
+                rows,
+                k,
+                ks,
+                t,
+                z,
+                b,
+                h,
+                i,
+                position,
+                base,
+                log_total,
+                WIDTH,
+                PADDED,
+                PIECES,
+                CAP,
             )
             tl.store(found.previous_mass + line, weight, mask=here)
         if found.sink_mass is not None:
@@ -145,7 +177,7 @@ def single(
             total = tl.zeros([ROWS], tl.float32)
             for step in tl.range(0, sink_keys):
                 total += weight_on(
-                    at + step, rows, k, ks, t, z, b, h, i, position, lse, WIDTH, PADDED, PIECES,
-                    CAP,
+                    at + step, rows, k, ks, t, z, b, h, i, position, base, log_total, WIDTH,
+                    PADDED, PIECES, CAP,
                 )  # fmt: skip
             tl.store(found.sink_mass + line, total, mask=here)

@@ -20,22 +20,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headwise.engines.triton.kernels.online import beside_sink, leave, nothing_yet, take_in
 from headwise.engines.triton.kernels.tile import (
-    FAR,
     LN2,
+    LOG2E,
     NOTHING,
     Given,
     Sizes,
     interval,
     logits,
+    of_used,
     positions,
-    unit_of,
 )
 
 
 class Parts(NamedTuple):
     """The partial results of programs, (B, Hq, N, splits) float32 each; None if not requested."""
 
-    mixed: Tensor  # (B, Hq, N, splits, Dv): Σ exp(s - base) v
+    mixed: Tensor  # (B, Hq, N, splits, Dv): Σ exp(s - maximum) v
     maximum: Tensor
     total: Tensor
     shifted: Tensor | None
@@ -55,6 +55,7 @@ class Merged(NamedTuple):
     mean: Tensor | None
     variance: Tensor | None
     visible: Tensor | None
+    log_total: Tensor | None
 
 
 class Held(NamedTuple):
@@ -137,8 +138,7 @@ def share(
     q, k, v, held, t, z, parts, strides, splits,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr,
-    CAP: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Compute one share of the keys of one key head of one batch entry, for all rows of its group.
 
@@ -151,7 +151,6 @@ def share(
     steps = (q_batch * UNIT, q_head * UNIT, q_row * UNIT)
     there, i, h, tile_q = rows_together(q, steps, z, b, kh, ROWS, WIDTH, PADDED)
     position = positions(t, z, b, i)
-    unit = unit_of(z, PLAIN, CAP)
     first_k = kh.to(tl.int64) * (k_head * UNIT)
     first_v = kh.to(tl.int64) * (v_head * UNIT)
     scales = b.to(tl.int64) * scale_batch + kh.to(tl.int64) * scale_head
@@ -188,16 +187,16 @@ def share(
                 s *= tl.load(held.key_scales + scales + j, mask=here, other=0.0)[None, :]
             s, _ = logits(
                 s, t, z, b, h[:, None], i[:, None], j[None, :], position[:, None],
-                first[:, None], last[:, None], PLAIN, CAP, True,
+                first[:, None], last[:, None], False, CAP, True,
             )  # fmt: skip
             sums, p, shrink = take_in(
-                sums, s, unit, position, j0, z.first_key, KEYS, parts.shifted is not None,
+                sums, s, position, j0, z.first_key, KEYS, parts.shifted is not None,
                 parts.reach is not None, parts.seen is not None,
             )  # fmt: skip
             if t.intervals is not None or t.dense is not None:
                 # A hidden key may hold NaN, and 0 · NaN is NaN.
-                used = tl.max((s > 0.5 * FAR).to(tl.int32), 0)
-                values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
+                used = tl.max((s != NOTHING).to(tl.int32), 0)
+                values = of_used(values, used)
             size = None
             if held.value_scales is not None:
                 size = tl.load(held.value_scales + scales + j, mask=here, other=0.0)
@@ -206,7 +205,7 @@ def share(
     heads = tl.num_programs(1) * group
     line = ((b * heads + h).to(tl.int64) * queries + i) * splits + number
     leave(
-        parts, sums, acc, unit, line, there, VALUES, PADDED_VALUES, parts.shifted is not None,
+        parts, sums, acc, line, there, VALUES, PADDED_VALUES, parts.shifted is not None,
         parts.reach is not None, parts.seen is not None,
     )  # fmt: skip
 
@@ -220,8 +219,7 @@ def split(
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, PLAIN: tl.constexpr,
-    CAP: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Compute a share of the keys of any call."""
     z = Sizes(
@@ -234,7 +232,7 @@ def split(
     )  # fmt: skip
     share(
         q, k, v, held, t, z, parts, strides, splits, ROWS, KEYS, WIDTH, VALUES, PADDED,
-        PADDED_VALUES, UNIT, PAGE, CAUSAL, PRECISION, PIECES, PLAIN, CAP,
+        PADDED_VALUES, UNIT, PAGE, CAUSAL, PRECISION, PIECES, CAP,
     )  # fmt: skip
 
 
@@ -264,7 +262,7 @@ def split_step(
     parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
     share(
         q, k, v, held, given, z, parts, strides, splits, ROWS, KEYS, WIDTH, WIDTH, WIDTH, WIDTH,
-        UNIT, PAGE, CAUSAL, "tf32x3", 0, True, False,
+        UNIT, PAGE, CAUSAL, "tf32x3", 0, False,
     )  # fmt: skip
 
 
@@ -281,31 +279,29 @@ def join_row(
     m = tl.load(parts.maximum + at, mask=there, other=NOTHING)
     top = tl.max(m, 0)
     l = tl.load(parts.total + at, mask=there, other=0.0)
-    base, summit, sink = beside_sink(top, sinks, (line // queries) % heads)
-    share = tl.exp2(m - base)  # of each part; 0 if it saw no key
+    moved = (m - tl.where(top == NOTHING, 0.0, top)) * LOG2E
+    share = tl.exp2(moved)  # of each part; 0 if it saw no key
     seen = tl.sum(l * share, 0)
-    total = seen + sink
-    empty = total == 0.0
-    weight = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
+    weight, over, lse, log_total = beside_sink(top, seen, sinks, (line // queries) % heads)
     width = block * BLOCK + tl.arange(0, BLOCK)
     inside = there[:, None] & (width < VALUES)[None, :]
     values = tl.load(parts.mixed + at[:, None] * VALUES + width[None, :], mask=inside, other=0.0)
     mixed = tl.sum(values * (share * weight)[:, None], 0)
     tl.store(out + line * VALUES + width, mixed.to(out.dtype.element_ty), mask=width < VALUES)
     if block == 0:
-        above = tl.log2(tl.where(empty, 1.0, total))
         if merged.lse is not None:
-            tl.store(merged.lse + line, tl.where(empty, NOTHING, summit + above * LN2))
+            tl.store(merged.lse + line, lse)
             tl.store(
-                merged.max_logit + line,
-                tl.where((seen == seen) | (top == -NOTHING), top * LN2, seen),
+                merged.max_logit + line, tl.where((seen == seen) | (top == -NOTHING), top, seen)
             )
+        if merged.log_total is not None:
+            tl.store(merged.log_total + line, log_total)
         if merged.entropy is not None:
-            moved = tl.where(l == 0.0, 0.0, m - base)
             shifted = tl.load(parts.shifted + at, mask=there, other=0.0)
-            # With a very large sink this is 0 · inf.
+            # With a very large sink, or parts far apart, these are 0 · inf.
             shifted = tl.sum(tl.where(share == 0.0, 0.0, share * (shifted + l * moved)), 0)
-            tl.store(merged.entropy + line, weight * (seen * above - shifted) * LN2)
+            entropy = weight * (seen * over - shifted) * LN2
+            tl.store(merged.entropy + line, tl.where(weight == 0.0, 0.0, entropy))
         if merged.distance is not None:
             far = tl.load(parts.reach + at, mask=there, other=0.0)
             tl.store(merged.distance + line, tl.sum(far * share, 0) * weight)
@@ -320,8 +316,8 @@ def join_row(
             middle = tl.sum(count * tl.where(count > 0.0, mean - about, 0.0), 0) / whole
             gap = tl.where(count > 0.0, mean - about - middle, 0.0)
             variance = tl.sum(spread + count * gap * gap, 0) / whole
-            tl.store(merged.mean + line, (about + middle) * LN2)
-            tl.store(merged.variance + line, tl.maximum(variance, 0.0) * (LN2 * LN2))
+            tl.store(merged.mean + line, about + middle)
+            tl.store(merged.variance + line, tl.maximum(variance, 0.0))
             tl.store(merged.visible + line, tl.sum(count, 0))
 
 
@@ -345,5 +341,5 @@ def merge_step(
         gdc_launch_dependents()
     maximum = mixed + size * VALUES
     parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
-    merged = Merged(None, None, None, None, None, None, None)
+    merged = Merged(None, None, None, None, None, None, None, None)
     join_row(parts, out, merged, None, splits, 1, 1, SPLITS, VALUES, BLOCK)

@@ -18,10 +18,8 @@ from headwise.engines.triton.kernels.interpreter import INTERPRETING
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 GOLDEN = tl.constexpr(0x9E3779B9)
-NOTHING = tl.constexpr(float("-inf"))
+NOTHING = tl.constexpr(float("-inf"))  # the logit of a hidden key
 INTERPRETED = tl.constexpr(INTERPRETING)
-FAR = tl.constexpr(-1e30)  # the score of a hidden key: finite, so 0 · FAR is 0
-LOW = tl.constexpr(-1e7)  # lower bound of a biased logit: below, float32 has no fractions
 
 
 class Given(NamedTuple):
@@ -107,6 +105,18 @@ def of_pairs(
 
 
 @triton.jit
+def of_used(x, used):
+    """Return the rows of x whose `used` is 1, and 0 for those whose `used` is 0, even for NaN.
+
+    By bits, not by `where`: before Hopper, Triton 3.9 can't compile booleans that share the layout
+    of a product's operand.
+    """
+    word: tl.constexpr = tl.int32 if x.dtype.primitive_bitwidth == 32 else tl.int16
+    kept = (0 - used).to(word)[:, None]  # all bits or none
+    return (x.to(word, bitcast=True) & kept).to(x.dtype, bitcast=True)
+
+
+@triton.jit
 def tanh(x):
     """Return tanh x from one exponential and one reciprocal, with an error below 2.5e-7."""
     return 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E)))
@@ -125,24 +135,35 @@ def reciprocal(x):
 
 
 @triton.jit
+def product(x, y):
+    """Return x · y rounded to float32; the compiler may not fuse it with a sum that follows."""
+    if INTERPRETED:
+        found = x * y
+    else:
+        found = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
 def bend(
     s, t, z, b, h, i, j, position, CAP: tl.constexpr, i0=0, j0=0, bias=None,
     KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Return cap(scale · s) + bias for rows i and keys j, and the tanh of the cap, if any."""
-    bent = s
+    bent, factor = s, z.scale
     if CAP:
-        bent = capped(s, z.scale / z.softcap, CAP)
-        s = z.softcap * bent
-    else:
-        s = s * z.scale
+        bent, factor = capped(s, z.scale / z.softcap, CAP), z.softcap
+    # Written so that no sum can be fused or not: every kernel must compute the same logit.
     if t.bias is not None:
         added = of_pairs(t.bias, t.bias_strides, bias, z, b, h, i, j, i0, j0, s.shape, KEYS_FIRST)
-        s += added.to(tl.float32)
-        s = tl.where((s < LOW) & (s != NOTHING), LOW, s)  # only -inf hides a key
+        s = tl.fma(bent, factor, added.to(tl.float32))
+    else:
+        s = product(bent, factor)
     if t.slopes is not None:
         away = tl.abs(position - (j + z.first_key)).to(tl.float32)
-        s -= tl.load(t.slopes + h).to(tl.float32) * away
+        s = tl.fma(-tl.load(t.slopes + h).to(tl.float32), away, s)
     if t.relative is not None:
         index = tl.minimum(tl.maximum(position - (j + z.first_key), -z.reach), z.reach) + z.reach
         s += tl.load(t.relative + h * (2 * z.reach + 1) + index).to(tl.float32)
@@ -151,29 +172,11 @@ def bend(
 
 @triton.jit
 def unit_of(z, PLAIN: tl.constexpr, CAP: tl.constexpr):
-    """Return the factor that turns a result of `scores` into a base-2 logit."""
+    """Return the factor that turns a result of `logits` into a base-2 logit."""
     unit = LOG2E
     if PLAIN:
         unit = (z.softcap if CAP else z.scale) * LOG2E
     return unit
-
-
-@triton.jit
-def scores(
-    s, t, z, b, h, i, j, position, PLAIN: tl.constexpr, CAP: tl.constexpr, i0=0, j0=0, bias=None,
-    KEYS_FIRST: tl.constexpr = False,
-):  # fmt: skip
-    """Turn raw scores into logits; also return the tanh of the cap, if any.
-
-    PLAIN scores, without any bias, stay raw, or the tanh of the cap: `unit_of` has their factor.
-    """
-    bent = s
-    if not PLAIN:
-        s, bent = bend(s, t, z, b, h, i, j, position, CAP, i0, j0, bias, KEYS_FIRST)
-    elif CAP:
-        bent = capped(s, z.scale / z.softcap, CAP)
-        s = bent
-    return s, bent
 
 
 @triton.jit
@@ -182,21 +185,25 @@ def logits(
     PLAIN: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, i0=0, j0=0, bias=None,
     dense=None, KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Return `scores`, with FAR where a row does not see a key.
+    """Return the logits of raw scores, NOTHING where a key is hidden, and the tanh of the cap.
 
+    PLAIN scores, without any bias, stay raw, or the tanh of the cap: `unit_of` has their factor.
     MASKED: some rows do not see some keys of the tile. bias, dense: TMA descriptors or None.
     """
-    s, bent = scores(s, t, z, b, h, i, j, position, PLAIN, CAP, i0, j0, bias, KEYS_FIRST)
-    if t.bias is not None:
-        s = tl.where(s == NOTHING, FAR, s)  # a bias may hide a key
+    bent = s
+    if not PLAIN:
+        s, bent = bend(s, t, z, b, h, i, j, position, CAP, i0, j0, bias, KEYS_FIRST)
+    elif CAP:
+        bent = capped(s, z.scale / z.softcap, CAP)
+        s = bent
     if MASKED:
         if t.dense is not None:
             seen = dense_seen(t, z, b, h, i, j, i0, j0, dense, s.shape, KEYS_FIRST)
-            s = tl.where(seen, s, FAR)
+            s = tl.where(seen, s, NOTHING)
         else:
             # one comparison instead of two: as unsigned, a negative difference is large
             length = tl.maximum(last - first, 0).to(tl.uint32)
-            s = tl.where((j - first).to(tl.uint32) < length, s, FAR)
+            s = tl.where((j - first).to(tl.uint32) < length, s, NOTHING)
     return s, bent
 
 

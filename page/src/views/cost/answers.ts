@@ -42,6 +42,7 @@ export interface CostAnswer {
   found: {
     figures: Figures;
     parts: Part[];
+    /** Empty of a model that always has as many tokens of its own. */
     curve: Point[];
     device: { name: string; memory: number };
     /** The most tokens that fit into the device; null if the model alone does not. */

@@ -34,7 +34,8 @@ function digits(value: number): string {
   return written(Number(value.toPrecision(3)));
 }
 
-export function figures({ figures: found, longest }: CostAnswer['found'], training: boolean) {
+export function figures(answer: CostAnswer['found'], training: boolean) {
+  const { figures: found, longest, curve } = answer;
   const w = words();
   const kept = training ? found.activations : found.kv_cache;
   const row = (id: string, name: string, value: string, beside?: string) => ({
@@ -48,7 +49,10 @@ export function figures({ figures: found, longest }: CostAnswer['found'], traini
     row('weights', w.figures.weights, scaled(found.weights, 'B')),
     row('kept', training ? w.figures.saved : w.figures.cache, scaled(kept ?? 0, 'B')),
     row('memory', w.figures.memory, scaled(found.memory, 'B')),
-    row('longest', w.figures.longest, longest === null ? w.none : written(longest)),
+    // A model that always has its own tokens, such as the patches of an image, has no longest.
+    ...(curve.length
+      ? [row('longest', w.figures.longest, longest === null ? w.none : written(longest))]
+      : []),
     row('flops', w.figures.flops, scaled(found.flops)),
     row('dense', w.figures.dense, scaled(found.flops_dense)),
     row('special', w.figures.special, scaled(found.special)),

@@ -18,8 +18,6 @@ from headwise.engines.triton.kernels.additive.additive_scores import (
 )
 from headwise.engines.triton.kernels.online import bounds, leave, take_in
 from headwise.engines.triton.kernels.tile import (
-    FAR,
-    LOG2E,
     LOOSE,
     NOTHING,
     Sizes,
@@ -82,14 +80,14 @@ def additive_forward(
             if edge:
                 s, _ = logits(s, t, z, b, h, i, j, position, first, last, True, False, True)
             sums, p, shrink = take_in(
-                sums, s, LOG2E, position.reshape(zero.shape), j0, first_key, KEYS,
+                sums, s, position.reshape(zero.shape), j0, first_key, KEYS,
                 parts.shifted is not None, parts.reach is not None, parts.seen is not None,
             )  # fmt: skip
             if t.seed is not None:
                 p = tl.where(kept(hashed, j + first_key, threshold), p * kept_share, 0.0)
             values = load_tile(v, vs, b, kh, j0, highest, KEYS, VALUES, PADDED_VALUES, False)
             if CLEAN:  # a hidden key may hold NaN
-                used = tl.max(as_tile((s > 0.5 * FAR).to(tl.int32), ROWS, KEYS), 0)
+                used = tl.max(as_tile((s != NOTHING).to(tl.int32), ROWS, KEYS), 0)
                 values = tl.where(used[:, None] != 0, values, 0.0).to(values.dtype)
             p = as_tile(p.to(values.dtype), ROWS, KEYS)
             shrink = as_rows(shrink, ROWS)[:, None]
@@ -103,6 +101,6 @@ def additive_forward(
     i = block * ROWS + tl.arange(0, ROWS)
     line = ((b * heads + h).to(tl.int64) * queries + i) * splits + share
     leave(
-        parts, sums, acc, LOG2E, line, i < queries, VALUES, PADDED_VALUES,
+        parts, sums, acc, line, i < queries, VALUES, PADDED_VALUES,
         parts.shifted is not None, parts.reach is not None, parts.seen is not None,
     )  # fmt: skip

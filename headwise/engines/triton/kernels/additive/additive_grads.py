@@ -1,4 +1,4 @@
-"""The backward kernels of the additive score: weights come from lse, slopes are recomputed.
+"""The backward kernels of the additive score: weights and slopes are recomputed.
 
 A program owns the rows, or the keys, that it writes, so there are no atomics and the result is
 deterministic.
@@ -25,8 +25,8 @@ from headwise.engines.triton.kernels.gradients import row_numbers, weigh
 from headwise.engines.triton.kernels.map_cells import seen_pairs, touched
 from headwise.engines.triton.kernels.online import bounds
 from headwise.engines.triton.kernels.tile import (
-    FAR,
     LOOSE,
+    NOTHING,
     Sizes,
     load_tile,
     logits,
@@ -41,11 +41,11 @@ def score_gradient(
     CAP: tl.constexpr,
 ):  # fmt: skip
     """Return the weights after dropout, and ∂ score, 0 for hidden keys; (ROWS, KEYS)."""
-    lse, shared, entropy = numbers
+    base, rest, shared, entropy = numbers
     dp = tl.dot(grads, values.T, input_precision=PRECISION)
     met, _ds, raw = weigh(
-        tl.where(seen, s, FAR), bent, tl.where(seen, dp, 0.0), t, z, rows, j[None, :],
-        hashed[:, None], lse[:, None], shared[:, None], entropy[:, None], False, CAP,
+        tl.where(seen, s, NOTHING), bent, tl.where(seen, dp, 0.0), t, z, rows, j[None, :],
+        hashed[:, None], base[:, None], rest[:, None], shared[:, None], entropy[:, None], CAP,
     )  # fmt: skip
     return met, tl.where(seen, raw, 0.0)
 
@@ -75,7 +75,7 @@ def additive_grad_queries(
     if t.seed is not None:
         hashed = row_hash(t.seed, b, h, position)
     place = (b * heads + h).to(tl.int64)
-    numbers = row_numbers(rows, place * queries, i, i < queries)
+    numbers = row_numbers(rows, place * queries, row)
     grads = load_tile(do, dos, b, h, block * ROWS, queries, ROWS, VALUES, PADDED_VALUES, False)
     room += (place * tl.num_programs(0) + block) * (ROWS * KEYS)
 
@@ -98,7 +98,7 @@ def additive_grad_queries(
             )  # fmt: skip
             values = load_tile(v, vs, b, kh, j0, highest, KEYS, VALUES, PADDED_VALUES, False)
             _met, raw = score_gradient(
-                s, bent, s > 0.5 * FAR, grads, values, t, z, rows, j, hashed, numbers, PRECISION,
+                s, bent, s != NOTHING, grads, values, t, z, rows, j, hashed, numbers, PRECISION,
                 CAP,
             )  # fmt: skip
             total, turned = slopes(
@@ -173,7 +173,7 @@ def additive_grad_keys(
                 grads = load_tile(do, dos, b, h, i0, queries, ROWS, VALUES, PADDED_VALUES, False)
                 met, raw = score_gradient(
                     s, bent, seen, grads, values, t, z, rows, j, hashed,
-                    row_numbers(rows, line, i, there), PRECISION, CAP,
+                    row_numbers(rows, line, row), PRECISION, CAP,
                 )  # fmt: skip
                 sum_v = tl.dot(met.to(grads.dtype).T, grads, sum_v, input_precision=PRECISION)
                 total = no_slopes(KEYS, WARPS, PADDED)

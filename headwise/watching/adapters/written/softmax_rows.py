@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.watching.adapters.product_axes import Equation
+from headwise.watching.adapters.written.product_axes import Equation
 
 Move = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """A function that moved, padded or cut weights, and its arguments after the weights."""

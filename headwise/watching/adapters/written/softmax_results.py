@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.watching.adapters.softmax_rows import Move, SoftmaxRows, replayed
+from headwise.watching.adapters.written.softmax_rows import Move, SoftmaxRows, replayed
 
 Function = Callable[..., Any]
 

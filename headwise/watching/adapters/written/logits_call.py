@@ -11,8 +11,8 @@ from headwise.core.mask_reading import HIDDEN, read_mask, without_hidden
 from headwise.core.patterns import Between, Dense
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.product_axes import Product
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
+from headwise.watching.adapters.written.product_axes import Product
 
 FURTHER = 1e3
 """A logit that lies this far below the largest of its row has the weight 0, and was hidden."""

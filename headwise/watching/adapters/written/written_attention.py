@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.nn.call import Call
-from headwise.watching.adapters.logits_call import from_logits, heads_lead, split_heads
-from headwise.watching.adapters.product_axes import Equation, Product
-from headwise.watching.adapters.softmax_results import Function, Weights
-from headwise.watching.adapters.windowed_call import WindowedCall
+from headwise.watching.adapters.written.logits_call import from_logits, heads_lead, split_heads
+from headwise.watching.adapters.written.product_axes import Equation, Product
+from headwise.watching.adapters.written.softmax_results import Function, Weights
+from headwise.watching.adapters.written.windowed_call import WindowedCall
 
 Added = tuple[float | Tensor, float]
 """out = the first + the second · product."""

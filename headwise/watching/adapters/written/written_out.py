@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.watching.adapters.product_axes import Equation
-from headwise.watching.adapters.softmax_results import (
+from headwise.watching.adapters.written.product_axes import Equation
+from headwise.watching.adapters.written.softmax_results import (
     ADDED,
     CUTS,
     DROPOUTS,
@@ -30,8 +30,12 @@ from headwise.watching.adapters.softmax_results import (
     drops,
     moved,
 )
-from headwise.watching.adapters.softmax_rows import SoftmaxRows
-from headwise.watching.adapters.written_attention import MetValues, Operation, WrittenAttention
+from headwise.watching.adapters.written.softmax_rows import SoftmaxRows
+from headwise.watching.adapters.written.written_attention import (
+    MetValues,
+    Operation,
+    WrittenAttention,
+)
 
 
 @dataclass

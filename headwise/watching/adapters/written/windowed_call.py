@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from headwise.core.mask_reading import HIDDEN
 from headwise.nn.call import Call
-from headwise.watching.adapters.logits_call import from_logits, head_axes, head_count
-from headwise.watching.adapters.softmax_rows import Meeting, SoftmaxRows
+from headwise.watching.adapters.written.logits_call import from_logits, head_axes, head_count
+from headwise.watching.adapters.written.softmax_rows import Meeting, SoftmaxRows
 
 PLACED = ("sink_mass", "self_mass", "previous_mass", "distance")
 """The statistics that need the positions of keys."""

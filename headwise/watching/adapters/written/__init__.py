@@ -1,0 +1,1 @@
+"""Attention that a model writes out: a softmax, followed until it meets values."""
