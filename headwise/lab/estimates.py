@@ -42,8 +42,9 @@ def difference(groups: Mapping[str, Sequence[float]], one: str, other: str) -> D
     """The mean of group `one` minus that of `other`, with Student's interval.
 
     The scatter is pooled over all groups: runs that differ in their seed alone scatter alike, and a
-    group with a single run takes the scatter of the others. Without any scatter to go by, the
-    interval is infinite.
+    group with a single run takes the scatter of the others. That needs several of them: two runs
+    may agree by chance, and would then decide about every other. With fewer than three degrees of
+    freedom the interval of a single run is infinite.
 
     >>> print(difference({"a": [2.0, 3.0, 4.0], "b": [1.0, 2.0, 3.0]}, "a", "b"))
     +1.00 (-1.27 to +3.27)
@@ -53,7 +54,8 @@ def difference(groups: Mapping[str, Sequence[float]], one: str, other: str) -> D
     freedom = sum(len(values) - 1 for values in groups.values())
     mean = {name: sum(values) / len(values) for name, values in groups.items()}
     gap = mean[one] - mean[other]
-    if freedom < 1:
+    alone = min(len(groups[one]), len(groups[other])) < 2
+    if freedom < 1 or (alone and freedom < 3):
         return Difference(gap, -math.inf, math.inf)
     squares = sum((x - mean[name]) ** 2 for name, values in groups.items() for x in values)
     quantile = _T95[freedom - 1] if freedom <= len(_T95) else 1.96

@@ -34,10 +34,15 @@ def fingerprint(experiment: Any, settings: object = None) -> str:
     >>> fingerprint(drawn) == fingerprint(drawn) != fingerprint(jacobian_norm)
     True
     """
+    text = json.dumps([sorted(covered(experiment).items()), settings], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def covered(experiment: Any) -> dict[str, str]:
+    """The functions, classes and constants that the fingerprint covers: their code by name."""
     parts: dict[str, str] = {}
     _collect(experiment, "", parts)
-    text = json.dumps([sorted(parts.items()), settings], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return parts
 
 
 def _collect(value: Any, name: str, parts: dict[str, str]) -> None:
@@ -50,12 +55,16 @@ def _collect(value: Any, name: str, parts: dict[str, str]) -> None:
         key = f"{value.__module__}.{value.__qualname__}"
         if not _counts(value.__module__) or key in parts:
             return
+        if value.__name__ == "<lambda>":
+            raise ValueError(f"{name} uses a lambda, whose code can't be told apart; use def")
         source = textwrap.dedent(inspect.getsource(value))
         parts[key] = bare(source)
         for used, found in _used(value, source):
             _collect(found, used, parts)
     elif isinstance(value, PLAIN) or is_dataclass(value):
         parts[name] = _written(value)
+        for inside in _functions_in(value):
+            _collect(inside, name, parts)
 
 
 def _counts(module: str) -> bool:
@@ -70,7 +79,15 @@ def _written(value: Any) -> str:
         return str([(key, _written(inside)) for key, inside in value.items()])
     if isinstance(value, list | tuple):
         return str([_written(inside) for inside in value])
-    return repr(value)
+    return value.__qualname__ if isinstance(value, FunctionType) else repr(value)
+
+
+def _functions_in(value: Any) -> list[FunctionType]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [found for inside in value for found in _functions_in(inside)]
+    return [value] if isinstance(value, FunctionType) else []
 
 
 def bare(source: str) -> str:

@@ -51,11 +51,12 @@ def file_of(folder: Path, id: str, form: str, ending: str = "json") -> Path:
 
 
 def write(folder: Path, result: Result) -> Path:
-    """Write a result, whole or not at all."""
+    """Write a result, whole or not at all; one line per field, so that changes can be compared."""
     folder.mkdir(parents=True, exist_ok=True)
     file = file_of(folder, result.id, result.form)
-    content = json.dumps(with_chinese(asdict(result)), indent=1, ensure_ascii=False)
-    write_whole(file, content + "\n")
+    fields_of = with_chinese(asdict(result)).items()
+    lines = [f'"{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in fields_of]
+    write_whole(file, "{\n" + ",\n".join(lines) + "\n}\n")
     return file
 
 

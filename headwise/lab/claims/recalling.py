@@ -129,17 +129,32 @@ def show_fixed(figures: Figures) -> tuple[Listing, ...]:
     return (Listing(title, headings, rows),)
 
 
-def convolution(width: int, layers: int, growth: int) -> nn.Module:
-    """Convolutions of kernel 3, the taps of layer l being growth^l apart."""
-    return nn.Sequential(*(GatedConvolution(width, 3, growth**x) for x in range(layers)))
+def attention(width: int) -> nn.Module:
+    """One layer of attention."""
+    return MultiHeadAttention(width, 4)
+
+
+def recurrence(width: int) -> nn.Module:
+    """One LSTM."""
+    return nn.LSTM(width, width, batch_first=True)
+
+
+def four_convolutions(width: int) -> nn.Module:
+    """Four layers of kernel 3, which see nine tokens."""
+    return nn.Sequential(*(GatedConvolution(width, 3, 1) for _ in range(4)))
+
+
+def five_dilated(width: int) -> nn.Module:
+    """Five layers of kernel 3, each with taps three times as far apart as the one before."""
+    return nn.Sequential(*(GatedConvolution(width, 3, 3**layer) for layer in range(5)))
 
 
 RIVALS: dict[str, tuple[int, Callable[[int], nn.Module]]] = {
     # name: its width, chosen so that all have about the same number of parameters; the layer
-    "attention": (36, lambda width: MultiHeadAttention(width, 4)),
-    "LSTM": (28, lambda width: nn.LSTM(width, width, batch_first=True)),
-    "4 convolutions": (16, lambda width: convolution(width, 4, 1)),
-    "5 dilated convolutions": (14, lambda width: convolution(width, 5, 3)),
+    "attention": (36, attention),
+    "LSTM": (28, recurrence),
+    "4 convolutions": (16, four_convolutions),
+    "5 dilated convolutions": (14, five_dilated),
 }
 
 
