@@ -25,7 +25,6 @@ from headwise.core.sums import RowTotals
 from headwise.engines import failures
 
 FEW = 128  # rows per tile of cuDNN's backward: for fewer, its gradients may be NaN
-WHOLE_TILES = 91500  # up to this version, cuDNN needs lengths that fill its tiles
 HOPPER_GENERATION = 9  # from here on cuDNN's backward is the fastest
 VECTOR = 16  # bytes that a GPU's kernels load at once
 
