@@ -153,7 +153,8 @@ def statistics(
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
-    found, options = with_max_logit(names), (score, mask, bias, softcap, sinks, 0.0)
+    options: tuple[Any, ...] = (score, mask, bias, softcap, sinks, 0.0)
+    found = with_max_logit(names)
     with torch.no_grad():
         sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
         if sampled is None:

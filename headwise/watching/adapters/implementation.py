@@ -128,14 +128,18 @@ def mask(
 
     rule: Any = causal_mask_function if mask_function is None else mask_function
     if torch.compiler.is_compiling() or isinstance(q_offset, Tensor):
-        given = {"q_length": q_length, "q_offset": q_offset, "cache_position": cache_position}
+        given: dict[str, Any] = {
+            "q_length": q_length,
+            "q_offset": q_offset,
+            "cache_position": cache_position,
+        }
         return sdpa_mask(
             batch_size=batch_size,
             kv_length=kv_length,
             kv_offset=kv_offset,
             mask_function=rule,
             attention_mask=attention_mask,
-            device=device,
+            device=device,  # type: ignore[arg-type]
             **{key: value for key, value in given.items() if value is not None},
             **options,
         )

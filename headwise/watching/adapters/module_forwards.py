@@ -61,7 +61,7 @@ def follow(model: nn.Module, follower: Follower) -> list[Undo]:
         left = Hook(lambda module, *_: follower.leave(module))
         after = module.register_forward_hook(left, always_call=True)
         undo += [before.remove, after.remove]
-    return undo + [_replacement(kind).add(follower) for kind in kinds]
+    return undo + [_replacement(kind).add(follower) for kind in kinds]  # type: ignore[arg-type]
 
 
 @functools.cache  # watches share a replacement

@@ -156,7 +156,7 @@ def _tap(module: nn.Module | None, q: Tensor) -> Tap | None:
     return tap
 
 
-@torch.compiler.assume_constant_result  # it runs while code is traced, and not in the graph
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while tracing
 def _prepare(group: int, heads: int, device: str, index: int | None) -> bool:
     """Prepare the modules of a group in every watched model."""
     if torch.compiler.is_exporting():
@@ -165,7 +165,7 @@ def _prepare(group: int, heads: int, device: str, index: int | None) -> bool:
             "returns the figures of hw.observe exports with them"
         )
     for model in list(_attached):
-        model.prepare(group, heads, torch.device(device, index))
+        model.prepare(group, heads, torch.device(device if index is None else f"{device}:{index}"))
     return True
 
 
