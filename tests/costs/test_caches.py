@@ -184,7 +184,7 @@ def test_the_state_of_a_hybrid_is_counted_beside_its_cache() -> None:
     assert "recurrence itself" in cost.explain()
 
 
-@pytest.mark.parametrize("wrong", ["int3", 3, object()], ids=str)
+@pytest.mark.parametrize("wrong", ["int3", 3, object()], ids=["name", "number", "object"])
 def test_an_unknown_cache_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="is not a dtype"):
         hw.cost(hw.nn.MultiHeadAttention(H, A), queries=S, cache=wrong)
