@@ -7,6 +7,10 @@ import os
 # product. oneDNN reads this when torch loads it, so it comes before the import.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# A graph that the compiler kept on disk may call an operator as an earlier version defined it.
+os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

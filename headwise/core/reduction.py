@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,12 +27,12 @@ class Columns:
 
     stats: tuple[str, ...]
 
-    @cached_property
+    @property
     def maxima(self) -> tuple[int, ...]:
         """The places of the statistics whose largest value is kept."""
         return tuple(i for i, name in enumerate(self.stats) if EXTREMES.get(name) == "max")
 
-    @cached_property
+    @property
     def minima(self) -> tuple[int, ...]:
         """The places of the statistics whose smallest value is kept."""
         return tuple(i for i, name in enumerate(self.stats) if EXTREMES.get(name) == "min")

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise.core.problem import Problem, pose
+from headwise.core.sums import Sums
 from headwise.engines import sdpa
 from headwise.engines.streaming import backward_loop as backward
 from tests.problems import Call, Recipe, small_blocks
@@ -87,11 +88,12 @@ def test_the_backward_operator_passes_it_too(case: str, entropy: bool, learns: b
     problem = posed(CALLS[case].call())
     given = (problem.q, problem.k, problem.v, *problem.terms())
     found = torch.ops.headwise.streaming(*given, 1 if entropy else 0)
-    out, lse = found[0], found[1]
-    grads = torch.randn_like(out), torch.randn_like(lse), torch.randn_like(lse)
+    sums = Sums(*found)
+    grads = [torch.randn_like(x) for x in (sums.out, sums.lse, sums.lse)]
     learns = learns and problem.terms().bias is not None
     last = grads[2] if entropy else None
-    arguments = (*given, out, lse, found[3], grads[0], grads[1], last, learns)
+    known = (sums.out, sums.lse, sums.max_logit, sums.log_total, sums.entropy)
+    arguments = (*given, *known, grads[0], grads[1], last, learns)
     checked = torch.library.opcheck(torch.ops.headwise.streaming_backward.default, arguments)
     assert set(checked.values()) == {"SUCCESS"}
 

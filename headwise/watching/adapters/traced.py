@@ -156,7 +156,6 @@ def _tap(module: nn.Module | None, q: Tensor) -> Tap | None:
     return tap
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while tracing
 def _prepare(group: int, heads: int, device: str, index: int | None) -> bool:
     """Prepare the modules of a group in every watched model."""
     if torch.compiler.is_exporting():
@@ -167,6 +166,11 @@ def _prepare(group: int, heads: int, device: str, index: int | None) -> bool:
     for model in list(_attached):
         model.prepare(group, heads, torch.device(device if index is None else f"{device}:{index}"))
     return True
+
+
+# The mark of torch.compiler.assume_constant_result, which itself imports the compiler: the function
+# runs while a graph is traced, and its result is a constant there.
+_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class TracedModel:
