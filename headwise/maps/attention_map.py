@@ -195,6 +195,28 @@ class AttentionMap:
         """
         return self._over(self._region.box, backend_for(self._region).received)
 
+    def mass(self, first: int, last: int) -> Tensor:
+        """The weight of each row on the keys first <= j < last, (B, Hq, N).
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 1, 4, 8)
+        >>> hw.attention_map(q, q, mask=hw.mask.causal()).mass(0, 2)
+        tensor([[[1.0000, 1.0000, 0.6667, 0.5000]]])
+        """
+        rows, keys = self.shape[2:]
+        whole = is_integer(first) and is_integer(last)
+        if not whole or not 0 <= first <= last <= keys:
+            raise self._error(
+                f"it needs 0 <= first <= last <= {keys}", f".mass({first!r}, {last!r})"
+            )
+        box = self._region.box._replace(keys=range(first, last))
+        if first == last:
+            return self._region.q.new_zeros(self.shape[:3], dtype=self.dtype)
+        mean = self._pool(
+            box, Cells.every(rows, 1), Cells.every(last - first, last - first), "mean"
+        )
+        return mean[..., 0] * (last - first)
+
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row, in order, and their keys, (B, Hq, N, k) each.
 
