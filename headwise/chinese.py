@@ -149,6 +149,19 @@ CHINESE: dict[str, str] = {
     "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys per row": (
         "它的平均熵是 {entropy:.3f} 奈特：每行 {keys:.2f} 个键"
     ),
+    "the limit is yours": "界限由您设定",
+    "the mean weight on the span {span} is below {limit:g}": (
+        "区段 {span} 上的平均权重低于 {limit:g}"
+    ),
+    "the mean weight on the span {span} is above {limit:g}": (
+        "区段 {span} 上的平均权重高于 {limit:g}"
+    ),
+    "the mean weight on the span {span} is {weight:.3f}, below {limit:g}": (
+        "区段 {span} 上的平均权重是 {weight:.3f}，低于 {limit:g}"
+    ),
+    "the mean weight on the span {span} is {weight:.3f}, above {limit:g}": (
+        "区段 {span} 上的平均权重是 {weight:.3f}，高于 {limit:g}"
+    ),
     "its mean output norm is 0: nothing at all": "它的平均输出范数是 0：什么也没有",
     "its mean output norm is {norm:.3g}: {share:.1%} of its layer's mean": (
         "它的平均输出范数是 {norm:.3g}：本层平均的 {share:.1%}"

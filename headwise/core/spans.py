@@ -86,10 +86,24 @@ def _bound(name: str, bound: object, batch: int | None) -> int | Tensor:
     return as_int(bound)
 
 
-def within(spans: Spans, keys: int) -> dict[str, Span]:
-    """The parts of the spans that a call with so many keys has."""
+def within(spans: Spans, keys: int, forgotten: int = 0) -> dict[str, Span]:
+    """The parts of the spans that a call with so many keys holds; `forgotten` ones came before.
+
+    >>> within({"a": (2, 9), "b": (0, 3)}, keys=5, forgotten=3)
+    {'a': (0, 5), 'b': (0, 0)}
+    """
+
+    def cut(bound: int | Tensor) -> int | Tensor:
+        bound = bound - forgotten
+        return bound.clamp(0, keys) if isinstance(bound, Tensor) else max(0, min(bound, keys))
+
+    return {name: (cut(first), cut(last)) for name, (first, last) in spans.items()}
+
+
+def plain(spans: Spans) -> dict[str, list[int | list[int]]]:
+    """The spans as lists of numbers, for JSON."""
     return {
-        name: tuple(x.clamp(0, keys) if isinstance(x, Tensor) else min(x, keys) for x in span)  # type: ignore[misc]
+        name: [x.tolist() if isinstance(x, Tensor) else x for x in span]
         for name, span in spans.items()
     }
 

@@ -6,6 +6,7 @@ from headwise.watching.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES
 from headwise.watching.runs.run_reader import WatchedRun, open_run
+from headwise.watching.span_rule import SpanWeight
 from headwise.watching.table import Table
 from headwise.watching.watch import Watch, watch
 
@@ -15,6 +16,7 @@ __all__ = [
     "Clip",
     "Entry",
     "Recording",
+    "SpanWeight",
     "Table",
     "Watch",
     "WatchedLayer",

@@ -14,6 +14,7 @@ from headwise.api import attention, observe, statistics
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.reduction import Columns
+from headwise.core.spans import PREFIX, Span, within
 from headwise.nn.call import Call
 from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer
@@ -46,6 +47,7 @@ class WatchOptions:
     maps: bool = True
     sink_keys: int = 1
     strict: bool = False
+    spans: Mapping[str, Span] = field(default_factory=dict)  # `stats` has them as span_<name>
 
 
 @dataclass
@@ -182,7 +184,8 @@ class CallRecorder:
         if recomputing():
             return
         q, k, v = (x.detach() for x in call[:3])
-        options, look = call._replace(q=q, k=k, v=v).options(), self._look(kind)
+        options = call._replace(q=q, k=k, v=v).options()
+        look = self._look(kind, k.shape[2], forgotten)
         del options["dropout"], options["engine"]
         known = known or {}
         if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
@@ -220,7 +223,8 @@ class CallRecorder:
                 self.beside(name, call, kind, padding, out, forgotten=forgotten)
             return out
         try:
-            out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
+            look = self._look(kind, call.k.shape[2], forgotten)
+            out, seen = observe(call.q, call.k, call.v, **call.options(), **look)
         except Exception as error:
             if recomputing():
                 raise  # PyTorch ends a recomputation by an exception, once it has what it needs
@@ -244,12 +248,17 @@ class CallRecorder:
         kept[self.silenced[name]] = 0
         return out * kept.reshape(-1, *[1] * (-1 - axis))
 
-    def _look(self, kind: Kind) -> dict[str, Any]:
+    def _look(self, kind: Kind, keys: int, forgotten: int | None) -> dict[str, Any]:
         options = self.options
-        stats = self._stats(kind)
+        stats, spans = plain_statistics(self._stats(kind)), options.spans
         if options.maps and options.rows is None and "lse" not in stats:
             stats = (*stats, "lse")
-        return {"stats": stats, "rows": options.rows, "sink_keys": options.sink_keys}
+        return {
+            "stats": stats,
+            "rows": options.rows,
+            "sink_keys": options.sink_keys,
+            "spans": {} if kind == "window" else within(spans, keys, forgotten or 0),
+        }
 
     def _keep(
         self,
@@ -361,7 +370,8 @@ class CallRecorder:
 
     def _stats(self, kind: Kind) -> tuple[str, ...]:
         """The statistics that are seen of a layer of this kind."""
-        return tuple(x for x in self.options.stats if kind == "self" or x not in WITHIN)
+        stats = self.options.stats if kind != "window" else plain_statistics(self.options.stats)
+        return tuple(x for x in stats if kind == "self" or x not in WITHIN)
 
     def leave_out(self, layers: Iterable[WatchedLayer], error: Exception) -> None:
         """Take the layers of a module out of the recording: it was misread."""
@@ -373,6 +383,11 @@ class CallRecorder:
     def known(self) -> list[str]:
         """The names of all attention layers the model has shown so far."""
         return list(self._selected)
+
+
+def plain_statistics(stats: Iterable[str]) -> tuple[str, ...]:
+    """The statistics that are not weights on spans."""
+    return tuple(name for name in stats if not name.startswith(PREFIX))
 
 
 def forgets(layer: WatchedLayer, call: Call, start: int) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headwise.core.observation import check_sink_keys, check_statistics
+from headwise.core.spans import PREFIX, Spans, check_spans
 from headwise.watching.adapters import (
     flash_calls,
     flex_calls,
@@ -24,8 +25,8 @@ from headwise.watching.adapters.module_forwards import Follower, find_module, fo
 from headwise.watching.adapters.patching import Undo
 from headwise.watching.alarms import chosen
 from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
+from headwise.watching.experiments.importance import importance
 from headwise.watching.head_weights import query_key_weights, symmetry
-from headwise.watching.importance import importance
 from headwise.watching.rules import Rule
 from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
@@ -48,6 +49,7 @@ def watch(
     sink_keys: int = 1,
     alarms: bool | Rule | Iterable[Rule] = False,
     strict: bool = False,
+    spans: Spans | None = None,
 ) -> Watch:
     """Watch every attention layer of any model while it trains or runs; the model is unchanged.
 
@@ -56,8 +58,10 @@ def watch(
     in a loop without one `step()` does. `every=100` looks at every hundredth step only.
     `stats` names some of the statistics, `rows=64` looks at a sample of the query rows, `layers`
     are numbers or names (* matches any part of a name), `heads` are numbers. `maps=False` keeps no
-    queries and keys for `seen.map`. `alarms=True` checks each step by the rules of
-    `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in the log.
+    queries and keys for `seen.map`. `spans={"image": (4, 580)}` adds the weight on ranges of keys,
+    the figure span_image_mean; `seen.spans` has it row by row. `alarms=True` checks each step by
+    the rules of `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in
+    the log.
 
     The model's own attention still computes its output; headwise observes beside it. headwise's own
     attention is observed in the same pass. Whatever goes wrong while looking is reported once, and
@@ -87,8 +91,9 @@ def watch(
     for name, value in numbers:
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"hw.watch({name}={value!r}): it must be a whole number, at least 1")
+    marked = check_spans(spans)
     options = WatchOptions(
-        check_statistics(stats),
+        (*check_statistics(stats), *(PREFIX + name for name in marked)),
         rows,
         _several("layers", layers, int | str, "numbers or names of layers"),
         _several("heads", heads, int, "numbers of heads"),
@@ -96,6 +101,7 @@ def watch(
         maps,
         sink_keys,
         strict,
+        marked,
     )
     return Watch(model, options, chosen(alarms, options.stats, maps))
 
