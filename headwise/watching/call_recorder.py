@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from headwise.api import attention, observe, statistics
+from headwise.core.edges import Edge, hole_of, without
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
+from headwise.core.place import Place
 from headwise.core.reduction import Columns
 from headwise.core.spans import PREFIX, Span, within
 from headwise.nn.call import Call
@@ -60,10 +62,14 @@ class CallRecorder:
     active: bool = True
     tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
+    edges: tuple[Edge, ...] = ()  # that are knocked out
+    cut_edges: set[Edge] = field(default_factory=set)  # that have hidden something
     unread: UnreadModules = field(init=False)
     proofs: Proofs = field(init=False)
+    cut_proofs: Proofs = field(default_factory=lambda: Proofs(strict=True))  # of knocked-out calls
     passes: int = 0  # of the model, whether or not any attention was seen
     numbered: bool = False  # a step has ended: layers keep their numbers
+    attended: dict[str, int] = field(default_factory=dict)  # modules asked about edges, in order
     _observed: set[str] = field(
         default_factory=set
     )  # inside their own pass; a recomputation must be too
@@ -247,6 +253,34 @@ class CallRecorder:
         kept = torch.ones(out.shape[axis], dtype=out.dtype, device=out.device)
         kept[self.silenced[name]] = 0
         return out * kept.reshape(-1, *[1] * (-1 - axis))
+
+    def edges_of(self, name: str) -> tuple[Edge, ...]:
+        """The edges of a module that are knocked out."""
+        if not self.edges:
+            return ()
+        number = self.attended.setdefault(name, len(self.attended))
+        if name in self._selected:
+            number = list(self._selected).index(name)
+        return tuple(edge for edge in self.edges if matches(number, name, (edge.layer,)))
+
+    def cut(self, name: str, call: Call, kind: Kind, forgotten: int | None = None) -> Call:
+        """A module's call without the edges that are knocked out."""
+        edges = self.edges_of(name)
+        if not edges:
+            return call
+        start = first_position(call) + (forgotten or 0) if kind == "self" else 0
+        place = Place.of(call.q, call.k)
+        holes = {edge: hole_of(edge, place, start, forgotten or 0) for edge in edges}
+        found = {edge: hole for edge, hole in holes.items() if hole is not None}
+        self.cut_edges.update(found)
+        if not found:
+            return call
+        return call._replace(mask=without(call.mask, list(found.values()), place))
+
+    def refuse_edges(self, name: str, reason: str) -> None:
+        """Raise ValueError if edges of a module are knocked out, which can't be done there."""
+        if self.edges_of(name):
+            raise ValueError(f"keys can't be hidden from heads of {name or 'the model'}: {reason}")
 
     def _look(self, kind: Kind, keys: int, forgotten: int | None) -> dict[str, Any]:
         options = self.options

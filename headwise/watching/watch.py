@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from headwise.core.edges import Edges, check_edges
 from headwise.core.observation import check_sink_keys, check_statistics
 from headwise.core.spans import PREFIX, Spans, check_spans
 from headwise.watching.adapters import (
@@ -104,6 +107,44 @@ def watch(
         marked,
     )
     return Watch(model, options, chosen(alarms, options.stats, maps))
+
+
+@contextmanager
+def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
+    """Hide chosen keys from chosen heads of any model while the block runs.
+
+    `edges` are tuples (layer, head, keys) or (layer, head, keys, queries); see `hw.Edge`. Their
+    layers are computed by headwise, on a fused engine; a row without keys gives 0. Gradients flow
+    if backward runs inside the block. ValueError where keys can't be hidden, and at the end of the
+    block if an edge has hidden nothing. A watched model has `seen.knock_out(edges)`.
+
+    >>> import headwise as hw
+    >>> gpt = hw.load("gpt")
+    >>> ids = gpt.encode("to be or not to be")
+    >>> with hw.knock_out(gpt.model, [(5, 1, 0)]):  # layer 5, head 1 does not see the first token
+    ...     without = gpt.model(ids)
+    >>> bool((without - gpt.model(ids)).abs().max() > 0)
+    True
+    """
+    wanted = check_edges(edges)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"hw.knock_out takes a torch.nn.Module, not {type(model).__name__}")
+    _refuse_compiled(model)
+    watch = Watch(model, WatchOptions(stats=(), maps=False)).attach()
+    watch._recorder.active = False  # it changes calls, and records nothing
+    try:
+        with watch.knock_out(wanted):
+            yield
+    finally:
+        watch.detach()
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    if torch_calls.is_compiled(model):
+        raise ValueError(
+            f"keys can't be hidden in this {type(model).__name__}: it runs compiled code. Use the "
+            "model before torch.compile"
+        )
 
 
 def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:
@@ -291,6 +332,37 @@ class Watch(SteppedRecording):
             return importance(self.model, self._recorder, measure)
         finally:
             self._look(looking)
+
+    @contextmanager
+    def knock_out(self, edges: Edges) -> Iterator[None]:
+        """Hide chosen keys from chosen heads while the block runs; see `hw.knock_out`.
+
+        What is recorded in the block is what heads do without these edges.
+        """
+        wanted, recorder = check_edges(edges), self._recorder
+        if not self.attached or recorder.edges:
+            state = "is not watched" if not self.attached else "has edges knocked out already"
+            raise ValueError(f"this {type(self.model).__name__} {state}")
+        _refuse_compiled(self.model)
+        if not self._undo:
+            self._hook()  # this step is passed over
+        fast, passes = torch.backends.mha.get_fastpath_enabled(), recorder.passes
+        torch.backends.mha.set_fastpath_enabled(False)  # it does not call its attention
+        recorder.edges, recorder.cut_edges = wanted, set()
+        try:
+            yield
+            missed = [edge for edge in wanted if edge not in recorder.cut_edges]
+            if missed and recorder.passes > passes:
+                there = ", ".join(f"{n} {name}" for name, n in list(recorder.attended.items())[:40])
+                raise ValueError(
+                    f"{tuple(missed[0])} hid nothing: its layer, keys or queries were not in any "
+                    f"call. The layers that attended were {there or 'none'}"
+                )
+        finally:
+            recorder.edges = ()
+            torch.backends.mha.set_fastpath_enabled(fast)
+            if not recorder.active:
+                self._look(False)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""
