@@ -3,6 +3,7 @@
 from headwise import mask, models, nn
 from headwise.api import attention, attention_map, explain, observe, partial
 from headwise.bias import ALiBi, RelativeBuckets
+from headwise.core.edges import Edge
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.partial import Partial, merge
 from headwise.costs.calculate import cost
@@ -14,7 +15,7 @@ from headwise.maps.attention_map import AttentionMap
 from headwise.score import Additive, Cosine, Dot, General
 from headwise.training.loading import load
 from headwise.version import __version__
-from headwise.watching import Recording, Watch, qk_clip, watch
+from headwise.watching import Recording, Watch, knock_out, qk_clip, watch
 
 
 def _show(seen: Recording, *given: object) -> object:
@@ -35,6 +36,7 @@ __all__ = [
     "Cost",
     "Dot",
     "Dropout",
+    "Edge",
     "General",
     "Observation",
     "Partial",
@@ -46,6 +48,7 @@ __all__ = [
     "attention_map",
     "cost",
     "explain",
+    "knock_out",
     "load",
     "mask",
     "merge",

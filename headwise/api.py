@@ -21,6 +21,7 @@ from headwise.core.observation import (
 )
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
+from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, share, shown
 from headwise.core.sums import EVERYTHING
 from headwise.dropout import Dropout
 from headwise.engines import calls
@@ -94,6 +95,7 @@ def observe(
     stats: Iterable[str] | None = None,
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
+    spans: Spans | None = None,
 ) -> tuple[Tensor, Observation]:
     """Return the output of `attention` and statistics of each head: entropy, largest logit, ...
 
@@ -103,18 +105,24 @@ def observe(
     - stats: the names of the statistics; None for all of `hw.STATISTICS`
     - rows: how many query rows to sample, or a tensor of their indices; `seen.rows` has them
     - sink_keys: how many keys at the start of a sequence count for `sink_mass`
+    - spans: ranges of keys by name, {"image": (first, last)}, `last` not included, ints or tensors
+      (B,); `seen.spans["image"]` is the weight on them
 
     >>> import torch, headwise as hw
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind(0)
     >>> out, seen = hw.observe(q, k, v, mask=hw.mask.causal(), stats=("entropy",))
     >>> seen.entropy.shape
     torch.Size([2, 8, 5])
+    >>> out, seen = hw.observe(q * 0, k, v, mask=hw.mask.causal(), spans={"start": (0, 2)})
+    >>> seen.spans["start"][0, 0]
+    tensor([1.0000, 1.0000, 0.6667, 0.5000, 0.4000])
     """
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
-    found = with_max_logit(names)
+    marked = _restating("observe", four, check_spans, spans, len(four[0]), k.shape[-2])
+    found = with_max_logit((*names, *NEEDED) if marked else names)
     options: tuple[Any, ...] = (score, mask, bias, softcap, sinks, dropout)
     if sampled is None:
         out, *values = _serve("observe", four, options, engine, found, sink_keys)
@@ -122,7 +130,9 @@ def observe(
         problem = pose("observe", *four, **dict(zip(OPTIONS, options, strict=True)))
         out = _served("observe", problem, engine, False, lambda chosen: chosen.attend(problem))
         values = _observe(problem.at(sampled), engine, found, sink_keys)
-    seen = _observation(dict(zip(found, values, strict=True)), names, sampled, q.ndim == 4)
+    known = dict(zip(found, values, strict=True))
+    known |= _span_weights(four, options, engine, sampled, marked, known)
+    seen = _observation(known, names, sampled, q.ndim == 4)
     return out if q.ndim == 4 else out[0], seen
 
 
@@ -139,6 +149,7 @@ def statistics(
     stats: Iterable[str] | None = None,
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
+    spans: Spans | None = None,
 ) -> Observation:
     """Return only the statistics of `observe`, without gradients, for an output from elsewhere.
 
@@ -153,8 +164,9 @@ def statistics(
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
+    marked = _restating("observe", four, check_spans, spans, len(four[0]), k.shape[-2])
     options: tuple[Any, ...] = (score, mask, bias, softcap, sinks, 0.0)
-    found = with_max_logit(names)
+    found = with_max_logit((*names, *NEEDED) if marked else names)
     with torch.no_grad():
         sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
         if sampled is None:
@@ -162,8 +174,9 @@ def statistics(
         else:
             problem = pose("observe", *four, **dict(zip(OPTIONS, options, strict=True)))
             values = _observe(problem.at(sampled), "auto", found, sink_keys)
-    seen = dict(zip(found, values, strict=True))
-    return _observation(seen, names, sampled, batched=q.ndim == 4)
+    known = dict(zip(found, values, strict=True))
+    known |= _span_weights(four, options, "auto", sampled, marked, known)
+    return _observation(known, names, sampled, batched=q.ndim == 4)
 
 
 def _observation(
@@ -174,8 +187,34 @@ def _observation(
     if not batched:
         values = {name: value[0] for name, value in values.items()}
     if len(values) > len(names):
-        values = {name: value for name, value in values.items() if name in names}
+        kept = (*names, *(name for name in values if name.startswith(PREFIX)))
+        values = {name: value for name, value in values.items() if name in kept}
     return Observation(values, highest, rows)
+
+
+def _span_weights(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: tuple[Any, ...],
+    engine: str,
+    rows: Tensor | None,
+    spans: dict[str, Span],
+    known: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return the weights on spans of keys, (B, Hq, N) each, given the statistics of all keys."""
+    found = {}
+    with torch.no_grad():
+        q, k, v = (x.detach() for x in tensors)
+        score, mask, bias, softcap, *_ = options
+        whole = [known[name] for name in NEEDED if spans]
+        for name, span in spans.items():
+            keys = shown(span, q.device)
+            part = pose(
+                "observe", q, k, v[..., :0], score=score, bias=bias, softcap=softcap,
+                mask=keys if mask is None else mask & keys,
+            )  # fmt: skip
+            part = part if rows is None else part.at(rows)
+            found[PREFIX + name] = share(whole, _observe(part, engine, NEEDED, 1))
+    return found
 
 
 def _observe(problem: Problem, engine: str, names: tuple[str, ...], sink_keys: int) -> list[Tensor]:

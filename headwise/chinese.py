@@ -9,6 +9,16 @@ CHINESE: dict[str, str] = {
     "there is nothing at {path}": "{path} 处什么也没有",
     "see docs/look.md": "参见 docs/look.md",
     "there is no input {id}": "没有输入 {id}",
+    "this input has no predictions to compare": "这个输入没有可比较的预测",
+    "models that predict tokens or classes can: gpt, a ViT, a causal language model": (
+        "预测词元或类别的模型可以：gpt、ViT、因果语言模型"
+    ),
+    "{rows:,} rows by {keys:,} keys are too many at once; choose fewer keys": (
+        "{rows:,} 行乘 {keys:,} 个键一次算不完；请少选一些键"
+    ),
+    "the span {name!r} ends at {last}, and {title} has {keys} keys": (
+        "区段 {name!r} 到 {last} 为止，而 {title} 只有 {keys} 个键"
+    ),
     "there are: {there}": "现有：{there}",
     "none yet": "还没有",
     "there is no group {id!r}; there are {there}": "没有 {id!r} 这一组；现有 {there}",
@@ -148,6 +158,19 @@ CHINESE: dict[str, str] = {
     ),
     "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys per row": (
         "它的平均熵是 {entropy:.3f} 奈特：每行 {keys:.2f} 个键"
+    ),
+    "the limit is yours": "界限由您设定",
+    "the mean weight on the span {span} is below {limit:g}": (
+        "区段 {span} 上的平均权重低于 {limit:g}"
+    ),
+    "the mean weight on the span {span} is above {limit:g}": (
+        "区段 {span} 上的平均权重高于 {limit:g}"
+    ),
+    "the mean weight on the span {span} is {weight:.3f}, below {limit:g}": (
+        "区段 {span} 上的平均权重是 {weight:.3f}，低于 {limit:g}"
+    ),
+    "the mean weight on the span {span} is {weight:.3f}, above {limit:g}": (
+        "区段 {span} 上的平均权重是 {weight:.3f}，高于 {limit:g}"
     ),
     "its mean output norm is 0: nothing at all": "它的平均输出范数是 0：什么也没有",
     "its mean output norm is {norm:.3g}: {share:.1%} of its layer's mean": (

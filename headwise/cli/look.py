@@ -9,8 +9,9 @@ import select
 import stat
 import sys
 import webbrowser
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +41,7 @@ class Asked:
     input: str | bytes | None
     heads: tuple[str, ...] = ()
     device: str | None = None
+    spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def open(self) -> Reader:
         """Load the model."""
@@ -73,6 +75,10 @@ def look(
     head: Annotated[
         list[str] | None,
         typer.Option(help="A head by layer and number: 5.1, cross:0.3.", show_default=False),
+    ] = None,
+    span: Annotated[
+        list[str] | None,
+        typer.Option(help="Show the weight on a range of tokens: system=0:57.", show_default=False),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:1; the GPU if there is one.")
@@ -109,10 +115,13 @@ def look(
     headwise look --text 'to be or not to be' --head 5.1 --picture head.svg
 
     headwise look --terminal --text 'to be or not to be' --head 5.1
+
+    headwise look --terminal --text 'to be or not to be' --span start=0:3
     """
     if (in_terminal or as_json) and (out is not None or picture is not None):
         raise typer.BadParameter("--terminal and --json print; --out and --picture write")
-    asked = Asked(model, given(text, file, image), tuple(head or ()), device)
+    spans = dict(map(named_span, span or ()))
+    asked = Asked(model, given(text, file, image), tuple(head or ()), device, spans)
     try:
         asked.check()
         if in_terminal or as_json:
@@ -131,7 +140,7 @@ def draw(asked: Asked, every: bool, as_json: bool) -> None:
     what = sessions.given(reader, asked.input)
     if what is SAMPLE_TEXT:  # more than a screen
         what = terminal_view.SENTENCE
-    read = reader.read(what, silent)
+    read = reader.read(what, silent).marked(asked.spans)
     chosen = [read.find(name)[1] for name in asked.heads]
     if as_json:
         print(json.dumps(terminal_view.as_dictionary(read, chosen), indent=2, ensure_ascii=False))
@@ -152,6 +161,7 @@ def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> N
         session = Session(sample=asked.input is None)
         session.reader = reader = asked.open()
         read = reader.read(sessions.given(reader, asked.input), shown_in(progress))
+        read = read.marked(asked.spans)
         if out is not None:
             session.atlases["0"] = Atlas(read).prepare(shown_in(progress))
             session.progress = sessions.Progress("ready", None)
@@ -178,7 +188,7 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
     address = server.address(bound)
     console = Console(stderr=True)
     print(f"{address}   (Ctrl-C stops it)", flush=True)
-    session = Session(sample=asked.input is None)
+    session = Session(sample=asked.input is None, spans=asked.spans)
     with bar(console) as progress:
         report = shown_in(progress)
 
@@ -261,6 +271,18 @@ def piped() -> bool:
             typer.echo(said, err=True)
         return begun
     return stat.S_ISREG(mode)
+
+
+def named_span(written: str) -> tuple[str, tuple[int, int]]:
+    """Parse a span such as system=0:57: its name, its first token and the one after its last.
+
+    >>> named_span("system=0:57")
+    ('system', (0, 57))
+    """
+    match = re.fullmatch(r"([\w.-]+)=(\d{1,9}):(\d{1,9})", written)
+    if match is None or int(match[2]) >= int(match[3]):
+        raise typer.BadParameter(f"--span {written[:40]!r} is not a span; try system=0:57")
+    return match[1], (int(match[2]), int(match[3]))
 
 
 def number_of_bytes(written: str) -> int:

@@ -23,7 +23,9 @@ def watch(
     run: Annotated[Path, typer.Argument(help="The folder of a watched run.", show_default=False)],
     statistic: Annotated[
         str,
-        typer.Option(help="Colour heads by it: entropy, max_logit, sink_mass_max, ..."),
+        typer.Option(
+            help="Colour heads by it: entropy, max_logit, sink_mass_max, span_<name>, ..."
+        ),
     ] = "entropy",
     once: Annotated[bool, typer.Option("--once", help="Show the run now, and exit.")] = False,
     as_json: Annotated[

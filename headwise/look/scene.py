@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
+from headwise.core.spans import PREFIX
+from headwise.look.predictions import Predictor
 from headwise.maps.attention_map import AttentionMap
 from headwise.messages import say
 
@@ -59,6 +62,14 @@ class Head:
     top_prob: Tensor  # (N,)
     type: str | None = None
 
+    def marked(self, spans: Mapping[str, tuple[int, int]]) -> Head:
+        """The same with the mean weight on each of the spans."""
+        found = {
+            f"{PREFIX}{name}_mean": float(self.map.mass(*span).mean())
+            for name, span in spans.items()
+        }
+        return replace(self, figures=self.figures | found)
+
     @property
     def name(self) -> str:
         """Layer and number, both from 0: 5.1 is the second head of the sixth layer."""
@@ -104,7 +115,9 @@ class Group:
     def leaders(self) -> list[tuple[Head, str]]:
         """The heads worth a look first: those that lead all others in a figure, each once."""
         found: dict[str, tuple[Head, str]] = {}
-        for figure, reason in LEADS if self.square else LEADS[-3:]:
+        spans = [name for name in self.heads[0].figures if name.startswith(PREFIX)]
+        leads = [(name, f"looks most at {name[len(PREFIX) : -len('_mean')]}") for name in spans]
+        for figure, reason in (*leads, *(LEADS if self.square else LEADS[-3:])):
             able = [head for head in self.heads if figure in head.figures]
             if able:
                 head = max(able, key=lambda head: head.figures[figure])
@@ -130,6 +143,7 @@ class Input:
     groups: tuple[Group, ...]
     notes: tuple[str, ...] = ()
     image: Image | None = None
+    predictor: Predictor | None = None  # None if its model has no outputs here
 
     def group(self, id: str) -> Group:
         """The group of this id; ValueError names those there are."""
@@ -138,6 +152,22 @@ class Input:
                 return group
         there = ", ".join(group.id for group in self.groups)
         raise ValueError(say("there is no group {id!r}; there are {there}", id=id, there=there))
+
+    def marked(self, spans: Mapping[str, tuple[int, int]]) -> Input:
+        """The same with the mean weight on named spans of keys among the heads' figures."""
+        for name, (_, last) in spans.items():
+            if last > len(self.main.columns):
+                keys = len(self.main.columns)
+                raise ValueError(
+                    say(
+                        "the span {name!r} ends at {last}, and {title} has {keys} keys",
+                        name=name, last=last, title=self.name, keys=keys,
+                    )
+                )  # fmt: skip
+        if not spans:
+            return self
+        heads = tuple(head.marked(spans) for head in self.main.heads)
+        return replace(self, groups=(*self.groups[:-1], replace(self.main, heads=heads)))
 
     def find(self, name: str) -> tuple[Group, Head]:
         """The head of a name such as 5.1, in the main group, or cross:0.3, in another."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, Literal, NamedTuple
 
+from headwise.core.edges import Edge
 from headwise.core.observation import STATISTICS, Observation
 from headwise.look.atlas import Atlas
 from headwise.look.background import Background, BusyError
 from headwise.look.lab_job import LabJob
+from headwise.look.predictions import Outcome, Predictor
 from headwise.look.readers.reader import Reader, check_length, most_tokens
 from headwise.look.scene import Group
 from headwise.look.watched_folder import WatchedFolder
@@ -54,6 +56,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     atlases: OrderedDict[str, Atlas] = field(default_factory=OrderedDict)
     run: WatchedFolder | None = None
+    spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of keys, by name
     lab: LabJob = field(default_factory=LabJob)
     heard: Callable[[Progress], None] = lambda progress: None
     _lock: Lock = field(default_factory=Lock)
@@ -109,6 +112,14 @@ class Session:
             return {"tokens": None, "most": None}
         return {"tokens": reader.count(text), "most": most_tokens(reader.description.device)}
 
+    def compare(
+        self, predictor: Predictor, row: int, edges: list[Edge]
+    ) -> tuple[list[Outcome], float]:
+        """Compare a model's predictions with and without edges; BusyError while it reads."""
+        with self._lock:
+            self._idle()
+            return predictor.compare(row, edges)
+
     def _idle(self) -> Reader:
         """The model, which must not be reading: a tokeniser serves one text at a time."""
         if self.progress.state != "ready" or self.progress.stage:
@@ -139,7 +150,7 @@ class Session:
 
     def _read(self, id: str, what: str | bytes) -> None:
         assert self.reader is not None
-        read = self.reader.read(what, self._report)
+        read = self.reader.read(what, self._report).marked(self.spans)
         atlas = Atlas(read).prepare(self._report)
         self.atlases[id] = atlas
         while len(self.atlases) > MOST_INPUTS:
@@ -218,6 +229,7 @@ def _input(id: str, atlas: Atlas) -> dict[str, Any]:
         "rows": len(main.rows),
         "columns": len(main.columns),
         "notes": list(read.notes),
+        "predicts": read.predictor is not None,
         "image": None
         if read.image is None
         else {"grid": list(read.image.grid), "first": read.image.first},

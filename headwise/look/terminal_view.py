@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from headwise.core.spans import PREFIX
 from headwise.look.scene import Group, Head, Input, printable
 
 SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is a"
@@ -108,7 +109,9 @@ def head_tables(heads: Sequence[Head], square: bool, width: int) -> list[Table]:
     names = ["head", *(head.name for head in heads)]
     tables: list[list[list[str]]] = []
     left = 0
-    for title, figure, form in COLUMNS:
+    spans = [name for name in heads[0].figures if name.startswith(PREFIX)] if heads else []
+    named = [(name[len(PREFIX) : -len("_mean")], name, "{:.0%}") for name in spans]
+    for title, figure, form in (*COLUMNS, *named):
         if square or title not in WITHIN:
             column = [title, *(form.format(head.figures[figure]) for head in heads)]
             taken = 1 + max(map(len, column))

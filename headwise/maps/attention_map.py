@@ -18,6 +18,7 @@ from headwise.core.problem import Problem, describe, restate, without_dropout
 from headwise.core.sums import RowTotals
 from headwise.core.versions import Versions
 from headwise.maps.backends import backend_for
+from headwise.maps.eviction import mean_received, per_key_head, smoothed
 from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Box, Index, Region, indexed, written
 from headwise.maps.row_totals import LazyTotals
@@ -194,6 +195,55 @@ class AttentionMap:
         tensor([[[1.5000, 0.5000]]])
         """
         return self._over(self._region.box, backend_for(self._region).received)
+
+    def eviction_scores(self, recent: int | None = None, smooth: int = 1) -> Tensor:
+        """A score for each key of a cache, (B, Hkv, M): evict the keys that have the lowest.
+
+        It is the mean weight that a key receives from the rows that see it, over the query heads
+        that share it: accumulated attention, as in H2O. With `recent`, only that many last rows
+        count, their own keys score inf, and `smooth` averages over so many neighbours, as in SnapKV
+        (recent=64, smooth=5).
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> hw.attention_map(q, q[:, :1], mask=hw.mask.causal()).eviction_scores()
+        tensor([[[0.5208, 0.3611, 0.2917, 0.2500]]])
+        """
+        call = f".eviction_scores({recent!r}, smooth={smooth!r})"
+        rows, keys = self.shape[2:]
+        if recent is not None and (not is_integer(recent) or not 0 < recent <= min(rows, keys)):
+            raise self._error(f"recent must be from 1 to {min(rows, keys)}, or None", call)
+        if not is_integer(smooth) or smooth < 1 or smooth % 2 == 0:
+            raise self._error("smooth must be an odd number", call)
+        last = rows if recent is None else recent
+        older = keys if recent is None else keys - recent
+        box = self._region.box._replace(rows=range(rows - last, rows), keys=range(older))
+        received = backend_for(self._region).received
+        scores = self._over(box, lambda part, totals: mean_received(received(part, totals), part))
+        scores = per_key_head(smoothed(scores, smooth), self._region.group)
+        return torch.nn.functional.pad(scores, (0, keys - older), value=torch.inf)
+
+    def mass(self, first: int, last: int) -> Tensor:
+        """The weight of each row on the keys first <= j < last, (B, Hq, N).
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 1, 4, 8)
+        >>> hw.attention_map(q, q, mask=hw.mask.causal()).mass(0, 2)
+        tensor([[[1.0000, 1.0000, 0.6667, 0.5000]]])
+        """
+        rows, keys = self.shape[2:]
+        whole = is_integer(first) and is_integer(last)
+        if not whole or not 0 <= first <= last <= keys:
+            raise self._error(
+                f"it needs 0 <= first <= last <= {keys}", f".mass({first!r}, {last!r})"
+            )
+        box = self._region.box._replace(keys=range(first, last))
+        if first == last:
+            return self._region.q.new_zeros(self.shape[:3], dtype=self.dtype)
+        mean = self._pool(
+            box, Cells.every(rows, 1), Cells.every(last - first, last - first), "mean"
+        )
+        return mean[..., 0] * (last - first)
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row, in order, and their keys, (B, Hq, N, k) each.

@@ -6,8 +6,9 @@ from headwise.watching.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES
 from headwise.watching.runs.run_reader import WatchedRun, open_run
+from headwise.watching.span_rule import SpanWeight
 from headwise.watching.table import Table
-from headwise.watching.watch import Watch, watch
+from headwise.watching.watch import Watch, knock_out, watch
 
 __all__ = [
     "RULES",
@@ -15,10 +16,12 @@ __all__ = [
     "Clip",
     "Entry",
     "Recording",
+    "SpanWeight",
     "Table",
     "Watch",
     "WatchedLayer",
     "WatchedRun",
+    "knock_out",
     "open_run",
     "qk_clip",
     "watch",

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from headwise.api import attention, observe, statistics
+from headwise.core.edges import Edge, hole_of, without
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
+from headwise.core.place import Place
 from headwise.core.reduction import Columns
+from headwise.core.spans import PREFIX, Span, within
 from headwise.nn.call import Call
 from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer
@@ -46,6 +49,7 @@ class WatchOptions:
     maps: bool = True
     sink_keys: int = 1
     strict: bool = False
+    spans: Mapping[str, Span] = field(default_factory=dict)  # `stats` has them as span_<name>
 
 
 @dataclass
@@ -58,10 +62,14 @@ class CallRecorder:
     active: bool = True
     tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off
+    edges: tuple[Edge, ...] = ()  # that are knocked out
+    cut_edges: set[Edge] = field(default_factory=set)  # that have hidden something
     unread: UnreadModules = field(init=False)
     proofs: Proofs = field(init=False)
+    cut_proofs: Proofs = field(default_factory=lambda: Proofs(strict=True))  # of knocked-out calls
     passes: int = 0  # of the model, whether or not any attention was seen
     numbered: bool = False  # a step has ended: layers keep their numbers
+    attended: dict[str, int] = field(default_factory=dict)  # modules asked about edges, in order
     _observed: set[str] = field(
         default_factory=set
     )  # inside their own pass; a recomputation must be too
@@ -182,7 +190,8 @@ class CallRecorder:
         if recomputing():
             return
         q, k, v = (x.detach() for x in call[:3])
-        options, look = call._replace(q=q, k=k, v=v).options(), self._look(kind)
+        options = call._replace(q=q, k=k, v=v).options()
+        look = self._look(kind, k.shape[2], forgotten)
         del options["dropout"], options["engine"]
         known = known or {}
         if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
@@ -220,7 +229,8 @@ class CallRecorder:
                 self.beside(name, call, kind, padding, out, forgotten=forgotten)
             return out
         try:
-            out, seen = observe(call.q, call.k, call.v, **call.options(), **self._look(kind))
+            look = self._look(kind, call.k.shape[2], forgotten)
+            out, seen = observe(call.q, call.k, call.v, **call.options(), **look)
         except Exception as error:
             if recomputing():
                 raise  # PyTorch ends a recomputation by an exception, once it has what it needs
@@ -244,12 +254,45 @@ class CallRecorder:
         kept[self.silenced[name]] = 0
         return out * kept.reshape(-1, *[1] * (-1 - axis))
 
-    def _look(self, kind: Kind) -> dict[str, Any]:
+    def edges_of(self, name: str) -> tuple[Edge, ...]:
+        """The edges of a module that are knocked out."""
+        if not self.edges:
+            return ()
+        number = self.attended.setdefault(name, len(self.attended))
+        if name in self._selected:
+            number = list(self._selected).index(name)
+        return tuple(edge for edge in self.edges if matches(number, name, (edge.layer,)))
+
+    def cut(self, name: str, call: Call, kind: Kind, forgotten: int | None = None) -> Call:
+        """A module's call without the edges that are knocked out."""
+        edges = self.edges_of(name)
+        if not edges:
+            return call
+        start = first_position(call) + (forgotten or 0) if kind == "self" else 0
+        place = Place.of(call.q, call.k)
+        holes = {edge: hole_of(edge, place, start, forgotten or 0) for edge in edges}
+        found = {edge: hole for edge, hole in holes.items() if hole is not None}
+        self.cut_edges.update(found)
+        if not found:
+            return call
+        return call._replace(mask=without(call.mask, list(found.values()), place))
+
+    def refuse_edges(self, name: str, reason: str) -> None:
+        """Raise ValueError if edges of a module are knocked out, which can't be done there."""
+        if self.edges_of(name):
+            raise ValueError(f"keys can't be hidden from heads of {name or 'the model'}: {reason}")
+
+    def _look(self, kind: Kind, keys: int, forgotten: int | None) -> dict[str, Any]:
         options = self.options
-        stats = self._stats(kind)
+        stats, spans = plain_statistics(self._stats(kind)), options.spans
         if options.maps and options.rows is None and "lse" not in stats:
             stats = (*stats, "lse")
-        return {"stats": stats, "rows": options.rows, "sink_keys": options.sink_keys}
+        return {
+            "stats": stats,
+            "rows": options.rows,
+            "sink_keys": options.sink_keys,
+            "spans": {} if kind == "window" else within(spans, keys, forgotten or 0),
+        }
 
     def _keep(
         self,
@@ -361,7 +404,8 @@ class CallRecorder:
 
     def _stats(self, kind: Kind) -> tuple[str, ...]:
         """The statistics that are seen of a layer of this kind."""
-        return tuple(x for x in self.options.stats if kind == "self" or x not in WITHIN)
+        stats = self.options.stats if kind != "window" else plain_statistics(self.options.stats)
+        return tuple(x for x in stats if kind == "self" or x not in WITHIN)
 
     def leave_out(self, layers: Iterable[WatchedLayer], error: Exception) -> None:
         """Take the layers of a module out of the recording: it was misread."""
@@ -373,6 +417,11 @@ class CallRecorder:
     def known(self) -> list[str]:
         """The names of all attention layers the model has shown so far."""
         return list(self._selected)
+
+
+def plain_statistics(stats: Iterable[str]) -> tuple[str, ...]:
+    """The statistics that are not weights on spans."""
+    return tuple(name for name in stats if not name.startswith(PREFIX))
 
 
 def forgets(layer: WatchedLayer, call: Call, start: int) -> bool:

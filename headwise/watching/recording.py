@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from headwise.core.spans import PREFIX
 from headwise.maps.attention_map import AttentionMap
 from headwise.watching import figure_names as naming
 from headwise.watching import head_types
@@ -103,6 +104,19 @@ class Recording:
                 f"{found.heads - 1}"
             )
         return found.map().head(batch, head % found.heads)
+
+    @property
+    def spans(self) -> dict[str, dict[int, Tensor]]:
+        """The weight on each span in the last pass, row by row: `spans[name][layer]` (B, Hq, N).
+
+        The table has its mean over rows and passes as span_<name>_mean.
+        """
+        found: dict[str, dict[int, Tensor]] = {}
+        for layer in self.layers:
+            if any(stat.startswith(PREFIX) for stat in layer.stats):
+                for name, weight in layer.observation.spans.items():
+                    found.setdefault(name, {})[layer.number] = weight
+        return found
 
     def types(self) -> Table:
         """The type of each head, by the first of `head_types.RULES` that fits, and its scores.

@@ -28,9 +28,20 @@ class Finding(NamedTuple):
 class Rule(Protocol):
     """A condition on the heads of one step."""
 
-    name: ClassVar[str]
-    source: ClassVar[str]
-    needs: ClassVar[tuple[str, ...]]  # the statistics that it reads
+    @property
+    def name(self) -> str:
+        """Its name: an alarm is raised once for each name and head."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """The source of its threshold."""
+        ...
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The statistics that it reads."""
+        ...
 
     @property
     def every(self) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from headwise.core.edges import Edges, check_edges
 from headwise.core.observation import check_sink_keys, check_statistics
+from headwise.core.spans import PREFIX, Spans, check_spans
 from headwise.watching.adapters import (
     flash_calls,
     flex_calls,
@@ -24,8 +28,8 @@ from headwise.watching.adapters.module_forwards import Follower, find_module, fo
 from headwise.watching.adapters.patching import Undo
 from headwise.watching.alarms import chosen
 from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
+from headwise.watching.experiments.importance import importance
 from headwise.watching.head_weights import query_key_weights, symmetry
-from headwise.watching.importance import importance
 from headwise.watching.rules import Rule
 from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
@@ -48,6 +52,7 @@ def watch(
     sink_keys: int = 1,
     alarms: bool | Rule | Iterable[Rule] = False,
     strict: bool = False,
+    spans: Spans | None = None,
 ) -> Watch:
     """Watch every attention layer of any model while it trains or runs; the model is unchanged.
 
@@ -56,8 +61,10 @@ def watch(
     in a loop without one `step()` does. `every=100` looks at every hundredth step only.
     `stats` names some of the statistics, `rows=64` looks at a sample of the query rows, `layers`
     are numbers or names (* matches any part of a name), `heads` are numbers. `maps=False` keeps no
-    queries and keys for `seen.map`. `alarms=True` checks each step by the rules of
-    `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in the log.
+    queries and keys for `seen.map`. `spans={"image": (4, 580)}` adds the weight on ranges of keys,
+    the figure span_image_mean; `seen.spans` has it row by row. `alarms=True` checks each step by
+    the rules of `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in
+    the log.
 
     The model's own attention still computes its output; headwise observes beside it. headwise's own
     attention is observed in the same pass. Whatever goes wrong while looking is reported once, and
@@ -87,8 +94,9 @@ def watch(
     for name, value in numbers:
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"hw.watch({name}={value!r}): it must be a whole number, at least 1")
+    marked = check_spans(spans)
     options = WatchOptions(
-        check_statistics(stats),
+        (*check_statistics(stats), *(PREFIX + name for name in marked)),
         rows,
         _several("layers", layers, int | str, "numbers or names of layers"),
         _several("heads", heads, int, "numbers of heads"),
@@ -96,8 +104,47 @@ def watch(
         maps,
         sink_keys,
         strict,
+        marked,
     )
     return Watch(model, options, chosen(alarms, options.stats, maps))
+
+
+@contextmanager
+def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
+    """Hide chosen keys from chosen heads of any model while the block runs.
+
+    `edges` are tuples (layer, head, keys) or (layer, head, keys, queries); see `hw.Edge`. Their
+    layers are computed by headwise, on a fused engine; a row without keys gives 0. Gradients flow
+    if backward runs inside the block. ValueError where keys can't be hidden, and at the end of the
+    block if an edge has hidden nothing. A watched model has `seen.knock_out(edges)`.
+
+    >>> import headwise as hw
+    >>> gpt = hw.load("gpt")
+    >>> ids = gpt.encode("to be or not to be")
+    >>> with hw.knock_out(gpt.model, [(5, 1, 0)]):  # layer 5, head 1 does not see the first token
+    ...     without = gpt.model(ids)
+    >>> bool((without - gpt.model(ids)).abs().max() > 0)
+    True
+    """
+    wanted = check_edges(edges)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"hw.knock_out takes a torch.nn.Module, not {type(model).__name__}")
+    _refuse_compiled(model)
+    watch = Watch(model, WatchOptions(stats=(), maps=False)).attach()
+    watch._recorder.active = False  # it changes calls, and records nothing
+    try:
+        with watch.knock_out(wanted):
+            yield
+    finally:
+        watch.detach()
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    if torch_calls.is_compiled(model):
+        raise ValueError(
+            f"keys can't be hidden in this {type(model).__name__}: it runs compiled code. Use the "
+            "model before torch.compile"
+        )
 
 
 def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:
@@ -285,6 +332,37 @@ class Watch(SteppedRecording):
             return importance(self.model, self._recorder, measure)
         finally:
             self._look(looking)
+
+    @contextmanager
+    def knock_out(self, edges: Edges) -> Iterator[None]:
+        """Hide chosen keys from chosen heads while the block runs; see `hw.knock_out`.
+
+        What is recorded in the block is what heads do without these edges.
+        """
+        wanted, recorder = check_edges(edges), self._recorder
+        if not self.attached or recorder.edges:
+            state = "is not watched" if not self.attached else "has edges knocked out already"
+            raise ValueError(f"this {type(self.model).__name__} {state}")
+        _refuse_compiled(self.model)
+        if not self._undo:
+            self._hook()  # this step is passed over
+        fast, passes = torch.backends.mha.get_fastpath_enabled(), recorder.passes
+        torch.backends.mha.set_fastpath_enabled(False)  # it does not call its attention
+        recorder.edges, recorder.cut_edges = wanted, set()
+        try:
+            yield
+            missed = [edge for edge in wanted if edge not in recorder.cut_edges]
+            if missed and recorder.passes > passes:
+                there = ", ".join(f"{n} {name}" for name, n in list(recorder.attended.items())[:40])
+                raise ValueError(
+                    f"{tuple(missed[0])} hid nothing: its layer, keys or queries were not in any "
+                    f"call. The layers that attended were {there or 'none'}"
+                )
+        finally:
+            recorder.edges = ()
+            torch.backends.mha.set_fastpath_enabled(fast)
+            if not recorder.active:
+                self._look(False)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.look.head_groups import groups
+from headwise.look.predictions import Predictor
 from headwise.look.readers import image_bytes as images
 from headwise.look.readers.reader import (
     SAMPLE_SENTENCE,
@@ -66,7 +67,13 @@ class TextReader:
             )  # without logits: those of a long text would fill the memory
         tokens = loaded.tokeniser.pieces(ids)
         notes = too_long(len(ids), self.description.context)
-        return Input(title(text), "text", groups(seen, {"self": (tokens, tokens)}, ids), notes)
+
+        def logits(row: int) -> Tensor:
+            return loaded.model.logits(loaded.model.features(tensor)[:, row])[0]
+
+        predictor = Predictor(loaded.model, logits, lambda id: loaded.tokeniser.pieces([id])[0])
+        made = groups(seen, {"self": (tokens, tokens)}, ids)
+        return Input(title(text), "text", made, notes, predictor=predictor)
 
 
 @dataclass(frozen=True)
@@ -136,8 +143,9 @@ class ImageReader:
         model, config = self.loaded.model, self.loaded.model.config
         pixels = images.pixels(what, config.image, config.channels)  # (C, H, W), 0 to 1
         device = model.summary.device
+        given = self._scaled(pixels).to(device)[None]
         with watch(model) as seen, running(model, report):
-            model(self._scaled(pixels).to(device)[None])
+            model(given)
         side = config.image // config.patch
         tokens = images.patch_names(1, side, side)
         shown = Image(images.png(pixels), (side, side), 1)
@@ -145,7 +153,9 @@ class ImageReader:
             "pixels are scaled by this image's own mean and deviation: the run has saved no others"
         )
         notes = () if self.loaded.mean else (own,)
-        return Input("image", "image", groups(seen, {"self": (tokens, tokens)}), notes, shown)
+        predictor = Predictor(model, lambda row: model(given)[0], str)
+        made = groups(seen, {"self": (tokens, tokens)})
+        return Input("image", "image", made, notes, shown, predictor)
 
     def _scaled(self, pixels: Tensor) -> Tensor:
         """Normalise pixels (C, H, W) as in training; by their own mean if the run kept none."""

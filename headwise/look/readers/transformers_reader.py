@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from headwise.look.head_groups import groups
+from headwise.look.predictions import Predictor
 from headwise.look.readers import image_bytes as images
 from headwise.look.readers.reader import (
     SAMPLE_SENTENCE,
@@ -53,7 +55,9 @@ def opened(what: str, device: torch.device, local: bool) -> Reader:
     try:
         config = auto.AutoConfig.from_pretrained(what, **here)
         both = bool(config.is_encoder_decoder)
-        kind = auto.AutoModelForSeq2SeqLM if both else auto.AutoModel
+        predicts = any(x.endswith("ForCausalLM") for x in config.architectures or ())
+        kind = auto.AutoModelForCausalLM if predicts else auto.AutoModel
+        kind = auto.AutoModelForSeq2SeqLM if both else kind
         model = kind.from_pretrained(what, use_safetensors=True, dtype=torch.float32, **here)
         name, model = Path(what).name, model.to(device).eval()
         if hasattr(config, "patch_size"):
@@ -62,7 +66,7 @@ def opened(what: str, device: torch.device, local: bool) -> Reader:
         tokeniser = auto.AutoTokenizer.from_pretrained(what, **here)
         if both:
             return TransformersTranslationReader(name, model, tokeniser)
-        return TransformersTextReader(name, model, tokeniser)
+        return TransformersTextReader(name, model.base_model, tokeniser, model)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(str(error).split())
         said = say("transformers can't load {what}: {reason}", what=what, reason=reason)
@@ -78,6 +82,7 @@ class TransformersTextReader:
     name: str
     model: Any
     tokeniser: Any
+    whole: Any = None  # the model with its output layer, if it predicts tokens
     sample: str = SAMPLE_TEXT
 
     @property
@@ -108,10 +113,26 @@ class TransformersTextReader:
             notes = (said,)
             ids = ids[:places]
         check_length(len(ids), self.model.device.type)
+        given = torch.tensor([ids], device=self.model.device)
         with watch(self.model) as seen, running(self.model, report):
-            self.model(torch.tensor([ids], device=self.model.device))
+            self.model(given)
         tokens = pieces(self.tokeniser, ids)
-        return Input(title(text), "text", groups(seen, {"self": (tokens, tokens)}, ids), notes)
+        made = groups(seen, {"self": (tokens, tokens)}, ids)
+        return Input(title(text), "text", made, notes, predictor=self._predictor(given))
+
+    def _predictor(self, ids: torch.Tensor) -> Predictor | None:
+        """The predictions of the next tokens; None if the model has no output layer."""
+        if self.whole is None or self.whole is self.model:
+            return None
+        kept = "logits_to_keep" in inspect.signature(self.whole.forward).parameters
+
+        def logits(row: int) -> torch.Tensor:
+            if not kept:
+                return self.whole(ids).logits[0, row]  # type: ignore[no-any-return]
+            rows = torch.tensor([row], device=ids.device)
+            return self.whole(ids, logits_to_keep=rows).logits[0, 0]  # type: ignore[no-any-return]
+
+        return Predictor(self.model, logits, lambda id: pieces(self.tokeniser, [id])[0])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from headwise.core.edges import Edge
 from headwise.look.atlas import Atlas, PackedCells
 from headwise.look.background import BusyError
 from headwise.look.scene import Group, Head
@@ -24,6 +25,7 @@ from headwise.maps.pooling import Cells
 from headwise.messages import halves, said_by, say, with_chinese
 
 MOST_TOKENS = 20_000  # in one answer
+MOST_PAIRS = 1 << 26  # rows by keys of a span
 MOST_LINES = 512  # rows whose largest weights are given in one answer
 
 
@@ -164,6 +166,34 @@ def strips(session: Session, query: Query, id: str, *where: str) -> Answer:
     )
 
 
+def span(session: Session, query: Query, id: str) -> Answer:
+    """The weight of every head on a span of keys: the mean over rows, and that of one row."""
+    group = _atlas(session, id).input.group(query.given.get("group", "self"))
+    keys, row = _keys(query, group), _row(query, group)
+    found = []
+    for head in group.heads:
+        mass = head.map.mass(keys.start, keys.stop)[0, 0]  # (N,)
+        shares = {"mean": number(float(mass.mean())), "row": number(float(mass[row]))}
+        found.append({"layer": head.layer, "head": head.number, **shares})
+    return as_json({"first": keys.start, "last": keys.stop, "row": row, "heads": found})
+
+
+def without(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The predictions of a row if a head did not see a span of keys."""
+    atlas, group, head = _head(session, id, *where)
+    predictor = atlas.input.predictor
+    if predictor is None:
+        hint = say("models that predict tokens or classes can: gpt, a ViT, a causal language model")
+        raise Refusal(404, say("this input has no predictions to compare"), hint)
+    keys = _keys(query, group)
+    edge = Edge(head.module.partition("#")[0], head.number, (keys.start, keys.stop))
+    try:
+        outcomes, moved = session.compare(predictor, _row(query, group), [edge])
+    except BusyError as busy:
+        raise Refusal(409, *busy.args) from busy
+    return as_json({"moved": moved, "outcomes": [outcome._asdict() for outcome in outcomes]})
+
+
 def row(session: Session, query: Query, id: str, *where: str) -> Answer:
     """The weights of a row, exactly."""
     *_, head = _head(session, id, *where[:3])
@@ -255,6 +285,7 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (r"/api/inputs/(\d+)/heads", heads),
     (r"/api/inputs/(\d+)/thumbnails", thumbnails),
     (r"/api/inputs/(\d+)/image", image),
+    (r"/api/inputs/(\d+)/span", span),
     (HEAD, pyramid),
     (rf"{HEAD}/tile/{PLACE}/{PLACE}/{PLACE}", tile),
     (rf"{HEAD}/strips", strips),
@@ -262,6 +293,7 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (rf"{HEAD}/column/{PLACE}", column),
     (rf"{HEAD}/weight/{PLACE}/{PLACE}", weight),
     (rf"{HEAD}/top", top),
+    (rf"{HEAD}/without", without),
     (r"/api/why/(\w+)", experiment),
     (r"/api/cost", cost),
     (r"/api/lab", lab),
@@ -314,6 +346,28 @@ def _head(
     atlas = _atlas(session, id)
     found = atlas.input.group(group)
     return atlas, found, found.head(f"{int(layer)}.{int(head)}")
+
+
+def _row(query: Query, group: Group) -> int:
+    """The row that is asked about; the last one by default."""
+    last = len(group.rows) - 1
+    return query.number("row", last, 0, last)
+
+
+def _keys(query: Query, group: Group) -> slice:
+    """The span of keys that is asked about, of a size that is computed in a moment."""
+    count = len(group.columns)
+    first = query.number("first", 0, 0, count - 1)
+    last = query.number("last", count, first + 1, count)
+    pairs = len(group.rows) * (last - first)
+    if pairs > MOST_PAIRS:
+        said = say(
+            "{rows:,} rows by {keys:,} keys are too many at once; choose fewer keys",
+            rows=len(group.rows),
+            keys=last - first,
+        )
+        raise Refusal(400, *halves(said))
+    return slice(first, last)
 
 
 def _binary(packed: PackedCells) -> Answer:

@@ -69,6 +69,7 @@ def _observed(
 ) -> Any:
     """The function's own result; its call is shown to the recorder."""
     name, recorder = listener.frames[-1].name, listener.recorder
+    recorder.refuse_edges(name, "it calls flex_attention")
     with listener.off(), taken():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result

@@ -72,7 +72,7 @@ def _observed(
 ) -> Tensor:
     """The module's forward, watched."""
     wanted = recorder.wants(name)
-    if not wanted and name not in recorder.silenced:
+    if not wanted and name not in recorder.silenced and not recorder.edges_of(name):
         return run(*given, **options)
     with taken():
         return _computed(module, name, recorder, wanted, given, options)
@@ -89,9 +89,10 @@ def _computed(
     """The module's output, observed if that is wanted."""
     call, cache = module.prepare(*given, **options), options.get("cache")
     with RollbackOnError(cache, call.q.shape[-2]):
+        forgotten = None if cache is None else int(cache.first)
+        kind = _kind(module, given, options)
+        call = recorder.cut(name, call, kind, forgotten)
         if wanted:
-            forgotten = None if cache is None else int(cache.first)
-            kind = _kind(module, given, options)
             out = recorder.inside(name, call, kind, forgotten=forgotten)
         else:
             out = attention(call.q, call.k, call.v, **call.options())

@@ -78,8 +78,8 @@ def attend(
     call = _to_call(module, query, key, value, attention_mask, options)
     call = call._replace(dropout=dropout)
     out = attention(*call[:3], **call.options()) if look is None else look(call)
-    weights = _weights(call) if options.get("output_attentions") else None
-    return out.transpose(1, 2).contiguous(), weights
+    shown = weights(call) if options.get("output_attentions") else None
+    return out.transpose(1, 2).contiguous(), shown
 
 
 def _to_call(
@@ -92,7 +92,8 @@ def _to_call(
     return to_call(InterfaceCall("sdpa", module, q, k, v, given, options), "self", None, _memo)
 
 
-def _weights(call: Call) -> Tensor:
+def weights(call: Call) -> Tensor:
+    """All weights of a call, (B, Hq, N, M); ValueError if there are too many."""
     shape = (*call.q.shape[:3], call.k.shape[2])
     if torch.Size(shape).numel() > WEIGHTS:
         raise ValueError(

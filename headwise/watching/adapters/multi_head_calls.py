@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.core.mask_reading import HIDDEN
+from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.nn.torch_masks import read_torch_masks
 from headwise.score import Dot
@@ -65,13 +66,53 @@ def _forward(look: Callable[..., Any]) -> Callable[[Any, list[TorchModules]], Ca
                 return _traced(original, self, given, options)
             for modules in users:
                 if id(self) in modules.names:
-                    run = partial(original, self, *given, **options)
+                    run = _Run(original, self, given, options)
                     return look(modules, self, run, *given, **options)
             return original(self, *given, **options)
 
         return forward
 
     return make
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A module's own forward with the arguments that it was called with, or with others."""
+
+    original: Callable[..., Any]
+    module: nn.Module
+    given: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self, *others: Any) -> Any:
+        if others:
+            return self.original(self.module, *others)
+        return self.original(self.module, *self.given, **self.options)
+
+
+def _hidden(modules: TorchModules, module: nn.MultiheadAttention, *given: Any) -> Tensor:
+    """The mask that PyTorch takes, (B · H, N, M), True or -inf for the keys that are hidden.
+
+    PyTorch's module has no other way to hide a key from one head. It gives NaN for a row that sees
+    nothing, so that is refused.
+    """
+    name, attn_mask = modules.names[id(module)], given[5]
+    call, kind, _ = _read(module, *given)
+    cut = modules.recorder.cut(name, call, kind)
+    place = Place.of(call.q, call.k)
+    shape = place.batch, place.heads, place.queries, place.keys
+    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.q.device)
+    seen = (seen if cut.mask is None else cut.mask.to_dense(place)).expand(shape)
+    if not bool(seen.any(-1).all()):
+        raise ValueError(
+            f"keys can't be hidden from heads of {name or 'the model'}: a row of "
+            "nn.MultiheadAttention would see no key, and PyTorch would return NaN"
+        )
+    hidden = ~seen.flatten(0, 1)
+    if attn_mask is None or attn_mask.dtype == torch.bool:
+        return hidden  # the mask that was given is in it
+    whole: Tensor = attn_mask if attn_mask.ndim == 3 else attn_mask[None]
+    return whole.masked_fill(hidden, -torch.inf)
 
 
 def _traced(
@@ -113,7 +154,7 @@ def _traced_layer(
 def _attention(
     modules: TorchModules,
     module: nn.MultiheadAttention,
-    run: Callable[[], Any],
+    run: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -124,13 +165,19 @@ def _attention(
     is_causal: bool = False,
 ) -> Any:
     """An attention that is called, on its fast path or not."""
-    modules.listener.refuse_other_threads(modules.names[id(module)])
+    name = modules.names[id(module)]
+    modules.listener.refuse_other_threads(name)
+    masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
     with modules.listener.off(), taken():
-        out = run()
+        if modules.recorder.edges_of(name):
+            hidden = _hidden(modules, module, query, key, value, *masks)
+            masks = (key_padding_mask, need_weights, hidden, average_attn_weights, False)
+            out = run(query, key, value, *masks)
+        else:
+            out = run()
     modules.seen.add(id(module))
-    if modules.recorder.wants(modules.names[id(module)]):
-        masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        with modules.recorder.unread.reading(modules.names[id(module)]):
+    if modules.recorder.wants(name):
+        with modules.recorder.unread.reading(name):
             _look(modules, module, query, key, value, *masks)
     return out
 
@@ -187,8 +234,9 @@ _REPLACED: tuple[Replacement[TorchModules], ...] = (
 def _look(modules: TorchModules, module: nn.MultiheadAttention, *given: Any) -> None:
     """Show the call to the recorder: its projections are computed once more."""
     with taken():
+        name, recorder = modules.names[id(module)], modules.recorder
         call, kind, padding = _read(module, *given)
-        modules.recorder.beside(modules.names[id(module)], call, kind, padding)
+        recorder.beside(name, recorder.cut(name, call, kind), kind, padding)
 
 
 def _read(

@@ -71,6 +71,20 @@ def scaled_dot_product(
     return Call(q, k, v, Dot(scale), mask, bias, None, None, dropout_p, "auto"), kind
 
 
+def attend_without(
+    memo: MaskMemo, cut: Callable[[Call, Kind | None], Call], *given: Any, **options: Any
+) -> Tensor:
+    """The output of a call of F.scaled_dot_product_attention after `cut` has changed its mask."""
+    call, kind = scaled_dot_product(memo, *given, **options)
+    named = dict(zip(("query", "key", "value", "attn_mask"), given, strict=False)) | options
+    mask = named.get("attn_mask")
+    if isinstance(mask, Tensor) and mask.requires_grad:
+        raise ValueError("keys can't be hidden where attn_mask has a gradient; detach it")
+    q, k, v = (_with_heads(named[name]) for name in ("query", "key", "value"))  # with gradients
+    out = cut(call._replace(q=q, k=k, v=v), kind).attend()
+    return out.reshape(*named["query"].shape[:-1], v.shape[-1])
+
+
 def lengths_differ(q: Tensor, k: Tensor) -> bool:
     """True if there are not as many queries (B, H, N, D) as keys, nor one: that is a next token."""
     return q.shape[2] > 1 and q.shape[2] != k.shape[2]

@@ -20,6 +20,7 @@ from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
     SCALED_DOT_PRODUCT,
     MaskMemo,
+    attend_without,
     lengths_differ,
     scaled_dot_product,
 )
@@ -112,7 +113,8 @@ class Listener(ModelMode):
         if name is None:
             return
         self.refuse_other_threads(name)
-        needed = self.recorder.active or bool(self.recorder.silenced)
+        recorder = self.recorder
+        needed = recorder.active or bool(recorder.silenced) or bool(recorder.edges)
         if not self.frames and self.recorder.passes % AGAIN == 0:
             self.heard_nothing.clear()
         on, silent = self.on, self.heard_nothing.get(id(module), 0) >= ENOUGH
@@ -194,6 +196,7 @@ class Listener(ModelMode):
             return self.scaled_dot_product(func, args, options)
         out = func(*args, **options)
         if func in self.readers:
+            self.recorder.refuse_edges(frame.name, f"it calls {func.__name__}")
             if frame.name in self.recorder.silenced:
                 raise ValueError(f"{frame.name}: a head of {func.__name__} can't be switched off")
             if self.recorder.wants(frame.name):
@@ -214,22 +217,32 @@ class Listener(ModelMode):
     ) -> Tensor:
         """A call of F.scaled_dot_product_attention; its output."""
         name = self.frames[-1].name
+
+        def cut(call: Call, kind: Kind | None) -> Call:
+            return self.recorder.cut(name, call, kind or kind_of(name))
+
         with taken():
-            out = original(*given, **options)
+            if self.recorder.edges_of(name):
+                out = attend_without(self.memo, cut, *given, **options)
+            else:
+                out = original(*given, **options)
         if self.recorder.wants(name):
             with self.recorder.unread.reading(name):
                 call, kind = scaled_dot_product(self.memo, *given, **options)
-                self.recorder.beside(name, call, kind or kind_of(name), out=out)
+                self.recorder.beside(name, cut(call, kind), kind or kind_of(name), out=out)
         return self.recorder.silence(name, out)
 
     def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """A call of hw.attention in somebody's own module."""
-        if q.ndim != 4 or not self.recorder.wants(name):
+        recorder = self.recorder
+        if q.ndim != 4 or not (recorder.wants(name) or recorder.edges_of(name)):
             out = attention(q, k, v, **options)
         else:
             call = Call(q, k, v, **(options | {"score": options["score"] or Dot()}))
             across = call.mask is None and lengths_differ(q, k)
-            out = self.recorder.inside(name, call, "cross" if across else kind_of(name))
+            kind: Kind = "cross" if across else kind_of(name)
+            call = recorder.cut(name, call, kind)
+            out = recorder.inside(name, call, kind) if recorder.wants(name) else call.attend()
         return self.recorder.silence(name, out)
 
     def written(
@@ -247,12 +260,13 @@ class Listener(ModelMode):
                 found = running.follow(op)
         except Exception as error:
             name = error.name if isinstance(error, UnreadableError) else self.frames[-1].name
-            if name in recorder.silenced:
+            if name in recorder.silenced or recorder.edges_of(name):
                 raise
             recorder.unread.fail(name, error)
             return out
         if found is None:
             return out
+        recorder.refuse_edges(found.name, "its attention is written out, softmax and all")
         if found.call is not None and recorder.wants(found.name):
             with recorder.unread.reading(found.name):
                 self.observe_written(found, found.call, out.detach())

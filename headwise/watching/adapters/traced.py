@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from headwise.api import observe, statistics
 from headwise.core.observation import Observation
+from headwise.core.spans import Span, within
 from headwise.nn.call import Call
 from headwise.watching.board import record
-from headwise.watching.call_recorder import WITHIN, CallRecorder
+from headwise.watching.call_recorder import WITHIN, CallRecorder, plain_statistics
 from headwise.watching.seen_call import Kind, padding_rows
 
 GROUP, TAP, BOARD, PLACE = (f"_headwise_{name}" for name in ("group", "tap", "board", "place"))
@@ -39,6 +40,15 @@ class Tap:
     columns: tuple[str, ...]  # the statistics that the board has columns for
     maxima: tuple[int, ...]
     minima: tuple[int, ...]
+    spans: tuple[tuple[str, Span], ...] = ()
+
+    def look(self, call: Call, across: bool) -> dict[str, Any]:
+        """The statistics of a call that are asked for."""
+        stats = plain_statistics(self.stats)
+        if across or self.kind == "cross":
+            stats = tuple(name for name in stats if name not in WITHIN)
+        spans = within(dict(self.spans), call.k.shape[2])
+        return {"stats": stats, "sink_keys": self.sink_keys, "spans": spans}
 
 
 class Tracing:
@@ -90,8 +100,7 @@ def beside(
     q, k, v = (x.detach() for x in call[:3])
     options = call.options()
     del options["dropout"], options["engine"]
-    stats = _stats(tap, across)
-    seen = statistics(q, k, v, **options, stats=stats, rows=tap.rows, sink_keys=tap.sink_keys)
+    seen = statistics(q, k, v, **options, **tap.look(call, across), rows=tap.rows)
     _record(module, tap, call, across, padding, seen)
 
 
@@ -107,10 +116,7 @@ def inside(
             out = call.attend()
         beside(module, call, across, padding)
         return out
-    stats = _stats(tap, across)
-    out, seen = observe(
-        call.q, call.k, call.v, **call.options(), stats=stats, sink_keys=tap.sink_keys
-    )
+    out, seen = observe(call.q, call.k, call.v, **call.options(), **tap.look(call, across))
     seen.values = {name: value.detach() for name, value in seen.values.items()}
     _record(module, tap, call, across, padding, seen)
     return out
@@ -138,12 +144,6 @@ def _record(
         list(tap.maxima),
         list(tap.minima),
     )
-
-
-def _stats(tap: Tap, across: bool) -> tuple[str, ...]:
-    if across or tap.kind == "cross":
-        return tuple(name for name in tap.stats if name not in WITHIN)
-    return tap.stats
 
 
 def _tap(module: nn.Module | None, q: Tensor) -> Tap | None:
@@ -216,6 +216,7 @@ class TracedModel:
                 columns.stats,
                 columns.maxima,
                 columns.minima,
+                tuple(options.spans.items()),
             )
             setattr(module, TAP, tap)
             setattr(module, BOARD, board.now)

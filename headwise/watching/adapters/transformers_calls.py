@@ -195,25 +195,58 @@ def _observed(
     kind, sequence = _kind(given, name), modules.sequence(name)
     padding = None if sequence is None else sequence.padding(given.q)
     forgotten = None if sequence is None else sequence.forgotten(given.q, given.k, kind)
-    if function is ours.attend and recorder.wants(name):
-        look = functools.partial(
-            recorder.inside, name, kind=kind, padding=padding, forgotten=forgotten
-        )
+    edges = recorder.edges_of(name)
+    if function is ours.attend and (recorder.wants(name) or edges):
+
+        def look(call: Call) -> Tensor:
+            call = recorder.cut(name, call, kind, forgotten)
+            if not recorder.wants(name):
+                return call.attend()
+            return recorder.inside(name, call, kind, padding, forgotten)
+
         with taken():  # its engine may be PyTorch's
             return _run(function, given, look=look)
     with taken():
-        result = _run(function, given)
+        if edges:
+            result = _without_edges(modules, function, given, kind, forgotten)
+        else:
+            result = _run(function, given)
     silenced = (recorder.silence(name, result[0], axis=-2), *result[1:])
     if not recorder.wants(name):
         return silenced
     given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
     with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
         call = to_call(given, kind, sequence, modules.memo)
-        proof = modules.prove(name, function, given, call, result[0])
+        proof = None if edges else modules.prove(name, function, given, call, result[0])
+        call = recorder.cut(name, call, kind, forgotten)
         modules.remember(name, call, sequence)
         out = None if given.option("dropout") else result[0].transpose(1, 2)
         recorder.beside(name, call, kind, padding, out, forgotten=forgotten, proof=proof)
     return silenced
+
+
+def _without_edges(
+    modules: TransformersModules,
+    function: Callable[..., Any],
+    given: InterfaceCall,
+    kind: Kind,
+    forgotten: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The result of a call without the edges that are knocked out, computed by headwise.
+
+    The first call of each form is compared with the function's own result before it is cut.
+    """
+    name = modules.names[id(given.module)]
+    call = to_call(given, kind, modules.sequence(name), modules.memo)
+    form = (given.implementation, given.mask is None, given.q.shape[2] == 1)
+    with torch.no_grad():
+        own = modules.recorder.cut_proofs.compare
+        own(name, form, call, lambda: _undropped(function, given))
+    call = call._replace(dropout=given.option("dropout") or 0.0)
+    call = modules.recorder.cut(name, call, kind, forgotten)
+    shown = given.implementation == "eager" or given.option("output_attentions")
+    weights = ours.weights(call) if shown else None
+    return call.attend().transpose(1, 2).contiguous(), weights
 
 
 def _traced(function: Callable[..., Any], given: InterfaceCall) -> Any:

@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.core.spans import plain
 from headwise.messages import from_json, say, with_chinese
 from headwise.watching.call_recorder import WatchOptions
 from headwise.watching.rules import Rule
@@ -43,7 +44,7 @@ def describe(model: nn.Module, options: WatchOptions, rules: Sequence[Rule]) -> 
             "class": type(model).__name__,
             "parameters": sum(each.numel() for each in model.parameters()),
         },
-        "looking": asdict(options),
+        "looking": asdict(replace(options, spans={})) | {"spans": plain(options.spans)},
         "rules": [{"rule": x.name, "says": x.says, "source": x.source} for x in rules],
         "processes": _processes()[1],
         "versions": {

@@ -8,9 +8,12 @@ import type {
   GroupId,
   HeadAddress,
   Heads,
+  KeySpan,
   MapShape,
   Pooling,
+  Prediction,
   Series,
+  Shares,
   State,
   StripRange,
   Strips,
@@ -108,6 +111,16 @@ export class Source {
     signal?: AbortSignal,
   ): Promise<TopKeys> {
     return this.transport.json(query(`${headPath(head)}/top`, { row_start, row_stop, k }), signal);
+  }
+
+  /** The weight of a group's heads on a span of keys. */
+  span(input: string, group: GroupId, span: KeySpan): Promise<Shares> {
+    return this.#keep(query(`${inputPath(input)}/span`, { group, ...span }));
+  }
+
+  /** The predictions of a row with a span of keys hidden from a head, and without. */
+  without(head: HeadAddress, span: KeySpan): Promise<Prediction> {
+    return this.transport.json(query(`${headPath(head)}/without`, { ...span }));
   }
 
   /** The picture of an image input, as PNG. */

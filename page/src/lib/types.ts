@@ -43,6 +43,8 @@ export interface Input {
   columns: number;
   notes: string[];
   groups: Group[];
+  /** Its model can be run again, to compare predictions. */
+  predicts: boolean;
   /** Of image inputs: patches down and across, and how many tokens come before them. */
   image: { grid: [number, number]; first: number } | null;
 }
@@ -145,6 +147,25 @@ export interface Weight {
   weight: number;
   logit: number | null;
   lse: number | null;
+}
+
+/** A span of keys, the last one not included, and the row that is asked about. */
+export interface KeySpan {
+  first: number;
+  last: number;
+  row: number;
+}
+
+/** The weight of each head on a span of keys: its mean over rows, and that of one row. */
+export interface Shares extends KeySpan {
+  heads: { layer: number; head: number; mean: number; row: number }[];
+}
+
+/** Predictions with all keys, and with some hidden from a head. */
+export interface Prediction {
+  /** The share of probability that has moved. */
+  moved: number;
+  outcomes: { name: string; before: number; after: number }[];
 }
 
 export interface TopKeys {

@@ -8,7 +8,7 @@ import type { HeadAddress, How } from '../../lib/types';
 import type { Place } from './view';
 
 export type By = 'row' | 'column';
-export type Side = 'text' | 'lines' | 'image';
+export type Side = 'text' | 'lines' | 'image' | 'spans';
 
 /** Up to this many keys, colours are linear by default. */
 const FEW = 64;
@@ -88,6 +88,7 @@ export class Choices {
     const side = this.#text('side');
     const image = Boolean(this.#look.input?.image);
     if (side === 'text' || side === 'lines') return side;
+    if (side === 'spans' && this.#look.transport.kind !== 'file') return side;
     return image ? 'image' : 'text';
   }
 
@@ -103,6 +104,13 @@ export class Choices {
   get span(): { from: number | null; to: number | null } {
     const rows = this.#look.group?.rows ?? 0;
     return { from: this.#token('from', rows), to: this.#token('to', rows + 1) };
+  }
+
+  /** The first and the last key of the span that is weighed; by default the chosen key. */
+  get keys(): { first: number; last: number } {
+    const columns = this.#look.group?.columns ?? 0;
+    const first = this.#token('first', columns) ?? this.column ?? 0;
+    return { first, last: Math.max(first, this.#token('last', columns) ?? first) };
   }
 
   /** The part of the map in sight, or null for the whole. */

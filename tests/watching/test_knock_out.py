@@ -1,0 +1,274 @@
+"""Knocked-out edges equal a dense mask on the reference, in every way that models attend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.core.edges import Edge, Hole, without
+from headwise.core.place import Place
+
+EDGES = [(1, 2, (2, 5)), (0, None, 0, (3, 9)), (1, 0, (8, 12))]
+
+
+class Layer(nn.Module):
+    """Attention by a function that the test may replace."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.out, self.attend = nn.Linear(32, 96), nn.Linear(32, 32), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return x + self.out(self.attend(self, q, k, v).transpose(1, 2).flatten(2))
+
+
+class Stack(nn.Module):
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(attend) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def seen_without(edges: list[tuple[object, ...]], layer: int, heads: int, n: int) -> Tensor:
+    """The causal mask without a layer's edges, (1, H, N, M), written out by hand."""
+    seen = torch.ones(n, n, dtype=torch.bool).tril().repeat(1, heads, 1, 1)
+    for number, head, keys, *queries in edges:
+        if number != layer:
+            continue
+        for h in range(heads) if head is None else (head,):
+            first, last = (keys, keys + 1) if isinstance(keys, int) else keys
+            rows = slice(*queries[0]) if queries else slice(None)
+            seen[0, h, rows, first:last] = False
+    return seen
+
+
+def by_torch(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_mask(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    hidden = torch.zeros(q.shape[2], k.shape[2]).masked_fill(
+        ~torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(), -torch.inf
+    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
+
+
+def by_headwise(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return hw.attention(q, k, v, mask=hw.mask.causal())
+
+
+def by_definition(edges: list[tuple[object, ...]], model: Stack) -> Callable[..., Tensor]:
+    def attend(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        number = list(model.layers).index(layer)
+        seen = seen_without(edges, number, q.shape[1], q.shape[2])
+        return hw.attention(q, k, v, mask=hw.mask.dense(seen), engine="reference")
+
+    return attend
+
+
+@contextmanager
+def attending(model: Stack, attend: Callable[..., Tensor]) -> Iterator[None]:
+    before = [layer.attend for layer in model.layers]
+    for layer in model.layers:
+        layer.attend = attend
+    yield
+    for layer, old in zip(model.layers, before, strict=True):
+        layer.attend = old
+
+
+@pytest.mark.parametrize("attend", [by_torch, by_mask, by_headwise])
+def test_a_model_without_edges_is_the_reference_with_a_dense_mask(
+    attend: Callable[..., Tensor],
+) -> None:
+    model, x = Stack(attend), torch.randn(2, 12, 32)
+    plain = model(x)
+    with hw.knock_out(model, EDGES):
+        out = model(x)
+        out.square().sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with attending(model, by_definition(EDGES, model)):
+        wanted = model(x)
+        wanted.square().sum().backward()
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+    for mine, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(out, plain)
+    assert torch.equal(model(x), plain)  # as it was before
+
+
+def test_modules_of_headwise_lose_the_same_edges() -> None:
+    attn = hw.nn.MultiHeadAttention(32, 4, kv_heads=2, mask=hw.mask.causal())
+    x, edges = torch.randn(2, 12, 32), [(0, 2, (2, 5)), (0, 1, 0)]
+    with hw.knock_out(attn, edges):
+        out = attn(x)
+    call = attn.prepare(x)
+    seen = hw.mask.dense(seen_without(edges, 0, 4, 12))
+    wanted = attn.join(hw.attention(call.q, call.k, call.v, mask=seen, engine="reference"))
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["attention", "encoder layer"])
+def test_pytorchs_attention_loses_the_same_edges(bare: bool) -> None:
+    x, edges = torch.randn(2, 12, 32), [("*self_attn" if not bare else 0, 2, (2, 5))]
+    seen = seen_without([(0, *edges[0][1:])], 0, 4, 12).expand(2, -1, -1, -1).flatten(0, 1)
+    causal = ~torch.ones(12, 12, dtype=torch.bool).tril()
+    if bare:
+        attn = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+        with hw.knock_out(attn, edges):
+            out, weights = attn(x, x, x, attn_mask=causal)
+        wanted, theirs = attn(x, x, x, attn_mask=~seen)
+        torch.testing.assert_close(weights, theirs)
+    else:
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+        with torch.no_grad(), hw.knock_out(layer, edges):  # without it the fast path would run
+            out = layer(x, src_mask=torch.zeros(12, 12).masked_fill(causal, -torch.inf))
+        wanted = layer(x, src_mask=~seen)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "headwise"])
+def test_models_of_transformers_lose_the_same_edges(implementation: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import headwise.transformers  # noqa: F401
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+        intermediate_size=48, vocab_size=64, attn_implementation=implementation,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(64, (1, 12))
+    outs = []
+    for number in (0, 1):  # of each layer by a mask, and by edges
+        edges = [(number, 2, (2, 5)), (number, 0, 0, (4, 8))]
+        with hw.knock_out(model, edges):
+            outs.append(model(ids).logits)
+        module = model.model.layers[number].self_attn
+        seen = seen_without(edges, number, 4, 12)
+        added = torch.zeros(1, 4, 12, 12).masked_fill(~seen, -torch.inf)
+        eager = transformers.LlamaForCausalLM(config).eval()
+        eager.load_state_dict(model.state_dict())
+        eager.set_attn_implementation("eager")
+        module = eager.model.layers[number].self_attn
+        module.register_forward_pre_hook(
+            lambda _, given, options, added=added: (given, options | {"attention_mask": added}),
+            with_kwargs=True,
+        )
+        wanted = eager(ids).logits
+        torch.testing.assert_close(outs[-1], wanted, atol=1e-5, rtol=1e-4)
+    loss = outs[-1].sum()
+    loss.backward()
+    assert model.model.embed_tokens.weight.grad is not None
+
+
+def test_while_generating_a_key_stays_hidden() -> None:
+    gpt = hw.load("gpt")
+    ids = gpt.encode("to be or not to be")
+    edges = [(2, 1, (1, 3)), (3, None, 4, (5, 7))]
+    with torch.no_grad(), hw.knock_out(gpt.model, edges):
+        whole = gpt.model(ids)
+        caches = [hw.nn.GrowingCache() for _ in gpt.model.blocks]
+        parts = [gpt.model(part, caches=caches) for part in ids.split([3, 1, 1, 1, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_a_watch_records_what_is_left() -> None:
+    model, x = Stack(by_torch), torch.randn(2, 12, 32)
+    with hw.watch(model, spans={"cut": (2, 5)}) as seen, seen.knock_out((1, 2, (2, 5))):
+        model(x)
+    weight = {(row["layer"], row["head"]): row["span_cut_mean"] for row in seen.heads()}
+    assert weight[1, 2] == 0
+    assert all(x > 0 for place, x in weight.items() if place != (1, 2))
+    assert not seen.map(1, 2)[0, 0, :, 2:5].any()
+
+
+def hole(head: int, keys: tuple[int, int], rows: slice = slice(0, 12)) -> Hole:
+    return Hole(slice(head, head + 1), rows, keys)
+
+
+two = hw.mask.causal() & (hw.mask.window(3) | hw.mask.prefix(2))
+
+
+@pytest.mark.parametrize(
+    ("mask", "holes", "pieces"),
+    [
+        (None, [hole(0, (0, 3))], 1),
+        (hw.mask.causal(), [hole(1, (9, 12), slice(2, 5))], 1),
+        (hw.mask.causal(), [hole(0, (3, 5)), hole(1, (3, 5)), hole(1, (5, 7))], 2),
+        (two, [hole(0, (4, 5))], 0),
+        (None, [hole(0, (1, 2)), hole(0, (6, 8), slice(4, 9))], 0),
+    ],
+    ids=["at the start", "at the end", "joined", "two intervals", "two holes"],
+)
+def test_holes_are_intervals_where_that_is_enough(
+    mask: hw.mask.Mask | None, holes: list[Hole], pieces: int
+) -> None:
+    place = Place(batch=1, heads=4, queries=12, keys=12)
+    found = without(mask, holes, place)
+    wanted = torch.ones(1, 4, 12, 12, dtype=torch.bool)
+    wanted = wanted if mask is None else wanted & mask.to_dense(place)
+    for heads, rows, (first, last) in holes:
+        wanted[:, heads, rows, first:last] = False
+    assert found.pieces == pieces
+    assert torch.equal(found.to_dense(place).expand(1, 4, 12, 12), wanted)
+
+
+class WrittenOut(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "edges", "says"),
+    [
+        (Stack(by_torch), (1, 7, 0), "there is no head 7 in layer 1; its heads are 0 to 3"),
+        (
+            Stack(by_torch),
+            (5, 0, 0),
+            r"\(5, 0, \(0, 1\), None\) hid nothing.* 0 layers.0, 1 layers.1",
+        ),
+        (Stack(by_torch), (1, 0, 99), "hid nothing"),
+        (WrittenOut(by_torch), (0, 0, 0), "its attention is written out"),
+        (nn.MultiheadAttention(32, 4), (0, 0, (0, 12)), "a row .* would see no key"),
+        (torch.compile(Stack(by_torch), backend="eager"), (0, 0, 0), "it runs compiled code"),
+        (Stack(by_torch), [], "there is no edge"),
+        (Stack(by_torch), "x", "a list of"),
+        (Stack(by_torch), (1, 2), "not an edge"),
+        (Stack(by_torch), (1.5, 0, 0), "must be a number or a name"),
+        (Stack(by_torch), (1, -1, 0), "must be a number, or None"),
+        (Stack(by_torch), (1, 0, (3, 3)), "are not positions"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_can_not_be_hidden_is_refused(model: nn.Module, edges: object, says: str) -> None:
+    x = (
+        torch.randn(12, 2, 32)
+        if isinstance(model, nn.MultiheadAttention)
+        else torch.randn(2, 12, 32)
+    )
+    with pytest.raises(ValueError, match=says), hw.knock_out(model, edges):
+        model(*[x] * 3 if isinstance(model, nn.MultiheadAttention) else [x])
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_model_is_knocked_out_by_its_own_watch() -> None:
+    model = Stack(by_torch)
+    with (
+        hw.watch(model),
+        pytest.raises(ValueError, match="being watched already"),
+        hw.knock_out(model, Edge(0, 0, 0)),
+    ):
+        pass
