@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.cli import lab_view
-from headwise.lab import record
+from headwise.lab import handbook, record
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import available
 from headwise.lab.laboratory import Lab
@@ -61,6 +61,7 @@ def listing(
     headwise lab run scale                  all claims of a topic
     headwise lab run --all                  every claim, in minutes on two cores
     headwise lab run --all --full           at full size, on a GPU
+    headwise lab handbook                   a text to learn from, written from the results
     """
     if context.invoked_subcommand is not None:
         return
@@ -157,3 +158,25 @@ def show(
         typer.echo(json.dumps(record.described(claim, result), indent=2, ensure_ascii=False))
     else:
         lab_view.show_claim(Console(), claim, result, zh)
+
+
+@app.command("handbook")
+def write_handbook(
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("handbook"),
+    results: Annotated[
+        Path | None,
+        typer.Option(help="A folder of your results; the recorded ones fill in what it lacks."),
+    ] = None,
+) -> None:
+    """Write the handbook, which explains attention with the verdicts and figures of the lab.
+
+    Its pages are Markdown, in English and in 中文, with pictures.
+
+    [b]Example[/b]
+
+    headwise lab handbook --out docs/handbook
+    """
+    folders = [record.RECORDED] if results is None else [results, record.RECORDED]
+    with explained(zh=False):
+        written = handbook.write(out, folders)
+    typer.echo(f"{len(written)} files in {out}; begin with {out / 'index.md'}")
