@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwise.files import write_whole
+from headwise.lab import pool
 from headwise.lab.charts import Cell, Listing
 from headwise.lab.claim import both
 from headwise.lab.claims.paper import BASE, TABLE_3
 from headwise.lab.estimates import difference
+from headwise.lab.laboratory import Lab
 from headwise.lab.record import Result
+from headwise.lab.translation_rivals import piece
 from headwise.messages import Sentence
+from headwise.version import __version__
 
 Run = Mapping[str, Any]
 FILE = "translation.full.json"
@@ -20,6 +26,10 @@ FILE = "translation.full.json"
 
 MANY, FEW = 8, 2
 """Seeds of the variants between which one percent of BLEU has to be told from chance; of others."""
+
+COMMAND = "lab table"
+LEFT_OUT = ("gradient_norms", "without_head")
+"""Figures of a run that claims need and the table does not."""
 
 OFTEN = ("base", "heads-1", "shared")
 
@@ -45,27 +55,67 @@ LABELS: dict[str, Sentence] = {
 }
 """Every variant of the table, in its order."""
 
-PLAN: tuple[tuple[str, int], ...] = tuple(
-    (variant, seed)
-    for seed in range(MANY)
-    for variant in LABELS
-    if seed < (MANY if variant in OFTEN else FEW)
-)
-"""Every run: a variant and a seed. Early seeds first, so that half a table compares everything."""
+
+def plan(lab: Lab) -> list[tuple[str, int]]:
+    """Every run: a variant and a seed. Early seeds first, so that half a table compares all."""
+    if lab.form == "tiny":
+        return [(variant, 0) for variant in ("base", "heads-1", "convolution", "lstm-attention")]
+    return [
+        (variant, seed)
+        for seed in range(MANY)
+        for variant in LABELS
+        if seed < (MANY if variant in OFTEN else FEW)
+    ]
 
 
-def recorded_runs(folders: Sequence[Path], results: Iterable[Result | None]) -> list[Run]:
-    """The runs of the recorded table; without one, those that the results of claims hold."""
+def collect(lab: Lab, out: Path) -> int:
+    """Write the table's file from the runs that a lab has kept; their number."""
+    assert lab.folder is not None
+    runs = []
+    for variant, seed in plan(lab):
+        settings = {"variant": variant, "seed": seed}
+        kept = lab.kept(f"translate-{variant}-{seed}", piece(variant), **settings)
+        if kept is not None:
+            runs.append({name: x for name, x in kept.items() if name not in LEFT_OUT})
+    held = pool.sessions(lab.folder, COMMAND)
+    content = {
+        "command": f"headwise {COMMAND}",
+        "form": lab.form,
+        "planned": len(plan(lab)),
+        "sessions": held,
+        "version": __version__,
+        "runs": runs,
+    }
+    lines = [f'"{name}": {json.dumps(x, ensure_ascii=False)}' for name, x in content.items()]
+    write_whole(out, "{\n" + ",\n".join(lines) + "\n}\n")
+    return len(runs)
+
+
+@dataclass(frozen=True)
+class Translators:
+    """Trained translators, and the sessions in which they were trained if a table lists them."""
+
+    runs: Sequence[Run]
+    sessions: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def seconds(self) -> float:
+        """The time of all sessions."""
+        return sum(float(session["seconds"]) for session in self.sessions)
+
+
+def recorded(folders: Sequence[Path], results: Iterable[Result | None]) -> Translators:
+    """The translators of the recorded table; without one, those in the results of claims."""
     for folder in folders:
         if (folder / FILE).exists():
-            runs: list[Run] = json.loads((folder / FILE).read_text(encoding="utf-8"))["runs"]
-            return runs
+            table = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            return Translators(table["runs"], table["sessions"])
     found: dict[tuple[str, int], Run] = {}
     for result in results:
         for run in result.figures.get("runs", []) if result else []:
             if "variant" in run:
                 found[run["variant"], run["seed"]] = run
-    return list(found.values())
+    return Translators(list(found.values()))
 
 
 def scores(runs: Sequence[Run]) -> dict[str, list[float]]:

@@ -34,7 +34,7 @@ ORDER = ("index", "formula", "scale", "heads", "qk", "dot", "rivals", "cost", "t
 DIRECTIVE = re.compile(r"\{\{(\w+)((?: [^ }]+)*)\}\}")
 DIRECTIVES = (
     *("claim", "table", "picture", "verdicts"),  # of one claim or several
-    *("score", "runs", "scatter", "paper"),  # of all of them
+    *("score", "runs", "origins", "scatter", "paper"),  # of all of them
 )
 EMPTY = r"\(-inf to \+inf\)"
 """How rules write the interval of a single run."""
@@ -65,9 +65,9 @@ def claims_of(chapter: str) -> list[str]:
 def pages(folders: Folders = (record.RECORDED,)) -> dict[str, str]:
     """Every page of the handbook by the name of its file, from the results in these folders."""
     results = {claim.id: record.best(claim, folders) for claim in CLAIMS}
-    runs = ablations.recorded_runs(folders, results.values())
+    translators = ablations.recorded(folders, results.values())
     return {
-        name_of(chapter, chinese): ChapterWriter(results, runs, chinese).write(chapter)
+        name_of(chapter, chinese): ChapterWriter(results, translators, chinese).write(chapter)
         for chapter in ORDER
         for chinese in (False, True)
     }
@@ -112,7 +112,7 @@ class ChapterWriter:
     """Fills in chapters in one language; each directive is a method that returns Markdown."""
 
     results: Mapping[str, Result | None]
-    translators: Sequence[ablations.Run]
+    translators: ablations.Translators
     chinese: bool
 
     def write(self, chapter: str) -> str:
@@ -238,12 +238,31 @@ class ChapterWriter:
 
     def runs(self) -> str:
         """The table of translators."""
-        return self.drawn(ablations.table(self.translators))
+        return self.drawn(ablations.table(self.translators.runs))
+
+    def origins(self) -> str:
+        """The signature of the scores, and the sessions in which the translators were trained."""
+        signed = sorted({run["signature"] for run in self.translators.runs if "signature" in run})
+        parts = [f"`{signature}`" for signature in signed]
+        held = self.translators.sessions
+        if not held:
+            parts.append(self.say(both("from the results of claims", "取自各条说法的结果")))
+        else:
+            took = both(
+                "{count} sessions, {minutes:.0f} minutes on {machine}",
+                "{count} 段，共 {minutes:.0f} 分钟，{machine}",
+                count=len(held),
+                minutes=self.translators.seconds / 60,
+                machine=" / ".join(dict.fromkeys(str(session["machine"]) for session in held)),
+            )
+            dates = sorted({str(session["date"]) for session in held})
+            parts += ["`headwise lab table`", self.say(took), " / ".join(dates)]
+        return " · ".join(parts)
 
     def scatter(self) -> str:
         """The scatter between seeds, in percent of BLEU."""
-        return f"{ablations.scatter(self.translators):.1f}"
+        return f"{ablations.scatter(self.translators.runs):.1f}"
 
     def paper(self) -> str:
         """The number of heads in the 2017 paper and here."""
-        return self.drawn(ablations.beside_the_paper(self.translators))
+        return self.drawn(ablations.beside_the_paper(self.translators.runs))

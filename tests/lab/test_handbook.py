@@ -100,7 +100,9 @@ def test_each_page_ends_with_three_exercises(chapter: str) -> None:
 
 def test_an_unknown_directive_is_an_error() -> None:
     with pytest.raises(ValueError, match="no directive"):
-        handbook.ChapterWriter({}, [], chinese=False).fill("{{number scale-sigma}}")
+        handbook.ChapterWriter({}, ablations.Translators([]), chinese=False).fill(
+            "{{number scale-sigma}}"
+        )
 
 
 def test_the_command_writes_the_pages(tmp_path: Path) -> None:
@@ -118,8 +120,8 @@ def test_the_table_of_translators_tells_a_difference_from_chance(tmp_path: Path)
     runs += [run("heads-1", seed, 28 + 0.1 * seed) for seed in range(4)]
     runs += [run("heads-16", seed, 30.1 + 0.1 * seed) for seed in range(4)]
     runs.append({"variant": "lstm", "seed": 0, "diverged": True})
-    (tmp_path / ablations.FILE).write_text(json.dumps({"runs": runs}))
-    read = ablations.recorded_runs([tmp_path], [])
+    (tmp_path / ablations.FILE).write_text(json.dumps({"runs": runs, "sessions": []}))
+    read = ablations.recorded([tmp_path], []).runs
     rows = {str(row[0]): row for row in ablations.table(read).rows}
     assert rows["one head"][1:3] == (4, 0)
     assert str(rows["one head"][4]).startswith("-6.63 (")
@@ -128,3 +130,13 @@ def test_the_table_of_translators_tells_a_difference_from_chance(tmp_path: Path)
     assert beside[1][4] == "yes"  # one head loses here and there
     assert beside[16][4] is None  # the paper sees no difference there
     assert beside[4][3] is None  # not trained
+
+
+def test_the_time_that_the_table_took_is_told() -> None:
+    session = {"machine": "a GPU", "date": "2026-01-02", "seconds": 540.0}
+    runs = [{**run("base", 0, 30.0), "signature": "nrefs:var"}]
+    translators = ablations.Translators(runs, [session, session])
+    told = handbook.ChapterWriter({}, translators, chinese=False).fill("{{origins}}")
+    assert told == (
+        "`nrefs:var` · `headwise lab table` · 2 sessions, 18 minutes on a GPU · 2026-01-02"
+    )
