@@ -13,10 +13,12 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.cli import lab_view
-from headwise.lab import record
+from headwise.lab import handbook, long_runs, pieces, record
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import available
 from headwise.lab.laboratory import Lab
+from headwise.lab.long_runs import Session
+from headwise.lab.pool import Ended
 from headwise.lab.runner import find, run
 from headwise.messages import said_by
 
@@ -32,6 +34,28 @@ Out = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Zh = Annotated[bool, typer.Option("--zh", help="In 中文.")]
+
+
+Minutes = Annotated[
+    float | None, typer.Option(help="Stop after so many minutes; the same command continues.")
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Processes that share the work; by default one per core.")
+]
+Form = Annotated[str | None, typer.Option(hidden=True)]
+
+
+def session(
+    form: str, device: str | None, folder: Path, minutes: float, workers: int | None
+) -> Session:
+    """A session of long work; what ends is printed line by line."""
+
+    def tell(ended: Ended) -> None:
+        how = "" if ended.code == 0 else f"  failed: {ended.last_line}"
+        typer.echo(f"{ended.name:<28} {ended.seconds:7.1f} s{how}")
+
+    lab = Lab(form, devices.chosen(device), folder)
+    return Session(lab, workers or devices.usable_cores(), 60 * minutes, tell)
 
 
 @contextmanager
@@ -61,6 +85,7 @@ def listing(
     headwise lab run scale                  all claims of a topic
     headwise lab run --all                  every claim, in minutes on two cores
     headwise lab run --all --full           at full size, on a GPU
+    headwise lab handbook                   a text to learn from, written from the results
     """
     if context.invoked_subcommand is not None:
         return
@@ -87,25 +112,41 @@ def run_claims(
         str | None,
         typer.Option(help="cpu or cuda; by default cpu, and with --full a GPU if there is one."),
     ] = None,
+    minutes: Minutes = None,
+    workers: Workers = None,
+    form: Form = None,
     out: Out = None,
     as_json: AsJson = False,
     zh: Zh = False,
 ) -> None:
     """Run experiments, write their results and pictures, and print the verdicts.
 
-    An interrupted run continues when the same command is given again.
+    An interrupted run continues when the same command is given again. With
+    --minutes it stops by itself after so long, and several processes share
+    the work: what takes long is done in pieces that are kept.
 
     [b]Examples[/b]
 
     headwise lab run scale-variance scale-saturation
 
     headwise lab run --all --out results
+
+    headwise lab run --all --full --minutes 9 --workers 16
     """
     if all_of_them == bool(ids):
         raise typer.BadParameter("name claims or topics, or use --all; headwise lab lists them")
     folder = out or record.own_folder()
-    form = "full" if full else "quick"
+    form = form or ("full" if full else "quick")
     results = []
+    if minutes is not None:
+        with explained(zh):
+            claims = list(CLAIMS) if all_of_them else find(ids or [])
+            held = session(form, device if device or full else "cpu", folder, minutes, workers)
+            left = long_runs.run_claims(held, claims)
+        typer.echo(f"{len(claims) - len(left)} of {len(claims)} claims have results in {folder}")
+        if left:
+            typer.echo(f"the same command continues with {', '.join(x.id for x in left)}")
+        return
     with explained(zh), lab_view.progress(as_json) as tell:
         claims = list(CLAIMS) if all_of_them else find(ids or [])
         lab = Lab(form, devices.chosen(device if device or full else "cpu"))
@@ -157,3 +198,73 @@ def show(
         typer.echo(json.dumps(record.described(claim, result), indent=2, ensure_ascii=False))
     else:
         lab_view.show_claim(Console(), claim, result, zh)
+
+
+@app.command()
+def table(
+    minutes: Annotated[
+        float, typer.Option(help="Stop after so many minutes; the same command continues.")
+    ] = 9.0,
+    workers: Workers = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")
+    ] = None,
+    form: Form = None,
+    out: Out = None,
+) -> None:
+    """Train the translators of the translation table, several at a time, and write the table.
+
+    They differ in their attention alone. A finished run is kept with its
+    curve, an unfinished one with its last checkpoint; the table, with all
+    runs and the time they took, is translation.full.json in the folder.
+
+    [b]Example[/b]
+
+    headwise lab table --minutes 9 --workers 16 --out results
+    """
+    folder = out or record.own_folder()
+    with explained(zh=False):
+        held = session(form or "full", device, folder, minutes, workers)
+        done, planned = long_runs.train_table(held)
+    typer.echo(f"{done} of {planned} translators are trained; the table is in {folder}")
+    if done < planned:
+        typer.echo("the same command continues")
+
+
+@app.command(hidden=True)
+def piece(
+    name: Annotated[str, typer.Argument()],
+    full: Annotated[bool, typer.Option("--full")] = False,
+    form: Form = None,
+    device: Annotated[str | None, typer.Option()] = None,
+    out: Out = None,
+) -> None:
+    """Make one piece of a long experiment: what the processes of a session run."""
+    lab = Lab(form or ("full" if full else "quick"), devices.chosen(device), out)
+    with explained(zh=False):
+        known = {each.name: each for each in pieces.every(lab)}
+        if name not in known:
+            raise ValueError(f"there is no piece {name!r}; there are {', '.join(known)}")
+        known[name].make(lab)
+
+
+@app.command("handbook")
+def write_handbook(
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("handbook"),
+    results: Annotated[
+        Path | None,
+        typer.Option(help="A folder of your results; the recorded ones fill in what it lacks."),
+    ] = None,
+) -> None:
+    """Write the handbook, which explains attention with the verdicts and figures of the lab.
+
+    Its pages are Markdown, in English and in 中文, with pictures.
+
+    [b]Example[/b]
+
+    headwise lab handbook --out docs/handbook
+    """
+    folders = [record.RECORDED] if results is None else [results, record.RECORDED]
+    with explained(zh=False):
+        written = handbook.write(out, folders)
+    typer.echo(f"{len(written)} files in {out}; begin with {out / 'index.md'}")

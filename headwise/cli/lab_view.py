@@ -12,20 +12,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from headwise.lab.charts import Chart, Listing, Shown, WeightMap, text
-from headwise.lab.claim import NOTES, TOPICS, Claim
+from headwise.lab.charts import Shown, cells
+from headwise.lab.claim import NOTES, TOPICS, VERDICTS, Claim
 from headwise.lab.record import Result
 from headwise.lab.runner import Told
 from headwise.messages import Sentence, say
 
-# A verdict is told by its sign and its words, not by its colour alone.
-SIGNS = {
-    "holds": ("✓", "green", "成立"),
-    "holds when": ("◐", "yellow", "有条件成立"),
-    "does not hold": ("✗", "red", "不成立"),
-    "right": ("✓", "green", "正确"),
-    "wrong": ("✗", "red", "错误"),
-    "undecided": ("?", "cyan", "未定"),
+STYLES = {
+    "holds": "green",
+    "holds when": "yellow",
+    "does not hold": "red",
+    "right": "green",
+    "wrong": "red",
+    "undecided": "cyan",
 }
 
 
@@ -38,9 +37,7 @@ def verdict_text(result: Result | None, stale: bool, zh: bool) -> Text:
     """The verdict with its sign; "not run" if there is none."""
     if result is None:
         return Text(_in(say("not run yet"), zh), style="dim")
-    sign, style, chinese = SIGNS[result.verdict]
-    words = chinese if zh else result.verdict
-    shown = Text(f"{sign} {words}", style=style)
+    shown = Text(_in(VERDICTS[result.verdict], zh), style=STYLES[result.verdict])
     if stale:
         shown.append(f" ({_in(say('stale'), zh)})", style="dim")
     return shown
@@ -97,22 +94,11 @@ def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) 
 def table_of(shown: Shown, zh: bool) -> Table:
     """A chart, listing or map as a table of numbers."""
     table = Table(title=Text(_in(shown.title, zh)), title_justify="left")
-    if isinstance(shown, Listing):
-        headings = [_in(heading, zh) for heading in shown.headings]
-        rows = [list(row) for row in shown.rows]
-    elif isinstance(shown, Chart):
-        headings = [_in(shown.x, zh), *(_in(line.label, zh) for line in shown.series)]
-        points = [dict(zip(line.x, line.y, strict=True)) for line in shown.series]
-        places = sorted({x for line in points for x in line})
-        rows = [[x, *(line.get(x) for line in points)] for x in places]
-    else:
-        assert isinstance(shown, WeightMap)
-        headings = ["", *shown.columns]
-        rows = [[name, *row] for name, row in zip(shown.rows, shown.weights, strict=True)]
+    headings, rows = cells(shown, zh)
     for number, heading in enumerate(headings):
         table.add_column(Text(heading), justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(*(Text(text(cell, zh)) for cell in row))
+        table.add_row(*(Text(cell) for cell in row))
     return table
 
 

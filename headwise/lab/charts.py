@@ -8,7 +8,7 @@ from typing import Any
 
 from headwise.messages import Sentence
 
-Cell = str | int | float | bool | None
+Cell = str | int | float | bool | None  # a Sentence is a str
 
 
 @dataclass(frozen=True)
@@ -96,3 +96,24 @@ def text(value: Cell | Sentence, chinese: bool = False) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
     return value
+
+
+def cells(shown: Shown, chinese: bool = False) -> tuple[list[str], list[list[str]]]:
+    """The headings and rows of a chart, listing or map written as a table of texts.
+
+    >>> cells(WeightMap(Sentence("a head"), ["q"], ["k"], [[1.0]]))
+    (['', 'k'], [['q', '1']])
+    """
+    rows: list[list[Cell]]
+    if isinstance(shown, Listing):
+        headings = [text(heading, chinese) for heading in shown.headings]
+        rows = [list(row) for row in shown.rows]
+    elif isinstance(shown, Chart):
+        headings = [text(name, chinese) for name in (shown.x, *(x.label for x in shown.series))]
+        points = [dict(zip(line.x, line.y, strict=True)) for line in shown.series]
+        places = sorted({x for line in points for x in line})
+        rows = [[x, *(line.get(x) for line in points)] for x in places]
+    else:
+        headings = ["", *shown.columns]
+        rows = [[name, *row] for name, row in zip(shown.rows, shown.weights, strict=True)]
+    return headings, [[text(cell, chinese) for cell in row] for row in rows]

@@ -13,8 +13,18 @@ from headwise.messages import Sentence
 Figures = Mapping[str, Any]
 """The measurements of an experiment by name: numbers, texts, and lists and mappings of them."""
 
-VERDICTS = ("holds", "holds when", "does not hold", "right", "wrong", "undecided")
-"""`right` and `wrong` are for what a paper is said to say; the others are for what was measured."""
+VERDICTS: Mapping[str, Sentence] = {
+    "holds": Sentence("✓ holds", "✓ 成立"),
+    "holds when": Sentence("◐ holds when", "◐ 有条件成立"),
+    "does not hold": Sentence("✗ does not hold", "✗ 不成立"),
+    "right": Sentence("✓ right", "✓ 正确"),
+    "wrong": Sentence("✗ wrong", "✗ 错误"),
+    "undecided": Sentence("? undecided", "? 未定"),
+}
+"""Each verdict with its sign, so that nobody has to tell it by its colour alone.
+
+`right` and `wrong` are for what a paper is said to say; the others are for what was measured.
+"""
 
 
 @dataclass(frozen=True)

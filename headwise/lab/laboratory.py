@@ -71,17 +71,29 @@ class Lab:
         """
         if self.folder is None:
             return plain(compute(self, None, **settings))
-        about = plain({"form": self.form, "settings": settings, "code": fingerprint(compute)})
-        file = self.folder / "kept" / f"{name}.json"
-        if file.exists():
-            kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            if kept["about"] == about:
-                return dict(kept["figures"])
+        if (found := self.kept(name, compute, **settings)) is not None:
+            return found
+        about = self._about(compute, settings)
         work = self.folder / "kept" / f"{name}-{fingerprint(compute, about)[:8]}"
         work.mkdir(parents=True, exist_ok=True)
         figures = plain(compute(self, work, **settings))
-        write_whole(file, json.dumps({"about": about, "figures": figures}, ensure_ascii=False))
+        kept = json.dumps({"about": about, "figures": figures}, ensure_ascii=False)
+        write_whole(self.folder / "kept" / f"{name}.json", kept)
         return figures
+
+    def kept(
+        self, name: str, compute: Callable[..., Mapping[str, Any]], **settings: Any
+    ) -> dict[str, Any] | None:
+        """The figures that `keep` has kept by this name, None if it has none of these settings."""
+        file = None if self.folder is None else self.folder / "kept" / f"{name}.json"
+        if file is None or not file.exists():
+            return None
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        same = found["about"] == self._about(compute, settings)
+        return dict(found["figures"]) if same else None
+
+    def _about(self, compute: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+        return plain({"form": self.form, "settings": settings, "code": fingerprint(compute)})
 
 
 def plain(figures: Mapping[str, Any]) -> dict[str, Any]:

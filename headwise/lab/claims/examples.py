@@ -129,6 +129,12 @@ def himself(lab: Lab) -> Figures:
     }
 
 
+def chinese_runs(lab: Lab) -> list[tuple[str, int]]:
+    """The trainings of `himself`: the projections and the seed of each."""
+    seeds = range(lab.pick(tiny=1, quick=2, full=3))
+    return [(kind, seed) for kind in PROJECTIONS for seed in seeds]
+
+
 HIT, HE = SELF.index("打"), SELF.index("他")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -158,30 +160,50 @@ RIVALS: dict[str, tuple[int, Callable[[int], nn.Module]]] = {
 }
 
 
+def far(lab: Lab) -> tuple[int, ...]:
+    """The distances to remember over."""
+    return lab.pick(tiny=(4, 12), quick=(4, 16, 64), full=(4, 8, 16, 32, 64, 128, 200))
+
+
 def distances(lab: Lab) -> Figures:
     """Train each rival to remember one token over a distance, anew for every distance."""
+    rows = [
+        lab.keep(remembering(rival, distance), remember, rival=rival, distance=distance)
+        for rival in RIVALS
+        for distance in lab.each(far(lab), f"{rival}, distance")
+    ]
+    trained = {name: rows[0][name] for name in ("steps", "seeds")}
+    return {**trained, "chance": 1 / Delay(1).values, "rows": rows}
+
+
+def remembering(rival: str, distance: int) -> str:
+    """The name by which a lab keeps a piece.
+
+    >>> remembering("4 convolutions", 16)
+    'remember-4-convolutions-16'
+    """
+    return f"remember-{rival.replace(' ', '-')}-{distance}"
+
+
+def remember(lab: Lab, folder: Path | None, rival: str, distance: int) -> dict[str, Any]:
+    """Train one rival with several seeds at one distance; how much it remembers."""
     steps = lab.pick(tiny=2, quick=250, full=3000)
-    far = lab.pick(tiny=(4, 12), quick=(4, 16, 64), full=(4, 8, 16, 32, 64, 128, 200))
     seeds = lab.pick(tiny=1, quick=2, full=5)
-    rows = []
-    for name, (width, build) in RIVALS.items():
-        for distance in lab.each(far, f"{name}, distance"):
-            task = Delay(distance)
-            models = []
-            for seed in range(seeds):
-                torch.manual_seed(seed)
-                models.append(trained(lab, build(width), width, task, steps, seed))
-            found = [accuracy(model, task, device=lab.device) for model in models]
-            rows.append(
-                {
-                    "rival": name,
-                    "distance": distance,
-                    "accuracy": sum(found) / seeds,
-                    "least": min(found),
-                    "parameters": parameters(models[0]),
-                }
-            )
-    return {"steps": steps, "seeds": seeds, "chance": 1 / Delay(1).values, "rows": rows}
+    task, (width, build) = Delay(distance), RIVALS[rival]
+    models = []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        models.append(trained(lab, build(width), width, task, steps, seed))
+    found = [accuracy(model, task, device=lab.device) for model in models]
+    return {
+        "rival": rival,
+        "distance": distance,
+        "steps": steps,
+        "seeds": seeds,
+        "accuracy": sum(found) / seeds,
+        "least": min(found),
+        "parameters": parameters(models[0]),
+    }
 
 
 def judge_long_range(figures: Figures) -> Verdict:

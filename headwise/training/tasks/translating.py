@@ -1,10 +1,10 @@
-"""Translate sentences with a trained Transformer."""
+"""Translate sentences with a trained Transformer or LSTM."""
 
 from collections.abc import Sequence
 
 import torch
 
-from headwise.models import Beam, Strategy, Transformer
+from headwise.models import LSTM, Beam, Strategy, Transformer
 from headwise.training.data.tokenisers import Tokeniser
 
 MOST = 1000
@@ -12,7 +12,7 @@ MOST = 1000
 
 
 def translate(
-    model: Transformer,
+    model: Transformer | LSTM,
     tokeniser: Tokeniser,
     sentences: Sequence[str],
     strategy: Strategy | None = None,

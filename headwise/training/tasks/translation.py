@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.models import Greedy, Transformer, TransformerConfig
+from headwise.models import LSTM, Greedy, Transformer, TransformerConfig
 from headwise.training.data.batches import ByLength
 from headwise.training.data.pairs import Pair, Split
 from headwise.training.data.tokenisers import Tokeniser
@@ -133,7 +133,7 @@ class Translation:
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
         """The loss per token on the validation pairs, and the translations of some of them."""
-        assert isinstance(model, Transformer)
+        assert isinstance(model, Transformer | LSTM)
         some = list(by_sentence(self.split.valid))[:: max(1, len(self.split.valid) // 3)][:3]
         translations = translate(model, self.tokeniser, some, Greedy())
         return {
@@ -153,7 +153,7 @@ class Translation:
 
     def judge(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
         """Loss and BLEU on the test sentences; all translations of a sentence are references."""
-        assert isinstance(model, Transformer)
+        assert isinstance(model, Transformer | LSTM)
         test = Sentences(self.split.test, self.tokeniser, self.longest)
         loss = self.mean_loss(model, test, device)
         references = by_sentence(self.split.test)

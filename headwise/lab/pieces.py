@@ -1,0 +1,65 @@
+"""The long pieces of experiments: trainings that several processes can share out among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.lab.ablations import plan
+from headwise.lab.claim import Claim
+from headwise.lab.claims.examples import chinese_runs
+from headwise.lab.claims.recalling import RIVALS, far, remember, remembering
+from headwise.lab.fingerprint import covered
+from headwise.lab.laboratory import Lab
+from headwise.lab.masked_characters import read_sentence
+from headwise.lab.translation_rivals import piece as translator
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What `Lab.keep` takes: a name, the function that computes the piece, and its settings."""
+
+    name: str
+    compute: Callable[..., Mapping[str, Any]]
+    settings: Mapping[str, Any]
+
+    def done(self, lab: Lab) -> bool:
+        """True if the lab has it."""
+        return lab.kept(self.name, self.compute, **self.settings) is not None
+
+    def make(self, lab: Lab) -> dict[str, Any]:
+        """The figures of the piece, computed if the lab does not have it."""
+        return lab.keep(self.name, self.compute, **self.settings)
+
+
+def needed(claim: Claim, pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces whose function the experiment of a claim uses."""
+    uses = covered(claim.experiment)
+    return [x for x in pieces if f"{x.compute.__module__}.{x.compute.__qualname__}" in uses]
+
+
+def translators(lab: Lab) -> list[Piece]:
+    """The trainings behind the translation table."""
+    return [
+        Piece(
+            f"translate-{variant}-{seed}", translator(variant), {"variant": variant, "seed": seed}
+        )
+        for variant, seed in plan(lab)
+    ]
+
+
+def every(lab: Lab) -> list[Piece]:
+    """All pieces of a form, the longest first."""
+    return [
+        *(
+            Piece(f"chinese-{kind}-{seed}", read_sentence, {"kind": kind, "seed": seed})
+            for kind, seed in chinese_runs(lab)
+        ),
+        *translators(lab),
+        *(
+            Piece(remembering(rival, n), remember, {"rival": rival, "distance": n})
+            for n in reversed(far(lab))
+            for rival in RIVALS
+        ),
+    ]

@@ -1,0 +1,149 @@
+"""Several commands at a time, for as long as there is time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from headwise import devices
+
+SESSIONS = "sessions.jsonl"
+"""One line for every session of a pool: when, where, for how long, what was finished."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command of headwise, by a name; one that measures time runs alone."""
+
+    name: str
+    arguments: tuple[str, ...]
+    alone: bool = False
+
+    @property
+    def command(self) -> list[str]:
+        """The command as the system takes it."""
+        return [sys.executable, "-m", "headwise", *self.arguments]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that ended by itself: well if its code is 0."""
+
+    name: str
+    code: int
+    seconds: float
+    last_line: str
+
+
+@dataclass
+class Running:
+    """A job whose process runs."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    begun: float
+
+
+def work(
+    jobs: Sequence[Job],
+    *,
+    workers: int,
+    seconds: float,
+    logs: Path,
+    tell: Callable[[Ended], None] = lambda ended: None,
+) -> list[Ended]:
+    """Run jobs, at most `workers` at a time, until they or the seconds are at an end.
+
+    What still runs then is stopped; it resumes from what it kept when it is run again. A job that
+    fails does not stop the others.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + seconds
+    waiting = sorted(jobs, key=lambda job: not job.alone)
+    running: list[Running] = []
+    ended: list[Ended] = []
+    try:
+        while (waiting or running) and time.monotonic() < deadline:
+            while waiting and len(running) < (1 if waiting[0].alone else workers):
+                if running and running[0].job.alone:
+                    break
+                running.append(start(waiting.pop(0), workers, logs))
+            time.sleep(0.05)
+            for each in [each for each in running if each.process.poll() is not None]:
+                running.remove(each)
+                ended.append(finished(each, logs))
+                tell(ended[-1])
+    finally:
+        stop(running)
+    return ended
+
+
+def start(job: Job, workers: int, logs: Path) -> Running:
+    """Start the process of a job; what it prints goes to its log."""
+    threads = max(1, devices.usable_cores() // workers)
+    log = (logs / f"{job.name}.log").open("wb")
+    process = subprocess.Popen(
+        job.command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
+    )
+    return Running(job, process, log, time.monotonic())
+
+
+def finished(running: Running, logs: Path) -> Ended:
+    """The end of a job whose process has ended."""
+    running.log.close()
+    said = (logs / f"{running.job.name}.log").read_text(encoding="utf-8", errors="replace")
+    last = [line for line in said.splitlines() if line.strip()][-1:]
+    seconds = round(time.monotonic() - running.begun, 1)
+    return Ended(running.job.name, running.process.returncode, seconds, "".join(last))
+
+
+def stop(running: Sequence[Running]) -> None:
+    """End the processes that are left: politely, and after some seconds for certain."""
+    for each in running:
+        each.process.terminate()
+    for each in running:
+        try:
+            each.process.wait(10)
+        except subprocess.TimeoutExpired:
+            each.process.kill()
+            each.process.wait()
+        each.log.close()
+
+
+def note(
+    folder: Path, what: str, device: torch.device, seconds: float, done: Sequence[str]
+) -> None:
+    """Add a session to the folder's list."""
+    line = {
+        "what": what,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": devices.machine(device),
+        "seconds": round(seconds, 1),
+        "done": list(done),
+    }
+    with (folder / SESSIONS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def sessions(folder: Path, what: str) -> list[dict[str, object]]:
+    """The sessions of a kind that a folder lists."""
+    file = folder / SESSIONS
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["what"] == what]
