@@ -1,11 +1,11 @@
-"""The processor's time of calls and of watched layers, on tensors so small that nothing else counts.
+"""The processor's time of calls and of watched layers, on tensors that are next to nothing.
 
     python -m bench.watch_host
     TRITON_INTERPRET=1 python -m bench.watch_host    the Triton engine's host code, without a GPU
 
-On a GPU the processor has to stay ahead of the kernels: what it takes for a call is what a call costs
-as soon as its kernels are short. Under Triton's interpreter kernels are left out, so that only the
-code around their launches is timed. The numbers of operations are those that PyTorch dispatches.
+On a GPU the processor has to stay ahead of the kernels: what it takes for a call is what the call
+costs as soon as its kernels are short. Under Triton's interpreter kernels are left out, so that
+only the code around their launches is timed. Operations are those that PyTorch's profiler sees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from bench import described
@@ -124,27 +123,23 @@ def layers(device: str) -> dict[str, tuple[Way, int]]:
     }
 
 
-class Counter(TorchDispatchMode):
-    """Counts what PyTorch dispatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operations(way: Way) -> int:
-    """The number of operations that a call dispatches."""
+    """The number of PyTorch's operations in a call, those that others call left out."""
     with way.around():
         way.step()
-        with Counter() as counter:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
             way.step()
-    return counter.count
+    events = [event for event in found.events() if event.name.startswith("aten::")]
+    return sum(event.cpu_parent is None or not _within(event.cpu_parent) for event in events)
+
+
+def _within(event: Any) -> bool:
+    """True if an event, or one around it, is an operation."""
+    while event is not None:
+        if event.name.startswith("aten::"):
+            return True
+        event = event.cpu_parent
+    return False
 
 
 def profile(way: Way, many: int) -> None:
@@ -174,7 +169,8 @@ def kernels_left_out() -> Iterator[None]:
     def nothing(*_: object) -> None:
         """Launch nothing."""
 
-    before, launches._launched = launches._launched, lambda kernel, grid, kind, given, *_: (nothing, given)  # fmt: skip
+    before = launches._launched
+    launches._launched = lambda kernel, grid, kind, given, *_: (nothing, given)
     TRITON.devices = ("cuda", "cpu")
     try:
         yield
