@@ -45,7 +45,7 @@ class BackwardArguments(NamedTuple):
 
 
 class KernelFit(NamedTuple):
-    """What is decided once for all calls of one description: operator, mask and layouts."""
+    """A kernel's answer for all calls of one description: operator, mask and layouts."""
 
     operator: Any
     causal: bool

@@ -162,7 +162,7 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
         result: list[Tensor | None] = [None] * TENSORS
         if all(grad is None for grad in grads):
             return result
-        nothing = known.lse.new_empty(0) if None in known else known.lse
+        nothing = known.lse.new_empty(0) if any(x is None for x in known) else known.lse
         results = [nothing if x is None else x for x in known]
         grad_out = torch.zeros_like(known.out) if grads.out is None else grads.out
         asked = (*tensors, *numbers, *results, grad_out, *grads[1:], bias_learns)

@@ -87,7 +87,7 @@ class Launches:
         if filling is None or not self._launched:
             return None
         places = [filling.place(x) for x in results]
-        if not filling.complete or min(places) < filling.given:
+        if not filling.complete or min(places, default=filling.given) < filling.given:
             return None
         return PreparedCall(filling.made, self._launched, places)
 
