@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,22 @@ from headwise.score import Score
 
 OPTIONS = ("score", "mask", "bias", "softcap", "sinks", "dropout")
 Found = TypeVar("Found")
+
+
+class SampledRows(NamedTuple):
+    """The query rows of a call that are observed: as they were asked for, and their numbers."""
+
+    asked: int | Tensor | None
+    numbers: Tensor  # (rows,)
+
+    @property
+    def key(self) -> int | None:
+        """How many, if that tells which: the same rows are sampled from calls of one length."""
+        return None if isinstance(self.asked, Tensor) else self.asked
+
+    def of(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return a call's tensors with these rows of its queries (B, Hq, N, D)."""
+        return given[0].index_select(2, self.numbers), *given[1:]
 
 
 def attention(
@@ -124,14 +140,14 @@ def observe(
     marked = _restating("observe", four, check_spans, spans, len(four[0]), k.shape[-2])
     found = with_max_logit((*names, *NEEDED) if marked else names)
     options: tuple[Any, ...] = (score, mask, bias, softcap, sinks, dropout)
-    if sampled is None:
+    some = None if sampled is None else SampledRows(rows, sampled)
+    if some is None:
         out, *values = _serve("observe", four, options, engine, found, sink_keys)
     else:
-        problem = pose("observe", *four, **dict(zip(OPTIONS, options, strict=True)))
-        out = _served("observe", problem, engine, False, lambda chosen: chosen.attend(problem))
-        values = _observe(problem.at(sampled), engine, found, sink_keys)
+        (out,) = _serve("observe", four, options, engine)
+        values = list(_serve("observe", four, options, engine, found, sink_keys, some)[1:])
     known = dict(zip(found, values, strict=True))
-    known |= _span_weights(four, options, engine, sampled, marked, known)
+    known |= _span_weights(four, options, engine, some, marked, known)
     seen = _observation(known, names, sampled, q.ndim == 4)
     return out if q.ndim == 4 else out[0], seen
 
@@ -169,13 +185,10 @@ def statistics(
     found = with_max_logit((*names, *NEEDED) if marked else names)
     with torch.no_grad():
         sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
-        if sampled is None:
-            values = list(_serve("observe", four, options, "auto", found, sink_keys)[1:])
-        else:
-            problem = pose("observe", *four, **dict(zip(OPTIONS, options, strict=True)))
-            values = _observe(problem.at(sampled), "auto", found, sink_keys)
+        some = None if sampled is None else SampledRows(rows, sampled)
+        values = list(_serve("observe", four, options, "auto", found, sink_keys, some)[1:])
     known = dict(zip(found, values, strict=True))
-    known |= _span_weights(four, options, "auto", sampled, marked, known)
+    known |= _span_weights(four, options, "auto", some, marked, known)
     return _observation(known, names, sampled, batched=q.ndim == 4)
 
 
@@ -196,7 +209,7 @@ def _span_weights(
     tensors: tuple[Tensor, Tensor, Tensor],
     options: tuple[Any, ...],
     engine: str,
-    rows: Tensor | None,
+    rows: SampledRows | None,
     spans: dict[str, Span],
     known: dict[str, Tensor],
 ) -> dict[str, Tensor]:
@@ -208,21 +221,13 @@ def _span_weights(
         whole = [known[name] for name in NEEDED if spans]
         for name, span in spans.items():
             keys = shown(span, q.device)
-            part = pose(
-                "observe", q, k, v[..., :0], score=score, bias=bias, softcap=softcap,
-                mask=keys if mask is None else mask & keys,
+            seen = keys if mask is None else mask & keys
+            part = _serve(
+                "observe", (q, k, v[..., :0]), (score, seen, bias, softcap, None, 0.0), engine,
+                NEEDED, rows=rows,
             )  # fmt: skip
-            part = part if rows is None else part.at(rows)
-            found[PREFIX + name] = share(whole, _observe(part, engine, NEEDED, 1))
+            found[PREFIX + name] = share(whole, list(part[1:]))
     return found
-
-
-def _observe(problem: Problem, engine: str, names: tuple[str, ...], sink_keys: int) -> list[Tensor]:
-    """Return the named statistics of a problem."""
-    results = _served(
-        "observe", problem, engine, True, lambda chosen: compute(chosen, problem, names, sink_keys)
-    )
-    return list(results[1:])
 
 
 def _serve(
@@ -232,20 +237,28 @@ def _serve(
     engine: str,
     names: tuple[str, ...] = (),
     sink_keys: int = 1,
+    rows: SampledRows | None = None,
 ) -> Results:
     """Return out and the named statistics: by the prepared call of this description, or a new one.
 
     The path of every call: describe it and look it up; if it is new, check it, choose an engine,
-    let the engine prepare it, and run it. `options` are the values of OPTIONS.
+    let the engine prepare it, and run it. `options` are the values of OPTIONS; with `rows`, the
+    results are of these rows.
     """
-    key, given = calls.describe(tensors, *options, options=(engine, names, sink_keys))
+    described = (engine, names, sink_keys, None if rows is None else rows.key)
+    key, given = calls.describe(tensors, *options, options=described)
+    if rows is not None and rows.key is None:
+        key = None
     prepared = None if key is None else calls.known(key)
     if key is not None and prepared is not None:
         try:
-            return prepared(*given)
+            return prepared(*(given if rows is None else rows.of(given)))
         except KernelError:
             calls.drop(key)  # the call is planned anew
     problem = pose(call, *tensors, **dict(zip(OPTIONS, options, strict=True)))
+    if rows is not None:
+        problem = problem.at(rows.numbers)
+        given = (problem.q, *given[1:])
 
     def run(chosen: Engine) -> Results:
         prepared = None if key is None else chosen.prepare(problem, names, sink_keys)

@@ -13,7 +13,7 @@ import torch
 
 from headwise.api import attention, attention_map, explain, observe
 from headwise.devices import cpu_info, cpu_name, usable_cores
-from headwise.engines import failures, plan
+from headwise.engines import calls, failures, plan
 from headwise.mask import causal
 
 PACKAGES = ("headwise", "torch", "triton", "numpy", "torchvision", "transformers")
@@ -79,6 +79,7 @@ def gather() -> Facts:
 def tried_engines() -> dict[str, str | None]:
     """Every engine with the reason why it can't be used here, after a small call of each."""
     engines = plan.engines()
+    calls.forget()  # so that each is planned and launched, not repeated
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in [name for name, reason in engines.items() if reason is None]:
         engines[name] = tried(name, device)

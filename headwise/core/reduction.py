@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,22 +28,22 @@ class Columns:
 
     stats: tuple[str, ...]
 
-    @property
+    @cached_property
     def maxima(self) -> tuple[int, ...]:
         """The places of the statistics whose largest value is kept."""
         return tuple(i for i, name in enumerate(self.stats) if EXTREMES.get(name) == "max")
 
-    @property
+    @cached_property
     def minima(self) -> tuple[int, ...]:
         """The places of the statistics whose smallest value is kept."""
         return tuple(i for i, name in enumerate(self.stats) if EXTREMES.get(name) == "min")
 
-    @property
+    @cached_property
     def sums(self) -> int:
         """The number of columns that grow by adding."""
         return 1 + len(self.stats)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """The number of all columns."""
         return self.sums + len(self.maxima) + len(self.minima)
@@ -52,35 +53,49 @@ class Columns:
         return self.sums + self.maxima.index(self.stats.index(name))
 
     def names(self, sampled: bool) -> dict[str, str]:
-        """The names of the figures, each with its statistic."""
-        empty = torch.empty(self.count, 0)
-        return {
-            figure: name for name in self.stats for figure in self.figures(empty, sampled, (name,))
-        }
+        """The names of the figures, each with its statistic.
+
+        An extreme of sampled rows is only a bound of the true one, and its name says so.
+        """
+        found = {}
+        for name in self.stats:
+            found[f"{name}_mean"] = name
+            if name in EXTREMES:
+                kind = EXTREMES[name]
+                bound = "_upper_bound" if kind == "min" else "_lower_bound"
+                found[f"{name}_{kind}{bound if sampled else ''}"] = name
+        return found
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The place of each figure, in the order of the names, among `means_and_extremes`."""
+        extremes = {place: at for at, place in enumerate((*self.maxima, *self.minima))}
+        found: list[int] = []
+        for place in range(len(self.stats)):
+            found.append(place)
+            found += [len(self.stats) + extremes[place]] if place in extremes else []
+        return tuple(found)
+
+    def means_and_extremes(self, reduced: Tensor) -> Tensor:
+        """The figures (..., figures, heads) of (..., columns, heads): all means, then extremes.
+
+        The mean of a head without counted rows is NaN.
+        """
+        sums, least = self.sums, self.sums + len(self.maxima)
+        means = reduced[..., 1:sums, :] / reduced[..., :1, :]  # 0 / 0 is NaN
+        lowest = -reduced[..., least : self.count, :]
+        return torch.cat((means, reduced[..., sums:least, :], lowest), -2)
 
     def figures(
         self, reduced: Tensor, sampled: bool, stats: Collection[str] | None = None
     ) -> dict[str, Tensor]:
         """One value per head (..., heads) for each figure of (..., columns, heads).
 
-        The mean of a head without counted rows is NaN. An extreme of sampled rows is only a bound
-        of the true one, and its name says so. `stats` names the statistics that were seen, if not
-        all of them were.
+        `stats` names the statistics that were seen, if not all of them were.
         """
-        rows, *sums = reduced[..., : self.sums, :].unbind(-2)
-        extremes = reduced[..., self.sums : self.count, :].unbind(-2)
-        largest = dict(zip((*self.maxima, *self.minima), extremes, strict=True))
-        figures = {}
-        for place, (name, total) in enumerate(zip(self.stats, sums, strict=True)):
-            if stats is not None and name not in stats:
-                continue
-            figures[f"{name}_mean"] = total / rows  # 0 / 0 is NaN
-            if place in largest:
-                low = place in self.minima
-                bound = "_upper_bound" if low else "_lower_bound"
-                suffix = f"_{EXTREMES[name]}{bound if sampled else ''}"
-                figures[name + suffix] = -largest[place] if low else largest[place]
-        return figures
+        found = self.means_and_extremes(reduced).unbind(-2)
+        named = zip(self.names(sampled).items(), self.order, strict=True)
+        return {name: found[at] for (name, stat), at in named if stats is None or stat in stats}
 
 
 def reduce_rows(

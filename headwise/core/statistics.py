@@ -38,9 +38,9 @@ def wanted(stats: tuple[str, ...]) -> int:
 
 
 def complete(
-    problem: Problem, sums: Sums, stats: tuple[str, ...], sink_keys: int
+    problem: Problem, sums: Sums, stats: tuple[str, ...], sink_keys: int, terms: Terms | None = None
 ) -> dict[str, Tensor]:
-    """The named statistics, (B, Hq, N) each, from an engine's sums."""
+    """The named statistics, (B, Hq, N) each, from an engine's sums; `terms`, if known."""
     asked, found = set(stats), {}
     with torch.no_grad():
         if "effective_keys" in asked:
@@ -50,8 +50,9 @@ def complete(
             found["output_norm"] = torch.linalg.vector_norm(sums.out, dim=-1, dtype=wide)
         if any(_NEEDS.get(name) == LOG_TOTAL for name in asked):
             start = problem.start() if "sink_mass" in asked else 0
+            terms = problem.terms() if terms is None else terms
             found |= single_weights(
-                problem.q, problem.k, problem.terms(), sums.totals(), sums.max_logit, asked,
+                problem.q, problem.k, terms, sums.totals(), sums.max_logit, asked,
                 start, sink_keys, problem.diagonal(),
             )  # fmt: skip
     return named(sums, found, stats)

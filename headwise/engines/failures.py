@@ -18,7 +18,9 @@ from torch import Tensor
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.core.problem import Problem, Terms
 
-Kernels = Literal["attention", "additive attention", "cached attention", "maps"]
+Kernels = Literal[
+    "attention", "additive attention", "cached attention", "maps", "recorded statistics"
+]
 
 
 class KernelError(RuntimeError):
@@ -32,7 +34,7 @@ class Family(NamedTuple):
     kernels: Kernels
     device: torch.device
     dtype: torch.dtype
-    widths: tuple[int, int]  # of the heads of queries and values
+    widths: tuple[int, ...]  # of the heads of queries and values, if it depends on them
     options: tuple[bool, ...]  # those that compile another version of a kernel, in use or not
     learns: bool  # gradients follow
 
@@ -92,7 +94,8 @@ def record(failed: Family, error: Exception) -> None:
     if (failed.engine, cause) not in known:
         dtype, widths = str(failed.dtype).removeprefix("torch."), dict.fromkeys(failed.widths)
         wide = " and ".join(str(width) for width in widths)
-        _warn(failed.engine, f"can't serve {failed.kernels} of {dtype} heads {wide} wide", cause)
+        heads = f" of {dtype} heads {wide} wide" if widths else ""
+        _warn(failed.engine, f"can't serve {failed.kernels}{heads}", cause)
 
 
 def record_unusable(engine: str, error: Exception) -> None:

@@ -44,6 +44,15 @@ class BackwardArguments(NamedTuple):
     scale: float
 
 
+class KernelFit(NamedTuple):
+    """A kernel's answer for all calls of one description: operator, mask and layouts."""
+
+    operator: Any
+    causal: bool
+    strides: tuple[tuple[int, ...], ...]  # of q, k and v, if kernels can read them so
+    grad_strides: tuple[int, ...]  # those that the gradient of out needs
+
+
 class LibraryKernel:
     """One of PyTorch's backward kernels: its name in words, its operator, and the arguments."""
 
@@ -52,13 +61,8 @@ class LibraryKernel:
     operator: str
     arguments: str  # the operator's, when this was written
 
-    def refuses(
-        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, lse: Tensor | None = None
-    ) -> str | None:
-        """Return why it can't differentiate a call exactly, or None if it can.
-
-        lse (B, Hq, N) is known in the backward only.
-        """
+    def refuses(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> str | None:
+        """Return why it can't differentiate a call exactly, or None if it can."""
         if private(self.operator, self.arguments) is None:
             return f"is missing from PyTorch {torch.__version__}, or has changed there"
         cause = failures.failed().get(self.family(q, v))
@@ -67,23 +71,36 @@ class LibraryKernel:
         causal = is_causal(q, k, terms)
         if causal is None:
             return "takes no mask but causal() with as many queries as keys"
-        return refuses_terms(q, v, terms) or self.limits(q, k, v, causal, lse)
+        return refuses_terms(q, v, terms) or self.limits(q, k, v, causal)
 
-    def limits(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, lse: Tensor | None
-    ) -> str | None:
+    def limits(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
         """Return what this kernel in particular can't do."""
         raise NotImplementedError
 
-    def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, grad: Tensor
-    ) -> Three:
-        """Return the gradients of q, k and v from that of out, (B, Hq, N, Dv)."""
+    def fit(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> KernelFit | None:
+        """Return what all calls of this description need; None if it refuses them."""
+        if self.refuses(q, k, v, terms) is not None:
+            return None
         operator, causal = private(self.operator, self.arguments), is_causal(q, k, terms)
         assert operator is not None and causal is not None
-        q, k, v = (ready(x) for x in (q, k, v))
-        grad, out, lse = laid_out(grad, q), out.contiguous(), lse.contiguous()
-        return self.run(operator, BackwardArguments(grad, q, k, v, out, lse, causal, terms.scale))
+        strides = tuple(x.stride() if ready(x) is x else () for x in (q, k, v))
+        return KernelFit(operator, causal, strides, dense_strides(ready(q)))
+
+    def rounds_too_much(self, lse: Tensor) -> bool:
+        """Return whether the rows' totals, known in the backward only, are of no use to it."""
+        return False
+
+    def gradients(
+        self, fit: KernelFit, three: Three, scale: float, out: Tensor, lse: Tensor, grad: Tensor
+    ) -> Three:
+        """Return the gradients of q, k and v from that of out, (B, Hq, N, Dv)."""
+        q, k, v = (
+            x if x.stride() == strides and x.data_ptr() % VECTOR == 0 else ready(x)
+            for x, strides in zip(three, fit.strides, strict=True)
+        )
+        grad = laid_out(grad, q, fit.grad_strides if q is three[0] else None)
+        out, lse = out.contiguous(), lse.contiguous()
+        return self.run(fit.operator, BackwardArguments(grad, q, k, v, out, lse, fit.causal, scale))
 
     def run(self, operator: Any, given: BackwardArguments) -> Three:
         """Call the operator."""
@@ -101,16 +118,15 @@ class CpuKernel(LibraryKernel):
     operator = "_scaled_dot_product_flash_attention_for_cpu_backward"
     arguments = "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale"
 
-    def limits(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, lse: Tensor | None
-    ) -> str | None:
+    def limits(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
         if not torch.backends.cuda.flash_sdp_enabled():
             return "is switched off"
         if q.dtype.itemsize == 2:
             return f"rounds its sums to {q.dtype}"
-        if lse is not None and RowTotals.of_lse(lse).coarse():
-            return "takes weights from lse, which is rounded too much"
         return None
+
+    def rounds_too_much(self, lse: Tensor) -> bool:
+        return RowTotals.of_lse(lse).coarse()  # it takes weights from lse alone
 
     def run(self, operator: Any, given: BackwardArguments) -> Three:
         *tensors, causal, scale = given
@@ -128,9 +144,7 @@ class CudnnKernel(LibraryKernel):
         "cum_seq_k max_q max_k dropout_p is_causal scale"
     )
 
-    def limits(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, lse: Tensor | None
-    ) -> str | None:
+    def limits(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
         rows, keys = q.shape[2], k.shape[2]
         if min(rows, keys) < FEW:
             return f"is exact from {FEW} queries and keys on"
@@ -163,9 +177,7 @@ class FlashKernel(LibraryKernel):
         "is_causal philox_seed philox_offset scale"
     )
 
-    def limits(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, lse: Tensor | None
-    ) -> str | None:
+    def limits(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
         return refuses_on_gpu("flash", q, k, v, causal)
 
     def run(self, operator: Any, given: BackwardArguments) -> Three:
@@ -187,24 +199,58 @@ def kernel_on(device: torch.device, only: str) -> LibraryKernel | None:
         return None
     if only == "cpu":
         return CPU
-    return CUDNN if torch.cuda.get_device_capability(device)[0] >= HOPPER_GENERATION else FLASH
+    return CUDNN if _generation(device) >= HOPPER_GENERATION else FLASH
 
 
-def gradients(
-    only: str, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, grad: Tensor
-) -> Three | None:
-    """Return the gradients of q, k and v from that of out; None if no kernel can compute them."""
-    kernel = kernel_on(q.device, only)
-    if kernel is None or kernel.refuses(q, k, v, terms, lse) is not None:
-        return None
-    try:
-        return kernel.gradients(q, k, v, terms, out, lse, grad)
-    except RuntimeError as error:
-        failed = failures.failure(kernel.operator, error)
-        if not isinstance(failed, failures.KernelError):
-            raise
-        failures.record(kernel.family(q, v), failed)
-        return None
+@cache
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+class LibraryBackward:
+    """The library's backward for all calls of one description, on devices of the type `only`.
+
+    Asking a kernel whether it takes a call costs as much as calling it, so it is asked once, and
+    again when one of PyTorch's switches has changed.
+    """
+
+    def __init__(self, only: str) -> None:
+        self.only = only
+        self._known: dict[tuple[object, ...], KernelFit | None] = {}
+
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, lse: Tensor, grad: Tensor
+    ) -> Three | None:
+        """Return the gradients of q, k and v from that of out; None if no kernel computes them."""
+        kernel = kernel_on(q.device, self.only)
+        if kernel is None:
+            return None
+        key = (kernel, *switches(kernel))
+        if key not in self._known:
+            self._known[key] = kernel.fit(q, k, v, terms)
+        fit = self._known[key]
+        if fit is None or kernel.rounds_too_much(lse):
+            return None
+        try:
+            return kernel.gradients(fit, (q, k, v), terms.scale, out, lse, grad)
+        except RuntimeError as error:
+            failed = failures.failure(kernel.operator, error)
+            if not isinstance(failed, failures.KernelError):
+                raise
+            failures.record(kernel.family(q, v), failed)
+            return None
+
+
+def switches(kernel: LibraryKernel) -> tuple[object, ...]:
+    """Return what a kernel's answer depends on besides the call."""
+    return (
+        private(kernel.operator, kernel.arguments),
+        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE"),
+        len(failures.failed()),
+    )
 
 
 def described(engine: str, only: str, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> str:
@@ -293,12 +339,17 @@ def ready(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Return x, or a copy, in the layout of a tensor of the same shape.
+def laid_out(x: Tensor, like: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
+    """Return x, or a copy, in the layout of a tensor of the same shape; `strides`, if known.
 
     The gradient of a sum has strides of 0, and plans are made for one layout.
     """
-    strides = torch.empty_like(like, device="meta").stride()
+    strides = dense_strides(like) if strides is None else strides
     if x.stride() == strides and x.data_ptr() % VECTOR == 0:
         return x
     return torch.empty_like(like).copy_(x)
+
+
+def dense_strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of a new tensor in the layout of x."""
+    return torch.empty_like(x, device="meta").stride()

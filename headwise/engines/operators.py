@@ -3,12 +3,13 @@
 `torch.compile`, `torch.export` and FlopCounterMode see two nodes, whichever engine they come from.
 The operators are defined by schema, because the wrapper of `torch.library.custom_op` checks every
 call for aliases and loads all of torch's compiler. If nothing needs to see the operator, its
-implementation is called directly.
+implementation is called directly, and with gradients as one node of autograd (`learning`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,18 @@ from torch.nn import Parameter
 
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.sums import ENTROPY, RowTotals, Sums, room
-from headwise.engines import failures, flops, library_backward
+from headwise.engines import failures, flops
 from headwise.engines.failures import KernelError, family_of_terms
+from headwise.engines.learning import (
+    BIAS,
+    TENSORS,
+    Differentiate,
+    LearningCall,
+    RowGradients,
+    RowResults,
+    Sources,
+)
+from headwise.engines.library_backward import LibraryBackward
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 
@@ -31,9 +42,8 @@ CALL = (  # q, k, v, and the fields of Terms
 )
 _ROOM = ", ".join(["Tensor"] * len(Sums._fields))
 _TERMS = len(Terms._fields)
-_TENSORS = 12  # the arguments q to seed
-_BIAS = 7
-_LEARNABLE = (0, 1, 2, 3, _BIAS, 8, 9, 10)  # arguments of the forward that have a gradient
+_IN_ORDER = tuple(range(TENSORS))
+_LEARNABLE = (0, 1, 2, 3, BIAS, 8, 9, 10)  # arguments of the forward that have a gradient
 
 
 class Gradients(NamedTuple):
@@ -67,10 +77,46 @@ def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[...
     return getattr(torch.ops.headwise, name).default
 
 
-def operators(
-    engine: str, run: Forward, differentiate: Backward, library_on: str
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Register headwise::<engine> and headwise::<engine>_backward, and return the first.
+@dataclass(frozen=True, eq=False)
+class Operators:
+    """An engine's forward and its gradients, called directly where nothing must see an operator."""
+
+    run: Callable[..., tuple[Tensor, ...]]
+    operator: Callable[..., tuple[Tensor, ...]]
+    differentiate: Differentiate
+    library_on: str
+
+    def __call__(self, *given: Any, library: LibraryBackward | None = None) -> tuple[Tensor, ...]:
+        """Return the `Sums` of an operator's arguments: q, k, v, those of `Terms`, and `wants`."""
+        if intercepted(*given):
+            return self.operator(*given)
+        if not learns(*given):
+            return self.run(*given)
+        rest = given[TENSORS:]
+
+        def run(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+            sums = Sums(*self.run(*tensors, *rest))
+            return (*RowResults.of(sums), *(x if x.ndim > 1 else None for x in sums[4:8]))
+
+        found = self.learning(run, _IN_ORDER, rest[:-1], library)(*given[:TENSORS])
+        nothing = found[1].new_empty(0)
+        found = tuple(nothing if x is None else x for x in found)
+        return Sums(*found[:3], found[4], *found[5:], found[3])
+
+    def learning(
+        self,
+        run: Callable[..., Any],
+        sources: Sources,
+        numbers: tuple[Any, ...],
+        library: LibraryBackward | None = None,
+    ) -> LearningCall:
+        """Return a call with gradients, whose forward is `run`."""
+        library = LibraryBackward(self.library_on) if library is None else library
+        return LearningCall(run, sources, numbers, self.differentiate, library)
+
+
+def operators(engine: str, run: Forward, differentiate: Backward, library_on: str) -> Operators:
+    """Register headwise::<engine> and headwise::<engine>_backward, and return them.
 
     On devices of the type `library_on`, one of PyTorch's kernels computes the gradients if it can.
     """
@@ -83,17 +129,17 @@ def operators(
             sums: Sums = run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
         return sums
 
-    def backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
+    def backward(
+        library: LibraryBackward, q: Tensor, k: Tensor, v: Tensor, *given: Any
+    ) -> list[Tensor]:
         terms = Terms(*given[:_TERMS])
         out, lse, max_logit, log_total, entropy, grad_out, *others = given[_TERMS:]
-        totals = RowTotals.known(lse, max_logit, log_total)
         with without_autocast(q.device):
-            if all(grad is None for grad in others[:2]):  # out has a gradient, nothing else
-                three = library_backward.gradients(
-                    library_on, q, k, v, terms, out, totals.lse, grad_out
-                )
+            if others[0] is None and others[1] is None:  # out has a gradient, nothing else
+                three = library.gradients(q, k, v, terms, out, lse, grad_out)
                 if three is not None:
                     return list(three)
+            totals = RowTotals.known(lse, max_logit, log_total)
             found = differentiate(q, k, v, terms, out, totals, entropy, grad_out, *others)
         return [
             grad.to(x.dtype)
@@ -102,23 +148,41 @@ def operators(
         ]
 
     def packed_backward(*given: Any) -> list[Tensor]:
-        return [grad.contiguous() for grad in backward(*given)]  # as `_backward_shapes` promises
+        found = backward(LibraryBackward(library_on), *given)
+        return [grad.contiguous() for grad in found]  # as `_backward_shapes` promises
+
+    def differentiated(
+        tensors: list[Tensor | None],
+        numbers: tuple[Any, ...],
+        known: RowResults,
+        grads: RowGradients,
+        bias_learns: bool,
+        library: LibraryBackward | None = None,
+    ) -> list[Tensor | None]:
+        result: list[Tensor | None] = [None] * TENSORS
+        if all(grad is None for grad in grads):
+            return result
+        nothing = known.lse.new_empty(0) if any(x is None for x in known) else known.lse
+        results = [nothing if x is None else x for x in known]
+        grad_out = torch.zeros_like(known.out) if grads.out is None else grads.out
+        asked = (*tensors, *numbers, *results, grad_out, *grads[1:], bias_learns)
+        if noticed(*asked):
+            found = iter(operator(*asked))
+        else:
+            library = LibraryBackward(library_on) if library is None else library
+            found = iter(backward(library, *asked))  # type: ignore[arg-type]
+        for place in _LEARNABLE:
+            if tensors[place] is not None and (place != BIAS or bias_learns):
+                result[place] = next(found)
+        return result
 
     def gradient(ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
         *tensors, out, lse, max_logit, log_total, entropy = ctx.saved_tensors
-        grad_entropy = grad_entropy if ctx.wants & ENTROPY else None
-        grads: list[Tensor | None] = [None] * (4 + _TERMS)
-        if grad_out is None and grad_lse is None and grad_entropy is None:
-            return tuple(grads)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        learns = tensors[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
-        known = (out, lse, max_logit, log_total, entropy)
-        asked = (*known, grad_out, grad_lse, grad_entropy, learns)
-        found = iter(differentiated(*tensors, *ctx.numbers, *asked))
-        for place in _LEARNABLE:
-            if tensors[place] is not None and (place != _BIAS or learns):
-                grads[place] = next(found)
-        return tuple(grads)
+        grads = RowGradients(grad_out, grad_lse, grad_entropy if ctx.wants & ENTROPY else None)
+        bias_learns = tensors[BIAS] is not None and ctx.needs_input_grad[BIAS]
+        known = RowResults(out, lse, max_logit, log_total, entropy)
+        found = differentiated(tensors, ctx.numbers, known, grads, bias_learns)
+        return (*found, *[None] * (len(ctx.numbers) + 1))
 
     def no_second(ctx, *grads):  # type: ignore[no-untyped-def]
         raise NotImplementedError(
@@ -137,12 +201,11 @@ def operators(
         packed_backward,
         _backward_shapes,
     )
-    differentiated = direct(backward, operator)
     torch.library.register_autograd(computed, gradient, setup_context=_setup, lib=LIBRARY)
     torch.library.register_autograd(operator, no_second, lib=LIBRARY)
     ops = torch.ops.headwise
     flops.register(getattr(ops, engine), getattr(ops, f"{engine}_backward"))
-    return direct(forward, computed)
+    return Operators(forward, computed, differentiated, library_on)
 
 
 def _or_safe(
@@ -184,16 +247,27 @@ def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..
 
 def noticed(*given: object) -> bool:
     """Return whether gradients, compilers, modes or transforms must see a call as an operator."""
+    return intercepted(*given) or learns(*given)
+
+
+def learns(*given: object) -> bool:
+    """Return whether gradients follow a call."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(x, Tensor) and x.requires_grad for x in given)
+
+
+def intercepted(*given: object) -> bool:
+    """Return whether compilers, modes or transforms must see a call as an operator."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:
         return True
     if torch._C._get_tracing_state() is not None:
         return True
-    learning = torch.is_grad_enabled()
     for x in given:
         if isinstance(x, Tensor):
-            if (learning and x.requires_grad) or x.is_meta or x.is_neg():
+            if x.is_meta or x.is_neg():
                 return True
             if type(x) is not Tensor and type(x) is not Parameter:
                 return True
@@ -228,9 +302,9 @@ def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tenso
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.numbers, ctx.wants = inputs[_TENSORS:-1], inputs[-1]
+    ctx.numbers, ctx.wants = inputs[TENSORS:-1], inputs[-1]
     ctx.mark_non_differentiable(output[2], *output[4:])
     ctx.set_materialize_grads(False)
     sums = Sums(*output)
     known = (sums.out, sums.lse, sums.max_logit, sums.log_total, sums.entropy)
-    ctx.save_for_backward(*inputs[:_TENSORS], *known)
+    ctx.save_for_backward(*inputs[:TENSORS], *known)

@@ -19,9 +19,9 @@ from headwise.engines.triton.host.operands import (
     widened,
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit
-from headwise.engines.triton.kernels import map_lse as logsum
-from headwise.engines.triton.kernels.map_cells import Totals, cells
-from headwise.engines.triton.kernels.map_largest import largest
+from headwise.engines.triton.kernels.maps import map_lse as logsum
+from headwise.engines.triton.kernels.maps.map_cells import Totals, cells
+from headwise.engines.triton.kernels.maps.map_largest import largest
 from headwise.maps import blockwise
 from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Region

@@ -7,8 +7,9 @@ graphs, and its columns are sums and maxima, so that processes can join theirs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from headwise.core.observation import Observation
 from headwise.core.problem import without_autocast
 from headwise.core.reduction import Columns, reduce_rows
 from headwise.engines.operators import define, noticed
+from headwise.engines.triton.board_call import add_by_kernel
 
 SLOTS, HEADS = 16, 32
 """The room that a board begins with; slots are added in this number."""
@@ -39,6 +41,7 @@ class Board:
         self.used = 0
         self.now = self.ended = torch.empty(0, columns.count + 1, HEADS, dtype=torch.float64)
         self.places = torch.empty(0, dtype=torch.int64)
+        self.numbers: tuple[Tensor, ...] = ()  # the number of each slot, (1,), on the device
         self.reserve(SLOTS, HEADS)
 
     def reserve(self, slots: int, heads: int) -> None:
@@ -55,6 +58,7 @@ class Board:
                     new[: len(old), :, : old.shape[2]] = old
             self.now, self.ended = grown
             self.places = torch.arange(slots, device=self.device)
+            self.numbers = self.places.split(1)
 
     def slot(self, heads: int) -> Slot:
         """A new slot for a layer with so many heads."""
@@ -123,12 +127,16 @@ class Slot:
             raise ValueError(
                 f"it has {seen.highest.shape[1]} heads in this call and had {self.heads} before"
             )
-        board, padding = self.board, seen.padding_of(padding)
-        place = board.places[self.number : self.number + 1]
-        values = _ordered(seen.values, board.columns)
-        extremes = list(board.columns.maxima), list(board.columns.minima)
-        run = record if noticed(board.now, seen.highest, *values) else _record
-        run(board.now, place, values, seen.highest, padding, proof, *extremes)
+        board, columns, padding = self.board, self.board.columns, seen.padding_of(padding)
+        values = [seen.values.get(name) for name in columns.stats]
+        extremes = columns.maxima, columns.minima
+        given = (values, seen.highest, padding, proof)
+        place = board.numbers[self.number]
+        if noticed(board.now, seen.highest, *values):
+            record(board.now, place, *given, *map(list, extremes))
+        elif not add_by_kernel(board.now, place, *given, *extremes):
+            with torch.no_grad(), without_autocast(board.device):
+                _add(self.read(), *given, *extremes)
 
     def read(self) -> Tensor:
         """The columns of the step that has not ended, (columns, heads), on its device."""
@@ -146,36 +154,37 @@ class Slot:
         return slot
 
 
-def _ordered(values: Mapping[str, Tensor], columns: Columns) -> list[Tensor | None]:
-    return [values.get(name) for name in columns.stats]
-
-
 def _empty(board: Tensor, columns: Columns) -> None:
     """Start a board anew: nothing is counted."""
     board[:, : columns.sums].zero_()
     board[:, columns.sums :].fill_(-torch.inf)
 
 
-def _record(
-    board: Tensor,
-    slot: Tensor,
-    values: list[Tensor | None],
+def _add(
+    mine: Tensor,
+    values: Sequence[Tensor | None],
     highest: Tensor,
     padding: Tensor | None,
     proof: Tensor | None,
-    maxima: list[int],
-    minima: list[int],
+    maxima: Sequence[int],
+    minima: Sequence[int],
 ) -> None:
+    """Add a call's statistics (B, H, N) to a slot (columns, H)."""
+    sums, extremes = reduce_rows(values, highest, padding, maxima, minima)
+    mine[: len(sums)] += sums
+    largest = mine[len(sums) : -1]
+    torch.maximum(largest, extremes, out=largest)
+    if proof is not None:
+        torch.maximum(mine[-1], proof, out=mine[-1])
+
+
+def _record(board: Tensor, slot: Tensor, values: list[Tensor | None], *given: Any) -> None:
     """Add a call's statistics (B, H, N) to the slot (1,) of a board (slots, columns, heads)."""
+    if add_by_kernel(board, slot, values, *given):
+        return
     with torch.no_grad(), without_autocast(board.device):
-        sums, extremes = reduce_rows(values, highest, padding, maxima, minima)
         column = board.index_select(0, slot)
-        mine = column[0, :, : highest.shape[1]]
-        mine[: len(sums)] += sums
-        largest = mine[len(sums) : -1]
-        torch.maximum(largest, extremes, out=largest)
-        if proof is not None:
-            torch.maximum(mine[-1], proof, out=mine[-1])
+        _add(column[0, :, : given[0].shape[1]], values, *given)
         board.index_copy_(0, slot, column)
 
 

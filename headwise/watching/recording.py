@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from headwise.core.spans import PREFIX
@@ -172,8 +171,8 @@ def head_rows(
     found: dict[Board, list[list[list[float]]]] = {}  # slot, figure, head
     names: dict[str, str] = {}
     for board, values in boards.items():
-        columns = board.columns.figures(values, sampled)
-        found[board] = torch.stack([values[:, 0], *columns.values()], 1)[:, 1:].tolist()
+        slots, order = board.columns.means_and_extremes(values).tolist(), board.columns.order
+        found[board] = [[slot[at] for at in order] for slot in slots]
         names = board.columns.names(sampled)
     seen = {name for layer in layers for name in layer.stats}
     rows: list[dict[str, Value]] = []

@@ -22,7 +22,7 @@ from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.host import backward_call, decoding_call, forward_call
 from headwise.engines.triton.host import statistics_call as single_call
 from headwise.engines.triton.host.cards import INTERPRETING
-from headwise.engines.triton.kernels import map_lse
+from headwise.engines.triton.kernels.maps import map_lse
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="on a GPU its own kernels would be broken")
 CAUSAL = hw.mask.causal()

@@ -5,6 +5,9 @@ The loop is `Partial` and `merge`. Forward and backward are registered operators
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +16,9 @@ from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import complete, wanted
 from headwise.core.sums import Sums
 from headwise.engines import library_backward
-from headwise.engines.contract import Engine
+from headwise.engines.contract import Engine, Results
+from headwise.engines.learning import fixed_terms
+from headwise.engines.library_backward import LibraryBackward
 from headwise.engines.operators import Gradients, operators
 from headwise.engines.streaming.backward_loop import Backward
 from headwise.engines.streaming.forward_loop import Forward
@@ -32,13 +37,31 @@ class Streaming(Engine):
 
     def run(self, problem: Problem, wants: int) -> Sums:
         """Return the output and the sums that `wants` names."""
-        return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(), wants))
+        return self._sums(problem, problem.terms(), wants)
+
+    def _sums(self, problem: Problem, terms: Terms, wants: int) -> Sums:
+        return Sums(*_forward(problem.q, problem.k, problem.v, *terms, wants))
 
     def observe(
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        sums = self.run(problem, wanted(names))
-        return sums.out, complete(problem, sums, names, sink_keys)
+        terms = problem.terms()
+        sums = self._sums(problem, terms, wanted(names))
+        return sums.out, complete(problem, sums, names, sink_keys, terms)
+
+    def prepare(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int
+    ) -> StreamingCall | None:
+        terms = problem.terms()
+        if not fixed_terms(problem, terms):
+            return None  # its mask depends on tensors
+        pose = partial(
+            Problem, place=problem.place, scale=problem.scale, mask=problem.mask,
+            softcap=problem.softcap, rows=problem.rows,
+        )  # fmt: skip
+        if terms.sinks is not None:
+            terms = terms._replace(sinks=terms.sinks.new_empty(0))  # a call brings its own
+        return StreamingCall(pose, terms, names, sink_keys, LibraryBackward(LIBRARY_ON))
 
     def backward(self, problem: Problem) -> str:
         q, k, v = problem.q, problem.k, problem.v
@@ -46,6 +69,33 @@ class Streaming(Engine):
 
 
 STREAMING = Streaming()
+
+
+@dataclass(frozen=True, eq=False)
+class StreamingCall:
+    """A call that is checked and planned: its problem for other tensors, and its terms."""
+
+    pose: Callable[..., Problem]
+    terms: Terms
+    names: tuple[str, ...]
+    sink_keys: int
+    library: LibraryBackward
+
+    @property
+    def reusable(self) -> StreamingCall:
+        """This call."""
+        return self
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Results:
+        terms, wants = self.terms, wanted(self.names)
+        if terms.sinks is not None:
+            terms = terms._replace(sinks=rest[0].to(q.device))
+        sums = Sums(*_forward(q, k, v, *terms, wants, library=self.library))
+        if not self.names:
+            return (sums.out,)
+        problem = self.pose(q, k, v, sinks=terms.sinks)
+        found = complete(problem, sums, self.names, self.sink_keys, terms)
+        return (sums.out, *(found[name] for name in self.names))
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:

@@ -13,7 +13,7 @@ from headwise.core.statistics import wanted
 from headwise.core.sums import LOG_TOTAL
 from headwise.engines import calls, failures, library_backward
 from headwise.engines.contract import Engine, Prepared
-from headwise.engines.operators import noticed
+from headwise.engines.operators import learns
 from headwise.engines.triton.limits import (
     GRID,
     LIBRARY_ON,
@@ -97,9 +97,11 @@ class Triton(Engine):
         return library_backward.described("triton", LIBRARY_ON, q, k, v, problem.terms(banded=True))
 
     def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
-        if noticed(problem.q, problem.k, problem.v, problem.sinks):
-            return None
         host, run = self._host(), self._run
+        if learns(problem.q, problem.k, problem.v, problem.sinks):
+            return host.FirstLearningCall(  # type: ignore[no-any-return]
+                self._forward, run, problem, names, sink_keys
+            )
         return host.FirstCall(  # type: ignore[no-any-return]
             lambda launches: host.results(launches, run, problem, names, sink_keys)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +12,17 @@ from torch import Tensor
 from headwise.core import statistics
 from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import wanted
-from headwise.core.sums import Sums
+from headwise.core.sums import ENTROPY, LOG_TOTAL, Sums
 from headwise.engines.contract import Results
-from headwise.engines.operators import Gradients, operators
+from headwise.engines.learning import (
+    TENSORS,
+    LearningCall,
+    chosen,
+    fixed_terms,
+    others,
+    sources,
+)
+from headwise.engines.operators import Gradients, Operators, operators
 from headwise.engines.triton.host.additive_call import differentiate_additive, run_additive
 from headwise.engines.triton.host.backward_call import differentiate_dot
 from headwise.engines.triton.host.cards import card
@@ -26,8 +35,8 @@ from headwise.engines.triton.host.statistics_call import complete_dot
 from headwise.engines.triton.limits import LIBRARY_ON
 
 __all__ = [
-    "FORWARD", "FirstCall", "cap_of", "card", "complete", "differentiate", "few", "leaves_keys",
-    "pad", "results", "run",
+    "FORWARD", "FirstCall", "FirstLearningCall", "cap_of", "card", "complete", "differentiate",
+    "few", "leaves_keys", "pad", "results", "run",
 ]  # fmt: skip
 
 Run = Callable[[Launches, Tensor, Tensor, Tensor, Terms, int], Sums]
@@ -122,6 +131,82 @@ def results(
         if out is not None:
             return (out,)
     terms = problem.terms(banded=True)
+    launches.fixed(*fixed_terms(problem, terms))
     sums = run(launches, problem.q, problem.k, problem.v, terms, wanted(names))
     out, values = complete(problem, terms, sums, names, sink_keys, launches)
     return (out, *(values[name] for name in names))
+
+
+class FirstLearningCall:
+    """A call with gradients that is worked out while it runs."""
+
+    def __init__(
+        self,
+        operators: Operators,
+        run: Run,
+        problem: Problem,
+        names: tuple[str, ...],
+        sink_keys: int,
+    ) -> None:
+        self._operators, self._run, self._problem = operators, run, problem
+        self._names, self._sink_keys = names, sink_keys
+        self.reusable: RepeatedLearningCall | None = None
+
+    def __call__(self, *tensors: Tensor) -> Results:
+        problem, names = self._problem, self._names
+        terms, wants = problem.terms(banded=True), wanted(names) | LOG_TOTAL
+        fixed = fixed_terms(problem, terms)
+        first = FirstCall(self._work_out(terms, wants, fixed))
+        found = sources(terms, tensors, fixed)
+        places = found or sources(terms, tensors, tuple(x for x in terms if isinstance(x, Tensor)))
+        assert places is not None
+        numbers = terms[TENSORS - 3 :]
+        call = self._operators.learning(_rows(first, wants), places, numbers)
+        results = chosen(call(*tensors), names)
+        if found is not None and first.reusable is not None:
+            call = replace(call, run=_rows(first.reusable, wants))
+            self.reusable = RepeatedLearningCall(call, names)
+        return results
+
+    def _work_out(
+        self, terms: Terms, wants: int, fixed: tuple[Tensor, ...]
+    ) -> Callable[[Launches], Results]:
+        problem, names = self._problem, self._names
+
+        def work_out(launches: Launches) -> Results:
+            launches.fixed(*fixed)
+            sums = self._run(launches, problem.q, problem.k, problem.v, terms, wants)
+            out, values = complete(problem, terms, sums, names, self._sink_keys, launches)
+            known = [out, sums.lse, sums.max_logit, sums.log_total]
+            known += [sums.entropy] if wants & ENTROPY else []
+            return (*known, *(values[name] for name in others(names)))
+
+        return work_out
+
+
+@dataclass(frozen=True)
+class RepeatedLearningCall:
+    """A prepared call with gradients."""
+
+    call: LearningCall
+    names: tuple[str, ...]
+
+    @property
+    def reusable(self) -> RepeatedLearningCall:
+        """This call."""
+        return self
+
+    def __call__(self, *tensors: Tensor) -> Results:
+        return chosen(self.call(*tensors), self.names)
+
+
+def _rows(run: Callable[..., Results], wants: int) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return `run`, whose results have no entropy unless it was asked for, with None there."""
+    if wants & ENTROPY:
+        return run
+
+    def call(*tensors: Tensor) -> tuple[Tensor | None, ...]:
+        found = run(*tensors)
+        return (*found[:4], None, *found[4:])
+
+    return call

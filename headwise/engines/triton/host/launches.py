@@ -43,6 +43,11 @@ class Launches:
             for x in tensors:
                 self._filling.allocate(x)
 
+    def fixed(self, *tensors: Tensor) -> None:
+        """Record tensors that are the same in every call of this description."""
+        if self._filling is not None:
+            self._filling.fixed += [x for x in tensors if x.numel()]
+
     def room(self, q: Tensor, v: Tensor, wants: int) -> Sums:
         """Allocate the sums of a call that `wants` names."""
         sums = room(q, v, wants)
@@ -82,7 +87,7 @@ class Launches:
         if filling is None or not self._launched:
             return None
         places = [filling.place(x) for x in results]
-        if not filling.complete or min(places) < filling.given:
+        if not filling.complete or min(places, default=filling.given) < filling.given:
             return None
         return PreparedCall(filling.made, self._launched, places)
 

@@ -101,6 +101,7 @@ class Filling:
         self.known = list(given)
         self.given = len(given)
         self.made: list[Allocated | View] = []
+        self.fixed: list[Tensor] = []  # the same in every call of this description
         addresses = {x.data_ptr() for x in given}
         self.complete = len(addresses) == len(given)  # otherwise an address is ambiguous
 
@@ -139,7 +140,8 @@ class Filling:
     def _fill(self, x: Any) -> Fill | None:
         """Return how to make an argument from the known tensors, or None if it never changes."""
         if isinstance(x, Tensor):
-            return itemgetter(self.place(x))
+            fixed = any(x.data_ptr() == one.data_ptr() for one in self.fixed)
+            return None if fixed else itemgetter(self.place(x))
         if isinstance(x, tuple):
             arguments, fills = self._arguments(x)
             make = getattr(type(x), "_make", tuple)  # a kernel may use the names of fields

@@ -22,7 +22,7 @@ from headwise.engines.triton.kernels.additive.additive_slopes import (
     slopes,
 )
 from headwise.engines.triton.kernels.gradients import row_numbers, weigh
-from headwise.engines.triton.kernels.map_cells import seen_pairs, touched
+from headwise.engines.triton.kernels.maps.map_cells import seen_pairs, touched
 from headwise.engines.triton.kernels.online import bounds
 from headwise.engines.triton.kernels.tile import (
     LOOSE,

@@ -8,7 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.kernels.map_cells import log_weights, row_totals, rows_of, seen_pairs
+from headwise.engines.triton.kernels.maps.map_cells import (
+    log_weights,
+    row_totals,
+    rows_of,
+    seen_pairs,
+)
 from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, bend, interval, positions
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.kernels.map_cells import rows_of
+from headwise.engines.triton.kernels.maps.map_cells import rows_of
 from headwise.engines.triton.kernels.online import beside_sink, bounds, nothing_yet, take_in
 from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, logits, positions
 

@@ -1,0 +1,153 @@
+"""Eager calls with gradients: one node of autograd around what an engine computes.
+
+PyTorch's own wrapper of operators takes the processor longer than a fused kernel takes a GPU, so
+compiled code alone goes through it. Both ways have the same gradients: `Differentiate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headwise.core.problem import Problem, Terms
+from headwise.core.sums import Sums
+from headwise.engines.contract import Results
+from headwise.engines.library_backward import LibraryBackward
+
+TENSORS = 12  # the arguments of an operator that are tensors: q, k, v, and the first of Terms
+BIAS = 7  # the place of the bias among them
+
+
+class RowResults(NamedTuple):
+    """The results of a forward that its backward needs; log_total and entropy if asked for."""
+
+    out: Tensor  # (B, Hq, N, Dv); the rest (B, Hq, N)
+    lse: Tensor
+    max_logit: Tensor
+    log_total: Tensor | None
+    entropy: Tensor | None
+
+    @classmethod
+    def of(cls, sums: Sums) -> RowResults:
+        """Return those of an engine's sums."""
+        log_total, entropy = (x if x.ndim > 1 else None for x in (sums.log_total, sums.entropy))
+        return cls(sums.out, sums.lse, sums.max_logit, log_total, entropy)
+
+
+class RowGradients(NamedTuple):
+    """The gradients of a forward's results; None for those that have none."""
+
+    out: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+
+
+class Differentiate(Protocol):
+    """An engine's backward as a function of an operator's arguments."""
+
+    def __call__(
+        self,
+        tensors: list[Tensor | None],
+        numbers: tuple[Any, ...],
+        known: RowResults,
+        grads: RowGradients,
+        bias_learns: bool,
+        library: LibraryBackward | None = None,
+    ) -> list[Tensor | None]:
+        """Return a gradient for each of the tensors, or None."""
+        ...
+
+
+Sources = tuple[int | Tensor | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LearningCall:
+    """A call that gradients follow: its forward, and all that its backward needs to know."""
+
+    run: Callable[..., tuple[Tensor | None, ...]]  # `RowResults`, and further results
+    sources: Sources  # of an operator's tensors: a place among the call's, a constant, or None
+    numbers: tuple[Any, ...]  # the operator's other arguments
+    differentiate: Differentiate
+    library: LibraryBackward
+
+    def __call__(self, *given: Tensor | None) -> tuple[Any, ...]:
+        """Return what `run` returns for these tensors, as results that have gradients."""
+        found: tuple[Any, ...] = LearningNode.apply(*given, self)
+        return found
+
+
+class LearningNode(torch.autograd.Function):
+    """The node of autograd. Only out, lse and entropy have gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
+        *tensors, call = given
+        found: tuple[Tensor | None, ...] = call.run(*tensors)
+        ctx.call, ctx.given = call, len(tensors)
+        ctx.save_for_backward(*tensors, *found[:5])
+        rest = (*found[2:4], *found[5:])
+        ctx.mark_non_differentiable(*(x for x in rest if x is not None))
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        call: LearningCall = ctx.call
+        saved, count = ctx.saved_tensors, ctx.given
+        tensors = [saved[x] if type(x) is int else x for x in call.sources]
+        bias = call.sources[BIAS]
+        learns = type(bias) is int and tensors[BIAS] is not None and ctx.needs_input_grad[bias]
+        found = call.differentiate(
+            tensors, call.numbers, RowResults(*saved[count:]),
+            RowGradients(grads[0], grads[1], grads[4]), learns, call.library,
+        )  # fmt: skip
+        result: list[Tensor | None] = [None] * (count + 1)
+        for source, grad in zip(call.sources, found, strict=True):
+            if type(source) is int:
+                result[source] = grad
+        return tuple(result)
+
+
+def sources(terms: Terms, given: tuple[Tensor, ...], fixed: tuple[Tensor, ...]) -> Sources | None:
+    """Return where later calls of a description find an operator's tensors; None if nowhere.
+
+    `given` are the tensors of the first call, q, k and v first; `fixed` those of its terms that
+    all calls of its description share.
+    """
+    found: list[int | Tensor | None] = [0, 1, 2]
+    for x in terms[: TENSORS - 3]:
+        place = next((at for at, one in enumerate(given) if one is x), None)
+        if x is not None and place is None and not any(x is one for one in fixed):
+            return None
+        found.append(x if place is None else place)
+    return tuple(found)
+
+
+def fixed_terms(problem: Problem, terms: Terms) -> tuple[Tensor, ...]:
+    """Return the tensors of a problem's terms that all calls of its description share.
+
+    Under a mask without tensors these are intervals and positions. In a CUDA graph nothing may be
+    kept: its memory is the graph's, and holds nothing before a replay.
+    """
+    if problem.mask is not None and problem.mask.tensors():
+        return ()
+    if problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return ()
+    return tuple(x for x in (terms.intervals, terms.position) if x is not None)
+
+
+def chosen(found: tuple[Any, ...], names: tuple[str, ...]) -> Results:
+    """Return out and the named statistics, from `RowResults` and `others` after them."""
+    rest = iter(found[5:])
+    known = {"lse": found[1], "max_logit": found[2], "entropy": found[4]}
+    return (found[0], *(known[name] if name in known else next(rest) for name in names))
+
+
+def others(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of statistics that `RowResults` has not."""
+    return tuple(name for name in names if name not in ("lse", "max_logit", "entropy"))

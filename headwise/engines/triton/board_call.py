@@ -1,0 +1,41 @@
+"""Statistics added to the board of a watch by one kernel, where there is a GPU for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from headwise.engines import failures
+from headwise.engines.failures import Family, KernelError
+from headwise.engines.triton.engine import TRITON
+
+
+def add_by_kernel(
+    board: Tensor,
+    slot: Tensor,
+    values: Sequence[Tensor | None],
+    highest: Tensor,
+    padding: Tensor | None,
+    proof: Tensor | None,
+    maxima: Sequence[int],
+    minima: Sequence[int],
+) -> bool:
+    """Add a call's statistics (B, H, N) to the slot (1,) of a board (slots, columns, heads).
+
+    Returns False, and adds nothing, if the kernel does not serve this call.
+    """
+    device = board.device
+    if device.type not in TRITON.devices or TRITON.absent(device) is not None:
+        return False
+    from headwise.engines.triton.host.recording_call import add_to_board, takes
+
+    alike = Family(TRITON.name, "recorded statistics", device, highest.dtype, (), (), False)
+    if not takes(values, highest) or failures.reason(alike) is not None:
+        return False
+    try:
+        add_to_board(board, slot, values, highest, padding, proof, maxima, minima)
+    except KernelError as failure:
+        failures.record(alike, failure)
+        return False
+    return True

@@ -1,0 +1,79 @@
+"""A call of the kernel that adds statistics to a board."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headwise.engines import calls
+from headwise.engines.contract import Results
+from headwise.engines.triton.host.attention_call import FirstCall
+from headwise.engines.triton.host.launches import Launches
+from headwise.engines.triton.host.operands import on
+from headwise.engines.triton.kernels.row_sums import add_rows
+
+MOST = 1024  # rows that a program takes at once
+
+
+def takes(values: Sequence[Tensor | None], highest: Tensor) -> bool:
+    """Return whether the kernel can read these statistics."""
+    if highest.numel() == 0 or highest.dtype != torch.float32 or all(x is None for x in values):
+        return False
+    shape, dtype = highest.shape, highest.dtype
+    return all(
+        x is None or (x.dtype == dtype and x.shape == shape and x.is_contiguous())
+        for x in (*values, highest)
+    )
+
+
+def add_to_board(
+    board: Tensor,
+    slot: Tensor,
+    values: Sequence[Tensor | None],
+    highest: Tensor,
+    padding: Tensor | None,
+    proof: Tensor | None,
+    maxima: Sequence[int],
+    minima: Sequence[int],
+) -> None:
+    """Add a call's statistics (B, H, N) to the slot (1,) of a board (slots, columns, heads)."""
+    present = [place for place, x in enumerate(values) if x is not None]
+    found = tuple(x for x in values if x is not None)
+    same = next((at for at, x in enumerate(found) if x.data_ptr() == highest.data_ptr()), None)
+    given = (board, slot, *found, *(() if same is not None else (highest,)))
+    if padding is not None:
+        padding = padding.contiguous().view(torch.uint8)
+        given += (padding,)
+    if proof is not None:
+        proof = proof.to(board.device, torch.float64)
+        given += (proof,)
+    key = (
+        "record", board.shape, board.device, highest.shape, tuple(present), same, padding is None,
+        proof is None, tuple(maxima), tuple(minima), *[x.data_ptr() % 16 for x in given],
+    )  # fmt: skip
+    prepared = calls.known(key)
+    if prepared is not None:
+        prepared(*given)
+        return
+
+    def launch(launches: Launches) -> Results:
+        batch, heads, rows = highest.shape
+        signs = dict.fromkeys(maxima, 1) | dict.fromkeys(minima, -1)
+        extremes = {place: 1 + len(values) + at for at, place in enumerate(signs)}
+        with on(board.device):
+            launches.start(
+                add_rows, (heads, 1 + len(found), 1), None,
+                (board, slot, found, tuple(1 + place for place in present),
+                tuple(extremes.get(place, 0) for place in present),
+                tuple(signs.get(place, 1) for place in present),
+                highest if same is None else found[same], padding, proof,
+                batch, heads, rows, board.shape[1], board.shape[2]), 4, 1, COUNT=len(found),
+                BLOCK=min(MOST, max(32, 1 << (rows - 1).bit_length())),
+            )  # fmt: skip
+        return ()
+
+    first = FirstCall(launch)
+    first(*given)
+    calls.keep(key, first)

@@ -1,0 +1,1 @@
+"""Kernels that compute parts of the attention matrix, and sums over them."""
