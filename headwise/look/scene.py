@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -58,6 +58,7 @@ class Head:
     entropy: Tensor  # (N,)
     top_prob: Tensor  # (N,)
     type: str | None = None
+    scores: dict[str, float] = field(default_factory=dict)  # by the type that they speak for
 
     @property
     def name(self) -> str:
