@@ -141,7 +141,8 @@ class Visits:
     ) -> Page:
         """Open an address such as `#/head?layer=4`; errors that contain `allowed` are expected.
 
-        A newcomer has not seen the tour. Further options are those of a browser's context: `locale="zh-CN"`, `offline=True`.
+        A newcomer has not seen the tour. Further options are those of a browser's context:
+        `locale="zh-CN"`, `offline=True`.
         """
         defaults: dict[str, Any] = {
             "viewport": {"width": 1280, "height": 800},
