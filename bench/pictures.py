@@ -35,6 +35,7 @@ class Shot:
     locale: str = ENGLISH
     hover: str | None = None
     height: int = 800
+    newcomer: bool = False
 
 
 HEAD = "#/head?layer=5&head=1"
@@ -72,6 +73,8 @@ def take(browser: Browser, shot: Shot, url: str) -> None:
         color_scheme="light",
     )
     page = context.new_page()
+    if not shot.newcomer:
+        page.add_init_script("localStorage.setItem('headwise.tour', 'seen')")
     page.goto(url)
     page.wait_for_selector("[data-head]", timeout=60_000)
     page.goto(url + shot.address)

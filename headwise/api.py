@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Never, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from headwise.bias import Bias
+from headwise.core.arguments import refuse_keywords
 from headwise.core.intervals import Mask
 from headwise.core.observation import (
     Observation,
@@ -65,6 +66,7 @@ def attention(
     sinks: Tensor | None = None,
     dropout: float | Dropout = 0.0,
     engine: str = "auto",
+    **unknown: Never,
 ) -> Tensor:
     """softmax(cap(score(q, k)) + bias) v over the keys that the mask shows, on the fastest engine.
 
@@ -85,6 +87,8 @@ def attention(
     >>> hw.attention(q, k, v, mask=hw.mask.causal()).shape
     torch.Size([2, 8, 5, 16])
     """
+    if unknown:
+        refuse_keywords("attention", unknown)
     if has_torch_function_variadic(q, k, v):  # a mode, such as a watch, handles the call
         result: Tensor = handle_torch_function(
             attention, (q, k, v), q, k, v, score=score, mask=mask, bias=bias, softcap=softcap,
@@ -112,6 +116,7 @@ def observe(
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
     spans: Spans | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Observation]:
     """Return the output of `attention` and statistics of each head: entropy, largest logit, ...
 
@@ -133,6 +138,8 @@ def observe(
     >>> seen.spans["start"][0, 0]
     tensor([1.0000, 1.0000, 0.6667, 0.5000, 0.4000])
     """
+    if unknown:
+        refuse_keywords("observe", unknown)
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])

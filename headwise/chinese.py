@@ -227,6 +227,50 @@ CHINESE: dict[str, str] = {
     "rows; the threshold is ours": (
         "Bhojanapalli 等人（2110.06821）用各行之间的总变差比较头；阈值是我们定的"
     ),
+    # heads in a sentence
+    "looks at what followed the same token last time: induction, {share:.0%} of its weight": (
+        "看同一词元上次出现之后的内容：归纳，占其权重的 {share:.0%}"
+    ),
+    "looks at the token before: {share:.0%} of its weight": "看前一个词元：占其权重的 {share:.0%}",
+    "looks at the token itself: {share:.0%} of its weight": "看词元自身：占其权重的 {share:.0%}",
+    "rests on the first token, {share:.0%} of its weight: heads do so when they find nothing to "
+    "look at": "停在第一个词元上，占其权重的 {share:.0%}：头找不到可看的内容时常常如此",
+    "looks at its neighbours: {share:.0%} of its weight is within {near} tokens": (
+        "看邻近的词元：{share:.0%} 的权重在 {near} 个词元以内"
+    ),
+    "spreads evenly, over {share:.0%} of the tokens that it sees": (
+        "均匀分散，遍及所见词元的 {share:.0%}"
+    ),
+    "outputs almost nothing: {share:.1%} of its layer's mean": (
+        "几乎没有输出：只有本层平均的 {share:.1%}"
+    ),
+    "looks for something in the input": "在输入中寻找某些内容",
+    "looks for something in the input: about {keys:.0f} tokens at a time": (
+        "在输入中寻找某些内容：每次约看 {keys:.0f} 个词元"
+    ),
+    "looks for something in the input: about {keys:.0f} tokens at a time, {distance:.0f} back on "
+    "average": "在输入中寻找某些内容：每次约看 {keys:.0f} 个词元，平均往回 {distance:.0f} 个词元",
+    "On this input; a dormant head is below {least:.0%}.": (
+        "仅就这段输入而言；低于 {least:.0%} 算作休眠。"
+    ),
+    "On this input; its type starts at {least:.0%}.": (
+        "仅就这段输入而言；达到 {least:.0%} 即属于这一类型。"
+    ),
+    "Too few tokens return in this input to tell whether it is an induction head.": (
+        "这段输入中重复出现的词元太少，无法判断它是不是归纳头。"
+    ),
+    "On this input it fits no rule.": "就这段输入而言，它不符合任何一条规则。",
+    "On this input it fits no rule; the nearest is {kind}, with {share:.0%} where {least:.0%} are "
+    "asked for.": (
+        "就这段输入而言，它不符合任何一条规则；最接近的是“{kind}”：{share:.0%}，而规则要求 "
+        "{least:.0%}。"
+    ),
+    "induction": "归纳",
+    "previous token": "前一词元",
+    "self": "自身",
+    "sink": "注意力汇（sink）",
+    "local": "局部",
+    "uniform": "均匀",
     # the explanation of a cost
     "Parameters: {count:,}": "参数量：{count:,}",
     "  of which a token uses {count:,}": "  其中每个词元用到 {count:,}",

@@ -259,3 +259,14 @@ def test_garbage_anywhere_is_taken_or_refused_in_words() -> None:
             wrong[name] = f"{type(error).__name__}: {error}"
     assert count > 5000
     assert not wrong
+
+
+@pytest.mark.parametrize("function", [hw.attention, hw.observe])
+def test_the_keywords_of_other_functions_are_answered_with_ours(
+    function: Callable[..., object],
+) -> None:
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(TypeError, match=r"'is_causal'; use mask=hw\.mask\.causal\(\)"):
+        function(q, q, q, is_causal=True)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'nonsense'$"):
+        function(q, q, q, nonsense=1)

@@ -33,6 +33,16 @@ COURSE = 24
 ALARMS = 8
 """The number of alarms that are listed; the others are counted."""
 
+REMEDIES = {
+    "logit growth": "try a lower learning rate or a longer warm-up, or hw.qk_clip(model, watch) "
+    "after each step of the optimiser",
+    "entropy collapse": "try a lower learning rate, or QK-norm in the model",
+    "dead head": "seen.importance(loss) tells whether the loss needs it",
+    "sink take-over": "usual in pretrained models; learned sinks (sinks=) take such weight away",
+    "duplicated heads": "fewer heads may do: seen.importance(loss) tells which the loss needs",
+}
+"""A first thing to try for each rule."""
+
 NAMES = {"entropy": "entropy_mean", "max_logit": "max_logit_max"}
 
 
@@ -69,7 +79,8 @@ def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
     text = Text(f"{run.folder} ", style="bold")
     text.append(f"{model['class']}, {model['parameters']:,} parameters\n", style="dim")
     text.append(f"step {steps[-1]}", style="bold")
-    text.append(f"  {len(steps)} steps recorded, {rows}{every}\n", style="dim")
+    many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}"
+    text.append(f"  {many} recorded, {rows}{every}\n", style="dim")
     if trained := trained_in(run.folder):
         text.append(f"{on_a_line(trained)}\n", style="dim")
     text.append(figure, style="bold cyan")
@@ -154,9 +165,38 @@ def alarm_lines(alarms: Sequence[Alarm]) -> list[RenderableType]:
     """The latest alarms."""
     if not alarms:
         return [Text("\nno alarm", style="green")]
-    more = f", the last {ALARMS}" if len(alarms) > ALARMS else ""
+    groups = grouped(alarms)
+    more = f", the last {ALARMS} of {len(groups)} kinds" if len(groups) > ALARMS else ""
     title = Text(f"\n{len(alarms)} alarm{'s' if len(alarms) > 1 else ''}{more}", style="bold red")
-    return [title, *(Text(f"  {alarm}", overflow="fold") for alarm in alarms[-ALARMS:])]
+    remedies = [
+        REMEDIES[rule] for rule in dict.fromkeys(x.rule for x in alarms) if rule in REMEDIES
+    ]
+    return [
+        title,
+        *(Text(f"  {line}", overflow="fold") for line in groups[-ALARMS:]),
+        *(Text(f"  → {line}", style="cyan", overflow="fold") for line in remedies),
+    ]
+
+
+def grouped(alarms: Sequence[Alarm]) -> list[str]:
+    """One line for the alarms of a rule in a step.
+
+    >>> print(*grouped([Alarm(3, "logit growth", 0, head, "it is NaN") for head in range(9)]))
+    step 3: logit growth: 9 heads (0.0, 0.1, 0.2, 0.3, …): it is NaN
+    """
+    kinds: dict[tuple[int, str], list[Alarm]] = {}
+    for alarm in alarms:
+        kinds.setdefault((alarm.step, alarm.rule), []).append(alarm)
+    lines = []
+    for (step, rule), some in kinds.items():
+        if len(some) == 1:
+            lines.append(str(some[0]))
+            continue
+        names = [f"{alarm.layer}.{alarm.head}" for alarm in some]
+        heads = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        also = "" if len({alarm.says for alarm in some}) == 1 else ", and the like"
+        lines.append(f"step {step}: {rule}: {len(some)} heads ({heads}): {some[0].says}{also}")
+    return lines
 
 
 def legend(run: WatchedRun, figure: str) -> Text:
@@ -168,6 +208,9 @@ def legend(run: WatchedRun, figure: str) -> Text:
         for characters, colour in SHADES:
             text.append(characters, style=colour)
         text.append(f" {max(values):.3g}", style="dim")
+    if len(values) < len(run.heads()):
+        text.append("  " if values else "")
+        text.append("×", style="bold red").append(" NaN or infinite", style="dim")
     return text
 
 

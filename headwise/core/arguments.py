@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import SupportsIndex, TypeGuard, TypeVar, cast
+from typing import NoReturn, SupportsIndex, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -58,3 +59,29 @@ def as_tensor(call: str, given: object) -> Tensor:
     if found.layout != torch.strided:
         raise ValueError(f"{call} takes a dense tensor, not a {found.layout} one")
     return found
+
+
+ELSEWHERE = {
+    "is_causal": "mask=hw.mask.causal()",
+    "causal": "mask=hw.mask.causal()",
+    "attn_mask": "mask=hw.mask.dense(tensor) if it is boolean, bias=tensor if it is added",
+    "dropout_p": "dropout=",
+    "scale": "score=hw.Dot(scale=…)",
+    "softmax_scale": "score=hw.Dot(scale=…)",
+    "enable_gqa": "nothing: keys with fewer heads are shared by themselves",
+    "window_size": "mask=hw.mask.causal() & hw.mask.window(left)",
+    "alibi_slopes": "bias=hw.ALiBi(slopes)",
+}
+"""The keywords of other attention functions, and what takes their place here."""
+
+
+def refuse_keywords(function: str, unknown: Iterable[str]) -> NoReturn:
+    """Raise TypeError for keywords that a function does not have, with what to use instead.
+
+    >>> refuse_keywords("attention", ["is_causal"])
+    Traceback (most recent call last):
+    TypeError: attention() got an unexpected keyword argument 'is_causal'; use mask=hw.mask.causal()
+    """
+    name = next(iter(unknown))
+    instead = f"; use {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{instead}")

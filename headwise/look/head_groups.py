@@ -72,7 +72,7 @@ def _heads(
 ) -> Iterator[Head]:
     """The heads of the `number`-th layer of a group."""
     maps, rows, scores = layer.map(), layer.observation, head_types.scores(layer, tokens)
-    for head, kind in enumerate(scores.types()):
+    for head, (kind, judged) in enumerate(zip(scores.types(), scores.by_type(), strict=True)):
         row = figures[layer.number, head]
         mine = {name: value for name, value in row.items() if isinstance(value, float)}
         mine |= {"induction_mean": float(scores.induction[head])}
@@ -86,6 +86,7 @@ def _heads(
             rows.entropy[batch, head],
             rows.top_prob[batch, head],
             kind,
+            judged,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -61,6 +61,7 @@ class Head:
     entropy: Tensor  # (N,)
     top_prob: Tensor  # (N,)
     type: str | None = None
+    scores: dict[str, float] = field(default_factory=dict)  # by the type that they speak for
 
     def marked(self, spans: Mapping[str, tuple[int, int]]) -> Head:
         """The same with the mean weight on each of the spans."""

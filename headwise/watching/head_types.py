@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,16 @@ QUIET = 0.1
 
 BROAD = 0.5
 """A uniform head spreads its weight over at least this share of the keys that it sees."""
+
+LEAST = {
+    "induction": REPEATED,
+    "previous-token": HALF,
+    "self": HALF,
+    "sink": HALF,
+    "local": HALF,
+    "uniform": BROAD,
+}
+"""The least score of each type, in the order in which the types are tried."""
 
 SAMPLE = 64
 """Rows of a layer whose weights are looked at one by one."""
@@ -56,21 +67,34 @@ class Scores:
     local: Tensor
     uniform: Tensor
 
-    def types(self) -> list[str]:
-        """The type of each head."""
-        fits = {
-            "dormant": self.dormant < QUIET,
-            "induction": self.induction >= REPEATED,
-            "previous-token": self.previous >= HALF,
-            "self": self.self >= HALF,
-            "sink": self.sink >= HALF,
-            "local": self.local >= HALF,
-            "uniform": self.uniform >= BROAD,
+    def by_type(self) -> list[dict[str, float]]:
+        """The scores of each head by the type that they speak for; unknown ones are left out."""
+        named = {
+            "dormant": self.dormant,
+            "induction": self.induction,
+            "previous-token": self.previous,
+            "self": self.self,
+            "sink": self.sink,
+            "local": self.local,
+            "uniform": self.uniform,
         }
-        return [
-            next((name for name, fit in fits.items() if fit[head]), "content")
+        each = [
+            {name: float(score[head]) for name, score in named.items()}
             for head in range(len(self.sink))
         ]
+        return [{name: x for name, x in head.items() if not math.isnan(x)} for head in each]
+
+    def types(self) -> list[str]:
+        """The type of each head."""
+        return [_type(scores) for scores in self.by_type()]
+
+
+def _type(scores: dict[str, float]) -> str:
+    """The first type whose rule the scores of a head fit."""
+    if scores.get("dormant", 1.0) < QUIET:
+        return "dormant"
+    fits = (name for name, least in LEAST.items() if scores.get(name, 0.0) >= least)
+    return next(fits, "content")
 
 
 def scores(layer: WatchedLayer, tokens: Tensor | None) -> Scores:

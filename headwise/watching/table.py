@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import html
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,22 @@ Value = int | float | str
 
 MOST_ROWS = 60
 """A longer table is shown by its first and last rows."""
+
+
+FIRST = (
+    "layer",
+    "head",
+    "type",
+    "entropy_mean",
+    "effective_keys_mean",
+    "distance_mean",
+    "max_logit_max",
+    "sink_mass_mean",
+    "top_prob_mean",
+    "previous_mass_mean",
+    "self_mass_mean",
+)
+"""The columns that are printed first where a terminal has no room for all."""
 
 
 class Table:
@@ -85,23 +103,55 @@ class Table:
 
         return pandas.DataFrame(self._rows)
 
-    def __repr__(self) -> str:
+    def text(self, width: int | None = None) -> str:
+        """The table as text: in a terminal of this width the most telling columns, or all.
+
+        >>> table = Table([{"layer": 0, "head": 1, "lse_mean": 3.5, "entropy_mean": 2.5}])
+        >>> print(table.text(width=24))
+        layer  head  entropy_mean
+            0     1           2.5
+        (1 more column, such as lse_mean: print(table.text()) shows all)
+        """
         if not self._columns:
             return "(an empty table)"
-        lines, footer = self._cells()
-        lines = [self._columns, *lines]
+        rows, footer = self._cells()
+        lines = [self._columns, *rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join([*("  ".join(map(str.rjust, line, widths)) for line in lines), *footer])
+        shown = self._fitting(widths, width)
+        hidden = [name for n, name in enumerate(self._columns) if n not in shown]
+        printed = ["  ".join(line[n].rjust(widths[n]) for n in shown) for line in lines]
+        return "\n".join([*printed, *_hidden(hidden), *footer])
+
+    def _fitting(self, widths: Sequence[int], width: int | None) -> list[int]:
+        """The numbers of the columns that fit a width together, in order; at least three."""
+        order = [self._columns.index(name) for name in FIRST if name in self._columns]
+        order += [n for n in range(len(widths)) if n not in order]
+        left = math.inf if width is None else width + 2
+        shown: list[int] = []
+        if sum(widths) + 2 * len(widths) <= left:
+            return list(range(len(widths)))
+        for n in order:
+            left -= widths[n] + 2
+            if left < 0 and len(shown) >= 3:
+                break
+            shown.append(n)
+        return sorted(shown)
+
+    def __repr__(self) -> str:
+        return self.text(shutil.get_terminal_size((100, 24)).columns)
 
     def __rich__(self) -> RichTable:
         from rich.table import Table as RichTable
 
         lines, footer = self._cells()
+        widths = [max(map(len, column)) for column in zip(self._columns, *lines, strict=True)]
+        shown = self._fitting(widths, shutil.get_terminal_size((100, 24)).columns)
+        footer = [*_hidden([x for n, x in enumerate(self._columns) if n not in shown]), *footer]
         table = RichTable(box=None, header_style="bold", caption="\n".join(footer))
-        for name in self._columns:
-            table.add_column(name, justify="right", no_wrap=True)
+        for n in shown:
+            table.add_column(self._columns[n], justify="right", no_wrap=True)
         for line in lines:
-            table.add_row(*line)
+            table.add_row(*(line[n] for n in shown))
         return table
 
     def _repr_html_(self) -> str:
@@ -125,7 +175,21 @@ class Table:
         if column not in self._columns:
             there = ", ".join(self._columns)
             there = f"there are {there}" if there else "the table is empty"
-            raise error(f"there is no column {column!r}; {there}")
+            raise error(f"there is no column {column!r}; {there}{self._meant(str(column))}")
+
+    def _meant(self, wanted: str) -> str:
+        """The columns that somebody who wrote this name may have meant."""
+        begin = [name for name in self._columns if name.startswith(f"{wanted}_")]
+        near = begin or difflib.get_close_matches(wanted, self._columns, 2)
+        return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _hidden(names: Sequence[str]) -> list[str]:
+    """A line that names the columns a terminal has no room for."""
+    if not names:
+        return []
+    many = f"{len(names)} more column{'s' if len(names) > 1 else ''}"
+    return [f"({many}, such as {names[-1]}: print(table.text()) shows all)"]
 
 
 def _short(value: Value) -> str:

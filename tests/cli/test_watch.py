@@ -142,3 +142,22 @@ def test_sparks_are_drawn_for_any_figures(values: list[float], drawn: str) -> No
 
 def test_a_long_course_is_pooled() -> None:
     assert terminal.spark([float(n) for n in range(1000)], width=8) == terminal.BARS
+
+
+def test_a_run_with_nan_explains_the_cross_groups_alarms_and_says_what_to_do(
+    tmp_path: Path,
+) -> None:
+    model = hw.nn.MultiHeadAttention(16, 4)
+    torch.nn.init.constant_(model.query.weight, float("nan"))
+    watch = hw.watch(model, alarms=True)
+    logging.getLogger("headwise").setLevel(logging.CRITICAL)
+    with watch, watch.record(tmp_path / "run"):
+        model(torch.randn(1, 20, 16))
+        watch.step()
+    logging.getLogger("headwise").setLevel(logging.NOTSET)
+    output = " ".join(run("watch", str(tmp_path / "run"), "--once").split())
+    assert "1 step recorded" in output
+    assert "× NaN or infinite" in output
+    assert "logit growth: 4 heads (0.0, 0.1, 0.2, 0.3): its largest logit is NaN" in output
+    assert "→ try a lower learning rate" in output
+    assert "hw.qk_clip" in output

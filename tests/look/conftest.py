@@ -23,6 +23,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 PATIENCE = 60
 """Seconds after which a test gives up; a busy machine must not fail a test."""
 
+SEEN = "try { localStorage.setItem('headwise.tour', 'seen') } catch {}"
+"""Run before the page: someone who has seen the tour."""
+
 expect.set_options(timeout=1000 * PATIENCE)
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-background-networking", "--disable-gpu"]
@@ -128,11 +131,18 @@ class Visits:
     wrongs: list[str] = field(default_factory=list)
 
     def __call__(
-        self, address: str = "", *, base: str | None = None, allowed: str = "", **options: Any
+        self,
+        address: str = "",
+        *,
+        base: str | None = None,
+        allowed: str = "",
+        newcomer: bool = False,
+        **options: Any,
     ) -> Page:
         """Open an address such as `#/head?layer=4`; errors that contain `allowed` are expected.
 
-        Further options are those of a browser's context: `locale="zh-CN"`, `offline=True`.
+        A newcomer has not seen the tour. Further options are those of a browser's context:
+        `locale="zh-CN"`, `offline=True`.
         """
         defaults: dict[str, Any] = {
             "viewport": {"width": 1280, "height": 800},
@@ -143,6 +153,8 @@ class Visits:
         context.set_default_timeout(1000 * PATIENCE)
         self.contexts.append(context)
         page = context.new_page()
+        if not newcomer:
+            page.add_init_script(SEEN)
 
         def wrong(what: str) -> None:
             if not allowed or allowed not in what:

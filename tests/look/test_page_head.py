@@ -98,7 +98,7 @@ def test_the_cursor_names_both_tokens_and_the_library_s_weight(
     assert [text.strip() for text in reading.locator(".token").all_inner_texts()] == said
     weight = float(the_map(served)[0, 0, row, column])
     assert float(reading.get_attribute("data-exact") or "nan") == pytest.approx(weight, rel=1e-6)
-    assert shown_weight(reading) == pytest.approx(weight, rel=1e-5)
+    assert shown_weight(reading) == pytest.approx(weight, rel=5e-3)  # three digits of it
 
 
 def test_a_pooled_cell_shows_the_mean_or_the_largest_of_its_weights(

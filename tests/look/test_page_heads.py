@@ -90,6 +90,7 @@ def test_a_figure_that_all_heads_share_has_no_bar(visit: Visits, served: Served)
     # The first row sees one key only: its weight is one, in some heads but for rounding.
     assert set(figures(served, "entropy_min").values()) == {0.0}
     assert list(figures(served, "sink_mass_max").values()) == pytest.approx([1.0] * 48)
+    page.get_by_text("more figures").click()
     for name in ("entropy, min", "first-token weight, max"):
         shared = page.get_by_role("button", name=name)
         expect(shared).to_have_attribute("title", re.compile("the same in all heads$"))
@@ -102,7 +103,8 @@ def test_a_figure_that_all_heads_share_has_no_bar(visit: Visits, served: Served)
 def test_arrows_move_over_heads_and_enter_opens_one(visit: Visits) -> None:
     page = visit("#/heads")
     names(page)
-    for key in ("ArrowDown", "ArrowDown", "ArrowRight"):  # the first one only takes the focus
+    expect(page.locator("[data-head='5.1'][aria-current]")).to_be_visible()  # an induction head
+    for key in ("ArrowDown", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowUp"):  # first the focus
         page.keyboard.press(key)
     expect(page.locator("[data-head='1.1']")).to_be_focused()
     page.keyboard.press("Enter")

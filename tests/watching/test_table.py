@@ -50,5 +50,26 @@ def test_a_name_that_it_has_not_is_answered_with_those_it_has(
         ask(Table([]))
 
 
+def test_a_misspelt_name_is_answered_with_the_one_that_was_meant() -> None:
+    for name in ("entropy", "entropy_men"):
+        with pytest.raises(KeyError, match=r"; did you mean entropy_mean\?"):
+            Table(HEADS)[name]
+
+
+def test_a_wide_table_prints_what_fits_and_names_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"figure_{number}_mean" for number in range(20)]
+    wide = Table([{"layer": 0, "name": "a", "head": 1, **dict.fromkeys(names, 0.5)}], note="(so)")
+    wide = Table([row | {"entropy_mean": 2.0} for row in wide], note="(so)")
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = repr(wide).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "entropy_mean" in lines[0]
+    assert "more columns" in lines[-2]
+    assert lines[-1] == "(so)"
+    assert all(name in wide.text() for name in names)
+    monkeypatch.setenv("COLUMNS", "500")
+    assert all(name in repr(wide) for name in names)
+
+
 def test_an_empty_table_says_so() -> None:
     assert repr(Table([])) == "(an empty table)"

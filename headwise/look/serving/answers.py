@@ -14,6 +14,7 @@ from torch import Tensor
 from headwise.core.edges import Edge
 from headwise.look.atlas import Atlas, PackedCells
 from headwise.look.background import BusyError
+from headwise.look.head_sentences import reason, sentence
 from headwise.look.scene import Group, Head
 from headwise.look.serving import cost_answers, lab_answers
 from headwise.look.serving import why_answers as why
@@ -95,7 +96,7 @@ def tokens(session: Session, query: Query, id: str) -> Answer:
 
 
 def heads(session: Session, query: Query, id: str) -> Answer:
-    """Every head with its figures."""
+    """Every head with its figures, and in a sentence."""
     read = _atlas(session, id).input
     rows = [
         {
@@ -103,6 +104,9 @@ def heads(session: Session, query: Query, id: str) -> Answer:
             "layer": head.layer,
             "head": head.number,
             "type": head.type,
+            "score": number(head.scores.get(head.type or "", math.nan)),
+            "says": sentence(head.type, head.scores, head.figures, group.causal),
+            "why": reason(head.type, head.scores, group.square),
             "figures": {name: number(value) for name, value in head.figures.items()},
         }
         for group in read.groups
@@ -111,7 +115,7 @@ def heads(session: Session, query: Query, id: str) -> Answer:
     columns: dict[str, None] = {}
     for group in read.groups:
         columns |= dict.fromkeys(group.heads[0].figures)
-    return as_json({"columns": list(columns), "heads": rows})
+    return as_json(with_chinese({"columns": list(columns), "heads": rows}))
 
 
 def thumbnails(session: Session, query: Query, id: str) -> Answer:

@@ -85,6 +85,11 @@ export interface HeadFigures {
   layer: number;
   head: number;
   type: string | null;
+  /** The score that its type's rule reads; null for heads that fit no rule. */
+  score: number | null;
+  /** The head in a sentence, and the reason for its type; `said` gives them in 中文. */
+  says: string;
+  why: string;
   figures: Record<string, number | null>;
 }
 

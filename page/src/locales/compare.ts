@@ -1,6 +1,10 @@
 import { dictionary } from '../lib/language.svelte';
 
 const en = {
+  uneven: (first: string, second: string) =>
+    `The inputs have ${first} and ${second} tokens: entropy, effective keys, distance and lse grow with the length.`,
+  relative: 'relative difference',
+  relativeTitle: 'The difference divided by the sum of both sizes: −1 to 1',
   mode: 'What to compare',
   modes: { heads: 'two heads', inputs: 'all heads on two inputs' },
   problem: 'This could not be compared',
@@ -33,6 +37,10 @@ const en = {
 };
 
 const zh: typeof en = {
+  uneven: (first, second) =>
+    `两段输入分别有 ${first} 和 ${second} 个词元：熵、有效键数、距离和 lse 都随长度增大。`,
+  relative: '相对差',
+  relativeTitle: '差除以两者大小之和：−1 到 1',
   mode: '对比什么',
   modes: { heads: '两个头', inputs: '全部头在两个输入上' },
   problem: '无法对比',

@@ -46,6 +46,7 @@ const en = {
   columnAxis: 'key',
   entropy: 'entropy',
   received: 'weight received per key',
+  most: 'max',
   legend: (scale: string) => `weight, ${scale} colour`,
 
   cellOne: 'a cell is one weight',
@@ -62,7 +63,7 @@ const en = {
   cellMax: 'largest',
   logit: 'logit',
   hidden: 'hidden: a query can’t see later keys',
-  pointHint: 'Point at the map for its weights; click to choose a row and a key.',
+  pointHint: 'Point at the map for its weights, scroll to zoom, click to choose a row and a key.',
   asking: '…',
 
   side: 'Beside the map',
@@ -159,6 +160,7 @@ const zh: typeof en = {
   columnAxis: '键',
   entropy: '熵',
   received: '收到的总权重',
+  most: '最大',
   legend: (scale) => `权重，${scale}配色`,
 
   cellOne: '每格是一个权重',
@@ -175,7 +177,7 @@ const zh: typeof en = {
   cellMax: '最大',
   logit: 'logit',
   hidden: '被遮住：查询看不到其后的键',
-  pointHint: '把光标移到图上查看权重；点击可选择一行与一个键。',
+  pointHint: '把光标移到图上查看权重，滚动缩放，点击选择一行与一个键。',
   asking: '…',
 
   side: '图旁的内容',

@@ -37,7 +37,7 @@ const en = {
   open: 'Open',
   compare: 'Compare',
   notInFile: 'a thumbnail only: its map is not in the file',
-  figures: 'Figures',
+  moreFigures: (count: number) => `${count} more figures`,
   same: 'the same in all heads',
   rank: (rank: number, of: number) => `rank ${rank} of ${of}, highest first`,
   tile: (name: string, type: string, figure: string, value: string) =>
@@ -87,7 +87,7 @@ const zh: typeof en = {
   open: '打开',
   compare: '对比',
   notInFile: '只有缩略图：文件中没有它的注意力图',
-  figures: '统计量',
+  moreFigures: (count) => `另外 ${count} 个统计量`,
   same: '所有头都相同',
   rank: (rank, of) => `${of} 个头中从高到低第 ${rank}`,
   tile: (name, type, figure, value) => `头 ${name}，${type}，${figure} ${value}`,

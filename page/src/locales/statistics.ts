@@ -12,6 +12,10 @@ const en: Record<string, Named> = {
   max_logit: { name: 'largest logit', meaning: 'the largest value that enters the softmax' },
   top_prob: { name: 'largest weight', meaning: 'the largest weight of a row' },
   entropy: { name: 'entropy', meaning: '−Σ p log p, in nats: 0 looks at one key only' },
+  entropy_share: {
+    name: 'entropy, share of its maximum',
+    meaning: 'entropy divided by that of even weights: 1 spreads evenly, whatever the length',
+  },
   effective_keys: {
     name: 'effective keys',
     meaning: 'how many keys a row spreads over, e^entropy',
@@ -35,6 +39,10 @@ const zh: Record<string, Named> = {
   max_logit: { name: '最大 logit', meaning: '进入 softmax 的最大值' },
   top_prob: { name: '最大权重', meaning: '一行中最大的权重' },
   entropy: { name: '熵', meaning: '−Σ p log p，单位为奈特；0 表示只看一个键' },
+  entropy_share: {
+    name: '熵（占最大值的份额）',
+    meaning: '熵除以均匀权重的熵：1 表示完全均匀，与长度无关',
+  },
   effective_keys: { name: '有效键数', meaning: '一行分散到多少个键上，e^熵' },
   logit_mean: { name: 'logit 均值', meaning: '在可见键上取平均' },
   logit_var: { name: 'logit 方差', meaning: '在可见键上的方差' },

@@ -37,6 +37,7 @@ export interface Chart {
     readonly column: string;
     readonly entropy: string;
     readonly received: string;
+    readonly most: string;
   };
   readonly rowToken: (index: number) => string;
   readonly columnToken: (index: number) => string;
@@ -113,7 +114,7 @@ function drawPaper(
 function drawMargins(
   context: CanvasRenderingContext2D,
   frame: Plot,
-  { drop }: Chart,
+  { drop, names }: Chart,
   { entropy, received }: Margins,
   rows: Sight,
   columns: Sight,
@@ -129,9 +130,9 @@ function drawMargins(
   context.fillStyle = ink.quiet;
   context.textBaseline = 'alphabetic';
   context.textAlign = 'left';
-  context.fillText(short(mostEntropy), right.left, frame.top + frame.height + 12);
+  context.fillText(`${names.most} ${short(mostEntropy)}`, right.left, frame.top - 5);
   context.textAlign = 'right';
-  context.fillText(short(mostReceived), frame.left - 6, above.top + 3);
+  context.fillText(`${names.most} ${short(mostReceived)}`, frame.left - 6, above.top + 3);
 }
 
 /** The names of the axes and margins. */
@@ -147,7 +148,7 @@ function drawNames(
   context.textBaseline = 'alphabetic';
   context.textAlign = 'left';
   context.fillText(names.received, frame.left, 11);
-  context.fillText(names.entropy, frame.left + frame.width + GAP, frame.top - 5);
+  context.fillText(names.entropy, frame.left + frame.width + GAP, frame.top - 16);
   // Higher than the other names: the first row's number may stand at the very edge of the plot.
   context.fillText(`${names.row} ↓`, 4, frame.top - 11);
   context.fillText(`${names.column} →`, 4, bottom + 18);

@@ -22,6 +22,39 @@ export function sorted(heads: readonly HeadFigures[], by: string, order: Order):
   });
 }
 
+/** The figures that say most about a head, in the order to read them. */
+const TELLING = [
+  'entropy_mean',
+  'effective_keys_mean',
+  'distance_mean',
+  'sink_mass_mean',
+  'self_mass_mean',
+  'previous_mass_mean',
+  'induction_mean',
+  'max_logit_max',
+];
+
+/** The figures to show first, and the others; both in the order of their meaning. */
+export function telling(columns: readonly string[]): [first: string[], rest: string[]] {
+  const exact = (name: string) => name.replace(/_(lower|upper)_bound$/, '');
+  const first = TELLING.flatMap((name) => columns.filter((each) => exact(each) === name));
+  return [first, columns.filter((name) => !first.includes(name))];
+}
+
+/** The types to show a newcomer, the most remarkable first. */
+const REMARKABLE = ['induction', 'previous-token', 'local', 'sink', 'self', 'content', 'uniform'];
+
+/** A few heads worth a look: the clearest of each type, the most remarkable type first. */
+export function examples(heads: readonly HeadFigures[], most = 3): HeadFigures[] {
+  const clarity = (head: HeadFigures) => head.score ?? -(head.figures.entropy_mean ?? 0);
+  return REMARKABLE.flatMap((type) => {
+    const [first] = heads
+      .filter((head) => head.type === type)
+      .sort((a, b) => clarity(b) - clarity(a));
+    return first ? [first] : [];
+  }).slice(0, most);
+}
+
 /** The smallest and the largest of a figure. */
 export function rangeOf(heads: readonly HeadFigures[], by: string): [number, number] {
   const values = heads.map((head) => head.figures[by]).filter((value) => typeof value === 'number');

@@ -5,6 +5,7 @@ import type { Order } from './arrange';
 
 const LABEL = 58; // left of the heads, for the names of layers
 const CAPTION = 18; // below a head, for its name and figure
+const SMALLEST = 66; // pixels of a head that still has a caption
 
 /** A head's row and column from 0, and its corner in pixels. */
 export interface Place {
@@ -25,6 +26,21 @@ export interface Layout {
   places: ReadonlyMap<HeadFigures, Place>;
 }
 
+/** The side of a head's square at which all layers are seen at once, within reason. */
+function tallest(layers: number, gap: number, height: number): number {
+  return Math.min(360, Math.max(height / layers - CAPTION - gap, SMALLEST));
+}
+
+const gapOf = (abreast: number) => (abreast > 16 ? 2 : 6);
+
+/** The width that all heads take where the height of the room limits their size. */
+export function widthFor(all: readonly HeadFigures[], height: number): number {
+  const layers = new Set(all.map((head) => head.layer)).size;
+  const abreast = Math.max(...all.map((head) => head.head)) + 1;
+  const gap = gapOf(abreast);
+  return LABEL + abreast * (Math.floor(tallest(layers, gap, height)) + gap);
+}
+
 /** The layout of some heads, in the order they are given, in a room of this size. */
 export function layOut(
   heads: readonly HeadFigures[],
@@ -32,14 +48,14 @@ export function layOut(
   order: Order,
   room: { width: number; height: number },
 ): Layout {
-  const layers = [...new Set(all.map((head) => head.layer))];
+  const everyLayer = new Set(all.map((head) => head.layer)).size;
+  const layers = [...new Set(heads.map((head) => head.layer))]; // a filter leaves no empty rows
   const abreast = Math.max(...all.map((head) => head.head)) + 1;
-  const gap = abreast > 16 ? 2 : 6;
-  // As large as the room lets all heads be seen at once, within reason.
+  const gap = gapOf(abreast);
   const wide = (room.width - LABEL) / abreast - gap;
-  const high = room.height / layers.length - CAPTION - gap;
-  const tile = Math.floor(Math.max(22, Math.min(wide, 360, Math.max(high, 72))));
-  const captioned = tile >= 66;
+  const high = tallest(everyLayer, gap, room.height);
+  const tile = Math.floor(Math.max(22, Math.min(wide, high)));
+  const captioned = tile >= SMALLEST;
   const [right, down] = [tile + gap, tile + gap + (captioned ? CAPTION : 0)];
 
   const byLayer = order === 'layers';

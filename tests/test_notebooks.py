@@ -1,0 +1,31 @@
+"""Every notebook runs from its first cell to its last, and its assertions hold."""
+
+import pytest
+
+from bench.notebooks import names, read, run
+
+LONG = {"training-health", "two-checkpoints", "what-heads-do"}
+"""Notebooks that take more than a few seconds."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in names()],
+)
+def test_a_notebook_runs(name: str) -> None:
+    notebook = read(name)
+    kept = [len(cell.get("outputs", [])) for cell in notebook["cells"]]
+    run(notebook, name)
+    # What is kept for readers is what the cells give: as many outputs, if not the same digits.
+    assert [len(cell.get("outputs", [])) for cell in notebook["cells"]] == kept
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_notebook_asks_a_question_or_names_its_subject_and_checks_what_it_claims(
+    name: str,
+) -> None:
+    cells = read(name)["cells"]
+    assert cells[0]["cell_type"] == "markdown"
+    assert cells[0]["source"][0].startswith("# ")
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert any("assert " in source for source in code)
