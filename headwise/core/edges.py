@@ -101,9 +101,8 @@ def without(mask: Mask | None, holes: Sequence[Hole], place: Place) -> Mask:
     rest = _around(holes, place)
     if mask is None:
         return rest
-    if mask.pieces * rest.pieces > 2:
-        return Dense(mask.to_dense(place) & rest.to_dense(place))
-    return mask & rest
+    # Both masks, and not their product: the first one says where the queries stand.
+    return mask & (Dense(rest.to_dense(place)) if mask.pieces * rest.pieces > 2 else rest)
 
 
 def _around(holes: Sequence[Hole], place: Place) -> Mask:

@@ -110,8 +110,16 @@ def plain(spans: Spans) -> dict[str, list[int | list[int]]]:
 
 def shown(span: Span, device: torch.device) -> Mask:
     """The mask that shows the keys of a span to every row."""
-    first, last = (torch.as_tensor(x, device=device) for x in span)
-    return Between(*(x.reshape(-1, 1, 1) if x.ndim else x for x in (first, last)))
+
+    def bound(x: int | Tensor) -> Tensor:
+        # filled in on the device: a copy from here could not be captured in a CUDA graph
+        return x.to(device).reshape(-1, 1, 1) if isinstance(x, Tensor) else _full(x, device)
+
+    return Between(bound(span[0]), bound(span[1]))
+
+
+def _full(value: int, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.int32, device=device)
 
 
 def share(whole: Sequence[Tensor], part: Sequence[Tensor]) -> Tensor:

@@ -80,6 +80,7 @@ class CallRecorder:
     _first: int = 0  # the position of its first token
     _past: bool = False  # this forward continues from a cache
     _hidden: tuple[Mask, torch.Size, Tensor | None] | None = None  # the padding of the last mask
+    _cut: tuple[Mask, Mask | None] | None = None  # the last mask with edges cut, and the one before
 
     def __post_init__(self) -> None:
         self.unread = UnreadModules(self.options.strict, self.asked_for)
@@ -141,7 +142,7 @@ class CallRecorder:
         self._depth -= 1
         if self._depth:
             return
-        self._hidden = None
+        self._hidden = self._cut = None
         before, ids = self.tokens, self._ids
         before = None if before is None else before[:, : self._first]  # the rest was taken back
         if self._past and before is not None and ids is not None and len(before) == len(ids):
@@ -275,7 +276,9 @@ class CallRecorder:
         self.cut_edges.update(found)
         if not found:
             return call
-        return call._replace(mask=without(call.mask, list(found.values()), place))
+        mask = without(call.mask, list(found.values()), place)
+        self._cut = (mask, call.mask)
+        return call._replace(mask=mask)
 
     def refuse_edges(self, name: str, reason: str) -> None:
         """Raise ValueError if edges of a module are knocked out, which can't be done there."""
@@ -305,8 +308,10 @@ class CallRecorder:
         forgotten: int | None = None,
         proof: Tensor | None = None,
     ) -> None:
-        options = self.options
-        first = first_position(call) if kind == "self" else 0
+        options, whole = self.options, call
+        if self._cut is not None and call.mask is self._cut[0]:
+            whole = call._replace(mask=self._cut[1])  # which tells positions and padding
+        first = first_position(whole) if kind == "self" else 0
         start = first + (forgotten or 0) if kind == "self" else 0
         self._first = max(self._first, start)
         self._past = self._past or start > 0
@@ -314,7 +319,7 @@ class CallRecorder:
         if layer is None:
             return
         if padding is None and kind == "self":
-            padding = self._padding(call)
+            padding = self._padding(whole)
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)

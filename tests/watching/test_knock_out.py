@@ -194,6 +194,27 @@ def test_a_watch_records_what_is_left() -> None:
     assert not seen.map(1, 2)[0, 0, :, 2:5].any()
 
 
+def test_a_key_that_no_head_sees_is_not_padding() -> None:
+    model, x = Stack(by_torch), torch.randn(2, 12, 32)
+    with hw.watch(model) as seen, seen.knock_out([(0, None, 11), (1, None, 11)]):
+        model(x)
+    assert seen.layer(0).padding is None or not seen.layer(0).padding.any()
+    assert not seen.map(0, 1)[0, 0, :, 11].any()
+
+
+def test_positions_stay_where_a_mask_becomes_dense() -> None:
+    q, k, v = torch.randn(3, 1, 4, 12, 8).unbind(0)
+    q, place = q[:, :, :5], Place(batch=1, heads=4, queries=5, keys=12)
+    holes = [hole(0, (1, 2), slice(0, 5)), hole(0, (4, 5), slice(0, 5))]
+    bias, mask = hw.ALiBi(torch.rand(4)), hw.mask.causal(offset=3)
+    cut = without(mask, holes, place)
+    seen = mask.to_dense(place).expand(1, 4, 5, 12).clone()
+    seen[:, 0, :, [1, 4]] = False
+    added = -bias.slopes[:, None, None] * (torch.arange(5)[:, None] + 3 - torch.arange(12)).abs()
+    wanted = hw.attention(q, k, v, mask=hw.mask.dense(seen), bias=added[None], engine="reference")
+    torch.testing.assert_close(hw.attention(q, k, v, mask=cut, bias=bias), wanted)
+
+
 def hole(head: int, keys: tuple[int, int], rows: slice = slice(0, 12)) -> Hole:
     return Hole(slice(head, head + 1), rows, keys)
 
