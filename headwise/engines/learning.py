@@ -122,7 +122,8 @@ def sources(terms: Terms, given: tuple[Tensor, ...], fixed: tuple[Tensor, ...]) 
     found: list[int | Tensor | None] = [0, 1, 2]
     for x in terms[: TENSORS - 3]:
         place = next((at for at, one in enumerate(given) if one is x), None)
-        if x is not None and place is None and not any(x is one for one in fixed):
+        known = x is None or x.numel() == 0 or any(x is one for one in (*given, *fixed))
+        if not known:
             return None
         found.append(x if place is None else place)
     return tuple(found)
