@@ -202,3 +202,16 @@ def test_rows_that_are_named_one_by_one_are_not_mistaken_for_others() -> None:
         )
         assert torch.equal(found.rows, wanted.rows)
         torch.testing.assert_close(found.entropy, wanted.entropy)
+
+
+def test_sampled_rows_belong_to_the_output_that_dropped_weights() -> None:
+    q, k, v = three()
+    state = []
+    for rows in (None, 2):
+        torch.manual_seed(0)
+        out, seen = hw.observe(q, k, v, dropout=0.5, rows=rows)
+        state.append(torch.get_rng_state())
+        norms = out.norm(dim=-1)
+        wanted = norms if rows is None else norms.index_select(2, seen.rows)
+        torch.testing.assert_close(seen.output_norm, wanted)
+    assert torch.equal(*state)

@@ -155,20 +155,23 @@ class Listener(ModelMode):
             return  # it was refused as it started
         while frames:
             frame = frames.pop()
-            if frame.named_only:  # an error ended it
-                continue
-            if frame.listening:
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            if frame.heard and not frame.attends:
-                known = self.heard_nothing.get(id(frame.module), 0)
-                self.heard_nothing[id(frame.module)] = known + 1
-            if frames:
-                self.running.written_out.leave()
-            else:
-                self.report_unmet()
-            self.recorder.end()
+            if not frame.named_only:
+                self.close(frame)
             if frame.module is module:
                 return
+
+    def close(self, frame: Frame) -> None:
+        """End what was begun for a module that has run."""
+        if frame.listening:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if frame.heard and not frame.attends:
+            known = self.heard_nothing.get(id(frame.module), 0)
+            self.heard_nothing[id(frame.module)] = known + 1
+        if self.frames:
+            self.running.written_out.leave()
+        else:
+            self.report_unmet()
+        self.recorder.end()
 
     def report_unmet(self) -> None:
         """Report softmaxes that look like attention and were never multiplied with values."""
