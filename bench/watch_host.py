@@ -5,7 +5,8 @@
 
 On a GPU the processor has to stay ahead of the kernels: what it takes for a call is what the call
 costs as soon as its kernels are short. Under Triton's interpreter kernels are left out, so that
-only the code around their launches is timed. Operations are those that PyTorch's profiler sees.
+only the code around their launches is timed, and PyTorch's CPU kernel computes gradients in the
+place of cuDNN's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import headwise as hw
 from bench import described
 from bench.watched_steps import BESIDE, FIVE, INSIDE, UNWATCHED, Size, WatchedLlama, Way, wait
 from headwise.api import statistics as statistics_of
+from headwise.engines import library_backward
 from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.limits import interpreting
 
@@ -49,26 +51,26 @@ def main() -> None:
 
 
 def report(found: dict[str, tuple[Way, int]], given: argparse.Namespace) -> None:
-    """Print microseconds and dispatched operations per call or layer."""
+    """Print microseconds per call, and those that watching adds to a layer."""
     times: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(given.rounds):
         for name, (way, many) in found.items():
             times[name].append(seconds(way, 20 if many == 1 else 5, given.device) / many * 1e6)
     unwatched = None
-    print(f"{'':<58}{'µs':>8}{'operations':>12}")
-    for name, (way, many) in found.items():
-        time_, count = min(times[name]), operations(way) / many
-        if name == UNWATCHED:
-            unwatched = time_, count
-        elif unwatched is not None:  # a layer: what watching adds to it
-            time_, count = time_ - unwatched[0], count - unwatched[1]
-        print(f"{name:<58}{time_:>8.0f}{count:>12.1f}", flush=True)
+    for name, (_, many) in found.items():
+        least = min(times[name])
+        if unwatched is not None:
+            print(f"{name + ', adds to a layer':<58}{least - unwatched:>6.0f} µs")
+            continue
+        print(f"{name + (', a layer' if many > 1 else ''):<58}{least:>6.0f} µs")
+        unwatched = least if name == UNWATCHED else None
 
 
 def seconds(way: Way, times: int, device: str) -> float:
     """The processor's time of one call, without waiting for what it left to a GPU."""
     with way.around():
-        way.step()
+        for _ in range(3):  # a new watch listens to all modules in its first passes
+            way.step()
         wait(device)
         start = time.process_time()
         for _ in range(times):
@@ -123,25 +125,6 @@ def layers(device: str) -> dict[str, tuple[Way, int]]:
     }
 
 
-def operations(way: Way) -> int:
-    """The number of PyTorch's operations in a call, those that others call left out."""
-    with way.around():
-        way.step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-            way.step()
-    events = [event for event in found.events() if event.name.startswith("aten::")]
-    return sum(event.cpu_parent is None or not _within(event.cpu_parent) for event in events)
-
-
-def _within(event: Any) -> bool:
-    """True if an event, or one around it, is an operation."""
-    while event is not None:
-        if event.name.startswith("aten::"):
-            return True
-        event = event.cpu_parent
-    return False
-
-
 def profile(way: Way, many: int) -> None:
     """Print the functions that take the most time of their own, per call or layer."""
     import cProfile
@@ -158,6 +141,13 @@ def profile(way: Way, many: int) -> None:
     print(f"divide by {times * many}")
 
 
+class InItsPlace(library_backward.CpuKernel):
+    """PyTorch's CPU kernel, which does not look at the totals that no kernel has written."""
+
+    def rounds_too_much(self, lse: Tensor) -> bool:
+        return False
+
+
 @contextmanager
 def kernels_left_out() -> Iterator[None]:
     """Under Triton's interpreter, let the Triton engine serve every call and run no kernel."""
@@ -169,13 +159,16 @@ def kernels_left_out() -> Iterator[None]:
     def nothing(*_: object) -> None:
         """Launch nothing."""
 
-    before = launches._launched
+    before = launches._launched, library_backward.kernel_on
     launches._launched = lambda kernel, grid, kind, given, *_: (nothing, given)
+    in_its_place = InItsPlace()
+    library_backward.kernel_on = lambda device, only: in_its_place
     TRITON.devices = ("cuda", "cpu")
     try:
         yield
     finally:
-        launches._launched, TRITON.devices = before, ("cuda",)
+        launches._launched, library_backward.kernel_on = before
+        TRITON.devices = ("cuda",)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
 from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, share, shown
 from headwise.core.sums import EVERYTHING
-from headwise.dropout import Dropout
+from headwise.dropout import Dropout, draw_seed
 from headwise.engines import calls
 from headwise.engines.contract import Engine, Results, compute
 from headwise.engines.failures import KernelError, record, replanned
@@ -151,6 +151,7 @@ def observe(
     if some is None:
         out, *values = _serve("observe", four, options, engine, found, sink_keys)
     else:
+        options = (*options[:-1], _with_seed(dropout, q.device))
         (out,) = _serve("observe", four, options, engine)
         values = list(_serve("observe", four, options, engine, found, sink_keys, some)[1:])
     known = dict(zip(found, values, strict=True))
@@ -406,6 +407,15 @@ def partial(
     _restating("partial", four, choose, problem, STREAMING.name, True)  # it may refuse
     sums = STREAMING.run(problem, EVERYTHING)
     return Partial.from_sums(sums, sinks, q.dtype)
+
+
+def _with_seed(dropout: float | Dropout, device: torch.device) -> float | Dropout:
+    """Return the dropout of two calls that drop the same weights: one with a seed."""
+    if isinstance(dropout, float) and 0 < dropout < 1:
+        dropout = Dropout(dropout)
+    if isinstance(dropout, Dropout) and dropout.rate and dropout.seed is None:
+        return replace(dropout, seed=draw_seed(device))
+    return dropout
 
 
 def _batched(call: str, q: object, k: object, v: object) -> tuple[Tensor, Tensor, Tensor]:

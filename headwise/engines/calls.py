@@ -8,6 +8,8 @@ immediately.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -68,9 +70,11 @@ def describe(
     return tuple(parts), tensors
 
 
-def learns(tensors: tuple[Tensor, ...]) -> bool:
-    """Return whether gradients follow a call."""
-    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+def learns(given: Iterable[object]) -> bool:
+    """Return whether gradients follow a call with these arguments."""
+    if not torch.is_grad_enabled():
+        return False
+    return any([isinstance(x, Tensor) and x.requires_grad for x in given])
 
 
 def known(key: Key) -> Prepared | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from headwise.engines.library_backward import LibraryBackward
 
 TENSORS = 12  # the arguments of an operator that are tensors: q, k, v, and the first of Terms
 BIAS = 7  # the place of the bias among them
+MOST_KEPT = 1 << 13  # numbers of terms per prepared call: in longer calls they take little time
 
 
 class RowResults(NamedTuple):
@@ -77,7 +78,7 @@ class LearningCall:
 
     def __call__(self, *given: Tensor | None) -> tuple[Any, ...]:
         """Return what `run` returns for these tensors, as results that have gradients."""
-        found: tuple[Any, ...] = LearningNode.apply(*given, self)
+        found: tuple[Any, ...] = LearningNode.apply(*given, self)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -99,16 +100,16 @@ class LearningNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         call: LearningCall = ctx.call
         saved, count = ctx.saved_tensors, ctx.given
-        tensors = [saved[x] if type(x) is int else x for x in call.sources]
+        tensors: list[Tensor | None] = [saved[x] if isinstance(x, int) else x for x in call.sources]
         bias = call.sources[BIAS]
-        learns = type(bias) is int and tensors[BIAS] is not None and ctx.needs_input_grad[bias]
+        learns = isinstance(bias, int) and tensors[BIAS] is not None and ctx.needs_input_grad[bias]
         found = call.differentiate(
             tensors, call.numbers, RowResults(*saved[count:]),
             RowGradients(grads[0], grads[1], grads[4]), learns, call.library,
         )  # fmt: skip
         result: list[Tensor | None] = [None] * (count + 1)
         for source, grad in zip(call.sources, found, strict=True):
-            if type(source) is int:
+            if isinstance(source, int):
                 result[source] = grad
         return tuple(result)
 
@@ -120,9 +121,10 @@ def sources(terms: Terms, given: tuple[Tensor, ...], fixed: tuple[Tensor, ...]) 
     all calls of its description share.
     """
     found: list[int | Tensor | None] = [0, 1, 2]
-    for x in terms[: TENSORS - 3]:
+    for x in cast("tuple[Tensor | None, ...]", terms[: TENSORS - 3]):
         place = next((at for at, one in enumerate(given) if one is x), None)
-        if x is not None and place is None and not any(x is one for one in fixed):
+        known = x is None or x.numel() == 0 or any(x is one for one in (*given, *fixed))
+        if not known:
             return None
         found.append(x if place is None else place)
     return tuple(found)
@@ -131,14 +133,16 @@ def sources(terms: Terms, given: tuple[Tensor, ...], fixed: tuple[Tensor, ...]) 
 def fixed_terms(problem: Problem, terms: Terms) -> tuple[Tensor, ...]:
     """Return the tensors of a problem's terms that all calls of its description share.
 
-    Under a mask without tensors these are intervals and positions. In a CUDA graph nothing may be
-    kept: its memory is the graph's, and holds nothing before a replay.
+    Under a mask without tensors these are intervals and positions, which are kept if they are
+    small. In a CUDA graph nothing may be kept: its memory is the graph's, and holds nothing before
+    a replay.
     """
     if problem.mask is not None and problem.mask.tensors():
         return ()
     if problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
         return ()
-    return tuple(x for x in (terms.intervals, terms.position) if x is not None)
+    found = tuple(x for x in (terms.intervals, terms.position) if x is not None)
+    return found if sum(x.numel() for x in found) <= MOST_KEPT else ()
 
 
 def chosen(found: tuple[Any, ...], names: tuple[str, ...]) -> Results:

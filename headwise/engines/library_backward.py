@@ -98,7 +98,7 @@ class LibraryKernel:
             x if x.stride() == strides and x.data_ptr() % VECTOR == 0 else ready(x)
             for x, strides in zip(three, fit.strides, strict=True)
         )
-        grad = laid_out(grad, q, fit.grad_strides if q is three[0] else None)
+        grad = laid_out(grad, q, fit.grad_strides if q.stride() == fit.strides[0] else None)
         out, lse = out.contiguous(), lse.contiguous()
         return self.run(fit.operator, BackwardArguments(grad, q, k, v, out, lse, fit.causal, scale))
 

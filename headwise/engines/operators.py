@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.sums import ENTROPY, RowTotals, Sums, room
 from headwise.engines import failures, flops
+from headwise.engines.calls import learns
 from headwise.engines.failures import KernelError, family_of_terms
 from headwise.engines.learning import (
     BIAS,
@@ -90,7 +91,7 @@ class Operators:
         """Return the `Sums` of an operator's arguments: q, k, v, those of `Terms`, and `wants`."""
         if intercepted(*given):
             return self.operator(*given)
-        if not learns(*given):
+        if not learns(given):
             return self.run(*given)
         rest = given[TENSORS:]
 
@@ -101,7 +102,7 @@ class Operators:
         found = self.learning(run, _IN_ORDER, rest[:-1], library)(*given[:TENSORS])
         nothing = found[1].new_empty(0)
         found = tuple(nothing if x is None else x for x in found)
-        return Sums(*found[:3], found[4], *found[5:], found[3])
+        return Sums._make((*found[:3], found[4], *found[5:], found[3]))
 
     def learning(
         self,
@@ -166,11 +167,11 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
         results = [nothing if x is None else x for x in known]
         grad_out = torch.zeros_like(known.out) if grads.out is None else grads.out
         asked = (*tensors, *numbers, *results, grad_out, *grads[1:], bias_learns)
-        if noticed(*asked):
+        if intercepted(*tensors[:3], grad_out) or learns(asked):
             found = iter(operator(*asked))
         else:
             library = LibraryBackward(library_on) if library is None else library
-            found = iter(backward(library, *asked))  # type: ignore[arg-type]
+            found = iter(backward(library, *asked))
         for place in _LEARNABLE:
             if tensors[place] is not None and (place != BIAS or bias_learns):
                 result[place] = next(found)
@@ -247,14 +248,7 @@ def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..
 
 def noticed(*given: object) -> bool:
     """Return whether gradients, compilers, modes or transforms must see a call as an operator."""
-    return intercepted(*given) or learns(*given)
-
-
-def learns(*given: object) -> bool:
-    """Return whether gradients follow a call."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(x, Tensor) and x.requires_grad for x in given)
+    return intercepted(*given) or learns(given)
 
 
 def intercepted(*given: object) -> bool:

@@ -132,7 +132,7 @@ class Slot:
         extremes = columns.maxima, columns.minima
         given = (values, seen.highest, padding, proof)
         place = board.numbers[self.number]
-        if noticed(board.now, seen.highest, *values):
+        if noticed(board.now, seen.highest):
             record(board.now, place, *given, *map(list, extremes))
         elif not add_by_kernel(board.now, place, *given, *extremes):
             with torch.no_grad(), without_autocast(board.device):

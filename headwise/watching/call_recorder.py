@@ -241,7 +241,9 @@ class CallRecorder:
         if not recomputing():
             self._observed.add(name)
             with self.unread.reading(name):
-                seen.values = {key: value.detach() for key, value in seen.values.items()}
+                for key in ("lse", "entropy"):  # those that have gradients
+                    if key in seen.values:
+                        seen.values[key] = seen.values[key].detach()
                 self._keep(name, call, kind, padding, seen, forgotten=forgotten)
         return out
 

@@ -18,6 +18,7 @@ import headwise as hw
 from headwise.engines.triton import stored_call
 from headwise.engines.triton.engine import Triton
 from headwise.engines.triton.host import cards, launches
+from headwise.engines.triton.host.recording_call import add_to_board
 from tests.engines.compiled import NoGPU
 
 COLUMNS = 512  # of tensor memory, on GPUs that have it
@@ -80,6 +81,10 @@ def make_calls() -> None:
     q, k, v = (normal(1, 2, 300, 64).requires_grad_() for _ in range(3))
     weight = normal(2, 64).requires_grad_()
     hw.attention(q, k, v, score=hw.Additive(weight), engine="triton").sum().backward()
+    board, slot = torch.zeros(4, 6, 8, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    values, proof = torch.zeros(3, 2, 4, 9), torch.zeros((), dtype=torch.float64)
+    for more in ((None, None), (torch.zeros(2, 9, dtype=torch.bool), proof)):
+        add_to_board(board, slot, [*values, None], values[1], *more, [0], [1])
 
 
 if __name__ == "__main__":

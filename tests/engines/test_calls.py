@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +117,101 @@ def test_the_cache_of_prepared_calls_is_bounded(monkeypatch: pytest.MonkeyPatch)
     for n in range(1, 9):
         hw.attention(*three(1, 1, n, 8))
     assert 0 < len(calls._PREPARED) <= 3
+
+
+def gradients(leaves: list[Tensor], engine: str, **options: Any) -> list[Tensor]:
+    """Return out, lse and entropy of a call, and the gradients of all three together."""
+    out, seen = hw.observe(*leaves, engine=engine, **options)
+    learnt = [*leaves, *(x for x in options.values() if isinstance(x, Tensor) and x.requires_grad)]
+    loss = out.sin().sum() + seen.lse.sum() + seen.entropy.cos().sum()
+    return [out, seen.lse, seen.entropy, *torch.autograd.grad(loss, learnt)]
+
+
+LEARNING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": CAUSAL},
+    "a window": {"mask": CAUSAL & hw.mask.window(2)},
+    "a cap and sinks": {"softcap": 2.0, "sinks": torch.ones(4, requires_grad=True)},
+    "some rows": {"mask": CAUSAL, "rows": 3},
+}
+
+
+@pytest.mark.parametrize("case", LEARNING)
+def test_calls_with_gradients_are_prepared(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaves() -> list[Tensor]:
+        return [x.requires_grad_() for x in three()]
+
+    options = LEARNING[case]
+    gradients(leaves(), "streaming", **options)
+    given = leaves()
+    wanted = gradients(given, "reference", **options)
+    known = len(calls._PREPARED)
+    monkeypatch.delattr(api, "pose")
+    for found, truth in zip(gradients(given, "streaming", **options), wanted, strict=True):
+        torch.testing.assert_close(found, truth)
+    assert len(calls._PREPARED) == known
+
+
+def test_a_call_with_gradients_and_one_without_are_two() -> None:
+    q, k, v = three()
+    for learns in (False, True, False, True):
+        found = hw.observe(q.clone().requires_grad_(learns), k, v, stats=("entropy",))
+        assert found[0].requires_grad == found[1].entropy.requires_grad == learns
+    with torch.no_grad():
+        assert not hw.observe(q.clone().requires_grad_(), k, v)[0].requires_grad
+    assert len(calls._PREPARED) == 3
+
+
+def test_masks_with_tensors_of_their_own_are_never_mixed_up() -> None:
+    for length in (1, 2, 3):
+        leaves = [x.requires_grad_() for x in three()]
+        mask = CAUSAL & hw.mask.documents(torch.arange(6)[None] // length)
+        found, wanted = (gradients(leaves, name, mask=mask) for name in ("streaming", "reference"))
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_a_prepared_call_keeps_nothing_of_the_first() -> None:
+    leaves = [x.requires_grad_() for x in three()]
+    watched = [weakref.ref(x) for x in leaves]
+    gradients(leaves, "streaming", mask=CAUSAL, sinks=torch.ones(4, requires_grad=True))
+    hw.observe(*leaves, mask=CAUSAL, rows=2)
+    assert calls._PREPARED
+    leaves.clear()
+    gc.collect()
+    assert all(x() is None for x in watched)
+
+
+def test_saved_tensors_may_come_back_in_another_layout() -> None:
+    leaves = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in three()]
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.tolist, torch.tensor):
+            out, _ = hw.observe(*leaves, mask=CAUSAL)
+        found = torch.autograd.grad(out.sum(), leaves)
+    out = hw.attention(*leaves, mask=CAUSAL, engine="reference")
+    for x, y in zip(found, torch.autograd.grad(out.sum(), leaves), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_rows_that_are_named_one_by_one_are_not_mistaken_for_others() -> None:
+    q, k, v = three()
+    for rows in (torch.tensor([0, 1]), torch.tensor([4, 5]), 2):
+        found, wanted = (
+            hw.observe(q, k, v, mask=CAUSAL, rows=rows, engine=engine)[1]
+            for engine in ("streaming", "reference")
+        )
+        assert torch.equal(found.rows, wanted.rows)
+        torch.testing.assert_close(found.entropy, wanted.entropy)
+
+
+def test_sampled_rows_belong_to_the_output_that_dropped_weights() -> None:
+    q, k, v = three()
+    state = []
+    for rows in (None, 2):
+        torch.manual_seed(0)
+        out, seen = hw.observe(q, k, v, dropout=0.5, rows=rows)
+        state.append(torch.get_rng_state())
+        norms = out.norm(dim=-1)
+        wanted = norms if rows is None else norms.index_select(2, seen.rows)
+        torch.testing.assert_close(seen.output_norm, wanted)
+    assert torch.equal(*state)

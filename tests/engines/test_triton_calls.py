@@ -78,6 +78,37 @@ def test_a_prepared_call_gives_what_a_new_one_gives(kind: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(before, run(*given), strict=True))
 
 
+@pytest.mark.parametrize("kind", ["causal", "documents", "sinks"])
+def test_a_prepared_call_has_gradients_too(kind: str) -> None:
+    def run(*given: Tensor, engine: str = "triton") -> list[Tensor]:
+        sinks = torch.linspace(-1, 1, 2, device=DEVICE, requires_grad=True)
+        mask = MASKS.get(kind, CAUSAL)
+        more = {"sinks": sinks} if kind == "sinks" else {}
+        out, seen = hw.observe(*given, mask=mask, engine=engine, **more)
+        loss = out.sin().sum() + seen.lse.sum() + seen.entropy.cos().sum()
+        values = [x.detach() for x in seen.values.values()]
+        return [out.detach(), *values, *torch.autograd.grad(loss, (*given, *more.values()))]
+
+    prepare(lambda *given: run(*(x.requires_grad_() for x in given)))
+    leaves = [x.requires_grad_() for x in three()]
+    for found, wanted in zip(run(*leaves), run(*leaves, engine="reference"), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-4)
+    assert len(prepared()) == 1
+
+
+def test_sampled_rows_are_prepared() -> None:
+    def run(*given: Tensor, engine: str = "triton") -> list[Tensor]:
+        out, seen = hw.observe(*given, mask=CAUSAL, rows=7, engine=engine)
+        return [out, *seen.values.values()]
+
+    run(*three())
+    assert len(prepared()) == 2  # the output, and the statistics of some rows
+    given = three()
+    for found, wanted in zip(run(*given), run(*given, engine="reference"), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-4)
+    assert len(prepared()) == 2
+
+
 def test_arguments_that_are_not_tensors_are_refused() -> None:
     q, k, _ = three()
     with pytest.raises(ValueError, match="need to be tensors"):

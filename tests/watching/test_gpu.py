@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -44,13 +45,29 @@ def stack(ours: bool = False) -> nn.Sequential:
 
 @contextmanager
 def nothing_waits() -> Iterator[None]:
+    with sync_debug_mode("error"):
+        yield
+
+
+@contextmanager
+def sync_debug_mode(mode: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def waits_of(run: Callable[[], object]) -> list[str]:
+    """The places in the code that wait for the GPU in a run, as PyTorch warns of them."""
+    torch.cuda.synchronize()
+    with sync_debug_mode("warn"), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    said = [x for x in found if "synchronizing CUDA operation" in str(x.message)]
+    return sorted(f"{x.filename}:{x.lineno}" for x in said)
 
 
 def step(model: nn.Module, optimiser: torch.optim.Optimizer, x: Tensor) -> None:
@@ -94,17 +111,18 @@ def test_a_model_of_transformers_waits_for_nothing(implementation: str) -> None:
     def run() -> None:
         model(ids, position_ids=places, use_cache=False).logits.sum().backward()
 
+    run()
+    alone = waits_of(run)  # transformers itself waits where it makes the mask
     with hw.watch(model, maps=False) as seen:
-        run()
-        seen.step()
-        torch.cuda.synchronize()
-        if implementation == "sdpa":
-            with nothing_waits():
-                run()
-                seen.step()
-        else:  # its mask is a tensor, which is read once in each forward
+
+        def watched() -> None:
             run()
             seen.step()
+
+        watched()
+        together = waits_of(watched)
+    if implementation == "sdpa":  # the mask of eager attention is a tensor, which is read
+        assert Counter(together) - Counter(alone) == Counter()
     assert len(seen.series) == 2
     assert seen.unread == []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from headwise.engines import failures
@@ -26,16 +28,21 @@ def add_by_kernel(
     Returns False, and adds nothing, if the kernel does not serve this call.
     """
     device = board.device
-    if device.type not in TRITON.devices or TRITON.absent(device) is not None:
+    if device.type not in TRITON.devices or not _usable(device):
         return False
-    from headwise.engines.triton.host.recording_call import add_to_board, takes
+    from headwise.engines.triton.host import recording_call
 
     alike = Family(TRITON.name, "recorded statistics", device, highest.dtype, (), (), False)
-    if not takes(values, highest) or failures.reason(alike) is not None:
+    if alike in failures.failed() or not recording_call.takes(values, highest):
         return False
     try:
-        add_to_board(board, slot, values, highest, padding, proof, maxima, minima)
+        recording_call.add_to_board(board, slot, values, highest, padding, proof, maxima, minima)
     except KernelError as failure:
         failures.record(alike, failure)
         return False
     return True
+
+
+@cache
+def _usable(device: torch.device) -> bool:
+    return TRITON.absent(device) is None

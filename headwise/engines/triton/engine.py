@@ -13,7 +13,6 @@ from headwise.core.statistics import wanted
 from headwise.core.sums import LOG_TOTAL
 from headwise.engines import calls, failures, library_backward
 from headwise.engines.contract import Engine, Prepared
-from headwise.engines.operators import learns
 from headwise.engines.triton.limits import (
     GRID,
     LIBRARY_ON,
@@ -98,7 +97,7 @@ class Triton(Engine):
 
     def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
         host, run = self._host(), self._run
-        if learns(problem.q, problem.k, problem.v, problem.sinks):
+        if calls.learns((problem.q, problem.k, problem.v, problem.sinks)):
             return host.FirstLearningCall(  # type: ignore[no-any-return]
                 self._forward, run, problem, names, sink_keys
             )

@@ -68,7 +68,7 @@ def _is_plain(module: nn.Module) -> bool:
     return known and not isinstance(module, OURS)
 
 
-@dataclass
+@dataclass(slots=True)
 class Frame:
     """A module that is running; `quiet` if another adapter sees its calls."""
 
@@ -79,6 +79,7 @@ class Frame:
     heard: bool  # its calls are heard, by this frame's listener or that of one around it
     sizes: tuple[int, ...]  # of the first tensor that the outermost module was called with
     attends: bool = False  # something was heard that is attention, or may be a part of it
+    named_only: bool = False  # it gives calls of others their name, and hears nothing itself
 
 
 class Running(threading.local):
@@ -112,6 +113,11 @@ class Listener(ModelMode):
         name, quiet = self.names.get(id(module)), isinstance(module, OURS)
         if name is None:
             return
+        silent = self.heard_nothing.get(id(module), 0) >= ENOUGH
+        if silent and self.frames and not self.on:  # most modules, in most passes
+            sizes = self.frames[0].sizes
+            self.frames.append(Frame(module, name, quiet, False, False, sizes, named_only=True))
+            return
         self.refuse_other_threads(name)
         recorder = self.recorder
         needed = recorder.active or bool(recorder.silenced) or bool(recorder.edges)
@@ -143,22 +149,31 @@ class Listener(ModelMode):
 
     def leave(self, module: nn.Module, *_: object) -> None:
         """A module has run, with or without an error."""
-        if not any(x.module is module for x in self.frames):
+        frames = self.running.frames
+        if frames and frames[-1].module is module and frames[-1].named_only:
+            frames.pop()
+            return
+        if not any(x.module is module for x in frames):
             return  # it was refused as it started
-        while self.frames:
-            frame = self.frames.pop()
-            if frame.listening:
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            if frame.heard and not frame.attends:
-                known = self.heard_nothing.get(id(frame.module), 0)
-                self.heard_nothing[id(frame.module)] = known + 1
-            if self.frames:
-                self.running.written_out.leave()
-            else:
-                self.report_unmet()
-            self.recorder.end()
+        while frames:
+            frame = frames.pop()
+            if not frame.named_only:
+                self.close(frame)
             if frame.module is module:
                 return
+
+    def close(self, frame: Frame) -> None:
+        """End what was begun for a module that has run."""
+        if frame.listening:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if frame.heard and not frame.attends:
+            known = self.heard_nothing.get(id(frame.module), 0)
+            self.heard_nothing[id(frame.module)] = known + 1
+        if self.frames:
+            self.running.written_out.leave()
+        else:
+            self.report_unmet()
+        self.recorder.end()
 
     def report_unmet(self) -> None:
         """Report softmaxes that look like attention and were never multiplied with values."""

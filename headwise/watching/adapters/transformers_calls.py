@@ -124,10 +124,19 @@ def _replacement(owner: Any, name: str) -> Replacement[TransformersModules]:
 
 
 def _make_get_interface(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
+    made: dict[tuple[Any, str], Any] = {}  # every layer asks in every pass
+
     @functools.wraps(original)
     def get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
-        function = original(self, attn_implementation, default)
-        return _beside(function, attn_implementation or "eager", users)
+        function, name = (
+            original(self, attn_implementation, default),
+            attn_implementation or "eager",
+        )
+        if torch.compiler.is_compiling():
+            return _beside(function, name, users)
+        if (function, name) not in made:
+            made[function, name] = _beside(function, name, users)
+        return made[function, name]
 
     return get_interface
 
@@ -214,7 +223,6 @@ def _observed(
     silenced = (recorder.silence(name, result[0], axis=-2), *result[1:])
     if not recorder.wants(name):
         return silenced
-    given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())
     with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
         call = to_call(given, kind, sequence, modules.memo)
         proof = None if edges else modules.prove(name, function, given, call, result[0])

@@ -117,7 +117,7 @@ class Filling:
     def place(self, x: Tensor) -> int:
         """Return a tensor's place among the known ones."""
         for place, known in enumerate(self.known):
-            if known is x:
+            if known is x or (place >= self.given and _same(known, x)):
                 return place
         for place, known in enumerate(self.known):
             if _storage(known) != _storage(x) or known.dtype != x.dtype:
@@ -174,6 +174,13 @@ def _filled_descriptor(x: Any, place: int) -> Fill:
         return made
 
     return fill
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are views of the same numbers."""
+    if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype:
+        return False
+    return a.shape == b.shape and a.stride() == b.stride() and a.numel() > 0
 
 
 def _storage(x: Tensor) -> int:
