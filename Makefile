@@ -3,6 +3,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 RUN := .venv/bin/python -m
 INSTALLED := .venv/installed
+DOCUMENTED := .venv/installed-docs
 
 # Node and npm are in .venv too; the programs that npm starts find them on the path.
 NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm
@@ -11,7 +12,7 @@ NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help look page browser test test-all test-gpu test-versions wheel bench lint lint-workflows format clean
+.PHONY: help look page browser test test-all test-gpu test-versions docs wheel bench lint lint-workflows format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +38,9 @@ test-gpu: $(INSTALLED) ## the tests that need a CUDA device
 ROWS ?=
 test-versions: page ## the oldest, pinned and newest torch, Triton and transformers; writes docs/versions.md
 	.venv/bin/python tests/versions.py --workers $(WORKERS) $(ROWS)
+
+docs: $(DOCUMENTED) page ## the documentation site, into build/site: search, reference, notebooks, 中文
+	OMP_NUM_THREADS=1 $(RUN) handbook
 
 wheel: page ## the wheel and the source distribution, into dist/
 	rm -rf build/lib build/bdist.* dist
@@ -72,4 +76,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"headwise needs Python 3.11 or newer, and $(PYTHON) is {sys.version.split()[0]}: make PYTHON=/path/to/python3")'
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	$(RUN) pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	@touch $@
+
+$(DOCUMENTED): $(INSTALLED)
+	$(RUN) pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@

@@ -1,3 +1,4 @@
 """The version, where every module can import it."""
 
 __version__ = "0.1.0"
+"""The version of this installation."""

@@ -123,6 +123,7 @@ class Observation:
 STATISTICS: tuple[str, ...] = tuple(
     name for name, value in vars(Observation).items() if isinstance(value, Statistic)
 )
+"""The names of all statistics, in the order of `Observation`."""
 
 
 def _check_padding(padding: object, counted: Tensor, rows: Tensor | None = None) -> None:

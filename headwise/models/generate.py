@@ -79,6 +79,7 @@ class Beam(CheckedFields):
 
 
 Strategy = Greedy | Sample | Beam
+"""The ways to choose the next token."""
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ class PostNorm:
 
 
 Arrangement = PreNorm | PostNorm
+"""The places of the norm in a block."""
 
 
 class Residual(nn.Module):

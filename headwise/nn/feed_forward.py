@@ -58,6 +58,7 @@ class SwiGLU(CheckedFields):
 
 
 FeedForward = ReLU | GELU | SwiGLU
+"""The kinds of feed-forward layers."""
 
 
 class GatedFeedForward(nn.Module):

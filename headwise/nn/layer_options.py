@@ -39,6 +39,7 @@ class Unprojected:
 
 
 Projections = Separate | Shared | Unprojected
+"""The projections of queries, keys and values."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Cosine(CheckedFields):
 
 
 LearnedScore = Additive | General | Cosine
+"""The scores with weights of their own, which a layer learns."""
 LEARNED = (Additive, General, Cosine)
 
 

@@ -43,3 +43,4 @@ class RMSNorm(CheckedFields):
 
 
 Norm = LayerNorm | RMSNorm
+"""The kinds of norms."""

@@ -135,3 +135,4 @@ class Llama3Scaling(CheckedFields):
 
 
 Scaling = LinearScaling | DynamicNTK | YaRN | Llama3Scaling
+"""The ways to stretch rotary positions to a longer context."""

@@ -1,0 +1,63 @@
+"""Sphinx's settings for both languages; HANDBOOK_LANGUAGE says which one is built, from where."""
+
+import os
+from typing import Any
+
+import sphinx.search
+from sphinx.application import Sphinx
+
+from handbook.contents import pages
+from headwise.version import __version__
+
+chinese = os.environ["HANDBOOK_LANGUAGE"] == "zh"
+other = "en" if chinese else "zh"
+
+project = "headwise"
+author = "The headwise authors"
+release = version = __version__
+language = "zh_CN" if chinese else "en"
+extensions = ["myst_parser"]
+exclude_patterns = ["_extra"]
+templates_path = ["templates"]
+
+html_theme = "furo"
+html_title = "headwise"
+html_extra_path = [os.path.join(os.environ["HANDBOOK_SOURCE"], "_extra")]
+html_copy_source = html_show_sourcelink = False
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/language.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+# Words of Latin letters and pairs of Chinese ones: neither language needs a dictionary.
+sphinx.search.languages["zh"] = "handbook.searching.Pairs"
+html_search_language = "zh"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+# Outputs and notations that no lexer reads stand in code blocks, too.
+suppress_warnings = ["misc.highlighting_failure"]
+nitpicky = True
+# Types in signatures stand as in the code; those that are not public names have no entry.
+nitpick_ignore_regex = [(r"py:(class|obj|meth|func)", r".*")]
+
+TWINS = {page.name for page in pages() if page.language == other} | {"results/lab"}
+"""The pages that the other language has."""
+
+
+def links(app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Give the side bar the page in the other language; 中文 has no reference of its own."""
+    place = name if name in TWINS else "index"
+    found = [("English", f"../{place}.html")] if chinese else [("中文", f"zh/{place}.html")]
+    found += [("API", "../api/headwise.html")] if chinese else []
+    context["other_links"] = found
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the side bar."""
+    app.connect("html-page-context", links)

@@ -1,0 +1,122 @@
+"""Pages made of recorded results: the benchmarks of bench/results, and the claims of the lab."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from handbook.contents import ROOT, Language
+from headwise.lab import drawing, record
+from headwise.lab.claim import TOPICS, Claim
+from headwise.lab.claims import CLAIMS
+from headwise.messages import Sentence
+
+TITLES = {
+    "cpu": ("CPU engines", "python -m bench.cpu"),
+    "cpu_amd": ("CPU engines, on an AMD processor", "python -m bench.cpu"),
+    "modules": ("Modules", "python -m bench.modules"),
+    "gpu": ("GPU engines", "python -m bench.gpu"),
+    "watch": ("Watching", "python -m bench.watch"),
+    "look": ("The page of headwise look", "python -m bench.look"),
+    "cost_cpu": ("Predicted times", "python -m bench.cost"),
+}
+"""The files of bench/results that list figures with targets, and the commands that made them."""
+
+VERDICTS = {
+    "holds": "成立",
+    "holds when": "在一定条件下成立",
+    "does not hold": "不成立",
+    "right": "属实",
+    "wrong": "不属实",
+    "undecided": "未定",
+}
+
+
+def benchmarks() -> str:
+    """All measured figures with their targets, met or missed, as recorded."""
+    parts = [
+        "# Benchmarks",
+        "Every figure that has a target, as it was recorded, with the machine and the command that "
+        "measures it again. [CPU speed](../speed.md) and [GPU engines](../gpu.md) "
+        "explain them.",
+    ]
+    for name, (title, command) in TITLES.items():
+        found = json.loads((ROOT / "bench/results" / f"{name}.json").read_text(encoding="utf-8"))
+        missed = sum(not figure["met"] for figure in found["figures"])
+        machine = found.get("machine") or found.get("device") or ""
+        total = len(found["figures"])
+        parts += [
+            f"## {title}",
+            f"`{command}` on {_machine(machine)}: {total - missed} of {total} targets met.",
+            _table(
+                ["figure", "measured", "target", ""],
+                [
+                    [_named(x), f"{x['value']:.2f} {x['unit']}", x["target"], _judged(x)]
+                    for x in found["figures"]
+                ],
+            ),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def lab(language: Language, folder: Path) -> str:
+    """The claims of the lab by topic, each with its verdict and figures; draws them to `folder`."""
+    chinese = language == "zh"
+    parts = (
+        ["# 实验室：全部结论", "教科书怎么说，测出来是什么。判定由规则根据记录的数值得出；"
+         "[实验室](../lab.md)说明怎样重跑。"]
+        if chinese
+        else ["# Lab: all claims", "What textbooks say, and what was measured. A rule turns the "
+              "recorded figures into the verdict; [Lab](../lab.md) says how to run them again."]
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    for topic, title in TOPICS.items():
+        claims = [claim for claim in CLAIMS if claim.topic == topic]
+        if claims:
+            parts.append(f"## {_in(title, chinese)}")
+            parts += [_claim(claim, chinese, folder) for claim in claims]
+    return "\n\n".join(parts) + "\n"
+
+
+def _claim(claim: Claim, chinese: bool, folder: Path) -> str:
+    """One claim: the sentence, the verdict and its reason, and the picture of its figures."""
+    lines = [f"### {claim.id}", f"> {_in(claim.sentence, chinese)}"]
+    result = record.best(claim, [record.RECORDED])
+    if result is None:
+        return "\n\n".join([*lines, "没有记录的结果。" if chinese else "No result is recorded."])
+    verdict = claim.rule(result.figures)
+    named = VERDICTS[verdict.verdict] if chinese else verdict.verdict
+    condition = "" if verdict.condition is None else f" {_in(verdict.condition, chinese)}"
+    lines.append(f"**{named}{condition}** — {_in(verdict.because, chinese)}")
+    drawn = drawing.draw(claim.shows(result.figures), folder / f"{claim.id}.svg")
+    if drawn:
+        lines.append(f"![{claim.id}](lab/{drawn[chinese].name})")
+    lines.append(f"`headwise lab run {claim.id}` · {result.machine} · {result.date}")
+    return "\n\n".join(lines)
+
+
+def _in(sentence: str, chinese: bool) -> str:
+    text = sentence.zh if chinese and isinstance(sentence, Sentence) else str(sentence)
+    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+
+
+def _machine(machine: Any) -> str:
+    return (
+        ", ".join(f"{x}" for x in machine.values()) if isinstance(machine, dict) else str(machine)
+    )
+
+
+def _named(figure: dict[str, Any]) -> str:
+    return figure["name"] + (f" ({figure['detail']})" if figure["detail"] else "")
+
+
+def _judged(figure: dict[str, Any]) -> str:
+    return "met" if figure["met"] else "**missed**"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(x.replace("|", "\\|") for x in line) + " |" for line in lines
+    )

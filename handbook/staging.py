@@ -1,0 +1,106 @@
+"""Copies the pages of a language for Sphinx, with links that lead to pages, files or 中文."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from handbook.contents import CAPTIONS, ROOT, Language, SitePage, menu
+from handbook.notebook_pages import notebook_page
+
+LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+FRAME = re.compile(r'(<iframe[^>]* src=")(gallery/)')
+
+
+class Stage:
+    """The folder that Sphinx reads, for one language."""
+
+    def __init__(self, folder: Path, language: Language, all_pages: Sequence[SitePage]) -> None:
+        self.folder, self.language = folder, language
+        self.pages = {page.file: page for page in all_pages}
+        self.names: list[str] = []
+        self.files: set[Path] = set()  # of the repository, linked to and not pages
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    def copy(self) -> None:
+        """Copy all pages of the language, and the pictures."""
+        shutil.copytree(ROOT / "docs" / "pictures", self.folder / "pictures")
+        for page in self.pages.values():
+            if page.language == self.language:
+                self.write(page.name, self.linked(self._text(page), page.file, page.name))
+
+    def _text(self, page: SitePage) -> str:
+        """The Markdown of a page; the pictures of a notebook are written beside it."""
+        if page.file.suffix != ".ipynb":
+            return page.file.read_text(encoding="utf-8")
+        kept = self.folder / "_extra" / f"{page.name}.ipynb"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(page.file, kept)
+        return notebook_page(page.file, (self.folder / page.name).parent)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a page; `name` is its place in the site without an ending."""
+        path = self.folder / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        self.names.append(name)
+
+    def linked(self, text: str, file: Path, name: str) -> str:
+        """A page's text with each relative link leading where it does in the site."""
+
+        def prose(part: str) -> str:
+            part = LINK.sub(lambda match: self._link(match, file, name), part)
+            return FRAME.sub(r"\1../\2", part) if self.language == "zh" else part
+
+        pieces, last = [], 0
+        for match in FENCED.finditer(text):
+            pieces += [prose(text[last : match.start()]), match[0]]
+            last = match.end()
+        return "".join([*pieces, prose(text[last:])])
+
+    def _link(self, match: re.Match[str], file: Path, name: str) -> str:
+        target, _, anchor = match["target"].partition("#")
+        if not target or "://" in target or target.startswith("mailto:"):
+            return match[0]
+        anchor = f"#{anchor}" if anchor else ""
+        aimed = (file.parent / target).resolve()
+        here = Path(name).parent
+        if match["bang"] and not aimed.exists():  # made for this page, beside it
+            return match[0]
+        if match["bang"]:
+            picture = Path("pictures") / aimed.name
+            return f"![{match['text']}]({os.path.relpath(picture, here)})"
+        page = self.pages.get(aimed)
+        if page is not None and page.language == self.language:
+            return f"[{match['text']}]({os.path.relpath(page.name, here)}.md{anchor})"
+        if page is not None:
+            place = {"en": Path(), "zh": Path("zh")}
+            goal = os.path.relpath(place[page.language] / page.name, place[self.language] / here)
+            return f'<a href="{goal}.html{anchor}">{match["text"]}</a>'
+        if aimed.is_file():
+            self.files.add(aimed)
+            up = os.path.relpath(Path("_files") / aimed.relative_to(ROOT), here)
+            return f'<a href="{up}">{match["text"]}</a>'
+        return match["text"] if aimed.is_dir() else match[0]  # a folder of the repository
+
+    def finish(self) -> None:
+        """Add the menu to the first page, and the files that pages link to."""
+        index = self.folder / "index.md"
+        text = [index.read_text(encoding="utf-8")]
+        chosen = menu(self.names)
+        for caption, titles in CAPTIONS.items():
+            if listed := chosen.get(caption):
+                title = titles[self.language == "zh"]
+                inside = "\n".join([f":caption: {title}", ":hidden:", "", *listed])
+                text.append(f"```{{toctree}}\n{inside}\n```\n")
+        index.write_text("\n".join(text), encoding="utf-8")
+        for file in self.files:
+            kept = self.folder / "_extra" / "_files" / file.relative_to(ROOT)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, kept)
+        (self.folder / "_extra").mkdir(exist_ok=True)

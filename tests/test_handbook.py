@@ -1,0 +1,92 @@
+"""The site: every public name is in the reference, every page in the menu, every link rewritten."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import headwise
+from handbook import reference
+from handbook.checking import broken
+from handbook.contents import ROOT, menu, pages
+from handbook.staging import Stage
+
+PAGES = {module: reference.page(module) for module in reference.modules()}
+NAMES = [name for module in reference.modules() for name in reference.public(module)]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
+def test_every_public_name_has_an_entry_with_a_docstring(name: reference.PublicName) -> None:
+    kind = "class" if inspect.isclass(name.value) else "function"
+    kind = kind if kind == "class" or inspect.isroutine(name.value) else "data"
+    lines = PAGES[reference.home(name)].splitlines()
+    head = f":::::{{py:{kind}}} {name.name}"
+    at = [n for n, line in enumerate(lines) if line.split("(")[0] == head]
+    assert len(at) == 1, f"{name.path} has no entry"
+    assert lines[at[0] + 2].strip(" :"), f"{name.path} has no docstring"
+
+
+def test_the_reference_knows_every_name_that_headwise_shows() -> None:
+    paths = {name.path for name in NAMES} | set(reference.modules())
+    assert {f"headwise.{name}" for name in headwise.__all__} <= paths
+
+
+def test_every_file_of_the_documentation_is_a_page_of_a_menu() -> None:
+    found = pages()
+    files = {*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb")}
+    assert files <= {page.file for page in found}
+    for language in ("en", "zh"):
+        names = [page.name for page in found if page.language == language]
+        listed = [name for some in menu(names).values() for name in some]
+        assert sorted(listed) == sorted(name for name in names if name != "index")
+
+
+def test_a_new_file_appears_by_itself(tmp_path: Path) -> None:
+    for name in ("docs/new.md", "docs/zh/new.md", "docs/lab/scale.md", "docs/lab.zh.md"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("# Title\n", encoding="utf-8")
+    found = {(page.language, page.name) for page in pages(tmp_path)}
+    assert {("en", "new"), ("zh", "new"), ("en", "lab/scale"), ("zh", "lab")} <= found
+
+
+def test_links_lead_to_pages_files_and_the_other_language(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "zh", "zh", pages())
+    linked = stage.linked(
+        "[`x`](compute.zh.md#a) [y](gpu.md) [z](../LICENSE) [w](lab.md) `a[0](b)` <iframe "
+        'src="gallery/gpt.html">',
+        ROOT / "docs" / "look.zh.md",
+        "look",
+    )
+    assert linked == (
+        '[`x`](compute.md#a) <a href="../gpu.html">y</a> <a href="_files/LICENSE">z</a> '
+        '<a href="../lab.html">w</a> `a[0](b)` <iframe src="../gallery/gpt.html">'
+    )
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<a href="b.html#there">b</a><a href="c.html">c</a>')
+    (tmp_path / "b.html").write_text('<p id="here"></p>')
+    assert broken(tmp_path) == ["a.html: b.html#there", "a.html: c.html"]
+
+
+def documented() -> None:
+    """Add.
+
+    >>> 1 + 1
+    2
+
+    And so on.
+    """
+
+
+def test_the_examples_of_a_docstring_become_code() -> None:
+    assert reference.markdown(documented).splitlines() == [
+        "Add.", "", "```pycon", ">>> 1 + 1", "2", "```", "", "And so on."
+    ]  # fmt: skip
+
+
+def test_a_signature_stands_as_in_the_code() -> None:
+    said = reference.signature(headwise.attention)
+    assert said.startswith("(q: Tensor, k: Tensor, v: Tensor, *, score: Score | None = None, ")
+    assert said.endswith("engine: str = 'auto') -> Tensor")
