@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import watch_gpu
+from bench import watch_gpu, watch_host
 from bench.watched_steps import UNWATCHED, Way, alternated
 
 RESULTS: dict[str, Any] = {
@@ -106,3 +106,9 @@ def test_watched_steps_are_measured_in_small(
         assert min(measured.values()) > 0
     assert not found["eager"]["refused"]
     assert found["eager"]["memory"] is None
+
+
+def test_every_call_whose_processor_time_is_measured_runs() -> None:
+    for name, (way, many) in watch_host.calls("cpu").items():
+        assert many == 1
+        assert watch_host.seconds(way, 1, "cpu") > 0, name

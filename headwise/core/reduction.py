@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,22 +27,22 @@ class Columns:
 
     stats: tuple[str, ...]
 
-    @cached_property
+    @property
     def maxima(self) -> tuple[int, ...]:
         """The places of the statistics whose largest value is kept."""
         return tuple(i for i, name in enumerate(self.stats) if EXTREMES.get(name) == "max")
 
-    @cached_property
+    @property
     def minima(self) -> tuple[int, ...]:
         """The places of the statistics whose smallest value is kept."""
         return tuple(i for i, name in enumerate(self.stats) if EXTREMES.get(name) == "min")
 
-    @cached_property
+    @property
     def sums(self) -> int:
         """The number of columns that grow by adding."""
         return 1 + len(self.stats)
 
-    @cached_property
+    @property
     def count(self) -> int:
         """The number of all columns."""
         return self.sums + len(self.maxima) + len(self.minima)
@@ -66,7 +65,7 @@ class Columns:
                 found[f"{name}_{kind}{bound if sampled else ''}"] = name
         return found
 
-    @cached_property
+    @property
     def order(self) -> tuple[int, ...]:
         """The place of each figure, in the order of the names, among `means_and_extremes`."""
         extremes = {place: at for at, place in enumerate((*self.maxima, *self.minima))}

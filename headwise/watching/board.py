@@ -38,6 +38,7 @@ class Board:
 
     def __init__(self, columns: Columns, device: torch.device) -> None:
         self.columns, self.device = columns, device
+        self.extremes = columns.maxima, columns.minima  # read by every call
         self.used = 0
         self.now = self.ended = torch.empty(0, columns.count + 1, HEADS, dtype=torch.float64)
         self.places = torch.empty(0, dtype=torch.int64)
@@ -129,7 +130,7 @@ class Slot:
             )
         board, columns, padding = self.board, self.board.columns, seen.padding_of(padding)
         values = [seen.values.get(name) for name in columns.stats]
-        extremes = columns.maxima, columns.minima
+        extremes = board.extremes
         given = (values, seen.highest, padding, proof)
         place = board.numbers[self.number]
         if noticed(board.now, seen.highest):

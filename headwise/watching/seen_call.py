@@ -148,8 +148,11 @@ def kind_of(name: str) -> Kind:
 
 
 def newest_key(call: Call, last: int) -> Tensor | None:
-    """A copy of the key at this place, (B, Hkv, D); None if keys stand for written-out logits."""
-    if isinstance(call.bias, Tensor) and call.k.shape[-1] == 1:
+    """A copy of the key at this place, (B, Hkv, D), to know a cache by.
+
+    None if keys stand for written-out logits, or have gradients: then they are of no cache.
+    """
+    if call.k.requires_grad or (isinstance(call.bias, Tensor) and call.k.shape[-1] == 1):
         return None
     return call.k[:, :, last].detach().clone() if 0 <= last < call.k.shape[2] else None
 

@@ -18,6 +18,7 @@ from headwise.watching.board import Board, Slot
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 
 from headwise.engines.triton.host import recording_call
+from headwise.engines.triton.host.prepared_call import PreparedCall
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = 2
@@ -97,8 +98,11 @@ def test_the_kernel_is_prepared_and_slots_share_it(added: list[bool]) -> None:
     seen = observed()
     for slot in slots * 2:
         slot.add(seen)
-    prepared = [key for key in calls._PREPARED if key[0] == "record"]
+    prepared = [call for key, call in calls._PREPARED.items() if key[0] == "record"]
     assert len(prepared) == 2  # the number of a slot lies at one of two alignments
+    for call in prepared:
+        assert isinstance(call, PreparedCall)
+        assert (len(call.launches), call.made) == (1, [])  # nothing is allocated
     assert len(added) == 8
     assert slots[3].read()[0].tolist() == [2 * count for count in COUNTED]
 

@@ -86,12 +86,14 @@ def _followed(
     given: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
+    followers = [user for user in users if id(module) in user.modules]
+    if not followers:
+        return original(module, *given, **options)
     entered: list[Follower] = []
     try:
-        for user in list(users):
-            if id(module) in user.modules:
-                entered.append(user)
-                user.enter(module, given, options)
+        for user in followers:
+            entered.append(user)
+            user.enter(module, given, options)
         return original(module, *given, **options)
     finally:
         for user in reversed(entered):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class Listener(ModelMode):
         self.running = Running()
         self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
         self.heard_nothing: dict[int, int] = {}  # how often, by module
+        self.names_only: dict[int, Frame] = {}  # the frames of those modules
 
     @property
     def frames(self) -> list[Frame]:
@@ -110,13 +111,12 @@ class Listener(ModelMode):
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A module starts to run."""
+        frames, silent = self.running.frames, self.heard_nothing.get(id(module), 0) >= ENOUGH
+        if silent and frames and not self.on:  # most modules, in most passes
+            frames.append(self.names_only[id(module)])
+            return
         name, quiet = self.names.get(id(module)), isinstance(module, OURS)
         if name is None:
-            return
-        silent = self.heard_nothing.get(id(module), 0) >= ENOUGH
-        if silent and self.frames and not self.on:  # most modules, in most passes
-            sizes = self.frames[0].sizes
-            self.frames.append(Frame(module, name, quiet, False, False, sizes, named_only=True))
             return
         self.refuse_other_threads(name)
         recorder = self.recorder
@@ -145,6 +145,8 @@ class Listener(ModelMode):
     def on(self) -> bool:
         """True if calls are heard now."""
         depth: int = torch._C._len_torch_function_stack()
+        if depth == 0:
+            return False
         return any(torch._C._get_function_stack_at(level) is self for level in range(depth))
 
     def leave(self, module: nn.Module, *_: object) -> None:
@@ -167,8 +169,9 @@ class Listener(ModelMode):
         if frame.listening:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if frame.heard and not frame.attends:
-            known = self.heard_nothing.get(id(frame.module), 0)
-            self.heard_nothing[id(frame.module)] = known + 1
+            key = id(frame.module)
+            self.heard_nothing[key] = self.heard_nothing.get(key, 0) + 1
+            self.names_only[key] = replace(frame, listening=False, heard=False, named_only=True)
         if self.frames:
             self.running.written_out.leave()
         else:
