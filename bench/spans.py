@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +26,14 @@ CUDA = torch.cuda.is_available()
 KEYS = 8192 if CUDA else 2048
 SPANS = {"64 keys": (0, 64), "a quarter": (0, KEYS // 4), "all keys": (0, KEYS)}
 ROUNDS = 20 if CUDA else 12
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
 Run = Callable[[], object]
 
 
 def main() -> None:
     """Print a table and write it to bench/results."""
     described(__doc__ or "").parse_args()
+    check()
     times = {"hw.observe": observed(), "hw.watch": watched()}
     where = torch.cuda.get_device_name() if CUDA else f"{cpu_name()}, one thread"
     print(f"{where}, 8 heads of width 64, {KEYS} tokens, causal")
@@ -44,13 +47,23 @@ def main() -> None:
     file.write_text(json.dumps({"machine": where, "keys": KEYS, "ms": times}, indent=2) + "\n")
 
 
+def check() -> None:
+    """Compare the weights on spans with the sums of the map's columns, on this device."""
+    q, k, v = torch.randn(3, 2, 8, 1000, 64, device=DEVICE, dtype=DTYPE).unbind(0)
+    k, v, mask = k[:, :2], v[:, :2], hw.mask.causal() & hw.mask.window(700)
+    spans = {"start": (0, 57), "middle": (300, 900), "none": (4, 4)}
+    _, seen = hw.observe(q, k, v, mask=mask, sinks=q.new_zeros(8), spans=spans)
+    amap = hw.attention_map(q, k, mask=mask, sinks=q.new_zeros(8))
+    for name, span in spans.items():
+        torch.testing.assert_close(seen.spans[name], amap.mass(*span), atol=1e-5, rtol=1e-4)
+
+
 def observed() -> dict[str, float]:
     """hw.observe with every statistic, without spans and with one."""
-    kind = {"device": "cuda", "dtype": torch.bfloat16} if CUDA else {}
-    q, k, v = torch.randn(3, 1, 8, KEYS, 64, **kind).unbind(0)  # type: ignore[arg-type]
+    q, k, v = torch.randn(3, 1, 8, KEYS, 64, device=DEVICE, dtype=DTYPE).unbind(0)
 
-    def run(**options: object) -> Run:
-        return lambda: hw.observe(q, k, v, mask=hw.mask.causal(), **options)  # type: ignore[arg-type]
+    def run(**options: Any) -> Run:
+        return lambda: hw.observe(q, k, v, mask=hw.mask.causal(), **options)
 
     runs = {"plain": run()}
     return shortest(runs | {name: run(spans={"a": span}) for name, span in SPANS.items()})
@@ -58,12 +71,11 @@ def observed() -> dict[str, float]:
 
 def watched() -> dict[str, float]:
     """A watched layer of 8 heads with 64 rows observed, without spans and with one."""
-    kind = {"device": "cuda", "dtype": torch.bfloat16} if CUDA else {}
-    model: nn.Module = hw.nn.MultiHeadAttention(512, 8, mask=hw.mask.causal()).to(**kind)  # type: ignore[call-overload]
-    x = torch.randn(1, KEYS, 512, **kind)  # type: ignore[arg-type]
+    model: nn.Module = hw.nn.MultiHeadAttention(512, 8, mask=hw.mask.causal()).to(DEVICE, DTYPE)
+    x = torch.randn(1, KEYS, 512, device=DEVICE, dtype=DTYPE)
 
-    def run(**options: object) -> Run:
-        watch = hw.watch(model, rows=64, maps=False, **options)  # type: ignore[arg-type]
+    def run(**options: Any) -> Run:
+        watch = hw.watch(model, rows=64, maps=False, **options)
 
         def forward() -> None:
             with watch, torch.no_grad():

@@ -130,6 +130,11 @@ def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"hw.knock_out takes a torch.nn.Module, not {type(model).__name__}")
     _refuse_compiled(model)
+    if set(model.modules()) & set(_watched):
+        raise ValueError(
+            f"this {type(model).__name__} is being watched already; use knock_out(edges) of its "
+            "watch, or detach() that first"
+        )
     watch = Watch(model, WatchOptions(stats=(), maps=False)).attach()
     watch._recorder.active = False  # it changes calls, and records nothing
     try:

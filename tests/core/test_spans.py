@@ -94,6 +94,7 @@ def test_gradients_and_output_are_those_without_spans() -> None:
     assert q.grad.isfinite().all()
 
 
+@SLOW  # a watch of compiled layers, in every run, weighs spans in the same way
 def test_compiled_code_weighs_spans() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
         spans = {"a": (1, 5), "own": (first, first + 3)}

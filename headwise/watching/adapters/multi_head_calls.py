@@ -171,8 +171,8 @@ def _attention(
     with modules.listener.off(), taken():
         if modules.recorder.edges_of(name):
             hidden = _hidden(modules, module, query, key, value, *masks)
-            masks = (key_padding_mask, need_weights, hidden, average_attn_weights, False)
-            out = run(query, key, value, *masks)
+            others = (key_padding_mask, need_weights, hidden, average_attn_weights, False)
+            out = run(query, key, value, *others)
         else:
             out = run()
     modules.seen.add(id(module))
