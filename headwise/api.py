@@ -26,9 +26,8 @@ from headwise.dropout import Dropout
 from headwise.engines import calls
 from headwise.engines.contract import Engine, Results, compute
 from headwise.engines.failures import KernelError, record, replanned
-from headwise.engines.plan import Plan, choose, family
+from headwise.engines.plan import Plan, choose, choose_partial, family
 from headwise.engines.plan import plan as _plan
-from headwise.engines.streaming.engine import STREAMING
 from headwise.maps.attention_map import AttentionMap
 from headwise.score import Score
 
@@ -344,8 +343,7 @@ def partial(
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
-    _restating("partial", four, choose, problem, STREAMING.name, True)  # it may refuse
-    sums = STREAMING.run(problem, EVERYTHING)
+    sums = _restating("partial", four, choose_partial, problem).run(problem, EVERYTHING)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 

@@ -26,12 +26,12 @@ class Streaming(Engine):
 
     name = "streaming"
     rank = 5
+    partial = True
 
     def attend(self, problem: Problem) -> Tensor:
         return self.run(problem, 0).out
 
     def run(self, problem: Problem, wants: int) -> Sums:
-        """Return the output and the sums that `wants` names."""
         return Sums(*_forward(problem.q, problem.k, problem.v, *problem.terms(), wants))
 
     def observe(
