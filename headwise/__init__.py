@@ -1,6 +1,6 @@
 """headwise: attention you can see inside, at full speed."""
 
-from headwise import mask, models, nn
+from headwise import distributed, mask, models, nn
 from headwise.api import attention, attention_map, explain, observe, partial
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.core.observation import STATISTICS, Observation
@@ -45,6 +45,7 @@ __all__ = [
     "attention",
     "attention_map",
     "cost",
+    "distributed",
     "explain",
     "load",
     "mask",
