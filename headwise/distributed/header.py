@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.distributed.transport import RankError, Ranks, packed, unpacked
+from headwise.distributed.transport import RankError, RankGroup, packed, unpacked
 
 SIZE = 64  # int64 numbers
 KINDS = ("attention", "observe", "backward", "unshard", "heads", "figures")
@@ -40,7 +40,7 @@ class Header:
         return found + [0] * (SIZE - len(found))
 
 
-def agree(ranks: Ranks, header: Header, failure: Exception | None = None) -> list[list[int]]:
+def agree(ranks: RankGroup, header: Header, failure: Exception | None = None) -> list[list[int]]:
     """Exchange headers and return every rank's `own` numbers.
 
     ValueError on every rank if ranks differ, and RankError if one failed; each names the rank.
@@ -75,7 +75,7 @@ def _failed(header: Header, call: int, failure: Exception) -> list[int]:
     return [1, KINDS.index(header.kind), call, 0, *words]
 
 
-def _compare(ranks: Ranks, header: Header, every: list[list[int]]) -> None:
+def _compare(ranks: RankGroup, header: Header, every: list[list[int]]) -> None:
     """Raise an error that names the ranks that failed or differ."""
     for rank, found in enumerate(every):
         if found[0]:
@@ -93,7 +93,7 @@ def _compare(ranks: Ranks, header: Header, every: list[list[int]]) -> None:
 
 
 def _difference(
-    ranks: Ranks, header: Header, name: str, others: list[int], values: list[int], usual: int
+    ranks: RankGroup, header: Header, name: str, others: list[int], values: list[int], usual: int
 ) -> str:
     who = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
     call = f"hw.distributed.{header.kind} on {ranks.count} ranks"

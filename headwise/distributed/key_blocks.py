@@ -14,7 +14,7 @@ from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import single_weights
 from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, Sums
 from headwise.distributed.geometry import Geometry
-from headwise.distributed.key_exchange import Pair, Run
+from headwise.distributed.key_exchange import KeyRun, Pair
 from headwise.distributed.ranges import Range, numbers, union
 from headwise.engines.operators import PARTS, Gradients
 from headwise.engines.row_gradients import sink_share, sinks_gradient
@@ -52,14 +52,14 @@ class KeyBlocks:
     singles: tuple[str, ...]  # of SINGLES
     sink_keys: int
 
-    def forward(self, given: Learnable, width: int, runs: Iterable[Run]) -> RowResults:
+    def forward(self, given: Learnable, width: int, runs: Iterable[KeyRun]) -> RowResults:
         """Compute this rank's rows over all runs and merge them; values are `width` wide."""
         part = self._nothing(given, width)
         for run in runs:
             part = merge(part, self._part(given, run))
         return self._finished(part, width, given.q.dtype)
 
-    def _part(self, given: Learnable, run: Run) -> Partial:
+    def _part(self, given: Learnable, run: KeyRun) -> Partial:
         q, k, v = (_wide(x) for x in (given.q, run.k, run.v))
         terms = self.terms(given, (run.first, run.last))
         forward, _ = PARTS[self.engine]
@@ -178,7 +178,7 @@ class RowGradients:
                 constant = constant + grad_entropy * self.entropy
             self.total = self.total._replace(sinks=sinks_gradient(share, constant, grad_entropy))
 
-    def of(self, run: Run) -> Pair:
+    def of(self, run: KeyRun) -> Pair:
         """Add a run's share to every gradient, and return that of its keys and values."""
         q, k, v = (_wide(x) for x in (self.given.q, run.k, run.v))
         terms = self.blocks.terms(self.given, (run.first, run.last))

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from headwise.distributed.geometry import Geometry
 from headwise.distributed.ranges import Ranges, common, cut, size, union
-from headwise.distributed.transport import Arrivals, Ranks, packed, unpacked
+from headwise.distributed.transport import Arrivals, RankGroup, packed, unpacked
 
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class KeyRun:
     """Neighbouring keys [first, last) of the sequence: k (B, Hkv, n, D), v (B, Hkv, n, Dv)."""
 
     first: int
@@ -29,17 +29,17 @@ class Run:
     v: Tensor
 
 
-Differentiate = Callable[[Run], Pair]
+Differentiate = Callable[[KeyRun], Pair]
 
 
 class KeyExchange:
     """One call's movement of keys: `runs` in the forward, `gradients` in the backward."""
 
-    def __init__(self, ranks: Ranks, geometry: Geometry) -> None:
+    def __init__(self, ranks: RankGroup, geometry: Geometry) -> None:
         self.ranks, self.geometry, self.own = ranks, geometry, ranks.own
         self.held = tuple(union(ranges) for ranges in geometry.keys)
 
-    def runs(self, k: Tensor, v: Tensor) -> Iterator[Run]:
+    def runs(self, k: Tensor, v: Tensor) -> Iterator[KeyRun]:
         """The runs of keys that this rank's rows see."""
         raise NotImplementedError
 
@@ -47,12 +47,12 @@ class KeyExchange:
         """The gradients of this rank's keys and values, from the rows of every rank."""
         raise NotImplementedError
 
-    def seen(self, owner: int, k: Tensor, v: Tensor) -> list[Run]:
+    def seen(self, owner: int, k: Tensor, v: Tensor) -> list[KeyRun]:
         """The runs that this rank's rows see of the keys that an owner holds."""
         found = self.geometry.moves(self.own, owner)
         inside = local(found, self.held[owner])
         return [
-            Run(*keys, k[:, :, i:j], v[:, :, i:j])
+            KeyRun(*keys, k[:, :, i:j], v[:, :, i:j])
             for keys, (i, j) in zip(found, inside, strict=True)
         ]
 
@@ -60,16 +60,16 @@ class KeyExchange:
 class RangeExchange(KeyExchange):
     """Each rank receives the ranges that its rows see, in one exchange, and keeps them."""
 
-    def __init__(self, ranks: Ranks, geometry: Geometry) -> None:
+    def __init__(self, ranks: RankGroup, geometry: Geometry) -> None:
         super().__init__(ranks, geometry)
         self.wanted = {peer: geometry.moves(self.own, peer) for peer in ranks.others}
         self.asked = {
             peer: local(geometry.moves(peer, self.own), self.held[self.own])
             for peer in ranks.others
         }
-        self.far: list[Run] = []
+        self.far: list[KeyRun] = []
 
-    def runs(self, k: Tensor, v: Tensor) -> Iterator[Run]:
+    def runs(self, k: Tensor, v: Tensor) -> Iterator[KeyRun]:
         sends = {
             peer: packed(cut(k, 2, asked), cut(v, 2, asked)) for peer, asked in self.asked.items()
         }
@@ -98,19 +98,19 @@ class RangeExchange(KeyExchange):
             _add(total, asked, _unpacked_pair(message, *total, size(asked)))
         return total
 
-    def _arrived(self, found: dict[int, Tensor], k: Tensor, v: Tensor) -> list[Run]:
+    def _arrived(self, found: dict[int, Tensor], k: Tensor, v: Tensor) -> list[KeyRun]:
         """The ranges that arrived, neighbours joined, so that few runs are computed."""
-        parts: list[Run] = []
+        parts: list[KeyRun] = []
         for peer, message in found.items():
             wanted = self.wanted[peer]
             keys, values = _unpacked_pair(message, k, v, size(wanted))
             at = 0
             for first, last in wanted:
                 inside = slice(at, at + last - first)
-                parts.append(Run(first, last, keys[:, :, inside], values[:, :, inside]))
+                parts.append(KeyRun(first, last, keys[:, :, inside], values[:, :, inside]))
                 at += last - first
         parts.sort(key=lambda run: run.first)
-        joined: list[list[Run]] = []
+        joined: list[list[KeyRun]] = []
         for part in parts:
             if joined and joined[-1][-1].last == part.first:
                 joined[-1].append(part)
@@ -118,7 +118,7 @@ class RangeExchange(KeyExchange):
                 joined.append([part])
         return [_joined(runs) for runs in joined]
 
-    def _given_back(self, far: list[tuple[Run, Pair]], wanted: Ranges, side: int) -> Tensor:
+    def _given_back(self, far: list[tuple[KeyRun, Pair]], wanted: Ranges, side: int) -> Tensor:
         """The gradients of the ranges that one owner gave, one after the other."""
         parts = []
         for first, last in wanted:
@@ -130,7 +130,7 @@ class RangeExchange(KeyExchange):
 class RingExchange(KeyExchange):
     """Each rank passes keys on to the next and receives those of the one before, in ranks steps."""
 
-    def runs(self, k: Tensor, v: Tensor) -> Iterator[Run]:
+    def runs(self, k: Tensor, v: Tensor) -> Iterator[KeyRun]:
         for owner, pair in self._around((k, v)):
             yield from self.seen(owner, *pair)
 
@@ -216,11 +216,11 @@ def _message(coming: Arrivals) -> Tensor:
     return found[0] if found else torch.empty(0, dtype=torch.uint8, device=coming.device)
 
 
-def _joined(runs: list[Run]) -> Run:
+def _joined(runs: list[KeyRun]) -> KeyRun:
     if len(runs) == 1:
         return runs[0]
     k, v = torch.cat([run.k for run in runs], 2), torch.cat([run.v for run in runs], 2)
-    return Run(runs[0].first, runs[-1].last, k, v)
+    return KeyRun(runs[0].first, runs[-1].last, k, v)
 
 
 def _add(total: Pair, ranges: Ranges, share: Pair) -> None:

@@ -36,7 +36,7 @@ from headwise.distributed.key_exchange import KeyExchange, RangeExchange, RingEx
 from headwise.distributed.layouts import Layout
 from headwise.distributed.movement import check_move, choose_move
 from headwise.distributed.shards import check_layout
-from headwise.distributed.transport import Ranks, check_mesh
+from headwise.distributed.transport import RankGroup, check_mesh
 from headwise.dropout import Dropout
 from headwise.engines.plan import choose_partial
 from headwise.score import Score
@@ -125,7 +125,7 @@ def observe(
 class RankCall:
     """One call on this rank, agreed with the others."""
 
-    ranks: Ranks
+    ranks: RankGroup
     exchange: KeyExchange
     blocks: KeyBlocks
 
@@ -142,7 +142,7 @@ def _call(
     failure: Exception | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Agree on a call, make it, and return out and the named statistics."""
-    ranks = Ranks(check_mesh(mesh))
+    ranks = RankGroup(check_mesh(mesh))
     _, mask, bias, *_, engine = options
     problem, header = None, Header(kind)
     if failure is None:

@@ -50,7 +50,7 @@ def traffic() -> Iterator[Traffic]:
         _counters.remove(counter)
 
 
-class Ranks:
+class RankGroup:
     """The ranks of a one-dimensional mesh, numbered from 0, as this process reaches them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -111,7 +111,7 @@ class Ranks:
 class Arrivals:
     """Messages on their way; `take` waits for them."""
 
-    ranks: Ranks
+    ranks: RankGroup
     works: list[tuple[dist.Work, int | None]]
     found: dict[int, Tensor]
     kept: list[Tensor]  # what is being sent must stay alive

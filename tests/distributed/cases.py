@@ -117,3 +117,16 @@ def distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, f
         gap = (value - exact).abs().masked_fill(same, 0) / exact.abs().clamp_min(1)
         far[name] = float(gap.nan_to_num(torch.inf).max()) if gap.numel() else 0.0
     return far
+
+
+def chosen(mesh: DeviceMesh, seed: int) -> dict[str, object]:
+    """Some statistics of some rows, and dropout whose seed only the first rank has drawn."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 12, 8, dtype=torch.float64).unbind(0)
+    part = [hw.distributed.shard(x, mesh, dim=2) for x in (q, k, v)]
+    torch.manual_seed(seed + mesh.get_local_rank())
+    out, seen = hw.distributed.observe(
+        *part, mesh=mesh, mask=hw.mask.causal(), dropout=0.3, stats=("entropy", "sink_mass"),
+        rows=2, sink_keys=2,
+    )  # fmt: skip
+    return {"out": out, "values": seen.values, "rows": seen.rows}
