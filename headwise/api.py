@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,34 @@ from headwise.score import Score
 
 OPTIONS = ("score", "mask", "bias", "softcap", "sinks", "dropout")
 Found = TypeVar("Found")
+
+
+class SplitCalls(Protocol):
+    """Takes over calls whose sequence is split between processes."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """`attention` of this process's rows."""
+        ...
+
+    def observe(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Tensor, Observation]:
+        """`observe` of this process's rows."""
+        ...
+
+
+_split: SplitCalls | None = None
+
+
+@contextmanager
+def splitting(calls: SplitCalls) -> Iterator[None]:
+    """Hand every call of `attention` and `observe` inside the block to `calls`."""
+    global _split
+    before, _split = _split, calls
+    try:
+        yield
+    finally:
+        _split = before
 
 
 def attention(
@@ -74,6 +103,9 @@ def attention(
         )  # fmt: skip
         return result
     options = (score, mask, bias, softcap, sinks, dropout)
+    if _split is not None:
+        named = dict(zip(OPTIONS, options, strict=True))
+        return _split.attention(q, k, v, engine=engine, **named)
     (out,) = _serve("attention", _batched("attention", q, k, v), options, engine)
     return out if q.ndim == 4 else out[0]
 
@@ -109,6 +141,11 @@ def observe(
     >>> seen.entropy.shape
     torch.Size([2, 8, 5])
     """
+    if _split is not None:
+        return _split.observe(
+            q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+            dropout=dropout, engine=engine, stats=stats, rows=rows, sink_keys=sink_keys,
+        )  # fmt: skip
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])

@@ -15,6 +15,7 @@ from headwise.distributed.layouts import (
 from headwise.distributed.movement import Movement, explain
 from headwise.distributed.rank_attention import attention, observe
 from headwise.distributed.shards import shard, unshard
+from headwise.distributed.split_models import context_parallel
 from headwise.distributed.transport import RankError, Traffic, traffic
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Traffic",
     "attention",
     "balanced",
+    "context_parallel",
     "contiguous",
     "explain",
     "head_tail",
