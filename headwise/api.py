@@ -64,6 +64,11 @@ def splitting(calls: SplitCalls) -> Iterator[None]:
         _split = before
 
 
+def is_split() -> bool:
+    """Return whether calls are handed to other processes too."""
+    return _split is not None
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -186,6 +191,12 @@ def statistics(
     >>> statistics(q, k, v, mask=hw.mask.causal(), rows=64).entropy.shape
     torch.Size([2, 8, 64])
     """
+    if _split is not None:
+        with torch.no_grad():
+            return _split.observe(
+                q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+                stats=stats, rows=rows, sink_keys=sink_keys,
+            )[1]  # fmt: skip
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
@@ -299,6 +310,11 @@ def attention_map(
     >>> amap[0, 1, 10:12, :11].shape
     torch.Size([2, 11])
     """
+    if _split is not None:
+        raise ValueError(
+            "hw.attention_map needs all keys, and this sequence is split between processes; make "
+            "the map outside of the model, from tensors that hw.distributed.unshard put together"
+        )
     values = k[..., :0] if v is None and isinstance(k, Tensor) else v
     four = _batched("attention_map", q, k, values)
     problem = pose(

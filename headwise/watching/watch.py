@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headwise.core.observation import check_sink_keys, check_statistics
+from headwise.distributed.figures import JoinedFigures
 from headwise.watching.adapters import (
     flash_calls,
     flex_calls,
@@ -48,6 +50,7 @@ def watch(
     sink_keys: int = 1,
     alarms: bool | Rule | Iterable[Rule] = False,
     strict: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Watch:
     """Watch every attention layer of any model while it trains or runs; the model is unchanged.
 
@@ -58,6 +61,10 @@ def watch(
     are numbers or names (* matches any part of a name), `heads` are numbers. `maps=False` keeps no
     queries and keys for `seen.map`. `alarms=True` checks each step by the rules of
     `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in the log.
+
+    With `mesh`, a one-dimensional DeviceMesh, the figures of a step are those of all its ranks.
+    They are joined when a step ends, so every rank must end the same steps; until then they are
+    this rank's own. The first rank looks for alarms and writes folders.
 
     The model's own attention still computes its output; headwise observes beside it. headwise's own
     attention is observed in the same pass. Whatever goes wrong while looking is reported once, and
@@ -97,7 +104,8 @@ def watch(
         sink_keys,
         strict,
     )
-    return Watch(model, options, chosen(alarms, options.stats, maps))
+    ranks = None if mesh is None else JoinedFigures(mesh)
+    return Watch(model, options, chosen(alarms, options.stats, maps), ranks)
 
 
 def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:
@@ -114,9 +122,13 @@ class Watch(SteppedRecording):
     """A model being watched, and what was seen of it so far; `hw.watch` makes one."""
 
     def __init__(
-        self, model: nn.Module, options: WatchOptions, rules: tuple[Rule, ...] = ()
+        self,
+        model: nn.Module,
+        options: WatchOptions,
+        rules: tuple[Rule, ...] = (),
+        ranks: JoinedFigures | None = None,
     ) -> None:
-        super().__init__(CallRecorder(options), rules)
+        super().__init__(CallRecorder(options), rules, ranks)
         self.model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
         self.options = options
         self._undo: list[Undo] = []  # takes off what lets the watch see the model
