@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +32,7 @@ class JoinedFigures:
             names = ("watched layers", "figures per head", "heads")
             agree(self.ranks, Header("figures", dict(zip(names, table.shape, strict=True))))
             self._agreed = tuple(table.shape)
-        device = torch.device("cpu") if self.ranks.through_cpu else table.device
+        device = self.ranks.carrier(table.device)
         for part, how in (
             (table[:, :sums], dist.ReduceOp.SUM),
             (table[:, sums:], dist.ReduceOp.MAX),

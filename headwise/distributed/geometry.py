@@ -83,7 +83,7 @@ def geometry(
         found: Geometry = known[key]
         return found
     held = layout.of_lengths(rows), layout.of_lengths(keys)
-    needs = tuple(_needed(mask, place, ranges) for ranges in held[0])
+    needs = _needed(mask, place, held[0])
     made = Geometry(mask, place, *held, needs)
     if known is not None:
         if len(known) > 64:
@@ -122,22 +122,22 @@ def tensors(mask: Mask) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
-def _needed(mask: Mask | None, place: Place, ranges: Ranges) -> Ranges:
-    """The keys that some of these rows may see."""
+def _needed(mask: Mask | None, place: Place, held: tuple[Ranges, ...]) -> tuple[Ranges, ...]:
+    """The keys that some row of each rank may see."""
     if mask is None:
-        return union(((0, place.keys),)) if union(ranges) else ()
-    rows = numbers(ranges)
-    if len(rows) == 0:
-        return ()
+        everything = union(((0, place.keys),))
+        return tuple(everything if union(ranges) else () for ranges in held)
+    rows = [numbers(ranges) for ranges in held]
     if mask.pieces == 0:
-        seen = mask.to_dense(place)
-        seen = seen.expand(-1, -1, place.queries, place.keys).index_select(2, rows)
-        return at_most(of_flags(seen.flatten(0, 2).any(0)), RUNS)
-    found: list[Range] = []
+        seen = mask.to_dense(place).expand(-1, -1, place.queries, place.keys)
+        shown = (seen.index_select(2, own).flatten(0, 2).any(0) for own in rows)
+        return tuple(at_most(of_flags(flags), RUNS) for flags in shown)
+    found: list[list[Range]] = [[] for _ in held]
     for first, last in mask.intervals(place):
-        first, last = torch.broadcast_tensors(_rows(first, rows), _rows(last, rows))
-        found += _stretches(first.flatten(), last.flatten(), place.keys)
-    return at_most(found, RUNS)
+        for own, ranges in zip(rows, found, strict=True):
+            bounds = torch.broadcast_tensors(_rows(first, own), _rows(last, own), own)
+            ranges += _stretches(bounds[0].flatten(), bounds[1].flatten(), place.keys)
+    return tuple(at_most(ranges, RUNS) for ranges in found)
 
 
 def _rows(bound: Tensor, rows: Tensor) -> Tensor:
@@ -150,7 +150,9 @@ def _stretches(first: Tensor, last: Tensor, keys: int) -> Ranges:
     first, last = first.clamp(0, keys), last.clamp(0, keys)
     some = first < last
     first, order = first[some].sort()
-    last = last[some][order].cummax(0).values if len(first) else last[:0]
+    last = last[some][order]
+    if bool((last.diff() < 0).any()):  # a running maximum takes long
+        last = last.cummax(0).values
     new = torch.ones_like(first, dtype=torch.bool)
     new[1:] = first[1:] > last[:-1]
     ends = torch.ones_like(new)

@@ -49,7 +49,7 @@ def agree(ranks: RankGroup, header: Header, failure: Exception | None = None) ->
     call = _calls[ranks.name]
     _calls[ranks.name] += 1
     numbers = header.numbers(call) if failure is None else _failed(header, call, failure)
-    device = torch.device("cpu") if ranks.through_cpu else torch.device("cuda")
+    device = ranks.quickest
     message = packed(torch.tensor(numbers, dtype=torch.int64, device=device))
     arrived = ranks.exchange(
         dict.fromkeys(ranks.others, message), dict.fromkeys(ranks.others, 8 * SIZE), device,

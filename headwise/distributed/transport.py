@@ -58,12 +58,23 @@ class RankGroup:
         self.members = dist.get_process_group_ranks(self.group)
         self.count, self.own = len(self.members), dist.get_rank(self.group)
         self.name: str = self.group.group_name
-        self.through_cpu = dist.get_backend(self.group) == "gloo"  # it takes CPU tensors only
+        config = dist.get_backend_config(self.group)  # such as "cpu:gloo,cuda:nccl"
+        self.backends = dict(each.split(":") for each in config.split(","))
 
     @property
     def others(self) -> list[int]:
         """Every rank but this one, the next ones first."""
         return [(self.own + step) % self.count for step in range(1, self.count)]
+
+    def carrier(self, device: torch.device) -> torch.device:
+        """The device whose tensors the group can move for this one: gloo takes the CPU's only."""
+        through_cpu = self.backends.get(device.type, "gloo") == "gloo"
+        return torch.device("cpu") if through_cpu else device
+
+    @property
+    def quickest(self) -> torch.device:
+        """The device for small messages: the CPU if the group has it, as no GPU has to wait."""
+        return torch.device("cpu" if "cpu" in self.backends else next(iter(self.backends)))
 
     def exchange(
         self, sends: Mapping[int, Tensor], sizes: Mapping[int, int], device: torch.device,
@@ -71,7 +82,7 @@ class RankGroup:
     ) -> Arrivals:  # fmt: skip
         """Send bytes (uint8) to ranks and expect `sizes` bytes from ranks, without waiting."""
         ops, peers, found, kept = [], [], {}, []
-        carrier = torch.device("cpu") if self.through_cpu else device
+        carrier = self.carrier(device)
         for peer in self.others:
             if sizes.get(peer, 0):
                 found[peer] = torch.empty(sizes[peer], dtype=torch.uint8, device=carrier)
