@@ -109,7 +109,7 @@ def observe(
         names = check_statistics(stats)
         sink_keys = check_sink_keys(sink_keys)
         sampled = sample_rows(rows, q.shape[-2], q.device)
-    except ValueError as error:
+    except Exception as error:  # the others wait: they hear of it first
         failure = error
     found = with_max_logit(names)
     out, values = _call(
@@ -162,6 +162,11 @@ def _call(
         problem = replace(problem, seed=seed)
     place = problem.place
     found = geometry(mask, place.batch, place.heads, *lengths, layout)
+    if isinstance(bias, Tensor) and four(bias).shape[3] not in (1, found.whole.keys):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; its last axis is 1 or the {found.whole.keys} "
+            f"keys of all ranks together\n  in hw.distributed.{kind} on {ranks.count} ranks"
+        )
     chosen, _ = choose_move(found, move)
     found = found.everything() if chosen == "gather" else found
     exchange = (RingExchange if chosen == "ring" else RangeExchange)(ranks, found)

@@ -17,7 +17,7 @@ from tests.distributed.processes import Processes
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
 
-SECONDS = 4  # the timeout of a group that runs into it
+SECONDS = 20  # the timeout of a group that runs into it
 
 
 def attend(mesh: DeviceMesh, odd: int, change: str) -> object:
@@ -36,6 +36,8 @@ def attend(mesh: DeviceMesh, odd: int, change: str) -> object:
         options["layout"] = hw.distributed.head_tail()
     elif other == "seed":
         options["dropout"] = hw.Dropout(0.1, 1)
+    if change == "short bias":  # on every rank: its own keys only
+        options["bias"] = torch.zeros(5, 5)
     elif other == "function":
         return hw.distributed.unshard(q, mesh, dim=2)
     elif other == "dies":
@@ -78,6 +80,12 @@ def test_a_rank_that_fails_before_the_call_tells_the_others(processes: Processes
     assert found[2][1].startswith("ValueError: q, k and v have different dtypes")
 
 
+def test_a_bias_without_the_keys_of_the_others_is_refused_everywhere(processes: Processes) -> None:
+    for fine, error in processes.attempt(attend, 2, 1, "short bias"):
+        assert not fine
+        assert "its last axis is 1 or the 10 keys of all ranks together" in error
+
+
 def test_the_ranks_go_on_after_an_error(processes: Processes) -> None:
     processes.attempt(attend, 3, 1, "softcap")
     assert processes.run(attend, 3, 1, "") == [None] * 3
@@ -93,6 +101,7 @@ def briefly(mesh: DeviceMesh) -> object:
     return None
 
 
+@pytest.mark.slow  # waits that long
 def test_a_rank_that_stays_away_is_named_when_the_timeout_is_over(processes: Processes) -> None:
     fine, error = processes.attempt(briefly, 4)[0]
     assert not fine
