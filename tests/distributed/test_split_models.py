@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import headwise as hw
 from headwise.distributed.ranges import numbers
@@ -133,3 +134,55 @@ def test_models_that_others_refuse(processes: Processes, name: str, layout: str)
     torch.testing.assert_close(total, whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
     assert "needs position_ids" in found[0]["refused"][0]
     assert "takes no attention_mask" in found[0]["refused"][1]
+
+
+def two_dimensions(mesh: DeviceMesh) -> dict[str, object]:
+    """Heads over one dimension of a mesh, the sequence over the other."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    q, k, v = whole_call()
+    heads = both["tp"].get_local_rank()
+    own = q.chunk(2, 1)[heads], k.chunk(2, 1)[heads], v.chunk(2, 1)[heads]
+    part = [hw.distributed.shard(x, both["cp"], dim=2) for x in own]
+    out, seen = hw.distributed.observe(*part, mesh=both["cp"], mask=hw.mask.causal())
+    return {"out": hw.distributed.unshard(out, both["cp"], dim=2), "entropy": seen.entropy}
+
+
+def whole_call() -> tuple[Tensor, Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(3)
+    shapes = [(1, heads, 13, 8) for heads in (8, 4, 4)]
+    q, k, v = (torch.randn(shape, generator=numbers, dtype=torch.float64) for shape in shapes)
+    return q, k, v
+
+
+def test_heads_and_sequence_on_a_mesh_of_two_dimensions(processes: Processes) -> None:
+    found = processes.run(two_dimensions, 4)  # ranks 0, 1 have the first heads; 2, 3 the others
+    out, seen = hw.observe(*whole_call(), mask=hw.mask.causal())
+    assert torch.equal(found[0]["out"], found[1]["out"])
+    torch.testing.assert_close(torch.cat([found[0]["out"], found[2]["out"]], 1), out)
+    rows = [torch.cat([found[i]["entropy"], found[i + 1]["entropy"]], 2) for i in (0, 2)]
+    torch.testing.assert_close(torch.cat(rows, 1), seen.entropy)
+
+
+def sharded(mesh: DeviceMesh) -> dict[str, object]:
+    """FSDP2 over the ranks that share a sequence."""
+    attn = layer()
+    fully_shard(attn, mesh=mesh)
+    hw.distributed.context_parallel(attn, mesh)
+    positions = hw.distributed.shard(torch.arange(LENGTH), mesh, dim=0)
+    with hw.watch(attn, mesh=mesh) as seen:
+        out = attn(hw.distributed.shard(inputs(), mesh, dim=1), positions=positions)
+        seen.step()
+    out.square().sum().backward()
+    grads = {name: x.grad.full_tensor() for name, x in attn.named_parameters()}
+    return {"grads": grads, "entropy": seen.heads()["entropy_mean"]}
+
+
+def test_parameters_may_be_sharded_over_the_same_ranks(processes: Processes) -> None:
+    found = processes.run(sharded, 2)
+    attn = layer()
+    with hw.watch(attn) as seen:
+        attn(inputs()).square().sum().backward()
+    for name, whole in attn.named_parameters():
+        mean = found[0]["grads"][name]  # FSDP averages over ranks what is a sum here
+        torch.testing.assert_close(2 * mean, whole.grad, rtol=1e-9, atol=1e-9)
+    assert found[0]["entropy"] == pytest.approx(seen.heads()["entropy_mean"])
