@@ -35,13 +35,19 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | None = No
     The gradient of a part is the sum over ranks of what they return for it.
     """
     ranks = RankGroup(check_mesh(mesh))
-    dim = _axis(x, dim)
-    layout = check_layout(layout)
-    others = {f"axis {i}": n for i, n in enumerate(x.shape) if i != dim}
-    words = {"dtype": str(x.dtype), "layout": described_layout(layout)}
-    words["requires_grad"] = str(x.requires_grad and torch.is_grad_enabled())
-    header = Header("unshard", {"axes": x.ndim, "dim": dim} | others, words, (x.shape[dim],))
-    pieces = layout.of_lengths([own[0] for own in agree(ranks, header)])
+    header, failure = Header("unshard"), None
+    try:
+        dim, layout = _axis(x, dim), check_layout(layout)
+        sizes = {"axes": x.ndim, "dim": dim}
+        sizes |= {f"axis {i}": n for i, n in enumerate(x.shape) if i != dim}
+        words = {"dtype": str(x.dtype), "layout": described_layout(layout)}
+        words["requires_grad"] = str(x.requires_grad and torch.is_grad_enabled())
+        header = Header("unshard", sizes, words, (x.shape[dim],))
+    except Exception as error:  # the others wait: they hear of it first
+        failure = error
+    every = agree(ranks, header, failure)
+    assert layout is not None
+    pieces = layout.of_lengths([own[0] for own in every])
     whole: Tensor = _Unshard.apply(x, ranks, dim, pieces)  # type: ignore[no-untyped-call]
     return whole
 
