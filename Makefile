@@ -9,7 +9,7 @@ DOCUMENTED := .venv/installed-docs
 NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm
 
 # One thread per worker: the workers already fill the cores.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS)
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help look page browser test test-all test-gpu test-versions docs wheel bench lint lint-workflows format clean

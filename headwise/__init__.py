@@ -1,6 +1,6 @@
 """headwise: attention you can see inside, at full speed."""
 
-from headwise import mask, models, nn
+from headwise import distributed, mask, models, nn
 from headwise.api import attention, attention_map, explain, observe, partial
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.core.edges import Edge
@@ -47,6 +47,7 @@ __all__ = [
     "attention",
     "attention_map",
     "cost",
+    "distributed",
     "explain",
     "knock_out",
     "load",

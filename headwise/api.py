@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Never, TypeVar
+from typing import Any, NamedTuple, Never, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,9 +29,8 @@ from headwise.dropout import Dropout, draw_seed
 from headwise.engines import calls
 from headwise.engines.contract import Engine, Results, compute
 from headwise.engines.failures import KernelError, record, replanned
-from headwise.engines.plan import Plan, choose, family
+from headwise.engines.plan import Plan, choose, choose_partial, family
 from headwise.engines.plan import plan as _plan
-from headwise.engines.streaming.engine import STREAMING
 from headwise.maps.attention_map import AttentionMap
 from headwise.score import Score
 
@@ -52,6 +52,39 @@ class SampledRows(NamedTuple):
     def of(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return a call's tensors with these rows of its queries (B, Hq, N, D)."""
         return given[0].index_select(2, self.numbers), *given[1:]
+
+
+class SplitCalls(Protocol):
+    """Takes over calls whose sequence is split between processes."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """`attention` of this process's rows."""
+        ...
+
+    def observe(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Tensor, Observation]:
+        """`observe` of this process's rows."""
+        ...
+
+
+_split: SplitCalls | None = None
+
+
+@contextmanager
+def splitting(calls: SplitCalls) -> Iterator[None]:
+    """Hand every call of `attention` and `observe` inside the block to `calls`."""
+    global _split
+    before, _split = _split, calls
+    try:
+        yield
+    finally:
+        _split = before
+
+
+def is_split() -> bool:
+    """Return whether calls are handed to other processes too."""
+    return _split is not None
 
 
 def attention(
@@ -96,6 +129,9 @@ def attention(
         )  # fmt: skip
         return result
     options = (score, mask, bias, softcap, sinks, dropout)
+    if _split is not None:
+        named = dict(zip(OPTIONS, options, strict=True))
+        return _split.attention(q, k, v, engine=engine, **named)
     (out,) = _serve("attention", _batched("attention", q, k, v), options, engine)
     return out if q.ndim == 4 else out[0]
 
@@ -140,6 +176,12 @@ def observe(
     """
     if unknown:
         refuse_keywords("observe", unknown)
+    if _split is not None:
+        return _split.observe(
+            q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+            dropout=dropout, engine=engine, stats=stats, rows=rows, sink_keys=sink_keys,
+            spans=spans,
+        )  # fmt: skip
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
@@ -185,6 +227,12 @@ def statistics(
     >>> statistics(q, k, v, mask=hw.mask.causal(), rows=64).entropy.shape
     torch.Size([2, 8, 64])
     """
+    if _split is not None:
+        with torch.no_grad():
+            return _split.observe(
+                q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+                stats=stats, rows=rows, sink_keys=sink_keys, spans=spans,
+            )[1]  # fmt: skip
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
@@ -323,6 +371,11 @@ def attention_map(
     >>> amap[0, 1, 10:12, :11].shape
     torch.Size([2, 11])
     """
+    if _split is not None:
+        raise ValueError(
+            "hw.attention_map needs all keys, and this sequence is split between processes; make "
+            "the map outside of the model, from tensors that hw.distributed.unshard put together"
+        )
     values = k[..., :0] if v is None and isinstance(k, Tensor) else v
     four = _batched("attention_map", q, k, values)
     problem = pose(
@@ -404,8 +457,7 @@ def partial(
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
-    _restating("partial", four, choose, problem, STREAMING.name, True)  # it may refuse
-    sums = STREAMING.run(problem, EVERYTHING)
+    sums = _restating("partial", four, choose_partial, problem).run(problem, EVERYTHING)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 

@@ -39,7 +39,10 @@ class Partial:
 
     @staticmethod
     def from_sums(sums: Sums, sinks: Tensor | None, dtype: torch.dtype) -> Partial:
-        """The sums of a finished pass; gradients flow through out, lse and entropy."""
+        """The sums of a finished pass, with log_total; gradients flow through out, lse and entropy.
+
+        Sums that the pass was not asked for are None.
+        """
         unseen = sums.lse == -torch.inf
         maximum = sums.max_logit.detach()
         base = maximum.masked_fill(unseen, 0)
@@ -47,16 +50,17 @@ class Partial:
         gradient = (sums.lse - sums.lse.detach()).masked_fill(unseen, 0)
         above = (sums.log_total + gradient).masked_fill(unseen, -torch.inf)
         total = above.exp()
+        asked = [x.ndim == total.ndim for x in (sums.entropy, sums.distance, sums.visible)]
         return Partial(
             base,
             maximum,
             total,
             sums.out * total[..., None],
-            total * (above.masked_fill(unseen, 0) - sums.entropy),
-            total * sums.distance,
-            sums.visible,
-            sums.logit_mean,
-            sums.logit_var * sums.visible,
+            total * (above.masked_fill(unseen, 0) - sums.entropy) if asked[0] else None,
+            total * sums.distance if asked[1] else None,
+            sums.visible if asked[2] else None,
+            sums.logit_mean if asked[2] else None,
+            sums.logit_var * sums.visible if asked[2] else None,
             None if sinks is None else sinks.to(total.dtype)[:, None],
             dtype,
         )

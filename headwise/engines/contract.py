@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem
+from headwise.core.sums import Sums
 
 Results = tuple[Tensor, ...]  # out (B, Hq, N, Dv), then the requested statistics, (B, Hq, N) each
 
@@ -33,6 +34,7 @@ class Engine(Protocol):
     devices: tuple[str, ...] = ()  # the types of device on which "auto" may choose it; () for all
     forward_mode: bool = False  # it has forward-mode derivatives
     functional: bool = False  # torch.func.grad can differentiate it
+    partial: bool = False  # `run` computes any part of the keys
 
     def absent(self, device: torch.device) -> str | None:
         """Return why this engine can't run on a device at all, or None if it can."""
@@ -55,6 +57,10 @@ class Engine(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
         ...
+
+    def run(self, problem: Problem, wants: int) -> Sums:
+        """Return the output and the sums that `wants` names, if the engine is `partial`."""
+        raise ValueError(f"the {self.name} engine computes whole calls only")
 
     def backward(self, problem: Problem) -> str:
         """Return in words what computes the gradients of a problem, and why."""

@@ -68,6 +68,9 @@ Backward = Callable[..., Gradients]
 
 SAFE = "streaming"  # the engine that takes over in a compiled graph or a backward pass
 _RUNS: dict[str, tuple[Forward, Backward]] = {}  # by engine
+PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""The forward and backward behind each engine's operators, for callers with gradients of their own:
+both take any part of the keys, and the backward any forward's out and lse."""
 
 
 def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
@@ -147,6 +150,8 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
             for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
             if grad is not None and x is not None
         ]
+
+    PARTS[engine] = forward, backward
 
     def packed_backward(*given: Any) -> list[Tensor]:
         found = backward(LibraryBackward(library_on), *given)

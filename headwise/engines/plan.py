@@ -58,6 +58,21 @@ def choose(problem: Problem, engine: str = "auto", observed: bool = False) -> En
     return chosen
 
 
+def choose_partial(problem: Problem, engine: str = "auto") -> Engine:
+    """Return the engine that computes a part of a problem's keys; ValueError if it can't."""
+    able = [each for each in ENGINES if each.partial]
+    if engine == "auto":
+        here = (each for each in able if not each.devices or problem.q.device.type in each.devices)
+        return next(each for each in here if refusal(each, problem, True) is None)
+    chosen = choose(problem, engine, True)
+    if not chosen.partial:
+        names = " and ".join(repr(each.name) for each in able)
+        raise ValueError(
+            f"engine={engine!r} computes whole calls only; {names} compute parts of the keys"
+        )
+    return chosen
+
+
 def check_engine(engine: object) -> None:
     """Raise ValueError unless `engine` is "auto" or the name of an engine."""
     if not isinstance(engine, str) or engine not in ("auto", *NAMES):

@@ -17,6 +17,7 @@ from torch import Tensor
 from headwise.core.observation import Observation
 from headwise.core.problem import without_autocast
 from headwise.core.reduction import Columns, reduce_rows
+from headwise.distributed.figures import JoinedFigures
 from headwise.engines.operators import define, noticed
 from headwise.engines.triton.board_call import add_by_kernel
 
@@ -67,11 +68,16 @@ class Board:
         self.used += 1
         return Slot(self, self.used - 1, heads)
 
-    def take(self) -> HostCopy:
-        """End a step: copy all figures to the processor, without waiting, and start anew."""
+    def take(self, ranks: JoinedFigures | None = None) -> HostCopy:
+        """End a step: copy all figures to the processor, without waiting, and start anew.
+
+        With `ranks` they are the figures of all ranks.
+        """
         with torch.no_grad():
             self.ended.copy_(self.now)
             _empty(self.now, self.columns)
+            if ranks is not None:
+                ranks.join(self.ended[: self.used], self.columns.sums)
             return HostCopy.of(self.ended[: self.used])
 
     def copy(self) -> HostCopy:

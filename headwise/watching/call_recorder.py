@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.api import attention, observe, statistics
+from headwise.api import attention, is_split, observe, statistics
 from headwise.core.edges import Edge, hole_of, without
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
@@ -310,7 +310,7 @@ class CallRecorder:
         forgotten: int | None = None,
         proof: Tensor | None = None,
     ) -> None:
-        options, whole = self.options, call
+        options, whole, divided = self.options, call, is_split()
         if self._cut is not None and call.mask is self._cut[0]:
             whole = call._replace(mask=self._cut[1])  # which tells positions and padding
         first = first_position(whole) if kind == "self" else 0
@@ -320,13 +320,13 @@ class CallRecorder:
         layer = self._layer(self._resolved(name, kind), call, kind)
         if layer is None:
             return
-        if padding is None and kind == "self":
+        if padding is None and kind == "self" and not divided:
             padding = self._padding(whole)
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)
         kept = None
-        if options.maps and maps:
+        if options.maps and maps and not divided:  # most keys of a split call are elsewhere
             k = call.k.detach()
             if kind == "self" and k.shape[2] > first + call.q.shape[2]:
                 k = k.clone()  # a cache with room to spare, which it will write into

@@ -122,8 +122,9 @@ class WatchedLayer:
         if not calls or len(calls) < len(self._calls):
             raise ValueError(
                 f"no map of {self.title} was kept: hw.watch(..., maps=True) keeps maps, except for "
-                "a model that takes tokens back while it generates, and for attention that is "
-                f"written out and has more than {LARGEST:,} weights per call"
+                "a model that takes tokens back while it generates, for a sequence that is split "
+                "between ranks, and for attention that is written out and has more than "
+                f"{LARGEST:,} weights per call"
             )
         if any(part.lost for part in self._calls):
             raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from headwise.distributed.figures import JoinedFigures
 from headwise.watching.alarms import Alarm, Alarms
 from headwise.watching.board import Board, HostCopy
 from headwise.watching.call_recorder import CallRecorder
@@ -53,7 +54,13 @@ class SteppedRecording(Recording):
 
     model: nn.Module
 
-    def __init__(self, recorder: CallRecorder, rules: tuple[Rule, ...] = ()) -> None:
+    def __init__(
+        self,
+        recorder: CallRecorder,
+        rules: tuple[Rule, ...] = (),
+        ranks: JoinedFigures | None = None,
+    ) -> None:
+        self._ranks = ranks  # the processes whose figures are joined when a step ends
         self._recorder, self._alarms = recorder, Alarms(rules)
         self._series: list[Entry] = []
         self._ended: EndedStep | None = None  # the last step, if it was not read yet
@@ -216,9 +223,11 @@ class SteppedRecording(Recording):
     def _take(self) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""
         recorded = tuple(layer for layer in self.layers if layer.recorded)
-        if not recorded:
+        if self._ranks is not None:  # what this one did not see, others may have
+            recorded = tuple(layer for layer in self.layers if layer.slot is not None)
+        elif not recorded:
             return
-        copies = {board: board.take() for board in self._recorder.boards.values()}
+        copies = {board: board.take(self._ranks) for board in self._recorder.boards.values()}
         self._ended = EndedStep(self.steps, recorded, copies, self._recorder.proofs.take())
         keeping = any(run.keeps(self.steps) for run in self._runs)
         if self._ended.arrived or self._alarms.need_maps or keeping:
@@ -249,7 +258,7 @@ class SteppedRecording(Recording):
         left = [
             layer
             for layer in left
-            if not layer.compiled
+            if not (layer.compiled or self._ranks is not None)
             or (_has_rows(layer, boards) and matches(layer.number, layer.name))
         ]
         rows = head_rows(left, boards, self._recorder.options.rows is not None)
@@ -274,6 +283,8 @@ class SteppedRecording(Recording):
         """Add a step to the series, look for alarms, and write it."""
         self._series.append(entry)
         del self._series[: -max(1, min(IN_MEMORY, ROWS_IN_MEMORY // max(1, len(entry.table))))]
+        if self._ranks is not None and not self._ranks.first:
+            return  # the first rank reports for all
         raised: list[Alarm] = []
         with self._going_on("looking for alarms"):
             raised = self._alarms.look(entry.step, entry.table, self.layers)

@@ -10,11 +10,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headwise.core.edges import Edges, check_edges
 from headwise.core.observation import check_sink_keys, check_statistics
 from headwise.core.spans import PREFIX, Spans, check_spans
+from headwise.distributed.figures import JoinedFigures
 from headwise.watching.adapters import (
     flash_calls,
     flex_calls,
@@ -53,6 +55,7 @@ def watch(
     alarms: bool | Rule | Iterable[Rule] = False,
     strict: bool = False,
     spans: Spans | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Watch:
     """Watch every attention layer of any model while it trains or runs; the model is unchanged.
 
@@ -65,6 +68,10 @@ def watch(
     the figure span_image_mean; `seen.spans` has it row by row. `alarms=True` checks each step by
     the rules of `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in
     the log.
+
+    With `mesh`, a one-dimensional DeviceMesh, the figures of a step are those of all its ranks.
+    They are joined when a step ends, so every rank must end the same steps; until then they are
+    this rank's own. The first rank looks for alarms and writes folders.
 
     The model's own attention still computes its output; headwise observes beside it. headwise's own
     attention is observed in the same pass. Whatever goes wrong while looking is reported once, and
@@ -106,7 +113,8 @@ def watch(
         strict,
         marked,
     )
-    return Watch(model, options, chosen(alarms, options.stats, maps))
+    ranks = None if mesh is None else JoinedFigures(mesh)
+    return Watch(model, options, chosen(alarms, options.stats, maps), ranks)
 
 
 @contextmanager
@@ -166,9 +174,13 @@ class Watch(SteppedRecording):
     """A model being watched, and what was seen of it so far; `hw.watch` makes one."""
 
     def __init__(
-        self, model: nn.Module, options: WatchOptions, rules: tuple[Rule, ...] = ()
+        self,
+        model: nn.Module,
+        options: WatchOptions,
+        rules: tuple[Rule, ...] = (),
+        ranks: JoinedFigures | None = None,
     ) -> None:
-        super().__init__(CallRecorder(options), rules)
+        super().__init__(CallRecorder(options), rules, ranks)
         self.model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
         self.options = options
         self._undo: list[Undo] = []  # takes off what lets the watch see the model

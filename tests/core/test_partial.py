@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
+from headwise.core.problem import pose
+from headwise.engines.plan import choose_partial
 from tests.oracle import answer
 from tests.problems import Call, Recipe, recipes
 from tests.rounding import Grads, bounds, close, gradient_bounds
@@ -252,3 +254,22 @@ def test_parts_of_different_rows_do_not_merge() -> None:
     q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
     with pytest.raises(ValueError, match=r"\(1, 2, 6, 8\).*\(1, 2, 1, 8\)"):
         hw.merge(hw.partial(q, k, v), hw.partial(q[:, :, :1], k, v))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_triton_engine_computes_the_parts() -> None:
+    shapes = [(2, heads, 300, 64) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes)
+    options = {"mask": hw.mask.causal() & hw.mask.window(99), "sinks": torch.randn(4).cuda()}
+    problem = pose("partial", q, k, v, **options)
+    assert choose_partial(problem).name == "triton"
+    cut = ((0, 130), (130, 300))
+    parts = [hw.partial(q, k[:, :, i:j], v[:, :, i:j], first_key=i, **options) for i, j in cut]
+    out = hw.merge(*parts).finish()
+    truth = hw.attention(q, k, v, engine="reference", **options)
+    torch.testing.assert_close(out, truth, rtol=1e-3, atol=1e-3)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    for mine, exact in zip(
+        found, torch.autograd.grad(truth.square().sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(mine, exact, rtol=1e-2, atol=1e-2)

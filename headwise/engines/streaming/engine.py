@@ -31,12 +31,12 @@ class Streaming(Engine):
 
     name = "streaming"
     rank = 5
+    partial = True
 
     def attend(self, problem: Problem) -> Tensor:
         return self.run(problem, 0).out
 
     def run(self, problem: Problem, wants: int) -> Sums:
-        """Return the output and the sums that `wants` names."""
         return self._sums(problem, problem.terms(), wants)
 
     def _sums(self, problem: Problem, terms: Terms, wants: int) -> Sums:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import wanted
-from headwise.core.sums import LOG_TOTAL
+from headwise.core.sums import LOG_TOTAL, Sums
 from headwise.engines import calls, failures, library_backward
 from headwise.engines.contract import Engine, Prepared
 from headwise.engines.triton.limits import (
@@ -32,6 +32,7 @@ class Triton(Engine):
     name = "triton"
     rank = 3
     devices = ("cuda",)  # the interpreter serves only callers that ask for it by name
+    partial = True
 
     def absent(self, device: torch.device) -> str | None:
         if device.type != "cuda" and not (device.type == "cpu" and interpreting()):
@@ -90,6 +91,10 @@ class Triton(Engine):
             problem, terms, sums, names, sink_keys
         )
         return found
+
+    def run(self, problem: Problem, wants: int) -> Sums:
+        terms = problem.terms(banded=True)
+        return Sums(*self._forward(problem.q, problem.k, problem.v, *terms, wants))
 
     def backward(self, problem: Problem) -> str:
         q, k, v = problem.q, problem.k, problem.v

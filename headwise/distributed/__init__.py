@@ -1,0 +1,38 @@
+"""Attention on many GPUs: exact for every mask and option, and still visible.
+
+Everything runs on torch.distributed: a DeviceMesh, NCCL or gloo. `attention` and `observe` take
+this rank's part of a sequence; `shard` and `unshard` cut tensors that way and put them together.
+"""
+
+from headwise.distributed.layouts import (
+    Layout,
+    balanced,
+    contiguous,
+    head_tail,
+    imbalance,
+    pairs,
+)
+from headwise.distributed.movement import Movement, explain
+from headwise.distributed.rank_attention import attention, observe
+from headwise.distributed.shards import shard, unshard
+from headwise.distributed.split_models import context_parallel
+from headwise.distributed.transport import RankError, Traffic, traffic
+
+__all__ = [
+    "Layout",
+    "Movement",
+    "RankError",
+    "Traffic",
+    "attention",
+    "balanced",
+    "context_parallel",
+    "contiguous",
+    "explain",
+    "head_tail",
+    "imbalance",
+    "observe",
+    "pairs",
+    "shard",
+    "traffic",
+    "unshard",
+]

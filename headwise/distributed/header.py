@@ -1,0 +1,123 @@
+"""The header that ranks exchange before a call: each learns what the others are about to do.
+
+A header has a fixed size, so ranks that differ still understand each other. A rank that failed
+before the call sends its error. So every rank ends a call that can't succeed, and names the rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.distributed.transport import RankError, RankGroup, packed, unpacked
+
+SIZE = 64  # int64 numbers
+KINDS = ("attention", "observe", "backward", "unshard", "heads", "figures")
+_START = 4  # the numbers before the fields: failed, kind, call, fields
+
+_calls: Counter[str] = Counter()  # how many calls each group has seen
+
+
+@dataclass(frozen=True)
+class Header:
+    """A call of one rank: sizes and words must be the same on every rank, `own` need not."""
+
+    kind: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    own: Sequence[int] = ()
+
+    def numbers(self, call: int) -> list[int]:
+        """The header as numbers, SIZE of them."""
+        fields = [*self.sizes.values(), *map(digest, self.words.values())]
+        found = [0, KINDS.index(self.kind), call, len(fields), *fields, *self.own]
+        return found + [0] * (SIZE - len(found))
+
+
+def agree(ranks: RankGroup, header: Header, failure: Exception | None = None) -> list[list[int]]:
+    """Exchange headers and return every rank's `own` numbers.
+
+    ValueError on every rank if ranks differ, and RankError if one failed; each names the rank.
+    `failure` is this rank's own, raised when the others know.
+    """
+    call = _calls[ranks.name]
+    _calls[ranks.name] += 1
+    numbers = header.numbers(call) if failure is None else _failed(header, call, failure)
+    device = ranks.quickest
+    message = packed(torch.tensor(numbers, dtype=torch.int64, device=device))
+    arrived = ranks.exchange(
+        dict.fromkeys(ranks.others, message), dict.fromkeys(ranks.others, 8 * SIZE), device,
+        counted=False,
+    ).take()  # fmt: skip
+    if failure is not None:
+        raise failure
+    every = [
+        numbers
+        if rank == ranks.own
+        else unpacked(arrived[rank], ((SIZE,), torch.int64))[0].tolist()
+        for rank in range(ranks.count)
+    ]
+    _compare(ranks, header, every)
+    first = _START + len(header.sizes) + len(header.words)
+    return [found[first : first + len(header.own)] for found in every]
+
+
+def _failed(header: Header, call: int, failure: Exception) -> list[int]:
+    text = f"{type(failure).__name__}: {failure}".encode()[: 8 * (SIZE - _START)]
+    room = text.ljust(8 * (SIZE - _START), b"\0")
+    words = torch.frombuffer(bytearray(room), dtype=torch.int64).tolist()
+    return [1, KINDS.index(header.kind), call, 0, *words]
+
+
+def _compare(ranks: RankGroup, header: Header, every: list[list[int]]) -> None:
+    """Raise an error that names the ranks that failed or differ."""
+    for rank, found in enumerate(every):
+        if found[0]:
+            raw = bytes(torch.tensor(found[_START:], dtype=torch.int64).view(torch.uint8).tolist())
+            text = raw.rstrip(b"\0").decode(errors="replace")
+            raise RankError(f"rank {rank} of {ranks.count} failed before the call: {text}")
+    names = ["the function", "the number of calls before this one", "options"]
+    names += [*header.sizes, *header.words]
+    for place, name in enumerate(names, 1):
+        values = [found[place] for found in every]
+        usual = Counter(values).most_common(1)[0][0]
+        others = [rank for rank, value in enumerate(values) if value != usual]
+        if others:
+            raise ValueError(_difference(ranks, header, name, others, values, usual))
+
+
+def _difference(
+    ranks: RankGroup, header: Header, name: str, others: list[int], values: list[int], usual: int
+) -> str:
+    who = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+    call = f"hw.distributed.{header.kind} on {ranks.count} ranks"
+    if name == "the function":
+        found = ", ".join(KINDS[values[rank]] for rank in others)
+        return (
+            f"{who} differs in {name}: it is in {found}, the others in {KINDS[usual]}\n  in {call}"
+        )
+    own = header.words.get(name)
+    if own is not None:
+        return f"{who} differs in {name}; here, on rank {ranks.own}, it is {own}\n  in {call}"
+    found = ", ".join(str(values[rank]) for rank in others)
+    return f"{who} differs in {name}: {found} there, {usual} elsewhere\n  in {call}"
+
+
+def digest(text: str) -> int:
+    """A number of 63 bits that stands for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def content(x: Tensor) -> str:
+    """A short text that stands for a tensor's values."""
+    flat = x.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+    found = hashlib.blake2b(
+        ctypes.string_at(flat.data_ptr(), flat.numel()), digest_size=8
+    ).hexdigest()
+    return f"{x.dtype}{tuple(x.shape)}#{found}"

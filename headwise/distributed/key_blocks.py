@@ -1,0 +1,220 @@
+"""Attention of this rank's rows over one run of keys: forward, and backward once all is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.core.partial import Partial, merge
+from headwise.core.problem import Problem, Terms
+from headwise.core.statistics import single_weights
+from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, Sums
+from headwise.distributed.geometry import Geometry
+from headwise.distributed.key_exchange import KeyRun, Pair
+from headwise.distributed.ranges import Range, numbers, union
+from headwise.engines.operators import PARTS, Gradients
+from headwise.engines.row_gradients import sink_share, sinks_gradient
+
+SINGLES = ("self_mass", "previous_mass", "sink_mass")  # weights on a few keys, merged like values
+
+
+class Learnable(NamedTuple):
+    """The tensors of a call that may have gradients, besides k and v."""
+
+    q: Tensor  # (B, Hq, N, D)
+    additive: Tensor | None
+    bias: Tensor | None  # (B|1, Hq|1, N|1, M|1): this rank's rows, the whole sequence's keys
+    slopes: Tensor | None
+    relative: Tensor | None
+    sinks: Tensor | None
+
+
+class RowResults(NamedTuple):
+    """The sums of this rank's rows over all keys, and the weights on single keys, if asked."""
+
+    sums: Sums
+    singles: Tensor  # (B, Hq, N, asked)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBlocks:
+    """This rank's rows, placed in the whole sequence, and the options of their call."""
+
+    problem: Problem  # without mask and tensor bias; its q, k, v are only examples
+    geometry: Geometry
+    rank: int
+    engine: str
+    wants: int
+    singles: tuple[str, ...]  # of SINGLES
+    sink_keys: int
+
+    def forward(self, given: Learnable, width: int, runs: Iterable[KeyRun]) -> RowResults:
+        """Compute this rank's rows over all runs and merge them; values are `width` wide."""
+        part = self._nothing(given, width)
+        for run in runs:
+            part = merge(part, self._part(given, run))
+        return self._finished(part, width, given.q.dtype)
+
+    def _part(self, given: Learnable, run: KeyRun) -> Partial:
+        q, k, v = (_wide(x) for x in (given.q, run.k, run.v))
+        terms = self.terms(given, (run.first, run.last))
+        forward, _ = PARTS[self.engine]
+        sums = Sums(*forward(q, k, v, *terms, self.wants | LOG_TOTAL))
+        if self.singles:
+            found = single_weights(
+                q, k, terms, sums.totals(), sums.max_logit, set(self.singles),
+                self._start(run.first), self.sink_keys,
+            )  # fmt: skip
+            extra = torch.stack([found[name] for name in self.singles], -1)
+            sums = sums._replace(out=torch.cat((sums.out, extra.to(sums.out.dtype)), -1))
+        return Partial.from_sums(sums, None, sums.out.dtype)
+
+    def _nothing(self, given: Learnable, width: int) -> Partial:
+        """The rows before they have seen a key."""
+        wide = torch.promote_types(given.q.dtype, torch.float32)
+        zero = given.q.new_zeros(given.q.shape[:3], dtype=wide)
+        values = zero.new_zeros(*zero.shape, width + len(self.singles))
+        sinks = None if given.sinks is None else given.sinks.to(wide)[:, None]
+        entropy, moments = (zero if self.wants & each else None for each in (ENTROPY, MOMENTS))
+        distance = zero if self.wants & DISTANCE else None
+        return Partial(
+            zero, zero - torch.inf, zero, values, entropy, distance, moments, moments, moments,
+            sinks, wide,
+        )  # fmt: skip
+
+    def _finished(self, part: Partial, width: int, dtype: torch.dtype) -> RowResults:
+        """The results of rows that have seen all keys; the sinks join here."""
+        weight = part.weight()
+        values = part.values * weight[..., None]
+        none = weight.new_empty(0)
+        sums = Sums(
+            values[..., :width].to(dtype),
+            part.lse(),
+            part.maximum,
+            none if part.shifted is None else part.entropy(),
+            none if part.reach is None else weight * part.reach,
+            none if part.mean is None else part.mean,
+            none
+            if part.spread is None or part.count is None
+            else part.spread / part.count.clamp_min(1),
+            none if part.count is None else part.count,
+            part.log_total(),
+        )
+        return RowResults(sums, values[..., width:])
+
+    def terms(self, given: Learnable, keys: Range) -> Terms:
+        """The terms of this rank's rows over a run of keys, without the sinks."""
+        terms = self._placed(keys).terms()
+        bias = given.bias
+        if bias is not None and bias.shape[-1] > 1:
+            bias = bias[..., keys[0] : keys[1]]
+        return terms._replace(
+            additive=given.additive, bias=bias, slopes=given.slopes, relative=given.relative,
+            sinks=None,  # they join once, at the end
+        )  # fmt: skip
+
+    def _placed(self, keys: Range) -> Problem:
+        """The problem of this rank's rows over a run of keys."""
+        geometry, whole = self.geometry, self.geometry.whole
+        place = replace(
+            whole, keys=keys[1] - keys[0], first_key=keys[0], device=self.problem.q.device,
+            whole=False,
+        )  # fmt: skip
+        held = union(geometry.rows[self.rank])
+        rows = None
+        if len(held) == 1:
+            place = replace(place, first_query=held[0][0], queries=held[0][1] - held[0][0])
+        else:
+            rows = numbers(held, place.device)
+        mask, stated = (
+            geometry.mask,
+            None if geometry.mask is None else geometry.mask.alignment(whole),
+        )
+        if geometry.covered(self.rank, keys) and not isinstance(stated, Tensor):
+            # the mask hides no key here, but still states the alignment
+            mask, place = None, place if stated is None else replace(place, offset=stated)
+        return replace(self.problem, place=place, mask=mask, rows=rows)
+
+    def _start(self, first_key: int) -> int | Tensor:
+        """The key of a run at which each row's sequence begins."""
+        mask, whole = self.geometry.mask, self.geometry.whole
+        start = 0 if mask is None else mask.start(whole)
+        if isinstance(start, Tensor) and start.shape[-1] > 1:
+            start = start[..., numbers(self.geometry.rows[self.rank])]
+        start = start.to(self.problem.q.device) if isinstance(start, Tensor) else start
+        return start - first_key
+
+
+class RowGradients:
+    """Gradients of one call's rows, run by run, from what all runs together gave."""
+
+    def __init__(
+        self, blocks: KeyBlocks, given: Learnable, sums: Sums, grad_out: Tensor | None,
+        grad_lse: Tensor | None, grad_entropy: Tensor | None, bias_learns: bool,
+    ) -> None:  # fmt: skip
+        self.blocks, self.given, self.sums = blocks, given, sums
+        wide = sums.lse.dtype
+        out = _wide(sums.out)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(out.dtype)
+        self.grads = grad_out.contiguous(), grad_lse, grad_entropy
+        share = None if given.sinks is None else sink_share(given.sinks, sums.totals())
+        # A block's backward takes no sinks; with them the row's entropy has their share added.
+        self.out, self.entropy = out, sums.entropy
+        if share is not None and grad_entropy is not None:
+            self.entropy = sums.entropy + share
+        self.total = Learnable(
+            torch.zeros_like(given.q, dtype=wide),
+            *(None if x is None else torch.zeros_like(x, dtype=wide) for x in given[1:]),
+        )
+        self.bias_learns = bias_learns
+        if share is not None:
+            constant = (grad_out * out).sum(-1)
+            constant = constant if grad_lse is None else constant - grad_lse
+            if grad_entropy is not None:
+                constant = constant + grad_entropy * self.entropy
+            self.total = self.total._replace(sinks=sinks_gradient(share, constant, grad_entropy))
+
+    def of(self, run: KeyRun) -> Pair:
+        """Add a run's share to every gradient, and return that of its keys and values."""
+        q, k, v = (_wide(x) for x in (self.given.q, run.k, run.v))
+        terms = self.blocks.terms(self.given, (run.first, run.last))
+        _, backward = PARTS[self.blocks.engine]
+        sums = self.sums
+        found = backward(
+            q, k, v, *terms, self.out, sums.lse, sums.max_logit, sums.log_total, self.entropy,
+            *self.grads, self.bias_learns,
+        )  # fmt: skip
+        grads = _named(found, terms, self.bias_learns)
+        total = self.total
+        total.q.add_(grads.q)
+        for whole, part in (
+            (total.additive, grads.additive),
+            (total.slopes, grads.slopes),
+            (total.relative, grads.relative),
+        ):
+            if whole is not None and part is not None:
+                whole.add_(part)
+        if total.bias is not None and grads.bias is not None:
+            place = total.bias
+            place = place[..., run.first : run.last] if place.shape[-1] > 1 else place
+            place.add_(grads.bias)
+        return grads.k, grads.v
+
+
+def _named(found: list[Tensor], terms: Terms, bias_learns: bool) -> Gradients:
+    """The gradients that a backward lists, by name; it leaves out those of absent tensors."""
+    each = iter(found)
+    there = (
+        True, True, True, terms.additive is not None, terms.bias is not None and bias_learns,
+        terms.slopes is not None, terms.relative is not None, terms.sinks is not None,
+    )  # fmt: skip
+    return Gradients(*(next(each) if present else None for present in there))  # type: ignore[arg-type]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The tensor in float32 or wider, so that nothing is rounded before all parts are joined."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,304 @@
+"""Attention over a sequence that is split between ranks: each computes its own rows, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from headwise.bias import ALiBi, Bias, RelativeBuckets
+from headwise.core.intervals import Mask
+from headwise.core.observation import (
+    Observation,
+    check_sink_keys,
+    check_statistics,
+    sample_rows,
+    with_max_logit,
+)
+from headwise.core.place import four
+from headwise.core.problem import Problem, check_mask, pose
+from headwise.core.statistics import complete, named, wanted
+from headwise.core.sums import Sums
+from headwise.distributed.geometry import described, described_layout, geometry
+from headwise.distributed.header import Header, agree
+from headwise.distributed.key_blocks import (
+    SINGLES,
+    KeyBlocks,
+    Learnable,
+    RowGradients,
+)
+from headwise.distributed.key_exchange import KeyExchange, RangeExchange, RingExchange
+from headwise.distributed.layouts import Layout
+from headwise.distributed.movement import check_move, choose_move
+from headwise.distributed.shards import check_layout
+from headwise.distributed.transport import RankGroup, check_mesh
+from headwise.dropout import Dropout
+from headwise.engines.plan import choose_partial
+from headwise.score import Score
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    layout: Layout | None = None,
+    move: str = "auto",
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | Dropout = 0.0,
+    engine: str = "auto",
+) -> Tensor:
+    """`hw.attention` of a sequence that is split between the ranks of a mesh.
+
+    q (B, Hq, N, D), k (B, Hkv, M, D), v (B, Hkv, M, Dv) are this rank's part of the sequence, and
+    the result (B, Hq, N, Dv) is that of its rows, the same as in one process. Every rank of the
+    one-dimensional mesh must make the call.
+
+    - layout: the positions that each rank holds: `contiguous()`, `head_tail()`, `balanced(mask)`
+    - move: how keys reach the rows that see them: "ranges" moves only those, "ring" passes all of
+      them around in little memory, "gather" sends all at once; "auto" chooses
+    - mask, `hw.ALiBi`, `hw.RelativeBuckets`: as for the whole sequence
+    - a bias tensor: this rank's rows, all keys: broadcasts to (B, Hq, N, keys of all ranks)
+    - dropout without a seed takes the one that the first rank draws
+
+    Gradients of k and v come from the rows of every rank. Those of sinks, slopes, tables and
+    weights are of this rank's rows: sum them over ranks, as for every replicated parameter.
+    """
+    options = (score, mask, bias, softcap, sinks, dropout, engine)
+    out, _ = _call("attention", (q, k, v), mesh, layout, move, options, (), 1)
+    return out
+
+
+def observe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    layout: Layout | None = None,
+    move: str = "auto",
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float | Dropout = 0.0,
+    engine: str = "auto",
+    stats: Iterable[str] | None = None,
+    rows: int | Tensor | None = None,
+    sink_keys: int = 1,
+) -> tuple[Tensor, Observation]:
+    """Return the output of `attention` and the statistics of this rank's rows, (B, Hq, N) each.
+
+    `rows` samples this rank's rows, as `hw.observe` does.
+    """
+    options = (score, mask, bias, softcap, sinks, dropout, engine)
+    names: tuple[str, ...] = ()
+    sampled, failure = None, None
+    try:
+        names = check_statistics(stats)
+        sink_keys = check_sink_keys(sink_keys)
+        sampled = sample_rows(rows, q.shape[-2], q.device)
+    except Exception as error:  # the others wait: they hear of it first
+        failure = error
+    found = with_max_logit(names)
+    out, values = _call(
+        "observe", (q, k, v), mesh, layout, move, options, found, sink_keys, failure
+    )
+    if sampled is not None:
+        values = {name: x.index_select(2, sampled) for name, x in values.items()}
+    highest = values["max_logit"]
+    return out, Observation({n: x for n, x in values.items() if n in names}, highest, sampled)
+
+
+@dataclass(frozen=True, eq=False)
+class RankCall:
+    """One call on this rank, agreed with the others."""
+
+    ranks: RankGroup
+    exchange: KeyExchange
+    blocks: KeyBlocks
+
+
+def _call(
+    kind: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mesh: DeviceMesh,
+    layout: Layout | None,
+    move: str,
+    options: tuple[Any, ...],
+    names: tuple[str, ...],
+    sink_keys: int,
+    failure: Exception | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Agree on a call, make it, and return out and the named statistics."""
+    ranks = RankGroup(check_mesh(mesh))
+    _, mask, bias, *_, engine = options
+    problem, header = None, Header(kind)
+    if failure is None:
+        try:
+            layout = check_layout(layout)
+            check_move(move)
+            problem = _posed(kind, tensors, options)
+            engine = choose_partial(problem, engine).name
+            header = _header(kind, problem, tensors, layout, move, options, engine, names)
+        except Exception as error:  # the others wait: they hear of it first
+            failure = error
+    every = agree(ranks, header, failure)
+    assert problem is not None and layout is not None
+    lengths = tuple(own[0] for own in every), tuple(own[1] for own in every)
+    if problem.dropout:
+        seed = torch.tensor(every[0][2], dtype=torch.int64, device=problem.q.device)
+        problem = replace(problem, seed=seed)
+    place = problem.place
+    found = geometry(mask, place.batch, place.heads, *lengths, layout)
+    if isinstance(bias, Tensor) and four(bias).shape[3] not in (1, found.whole.keys):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; its last axis is 1 or the {found.whole.keys} "
+            f"keys of all ranks together\n  in hw.distributed.{kind} on {ranks.count} ranks"
+        )
+    chosen, _ = choose_move(found, move)
+    found = found.everything() if chosen == "gather" else found
+    exchange = (RingExchange if chosen == "ring" else RangeExchange)(ranks, found)
+    singles = tuple(name for name in SINGLES if name in names)
+    sink_keys = min(sink_keys, max(1, found.whole.keys))
+    blocks = KeyBlocks(problem, found, ranks.own, engine, wanted(names), singles, sink_keys)
+    terms = problem.terms()
+    given = (problem.q, problem.k, problem.v, terms.additive)
+    rest = (None if not isinstance(bias, Tensor) else four(bias), terms.slopes, terms.relative)
+    *sums, weights = _Attend.apply(  # type: ignore[no-untyped-call]
+        RankCall(ranks, exchange, blocks), *given, *rest, problem.sinks
+    )
+    return sums[0], _statistics(problem, Sums(*sums), weights, singles, names)
+
+
+def _posed(kind: str, tensors: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Problem:
+    """The checked problem of this rank's part, without its mask and a tensor bias."""
+    score, mask, bias, softcap, sinks, dropout, _ = options
+    if any(not isinstance(x, Tensor) or x.ndim != 4 for x in tensors):
+        raise ValueError(
+            f"hw.distributed.{kind} takes q, k and v with the axes (batch, heads, length, width)"
+        )
+    check_mask(mask)
+    rows = bias if isinstance(bias, Tensor) else None
+    problem = pose(
+        f"distributed.{kind}", *tensors, score=score, bias=None if rows is not None else bias,
+        softcap=softcap, sinks=sinks, dropout=dropout,
+    )  # fmt: skip
+    if rows is not None:
+        shape, wanted = (1,) * (4 - rows.ndim) + tuple(rows.shape), tensors[0].shape[:3]
+        fits = all(n in (1, want) for n, want in zip(shape, wanted, strict=False))
+        if rows.ndim > 4 or not fits or not rows.is_floating_point():
+            raise ValueError(
+                f"bias is {rows.dtype} {tuple(rows.shape)}; give floating-point numbers of this "
+                f"rank's rows over all keys, broadcast to {(*wanted, 'keys of all ranks')}"
+            )
+    return problem
+
+
+def _header(
+    kind: str,
+    problem: Problem,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    layout: Layout,
+    move: str,
+    options: tuple[Any, ...],
+    engine: str,
+    names: tuple[str, ...],
+) -> Header:
+    """The call of this rank as the others must know it."""
+    score, mask, bias, _, sinks, dropout, _ = options
+    q, k, v = tensors
+    rows = four(bias) if isinstance(bias, Tensor) else None
+    learned = getattr(score, "weight", getattr(score, "temperature", None))
+    learns = [x.requires_grad for x in tensors] if torch.is_grad_enabled() else []
+    seed = 0 if problem.seed is None else int(problem.seed)
+    given = dropout.seed if isinstance(dropout, Dropout) else None
+    sizes = {
+        "the batch": q.shape[0], "query heads": q.shape[1], "key heads": k.shape[1],
+        "the width of queries": q.shape[3], "the width of keys": k.shape[3],
+        "the width of values": v.shape[3],
+    }  # fmt: skip
+    words = {
+        "dtype": str(q.dtype), "score": f"{_kind(score)} {problem.scale} {_size(learned)}",
+        "mask": described(mask), "bias": _bias(bias, rows), "softcap": f"{problem.softcap}",
+        "sinks": _size(sinks), "dropout": f"{problem.dropout}",
+        "the seed of dropout": "drawn" if given is None else str(seed),
+        "layout": described_layout(layout), "move": move, "engine": engine,
+        "the tensors that require gradients": str(learns), "stats": " ".join(names),
+    }  # fmt: skip
+    return Header(kind, sizes, words, (q.shape[2], k.shape[2], seed))
+
+
+def _bias(bias: object, rows: Tensor | None) -> str:
+    """A bias in the header: a tensor by its keys, because its rows are the rank's own."""
+    if rows is not None:
+        return f"tensor over {'one key' if rows.shape[3] == 1 else f'{rows.shape[3]} keys'}"
+    if isinstance(bias, RelativeBuckets):
+        return f"RelativeBuckets {_size(bias.table)} {bias.bidirectional} {bias.max_distance}"
+    return f"ALiBi {_size(bias.slopes)}" if isinstance(bias, ALiBi) else "None"
+
+
+def _kind(x: object) -> str:
+    return "Dot" if x is None else type(x).__name__
+
+
+def _size(x: object) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else str(x)
+
+
+def _statistics(
+    problem: Problem, sums: Sums, weights: Tensor, singles: tuple[str, ...], names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """The named statistics of rows that are complete."""
+    if not names:
+        return {}
+    found = dict(zip(singles, weights.unbind(-1), strict=True))
+    rest = tuple(name for name in names if name not in singles)
+    known = complete(problem, sums, rest, 1)
+    return named(sums, found | {name: known[name] for name in rest}, names)
+
+
+class _Attend(torch.autograd.Function):
+    """The rows of this rank over the keys of all; the backward moves keys and gradients again."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RankCall, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        given = Learnable(q, *rest)
+        runs = call.exchange.runs(k, v)
+        sums, singles = call.blocks.forward(given, v.shape[-1], runs)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(sums.max_logit, *sums[4:], singles)
+        ctx.save_for_backward(q, k, v, *rest, *sums)
+        return (*sums, singles)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_out: Any, grad_lse: Any, _: Any, grad_entropy: Any, *more: Any
+    ) -> Any:
+        call: RankCall = ctx.call
+        q, k, v, *others = ctx.saved_tensors
+        given, sums = Learnable(q, *others[:5]), Sums(*others[5:])
+        agree(call.ranks, Header("backward"))
+        grad_entropy = None if sums.entropy.ndim < 3 else grad_entropy
+        learns = bool(ctx.needs_input_grad[5])
+        rows = RowGradients(call.blocks, given, sums, grad_out, grad_lse, grad_entropy, learns)
+        grad_k, grad_v = call.exchange.gradients(k, v, rows.of)
+        found = (rows.total.q, grad_k, grad_v, *rows.total[1:])
+        inputs = (q, k, v, *given[1:])
+        return None, *(
+            grad.to(x.dtype) if needed and grad is not None and x is not None else None
+            for grad, x, needed in zip(found, inputs, ctx.needs_input_grad[1:], strict=True)
+        )

@@ -1,0 +1,132 @@
+"""Calls split between ranks, made on each of them, and the same calls in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import headwise as hw
+from headwise.distributed.layouts import Layout
+from headwise.distributed.ranges import cut, numbers
+from tests.problems import Call, Recipe
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, and how its sequence is split."""
+
+    recipe: Recipe
+    ranks: int
+    layout: str = "contiguous"
+    move: str = "auto"
+
+    def __str__(self) -> str:
+        return f"{self.recipe} on {self.ranks} ranks, {self.layout}, {self.move}"
+
+    def made(self, call: Call) -> Layout:
+        """The layout for a call."""
+        if self.layout == "balanced":
+            return hw.distributed.balanced(call.rule.mask or hw.mask.causal())
+        return getattr(hw.distributed, self.layout)()
+
+
+def incoming(call: Call) -> dict[str, Tensor]:
+    """What flows back into out, lse and entropy."""
+    numbers = torch.Generator().manual_seed(7)
+    sizes = call.sizes
+    rows = sizes.batch, sizes.heads, sizes.queries
+    out = torch.randn(*rows, call.v.shape[-1], generator=numbers, dtype=torch.float64)
+    lse, entropy = (torch.randn(rows, generator=numbers, dtype=torch.float64) for _ in range(2))
+    return {"out": out.to(call.q.dtype), "lse": lse, "entropy": entropy}
+
+
+def loss(out: Tensor, seen: hw.Observation, grads: dict[str, Tensor]) -> Tensor:
+    blind = seen.lse == -torch.inf
+    lse = seen.lse.masked_fill(blind, 0) * grads["lse"].to(seen.lse.dtype)
+    entropy = seen.entropy * grads["entropy"].to(seen.entropy.dtype)
+    return (out * grads["out"]).sum() + lse.sum() + entropy.sum()
+
+
+def alone(recipe: Recipe, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Out, every statistic and every gradient, in one process."""
+    made = recipe.call()
+    call = made.copy(dtype)
+    out, seen = call.observe("reference" if call.q.dtype == torch.float64 else "auto")
+    grads = incoming(made)
+    loss(out, seen, {name: x.to(out.dtype) for name, x in grads.items()}).backward()
+    found = {"out": out.detach()} | {name: x.detach() for name, x in seen.values.items()}
+    return found | {f"grad of {name}": x.grad for name, x in call.learnable().items()}
+
+
+def split(mesh: DeviceMesh, case: Case) -> dict[str, object]:
+    """The same on this rank: its rows, its keys' gradients, and its share of the others."""
+    call = case.recipe.call()
+    layout = case.made(call)
+    rank, count = mesh.get_local_rank(), mesh.size()
+    rows = layout.pieces(call.sizes.queries, count)[rank]
+    keys = layout.pieces(call.sizes.keys, count)[rank]
+    part = replace(call, q=cut(call.q, 2, rows), k=cut(call.k, 2, keys), v=cut(call.v, 2, keys))
+    table = call.table
+    by_rows = call.bias in ("tensor", "hiding") and table.ndim > 1 and table.shape[-2] > 1
+    if by_rows:
+        part = replace(part, table=cut(table, table.ndim - 2, rows))
+    part = part.copy()
+    out, seen = hw.distributed.observe(
+        part.q, part.k, part.v, mesh=mesh, layout=layout, move=case.move, **part.options()
+    )
+    loss(out, seen, {name: cut(x, 2, rows) for name, x in incoming(call).items()}).backward()
+    found = {"out": out.detach()} | {name: x.detach() for name, x in seen.values.items()}
+    grads = {f"grad of {name}": x.grad for name, x in part.learnable().items()}
+    return {
+        "rows": numbers(rows), "keys": numbers(keys), "by_rows": by_rows, "found": found,
+        "grads": grads,
+    }  # fmt: skip
+
+
+def joined(parts: list[dict[str, object]]) -> dict[str, Tensor]:
+    """The parts of all ranks as one process would have them."""
+    orders = {
+        axis: torch.cat([part[axis] for part in parts]).argsort() for axis in ("rows", "keys")
+    }
+    whole = {}
+    for name in parts[0]["found"]:
+        whole[name] = torch.cat([part["found"][name] for part in parts], 2)[:, :, orders["rows"]]
+    for name in parts[0]["grads"]:
+        shares = [part["grads"][name] for part in parts]
+        if name == "grad of q":
+            whole[name] = torch.cat(shares, 2)[:, :, orders["rows"]]
+        elif name in ("grad of k", "grad of v"):
+            whole[name] = torch.cat(shares, 2)[:, :, orders["keys"]]
+        elif name == "grad of table" and parts[0]["by_rows"]:
+            whole[name] = torch.cat(shares, -2)[..., orders["rows"], :]
+        else:
+            whole[name] = sum(shares)
+    return whole
+
+
+def distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """How far each result is from the truth, as a share of 1 or of its size."""
+    far = {}
+    for name, exact in truth.items():
+        value, exact = found[name].double(), exact.double()
+        assert value.shape == exact.shape, (name, value.shape, exact.shape)
+        same = value == exact  # infinities
+        gap = (value - exact).abs().masked_fill(same, 0) / exact.abs().clamp_min(1)
+        far[name] = float(gap.nan_to_num(torch.inf).max()) if gap.numel() else 0.0
+    return far
+
+
+def chosen(mesh: DeviceMesh, seed: int) -> dict[str, object]:
+    """Some statistics of some rows, and dropout whose seed only the first rank has drawn."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 12, 8, dtype=torch.float64).unbind(0)
+    part = [hw.distributed.shard(x, mesh, dim=2) for x in (q, k, v)]
+    torch.manual_seed(seed + mesh.get_local_rank())
+    out, seen = hw.distributed.observe(
+        *part, mesh=mesh, mask=hw.mask.causal(), dropout=0.3, stats=("entropy", "sink_mass"),
+        rows=2, sink_keys=2,
+    )  # fmt: skip
+    return {"out": out, "values": seen.values, "rows": seen.rows}

@@ -1,0 +1,123 @@
+"""A watch on a mesh has the figures of all ranks, joined when a step ends."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import headwise as hw
+from tests.distributed.processes import Processes
+from tests.distributed.test_split_models import LENGTH, inputs, layer
+
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
+
+STEPS = 3
+
+
+def model() -> torch.nn.Module:
+    """Two layers, each position by itself in between."""
+    return torch.nn.Sequential(layer(), torch.nn.Tanh(), layer())
+
+
+def data_parallel(mesh: DeviceMesh, folder: str, quiet: bool) -> dict[str, object]:
+    """Each rank has a part of the batch; in the second step one of them sees nothing."""
+    watched, rank = model(), mesh.get_local_rank()
+    watch = hw.watch(watched, mesh=mesh, alarms=True, rows=None)
+    with watch, watch.record(Path(folder)):
+        for step in range(STEPS):
+            if not (quiet and step == 1 and rank == 0):
+                watched((step + 1) * inputs()[rank : rank + 1])
+            watch.step()
+    return {"series": [dict(enumerate(entry.table)) for entry in watch.series]}
+
+
+def context_parallel(mesh: DeviceMesh) -> dict[str, object]:
+    """Each rank has a part of the sequence."""
+    layout = hw.distributed.head_tail()
+    attn = layer()
+    hw.distributed.context_parallel(attn, mesh, layout=layout)
+    x = hw.distributed.shard(inputs(), mesh, dim=1, layout=layout)
+    positions = hw.distributed.shard(torch.arange(LENGTH), mesh, dim=0, layout=layout)
+    found = {}
+    for rows in (None, 4):
+        with hw.watch(attn, mesh=mesh, rows=rows) as seen:
+            attn(x, positions=positions)
+            seen.step()
+        found[rows] = list(seen.heads())
+    try:
+        seen.map(0, 0)
+    except ValueError as error:
+        found["map"] = str(error)
+    return found
+
+
+def alone(batch: int = 2) -> list[list[dict[str, object]]]:
+    watched = model()
+    with hw.watch(watched) as watch:
+        for step in range(STEPS):
+            watched((step + 1) * inputs()[:batch])
+            watch.step()
+    return [list(entry.table) for entry in watch.series]
+
+
+def same(row: dict[str, object], other: dict[str, object]) -> None:
+    for name, value in other.items():
+        assert row[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+
+
+def test_data_parallel_figures_are_those_of_the_whole_batch(
+    processes: Processes, tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow")
+    found = processes.run(data_parallel, 2, str(tmp_path / "run"), False)
+    for entry, whole in zip(found[0]["series"], alone(), strict=True):
+        for number, row in enumerate(whole):
+            same(entry[number], row)
+    assert found[1]["series"] == found[0]["series"]
+    run = hw.watching.open_run(tmp_path / "run")  # one rank wrote it
+    assert run.steps == [0, 1, 2]
+    assert len(run.heads()) == 8
+
+
+def test_a_rank_that_saw_nothing_in_a_step_adds_nothing(
+    processes: Processes, tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow")
+    found = processes.run(data_parallel, 2, str(tmp_path / "run"), True)
+    watched = model()
+    with hw.watch(watched) as watch:
+        watched(2 * inputs()[1:2])
+    for number, row in enumerate(watch.heads()):
+        same(found[0]["series"][1][number], row)
+
+
+def test_context_parallel_figures_are_those_of_the_whole_sequence(processes: Processes) -> None:
+    found = processes.run(context_parallel, 2)
+    attn = layer()
+    with hw.watch(attn) as seen:
+        attn(inputs())
+    for part in found:
+        for row, whole in zip(part[None], seen.heads(), strict=True):
+            same(row, whole)
+        assert "split between ranks" in part["map"]
+        assert 0 < part[4][0]["entropy_mean"] < 3
+
+
+def unequal(mesh: DeviceMesh) -> str:
+    """One rank watches another model."""
+    watched = model() if mesh.get_local_rank() else layer()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with hw.watch(watched, mesh=mesh) as watch:
+            watched(inputs())
+            watch.step()
+    return " ".join(str(each.message) for each in said)
+
+
+def test_ranks_with_different_models_are_told(processes: Processes) -> None:
+    for said in processes.run(unequal, 3):
+        assert "rank 0 differs in watched layers: 1 there, 2 elsewhere" in said
