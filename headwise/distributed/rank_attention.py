@@ -22,6 +22,7 @@ from headwise.core.observation import (
 )
 from headwise.core.place import four
 from headwise.core.problem import Problem, check_mask, pose
+from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, share, shown
 from headwise.core.statistics import complete, named, wanted
 from headwise.core.sums import Sums
 from headwise.distributed.geometry import described, described_layout, geometry
@@ -97,28 +98,41 @@ def observe(
     stats: Iterable[str] | None = None,
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
+    spans: Spans | None = None,
 ) -> tuple[Tensor, Observation]:
     """Return the output of `attention` and the statistics of this rank's rows, (B, Hq, N) each.
 
-    `rows` samples this rank's rows, as `hw.observe` does.
+    `rows` samples this rank's rows, as `hw.observe` does. `spans` are ranges of the whole
+    sequence's keys; each is one more exchange of those keys.
     """
     options = (score, mask, bias, softcap, sinks, dropout, engine)
     names: tuple[str, ...] = ()
+    marked: dict[str, Span] = {}
     sampled, failure = None, None
     try:
         names = check_statistics(stats)
+        marked = check_spans(spans, len(q))
         sink_keys = check_sink_keys(sink_keys)
         sampled = sample_rows(rows, q.shape[-2], q.device)
     except Exception as error:  # the others wait: they hear of it first
         failure = error
-    found = with_max_logit(names)
+    found = with_max_logit((*names, *NEEDED) if marked else names)
     out, values = _call(
         "observe", (q, k, v), mesh, layout, move, options, found, sink_keys, failure
     )
+    part = tuple(x.detach() for x in (q, k, v[..., :0]))
+    whole = [values[name] for name in NEEDED if marked]
+    for name, span in marked.items():
+        keys = shown(span, q.device)
+        options = (score, keys if mask is None else mask & keys, bias, softcap, None, 0.0, engine)
+        with torch.no_grad():
+            _, seen = _call("observe", part, mesh, layout, move, options, NEEDED, 1)
+        values[PREFIX + name] = share(whole, [seen[each] for each in NEEDED])
     if sampled is not None:
         values = {name: x.index_select(2, sampled) for name, x in values.items()}
     highest = values["max_logit"]
-    return out, Observation({n: x for n, x in values.items() if n in names}, highest, sampled)
+    kept = (*names, *(PREFIX + name for name in marked))
+    return out, Observation({name: values[name] for name in kept}, highest, sampled)
 
 
 @dataclass(frozen=True, eq=False)

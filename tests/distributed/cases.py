@@ -130,3 +130,22 @@ def chosen(mesh: DeviceMesh, seed: int) -> dict[str, object]:
         rows=2, sink_keys=2,
     )  # fmt: skip
     return {"out": out, "values": seen.values, "rows": seen.rows}
+
+
+SPANS = {"start": (0, 5), "middle": (4, 9), "late": (torch.tensor([10, 2]), torch.tensor([12, 12]))}
+
+
+def spanned(mesh: DeviceMesh, move: str) -> dict[str, object]:
+    """The weight on spans of the whole sequence, from a bias and a window."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 12, 8, dtype=torch.float64).unbind(0)
+    layout = hw.distributed.head_tail()
+    part = [hw.distributed.shard(x, mesh, dim=2, layout=layout) for x in (q, k, v)]
+    _, seen = hw.distributed.observe(
+        *part, mesh=mesh, layout=layout, move=move, mask=hw.mask.causal() & hw.mask.window(6),
+        bias=hw.ALiBi(2), sinks=torch.ones(2, dtype=torch.float64), spans=SPANS,
+    )  # fmt: skip
+    return {
+        name: hw.distributed.unshard(x, mesh, dim=2, layout=layout)
+        for name, x in seen.spans.items()
+    }

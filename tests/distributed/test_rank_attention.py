@@ -16,7 +16,7 @@ from headwise.distributed.geometry import geometry
 from headwise.distributed.key_blocks import KeyBlocks, Learnable, RowGradients
 from headwise.distributed.key_exchange import KeyRun
 from headwise.engines.plan import choose_partial
-from tests.distributed.cases import Case, alone, chosen, distances, joined, split
+from tests.distributed.cases import SPANS, Case, alone, chosen, distances, joined, spanned, split
 from tests.distributed.processes import Processes
 from tests.problems import KINDS, Recipe, every_pair, recipes
 
@@ -65,6 +65,20 @@ def test_some_statistics_of_some_rows_and_one_seed_for_all(processes: Processes)
         rows = part["rows"] + 6 * rank
         for name, value in part["values"].items():
             torch.testing.assert_close(value, seen.values[name][:, :, rows])
+
+
+@pytest.mark.parametrize("move", ["ranges", "ring"])
+def test_spans_have_the_weights_of_one_process(processes: Processes, move: str) -> None:
+    found = processes.run(spanned, 3, move)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 12, 8, dtype=torch.float64).unbind(0)
+    _, seen = hw.observe(
+        q, k, v, mask=hw.mask.causal() & hw.mask.window(6), bias=hw.ALiBi(2),
+        sinks=torch.ones(2, dtype=torch.float64), spans=SPANS,
+    )  # fmt: skip
+    for part in found:
+        for name, weight in seen.spans.items():
+            torch.testing.assert_close(part[name], weight, rtol=0, atol=1e-9)
 
 
 def test_bfloat16_is_as_exact_as_in_one_process(processes: Processes) -> None:
