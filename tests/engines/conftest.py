@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from headwise.engines import failures
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,3 +21,10 @@ def maxima_of_a_gpu() -> None:
 
     InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+
+
+@pytest.fixture(autouse=True)
+def every_engine_is_tried() -> Iterator[None]:
+    """Forget the kernels that a test made fail."""
+    yield
+    failures.forget()
