@@ -36,12 +36,15 @@ class Shot:
     hover: str | None = None
     height: int = 800
     newcomer: bool = False
+    click: str | None = None
 
 
 HEAD = "#/head?layer=5&head=1"
 
 SHOTS = (
     Shot("look-heads", "#/heads?layer=5&head=1", hover="[data-point='5.3']"),
+    Shot("look-tour", "#/heads", newcomer=True, click="Next", height=720),
+    Shot("look-tour.zh", "#/heads", locale=CHINESE, newcomer=True, click="下一步", height=720),
     Shot("look-heads.zh", "#/heads?by=entropy_mean&order=rising&layer=4&head=6", locale=CHINESE),
     Shot("look-head-whole", f"{HEAD}&row=368"),
     Shot("look-head-whole.zh", f"{HEAD}&row=368", locale=CHINESE),
@@ -80,6 +83,9 @@ def take(browser: Browser, shot: Shot, url: str) -> None:
     page.goto(url + shot.address)
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(800)
+    if shot.click:
+        page.get_by_role("button", name=shot.click).click()
+        page.wait_for_timeout(400)
     if shot.hover:
         page.hover(shot.hover, force=True)
     keep(page.screenshot(), shot.name)

@@ -13,7 +13,7 @@ chinese = os.environ["HANDBOOK_LANGUAGE"] == "zh"
 other = "en" if chinese else "zh"
 
 project = "headwise"
-author = "The headwise authors"
+author = copyright = "The headwise authors"
 release = version = __version__
 language = "zh_CN" if chinese else "en"
 extensions = ["myst_parser"]

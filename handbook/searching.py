@@ -17,13 +17,14 @@ class Pairs(SearchLanguage):
     stopwords = frozenset({"a", "an", "and", "are", "as", "at", "be", "by", "for", "in", "is",
                            "it", "of", "on", "or", "that", "the", "to", "with"})  # fmt: skip
     js_splitter_code = """
-    const WORDS = /[\\u4e00-\\u9fff]+|[^\\s\\u4e00-\\u9fff!-\\/:-@\\[-^`{-~]+/g;
-    const splitQuery = (query) =>
-      (query.match(WORDS) ?? []).flatMap((word) =>
+    function splitQuery(query) {
+      const words = /[\\u4e00-\\u9fff]+|[^\\s\\u4e00-\\u9fff!-\\/:-@\\[-^`{-~]+/g;
+      return (query.match(words) ?? []).flatMap((word) =>
         /[\\u4e00-\\u9fff]/.test(word) && word.length > 1
           ? Array.from({ length: word.length - 1 }, (_, at) => word.slice(at, at + 2))
           : [word],
       );
+    }
     """
 
     def split(self, input: str) -> list[str]:

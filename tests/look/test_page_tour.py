@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from headwise.look.head_sentences import sentence
 from tests.look.conftest import Served, Visits
@@ -70,13 +70,9 @@ def test_a_head_says_it_in_chinese_too(visit: Visits) -> None:
     expect(page.locator("[data-says]")).to_contain_text(re.compile("看同一词元上次.*：归纳，占"))
 
 
-def definition(page: Page) -> str:
-    return page.locator(".definition").inner_text()
-
-
 def test_a_figure_is_defined_where_it_stands(visit: Visits) -> None:
     page = visit("#/heads")
-    expect(page.locator(".definition")).to_contain_text("entropy: −Σ p log p, in nats")
+    expect(page.locator(".definition")).to_contain_text("entropy · −Σ p log p, in nats")
     keys = page.get_by_role("button", name="effective keys")
     keys.focus()
     expect(page.locator(".definition")).to_contain_text("how many keys a row spreads over")
