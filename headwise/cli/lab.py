@@ -17,7 +17,7 @@ from headwise.lab import handbook, long_runs, pieces, record
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import available
 from headwise.lab.laboratory import Lab
-from headwise.lab.long_runs import Session
+from headwise.lab.long_runs import LabSession
 from headwise.lab.pool import Ended
 from headwise.lab.runner import find, run
 from headwise.messages import said_by
@@ -47,7 +47,7 @@ Form = Annotated[str | None, typer.Option(hidden=True)]
 
 def session(
     form: str, device: str | None, folder: Path, minutes: float, workers: int | None
-) -> Session:
+) -> LabSession:
     """A session of long work; what ends is printed line by line."""
 
     def tell(ended: Ended) -> None:
@@ -55,7 +55,7 @@ def session(
         typer.echo(f"{ended.name:<28} {ended.seconds:7.1f} s{how}")
 
     lab = Lab(form, devices.chosen(device), folder)
-    return Session(lab, workers or devices.usable_cores(), 60 * minutes, tell)
+    return LabSession(lab, workers or devices.usable_cores(), 60 * minutes, tell)
 
 
 @contextmanager

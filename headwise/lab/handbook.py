@@ -92,7 +92,7 @@ def picture(folder: Path, id: str, folders: Folders) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     (claim,) = find([id])
     result = record.best(claim, folders)
-    if result is None:
+    if result is None or result.stale(claim):
         return []
     files = draw(claim.shows(result.figures), folder / f"{id}.svg")
     for file in files:
@@ -195,8 +195,8 @@ class ChapterWriter:
     def table(self, id: str, number: str = "0") -> str:
         """The n-th thing that a claim shows, as a table."""
         claim, result = self.result(id)
-        if result is None:
-            return self.say(both("Not measured yet.", "尚未测量。"))
+        if result is None or result.stale(claim):  # older figures may not fit today's table
+            return self.say(both("*Not measured yet.*", "*尚未测量。*"))
         return self.drawn(claim.shows(result.figures)[int(number)])
 
     def drawn(self, shown: Shown) -> str:
@@ -211,7 +211,9 @@ class ChapterWriter:
 
     def picture(self, id: str) -> str:
         """A link to the picture of a claim."""
-        claim, _ = self.result(id)
+        claim, result = self.result(id)
+        if result is None or result.stale(claim):
+            return self.say(both("*Not measured yet.*", "*尚未测量。*"))
         ending = ".zh.svg" if self.chinese else ".svg"
         return f"![{self.say(claim.sentence)}](pictures/{id}{ending})"
 

@@ -21,7 +21,7 @@ Tell = Callable[[Ended], None]
 
 
 @dataclass(frozen=True)
-class Session:
+class LabSession:
     """A lab with its folder, how many processes may work in it, and for how long."""
 
     lab: Lab
@@ -57,7 +57,7 @@ class Session:
         return ended
 
 
-def train_table(session: Session) -> tuple[int, int]:
+def train_table(session: LabSession) -> tuple[int, int]:
     """Train the next translators of the table and write it; how many are done, of how many."""
     session.folder.mkdir(parents=True, exist_ok=True)
     planned = pieces.translators(session.lab)
@@ -68,7 +68,7 @@ def train_table(session: Session) -> tuple[int, int]:
     return ablations.collect(session.lab, session.folder / file), len(planned)
 
 
-def run_claims(session: Session, claims: Sequence[Claim]) -> list[Claim]:
+def run_claims(session: LabSession, claims: Sequence[Claim]) -> list[Claim]:
     """Run claims in several processes; those that have no current result at the end.
 
     First the pieces that they need and, beside them, the claims that need none; then the claims
@@ -98,7 +98,7 @@ def unfinished(lab: Lab, claims: Sequence[Claim]) -> list[Claim]:
     return [claim for claim in claims if runner.current(claim, lab.form, lab.folder) is None]
 
 
-def claim_jobs(session: Session, claims: Sequence[Claim]) -> list[Job]:
+def claim_jobs(session: LabSession, claims: Sequence[Claim]) -> list[Job]:
     """One job for each experiment, with all claims that share it."""
     by_experiment: dict[object, list[Claim]] = {}
     for claim in claims:

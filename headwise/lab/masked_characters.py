@@ -5,6 +5,7 @@ One character is one token, so that a map of 「他打了自己」 has a row for
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ from torch import Tensor, nn
 from headwise.lab.laboratory import Lab
 from headwise.nn import GELU, Block, MultiHeadAttention, Projections, Separate, Shared
 from headwise.training.data import pairs
+from headwise.training.data.corpora import QURAN_ZH
+from headwise.training.data.download_cache import path_of
 
 MASK, UNKNOWN = 0, 1
 PROJECTIONS: dict[str, Projections] = {"separate": Separate(), "shared": Shared()}
 SENTENCE = "他打了自己"
+CHANGED = ("她打了自己", "他打了你们", "他说了自己", "我打了自己")
+"""The sentence with words changed: who acts, on whom, and what happens."""
 HELP = "libreoffice-help-en-zh"
-"""The corpus of the quick form: LibreOffice's help."""
+"""LibreOffice's help: modern Chinese, but almost without people."""
 TOY = "他打了自己。他打开了门，自己走了。我打了他，他也打了我。你自己打开门。"
 """A text for tests."""
 
@@ -30,17 +35,22 @@ def text_of(lab: Lab) -> str:
     """Chinese text: the other side of a corpus of pairs."""
     if lab.form == "tiny":
         return TOY * 20
-    return "\n".join(chinese for _, chinese in pairs.read(HELP))
+    return "\n".join((*verses(), *(chinese for _, chinese in pairs.read(HELP))))
+
+
+def verses() -> list[str]:
+    """Chinese prose in which people act on others and on themselves."""
+    chapters = json.loads(path_of(QURAN_ZH, "quran_zh.json").read_text(encoding="utf-8"))
+    return [verse["translation"] for chapter in chapters for verse in chapter["verses"]]
 
 
 class Characters:
-    """The most frequent characters of a text as numbers; those of the sentence are among them."""
+    """The most frequent characters of a text as numbers; those of the sentences are among them."""
 
     def __init__(self, text: str, size: int) -> None:
         common = [letter for letter, _ in Counter(text).most_common(size)]
-        self.known = {
-            letter: 2 + n for n, letter in enumerate(dict.fromkeys(SENTENCE + "".join(common)))
-        }
+        looked_at = "".join((SENTENCE, *CHANGED, *common))
+        self.known = {letter: 2 + n for n, letter in enumerate(dict.fromkeys(looked_at))}
         self.size = 2 + len(self.known)
 
     def encode(self, text: str) -> Tensor:
@@ -92,7 +102,7 @@ def read_sentence(lab: Lab, folder: Path | None, kind: str, seed: int) -> dict[s
     text, context = text_of(lab), lab.pick(tiny=16, quick=32, full=64)
     characters = Characters(text, lab.pick(tiny=50, quick=1500, full=4000))
     tokens = characters.encode(text)
-    held_out, tokens = tokens[: len(tokens) // 20], tokens[len(tokens) // 20 :]
+    held_out, tokens = apart(tokens, 40 * context)
     torch.manual_seed(seed)
     model = Encoder(
         characters.size,
@@ -102,15 +112,14 @@ def read_sentence(lab: Lab, folder: Path | None, kind: str, seed: int) -> dict[s
         context=context,
         kind=kind,
     ).to(lab.device)
-    steps, rate = (
-        lab.pick(tiny=2, quick=500, full=20_000),
-        lab.pick(tiny=1e-3, quick=3e-3, full=1e-3),
-    )
+    steps = lab.pick(tiny=2, quick=500, full=10_000)
+    rate = lab.pick(tiny=1e-3, quick=3e-3, full=1e-3)
+    batch = lab.pick(tiny=8, quick=32, full=128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps + 1, pct_start=0.1)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
-        loss = filling(model, tokens, context, 32, generator)
+        loss = filling(model, tokens, context, batch, generator)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -121,15 +130,34 @@ def read_sentence(lab: Lab, folder: Path | None, kind: str, seed: int) -> dict[s
     with torch.no_grad():
         test = torch.Generator().manual_seed(0)
         losses = [float(filling(model, held_out, context, 32, test)) for _ in range(10)]
-        maps = model.maps(characters.encode(SENTENCE).to(lab.device)).cpu()
+        sentences = {
+            each: model.maps(characters.encode(each).to(lab.device)).flatten(0, 1).cpu()
+            for each in (SENTENCE, *CHANGED)
+        }
+    maps = sentences[SENTENCE]
     return {
         "kind": kind,
         "seed": seed,
         "loss": sum(losses) / len(losses),
-        "maps": [
-            [[round(x, 4) for x in row] for row in head] for head in maps.flatten(0, 1).tolist()
+        "maps": [[[round(x, 4) for x in row] for row in head] for head in maps.tolist()],
+        "moved": [
+            {"sentence": each, "mean": moved(maps, sentences[each], each)} for each in CHANGED
         ],
     }
+
+
+def apart(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Every twentieth block of a text, and the rest: each corpus is in both parts."""
+    blocks = tokens.split(block)
+    return torch.cat(blocks[::20]), torch.cat(
+        [each for number, each in enumerate(blocks) if number % 20] or [tokens]
+    )
+
+
+def moved(maps: Tensor, changed: Tensor, sentence: str) -> float:
+    """The share of weight (heads, N, N) that moves in the rows of characters that stayed."""
+    same = [n for n, letter in enumerate(sentence) if letter == SENTENCE[n]]
+    return float(((maps - changed).abs().sum(-1) / 2)[:, same].mean())
 
 
 def filling(

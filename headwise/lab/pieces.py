@@ -17,8 +17,8 @@ from headwise.lab.translation_rivals import piece as translator
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What `Lab.keep` takes: a name, the function that computes the piece, and its settings."""
+class TrainingPiece:
+    """The arguments of `Lab.keep`: a name, the function that trains, and its settings."""
 
     name: str
     compute: Callable[..., Mapping[str, Any]]
@@ -33,32 +33,32 @@ class Piece:
         return lab.keep(self.name, self.compute, **self.settings)
 
 
-def needed(claim: Claim, pieces: Sequence[Piece]) -> list[Piece]:
+def needed(claim: Claim, pieces: Sequence[TrainingPiece]) -> list[TrainingPiece]:
     """The pieces whose function the experiment of a claim uses."""
     uses = covered(claim.experiment)
     return [x for x in pieces if f"{x.compute.__module__}.{x.compute.__qualname__}" in uses]
 
 
-def translators(lab: Lab) -> list[Piece]:
+def translators(lab: Lab) -> list[TrainingPiece]:
     """The trainings behind the translation table."""
     return [
-        Piece(
+        TrainingPiece(
             f"translate-{variant}-{seed}", translator(variant), {"variant": variant, "seed": seed}
         )
         for variant, seed in plan(lab)
     ]
 
 
-def every(lab: Lab) -> list[Piece]:
+def every(lab: Lab) -> list[TrainingPiece]:
     """All pieces of a form, the longest first."""
     return [
         *(
-            Piece(f"chinese-{kind}-{seed}", read_sentence, {"kind": kind, "seed": seed})
+            TrainingPiece(f"chinese-{kind}-{seed}", read_sentence, {"kind": kind, "seed": seed})
             for kind, seed in chinese_runs(lab)
         ),
         *translators(lab),
         *(
-            Piece(remembering(rival, n), remember, {"rival": rival, "distance": n})
+            TrainingPiece(remembering(rival, n), remember, {"rival": rival, "distance": n})
             for n in reversed(far(lab))
             for rival in RIVALS
         ),

@@ -46,7 +46,7 @@ class Ended:
 
 
 @dataclass
-class Running:
+class StartedJob:
     """A job whose process runs."""
 
     job: Job
@@ -71,7 +71,7 @@ def work(
     logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     waiting = sorted(jobs, key=lambda job: not job.alone)
-    running: list[Running] = []
+    running: list[StartedJob] = []
     ended: list[Ended] = []
     try:
         while (waiting or running) and time.monotonic() < deadline:
@@ -89,7 +89,7 @@ def work(
     return ended
 
 
-def start(job: Job, workers: int, logs: Path) -> Running:
+def start(job: Job, workers: int, logs: Path) -> StartedJob:
     """Start the process of a job; what it prints goes to its log."""
     threads = max(1, devices.usable_cores() // workers)
     log = (logs / f"{job.name}.log").open("wb")
@@ -100,10 +100,10 @@ def start(job: Job, workers: int, logs: Path) -> Running:
         stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
     )
-    return Running(job, process, log, time.monotonic())
+    return StartedJob(job, process, log, time.monotonic())
 
 
-def finished(running: Running, logs: Path) -> Ended:
+def finished(running: StartedJob, logs: Path) -> Ended:
     """The end of a job whose process has ended."""
     running.log.close()
     said = (logs / f"{running.job.name}.log").read_text(encoding="utf-8", errors="replace")
@@ -112,7 +112,7 @@ def finished(running: Running, logs: Path) -> Ended:
     return Ended(running.job.name, running.process.returncode, seconds, "".join(last))
 
 
-def stop(running: Sequence[Running]) -> None:
+def stop(running: Sequence[StartedJob]) -> None:
     """End the processes that are left: politely, and after some seconds for certain."""
     for each in running:
         each.process.terminate()

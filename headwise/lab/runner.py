@@ -15,7 +15,7 @@ from headwise.lab.claim import TOPICS, Claim
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import draw
 from headwise.lab.fingerprint import fingerprint
-from headwise.lab.laboratory import Lab, plain
+from headwise.lab.laboratory import CPU, Lab, plain
 from headwise.lab.record import Result
 from headwise.messages import say
 from headwise.training.data.packages import CorpusUnavailableError
@@ -82,7 +82,9 @@ def run(
         if found is None and not again:
             found = current(claim, lab.form, out)
         try:
-            found = found or experimented(claim, replace(lab, folder=out, report=report))
+            device = lab.device if claim.gpu else CPU
+            here = replace(lab, folder=out, report=report, device=device)
+            found = found or experimented(claim, here)
         except CorpusUnavailableError as error:
             tell(replace(told, missing=str(error)))
             continue

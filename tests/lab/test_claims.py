@@ -299,6 +299,7 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("paper-unscaled", change("varied", {"F": "no scaling"}), "right"),
     ("paper-shared-qk", change("varied", {"F": "shared Q and K"}), "right"),
     ("example-cat", change("rows.share", 0.0), "does not hold"),
+    ("example-cat", change("causal.before", 0.5), "holds"),
     ("example-self", heads_of_both, "does not hold"),
     ("scale-training", scattered(worse=0.5), "holds"),
     ("scale-training", scattered(worse=-0.5), "does not hold"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headwise.lab import record, runner
 from headwise.lab.charts import Chart, Listing, Series, WeightMap
@@ -234,3 +235,17 @@ def test_everything_that_a_claim_can_show_is_drawn(tmp_path: Path) -> None:
     assert chinese.name == "all.zh.svg"
     assert "curve" in english.read_text()
     assert "曲线" in chinese.read_text()
+
+
+def test_only_claims_that_train_or_measure_time_run_on_a_gpu(tmp_path: Path) -> None:
+    used: list[str] = []
+
+    def place(lab: Lab) -> Figures:
+        used.append(lab.device.type)
+        return {"value": 2}
+
+    lab = Lab(device=torch.device("meta"))  # stands for a GPU
+    counted, trained = claim("scale-one", place), replace(claim("scale-two", place), gpu=True)
+    list(runner.run([counted], lab, tmp_path / "counted"))
+    list(runner.run([trained], lab, tmp_path / "trained"))
+    assert used == ["cpu", "meta"]

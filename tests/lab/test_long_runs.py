@@ -15,7 +15,7 @@ from headwise.cli.main import app
 from headwise.lab import ablations, long_runs, pieces, pool
 from headwise.lab.claims import CLAIMS
 from headwise.lab.laboratory import Lab
-from headwise.lab.long_runs import Session
+from headwise.lab.long_runs import LabSession
 from headwise.lab.pool import Ended, Job
 from headwise.lab.translation_rivals import MODELS, SlidingWindow, train_rival
 from headwise.mask import lengths
@@ -115,7 +115,7 @@ def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:
 
 
 def test_a_session_without_time_reports_what_is_left(tmp_path: Path) -> None:
-    session = Session(Lab("tiny", folder=tmp_path), 1, 0.0, lambda ended: None)
+    session = LabSession(Lab("tiny", folder=tmp_path), 1, 0.0, lambda ended: None)
     assert long_runs.train_table(session) == (0, 4)
     claims = [claim for claim in CLAIMS if claim.topic == "scale"][:2]
     assert long_runs.run_claims(session, claims) == claims

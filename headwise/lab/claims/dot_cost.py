@@ -202,6 +202,7 @@ CLAIMS = (
         experiment=costs,
         rule=judge_cost,
         shows=show_cost,
+        gpu=True,
         derivation=both(
             "q·k is d multiply-adds, and n² of them are one matrix product. vᵀtanh(q + k) is d "
             "additions, d tanh and d multiply-adds per pair; the tanh stands between, so no "

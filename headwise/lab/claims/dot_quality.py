@@ -234,6 +234,7 @@ CLAIMS = (
         experiment=widths,
         rule=judge_quality,
         shows=show_widths,
+        gpu=True,
     ),
     Claim(
         id="dot-small",
@@ -245,6 +246,7 @@ CLAIMS = (
         experiment=widths,
         rule=judge_small,
         shows=show_widths,
+        gpu=True,
     ),
     Claim(
         id="dot-overfit",
@@ -257,5 +259,6 @@ CLAIMS = (
         experiment=overfitting,
         rule=judge_overfit,
         shows=show_overfit,
+        gpu=True,
     ),
 )

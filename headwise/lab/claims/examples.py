@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from headwise.lab.charts import Listing, WeightMap
-from headwise.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, undecided
+from headwise.lab.claim import (
+    Claim,
+    Figures,
+    Verdict,
+    both,
+    does_not_hold,
+    holds,
+    holds_when,
+    undecided,
+)
 from headwise.lab.laboratory import Lab
 from headwise.lab.masked_characters import PROJECTIONS, read_sentence
 from headwise.lab.masked_characters import SENTENCE as SELF
@@ -32,8 +41,31 @@ def maps(translator: Translator, sentence: str) -> tuple[list[str], Tensor]:
     return translator.tokeniser.pieces(tokens[0].tolist()), torch.stack(weights)
 
 
+def causal(lab: Lab) -> dict[str, Any]:
+    """The built-in GPT, whose words see only those before: how much rows move around a change."""
+    gpt = load("gpt", lab.device)
+
+    def read(sentence: str) -> tuple[list[int], Tensor]:
+        tokens = gpt.encode(sentence)
+        with torch.no_grad(), watch(gpt.model) as seen:
+            gpt.model(tokens)
+        maps = [seen.map(str(x["name"]), int(x["head"])).to_tensor()[0, 0] for x in seen.heads()]
+        return tokens[0].tolist(), torch.stack(maps)
+
+    tokens, weights = read(SENTENCE)
+    others, theirs = read(CHANGED[0])
+    different = [n for n, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b]
+    moved = (weights - theirs).abs().sum(-1) / 2  # (heads, N)
+    return {
+        "heads": len(weights),
+        "sentence": CHANGED[0],
+        "before": float(moved[:, : different[0]].max()),
+        "after": float(moved[:, different[-1] + 1 :].mean()),
+    }
+
+
 def cat(lab: Lab) -> Figures:
-    """The encoder's maps of the built-in translator: for the sentence, and with words changed."""
+    """The maps of the built-in translator and GPT: for the sentence, and with words changed."""
     translator = load("translate", lab.device)
     pieces, weights = maps(translator, SENTENCE)
     rows, largest = [], (0.0, 0, weights, pieces)
@@ -66,11 +98,12 @@ def cat(lab: Lab) -> Figures:
         "before": [[round(x, 4) for x in row] for row in weights[head].tolist()],
         "after": [[round(x, 4) for x in row] for row in theirs[head].tolist()],
         "after_tokens": others,
+        "causal": causal(lab),
     }
 
 
 def judge_cat(figures: Figures) -> Verdict:
-    """The weights of words that stayed must change in most rows of most heads."""
+    """The weights of words that stayed must change in most rows, whatever the mask."""
     rows = figures["rows"]
     if not rows:
         return undecided(
@@ -80,17 +113,28 @@ def judge_cat(figures: Figures) -> Verdict:
     because = both(
         "in the {heads} heads of a trained encoder, a word that stayed puts {mean:.0%} of its "
         "weight elsewhere on average when another word changes; at least {share:.0%} of the rows "
-        "change by more than {moved:.0%}",
+        "change by more than {moved:.0%}; in a causal GPT ({causal} heads) the words after the "
+        "change move {after:.0%}, those before it {before:.0%}",
         "在训练好的编码器的 {heads} 个头中，别的词改变时，未变的词平均有 {mean:.0%} "
-        "的权重移到别处；至少 {share:.0%} 的行变化超过 {moved:.0%}",
+        "的权重移到别处；至少 {share:.0%} 的行变化超过 {moved:.0%}；在因果的 GPT（{causal} "
+        "个头）中，改动之后的词移动 {after:.0%}，之前的词移动 {before:.0%}",
         heads=figures["heads"],
         mean=sum(row["mean"] for row in rows) / len(rows),
         share=share,
         moved=MOVED,
+        causal=figures["causal"]["heads"],
+        after=figures["causal"]["after"],
+        before=figures["causal"]["before"],
     )
-    if share > 0.5:
+    if share <= 0.5:
+        return does_not_hold(because) if share < 0.05 else undecided(because)
+    if figures["causal"]["before"] > MOVED:
         return holds(because)
-    return does_not_hold(because) if share < 0.05 else undecided(because)
+    condition = both(
+        "a word can see what changed: in a causal model the words before it keep their weights",
+        "这个词看得到改动之处：在因果模型中，改动之前的词权重不变",
+    )
+    return holds_when(condition, because)
 
 
 def show_cat(figures: Figures) -> tuple[WeightMap | Listing, ...]:
@@ -118,13 +162,11 @@ def show_cat(figures: Figures) -> tuple[WeightMap | Listing, ...]:
 
 def himself(lab: Lab) -> Figures:
     """Encoders of Chinese text with separate and with shared Q and K, on 「他打了自己」."""
-    seeds = range(lab.pick(tiny=1, quick=2, full=3))
     return {
         "tokens": list(SELF),
         "runs": [
             lab.keep(f"chinese-{kind}-{seed}", read_sentence, kind=kind, seed=seed)
-            for kind in PROJECTIONS
-            for seed in seeds
+            for kind, seed in chinese_runs(lab)
         ],
     }
 
@@ -183,15 +225,27 @@ def counted(numbers: list[int]) -> str:
     return f"{low}" if low == high else f"{low}–{high}"
 
 
-def show_self(figures: Figures) -> tuple[WeightMap, ...]:
-    """The head of each kind that looks most from 打 to 他."""
-    shown = []
+def show_self(figures: Figures) -> tuple[WeightMap | Listing, ...]:
+    """The head of each kind that looks most from 打 to 他, and the weight that moves elsewhere."""
+    shown: list[WeightMap | Listing] = []
     names = {"separate": both("separate", "独立"), "shared": both("shared", "共享")}
     for kind, name in names.items():
         maps = [x for run in figures["runs"] if run["kind"] == kind for x in run["maps"]]
         best = max(maps, key=lambda weights: weights[HIT][HE])
         shown.append(WeightMap(name, figures["tokens"], figures["tokens"], best))
-    return tuple(shown)
+    headings = (
+        both("changed sentence", "改动后的句子"),
+        *(both("weight moved, {name}", "移动的权重，{name}", name=x) for x in names.values()),
+    )
+    rows = []
+    for number, changed in enumerate(figures["runs"][0]["moved"]):
+        found = {
+            kind: [x["moved"][number]["mean"] for x in figures["runs"] if x["kind"] == kind]
+            for kind in names
+        }
+        rows.append((changed["sentence"], *(sum(x) / len(x) for x in found.values())))
+    title = both("Weights of the characters that stayed", "未变的字的权重")
+    return (*shown, Listing(title, headings, tuple(rows)))
 
 
 CLAIMS = (
@@ -218,5 +272,6 @@ CLAIMS = (
         experiment=himself,
         rule=judge_self,
         shows=show_self,
+        gpu=True,
     ),
 )

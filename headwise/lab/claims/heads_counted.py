@@ -310,6 +310,7 @@ CLAIMS = (
         experiment=operations,
         rule=judge_compute,
         shows=show_compute,
+        gpu=True,
         derivation=both(
             "Scores and weighted values: 2·2·n²·d_k. Projecting n tokens of width d_model to q, "
             "k and v of width d_k, and back through d_k rows of W_o: 4·2·n·d_model·d_k, which is "

@@ -169,6 +169,7 @@ CLAIMS = (
         experiment=blur,
         rule=judge_blur,
         shows=show_blur,
+        gpu=True,
         derivation=both(
             "A head returns one average Σ p_j v_j. Of m uncorrelated values of equal variance, "
             "their mean tells 1/m: a linear readout of one head loses 1 − 1/m, of h heads 1 − h/m.",

@@ -206,6 +206,7 @@ CLAIMS = (
         experiment=adapting,
         rule=judge_none,
         shows=show_none,
+        gpu=True,
         derivation=both(
             "x_i·x_j = x_j·x_i: a token that must find its successor scores its predecessor "
             "exactly as high, and no score exceeds that of the longest token with itself.",
@@ -223,5 +224,6 @@ CLAIMS = (
         experiment=gradients,
         rule=judge_gradient,
         shows=show_gradient,
+        gpu=True,
     ),
 )

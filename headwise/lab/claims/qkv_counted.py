@@ -165,6 +165,7 @@ CLAIMS = (
         experiment=operations,
         rule=judge_compute,
         shows=show_compute,
+        gpu=True,
         derivation=both(
             "Q, K and V: 8·n·d² for four projections and 4·n²·d for scores and values. Fixed "
             "weights: 4·n·d² for two projections and 2·n²·d for the values.",

@@ -285,6 +285,7 @@ CLAIMS = (
         experiment=fixed_and_qkv,
         rule=judge_content,
         shows=show_fixed,
+        gpu=True,
     ),
     Claim(
         id="qkv-length",
@@ -296,6 +297,7 @@ CLAIMS = (
         experiment=fixed_and_qkv,
         rule=judge_length,
         shows=show_fixed,
+        gpu=True,
     ),
     Claim(
         id="rivals-long-range",
@@ -308,5 +310,6 @@ CLAIMS = (
         experiment=distances,
         rule=judge_long_range,
         shows=show_long_range,
+        gpu=True,
     ),
 )

@@ -231,6 +231,7 @@ CLAIMS = (
         experiment=operations,
         rule=judge_compute,
         shows=show_compute,
+        gpu=True,
         derivation=both(
             "Attention: 8·n·d² + 4·n²·d, of which the second is larger from n = 2·d on. LSTM: "
             "16·n·d². Gated convolution: 4·k·n·d².",
@@ -247,6 +248,7 @@ CLAIMS = (
         experiment=parallelism,
         rule=judge_parallel,
         shows=show_parallel,
+        gpu=True,
     ),
     Claim(
         id="rivals-cnn-parallel",
@@ -258,6 +260,7 @@ CLAIMS = (
         experiment=parallelism,
         rule=judge_cnn_parallel,
         shows=show_parallel,
+        gpu=True,
         derivation=both(
             "y_t = Σ_i W_i x_{t−i} depends on inputs only, never on another output: all "
             "positions of a layer can be computed at once. Only the layers follow one another, "

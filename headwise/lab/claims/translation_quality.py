@@ -220,6 +220,7 @@ CLAIMS = (
         experiment=scaling,
         rule=judge_scaling,
         shows=show_curves,
+        gpu=True,
     ),
     Claim(
         id="heads-quality",
@@ -231,6 +232,7 @@ CLAIMS = (
         experiment=heads,
         rule=judge_quality,
         shows=show_curves,
+        gpu=True,
     ),
     Claim(
         id="heads-robust",
@@ -242,6 +244,7 @@ CLAIMS = (
         experiment=heads,
         rule=judge_robust,
         shows=show_curves,
+        gpu=True,
     ),
     Claim(
         id="qk-shared-quality",
@@ -253,5 +256,6 @@ CLAIMS = (
         experiment=sharing,
         rule=judge_shared,
         shows=show_curves,
+        gpu=True,
     ),
 )

@@ -110,6 +110,24 @@ HELP_EN_ZH = help_in(
     ),
 )
 
+QURAN_ZH = inside(
+    "quran-zh",
+    "the Quran in modern Chinese: 6,236 verses, 245,000 characters",
+    "CC-BY 4.0 (the package quran-json)",
+    NodePackage(
+        "quran-json",
+        "3.1.2",
+        23_209_355,
+        "d1454352cae9c7506d28d160486b2eb62472d45e36e01cee192d8ade889a6d49",
+    ),
+    "package/dist/",
+    File(
+        "quran_zh.json",
+        2_309_808,
+        "0646a4794227cfbcd45f23b86328e7b9617bfbcce9571e91f87360495b11ef6c",
+    ),
+)
+
 ENWIK8 = inside(
     "enwik8",
     "the first 100,000,000 bytes of an English Wikipedia dump of 2006 (Hutter Prize)",
@@ -244,6 +262,15 @@ CIFAR_10 = inside(
 
 CORPORA = {
     corpus.name: corpus
-    for corpus in (TATOEBA_EN_FR, HELP_EN_DE, HELP_EN_ZH, ENWIK8, WIKITEXT_2, MNIST, CIFAR_10)
+    for corpus in (
+        TATOEBA_EN_FR,
+        HELP_EN_DE,
+        HELP_EN_ZH,
+        QURAN_ZH,
+        ENWIK8,
+        WIKITEXT_2,
+        MNIST,
+        CIFAR_10,
+    )
 }
 """Every corpus by name."""
