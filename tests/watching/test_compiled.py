@@ -142,6 +142,17 @@ def test_figures_bits_and_graphs_of_a_whole_model(make: Callable[[], Made]) -> N
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.parametrize("make", [stack, llama("sdpa")], ids=lambda f: f.__name__)
+def test_a_sample_of_the_rows_has_eager_figures(make: Callable[[], Made]) -> None:
+    model, x = make()
+    with hw.watch(model, rows=5, maps=False) as seen:
+        run(model, x)
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with hw.watch(fast, rows=5, maps=False) as watch:
+        run(fast, x)
+    assert_same(watch.heads(), seen.heads())
+
+
 def test_equal_layers_that_are_compiled_one_by_one_share_a_graph() -> None:
     model, x = stack()
     x.requires_grad_()
