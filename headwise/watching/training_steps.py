@@ -78,7 +78,10 @@ class SteppedRecording(Recording):
 
     @property
     def unread(self) -> list[str]:
-        return list(self._recorder.unread.reasons)
+        unread = self._recorder.unread
+        if unread.compiled:
+            unread.look({slot.board: slot.board.now for slot, _ in unread.compiled.values()})
+        return list(unread.reasons)
 
     @property
     def series(self) -> list[Entry]:  # type: ignore[override]
@@ -108,6 +111,7 @@ class SteppedRecording(Recording):
     def heads(self) -> Table:
         recorded = [layer for layer in self.layers if layer.recorded]
         if not recorded:
+            self._recorder.unread.warn()
             return super().heads()
         copies = {board: board.copy() for board in self._recorder.boards.values()}
         table = self._table(recorded, copies, self._recorder.proofs.take())
@@ -201,7 +205,7 @@ class SteppedRecording(Recording):
         if self._recorder.active:
             self._settle()  # the step before: its figures have arrived by now
             with self._going_on("ending a step"):
-                if not self.unread:  # else it was reported
+                if not self._recorder.unread.reasons:  # else it was reported
                     self.check()
                 self._take()
             for layer in self.layers:
@@ -243,6 +247,7 @@ class SteppedRecording(Recording):
         boards = {board: copy.read() for board, copy in copies.items()}
         for module in compared:
             self._judge(module, [x for x in layers if x.module == module], boards)
+        self._recorder.unread.look(boards)
         self._recorder.unread.warn()
         left = [layer for layer in layers if layer.name in self._recorder.layers]
         matches = self._recorder.matches

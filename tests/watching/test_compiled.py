@@ -249,17 +249,6 @@ def test_layers_are_chosen_by_number_and_name() -> None:
         assert {row["name"] for row in watch.heads()} == {"layers.1"}
 
 
-def test_what_compiled_code_does_not_keep_is_said() -> None:
-    model, x = stack()
-    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with hw.watch(fast) as watch:
-        fast(x)
-    with pytest.raises(ValueError, match=r"no map of layers\.0 was kept"):
-        watch.map(0, 0)
-    with pytest.raises(ValueError, match=r"nothing of layers\.0 is kept row by row"):
-        _ = watch.layers[0].observation
-
-
 def test_a_watched_model_is_not_exported() -> None:
     model, x = stack()
     with hw.watch(model), pytest.raises(ValueError, match="a watched model can't be exported"):

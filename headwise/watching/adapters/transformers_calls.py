@@ -224,7 +224,11 @@ def _traced(function: Callable[..., Any], given: InterfaceCall) -> Any:
         return _run(function, given, look=lambda call: traced.inside(module, call, across))
     with traced.taken():
         result = _run(function, given)
-    traced.beside(module, to_call(given, "cross" if across else "self", None, _memo), across)
+    kind: Kind = "cross" if across else "self"
+    call = traced.attempt(module, lambda: to_call(given, kind, None, _memo), given.q)
+    if call is not None:
+        dropped = bool(given.option("dropout"))
+        traced.beside(module, call, across, out=None if dropped else result[0].transpose(1, 2))
     return result
 
 
