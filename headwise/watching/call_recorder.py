@@ -100,7 +100,8 @@ class CallRecorder:
         if name not in self._selected:
             self._select(name, kind, heads, known=False)
         layer = self.layers.get(name)
-        if layer is not None and not layer.compiled:
+        moves = layer is not None and (layer.slot is None or layer.slot.board is not board)
+        if layer is not None and moves:
             layer.slot = board.slot(heads) if layer.slot is None else layer.slot.moved(board)
             layer.compiled = layer.recorded = True
         return layer

@@ -44,13 +44,19 @@ class WatchedLayer:
     late: Callable[[tuple[str, ...]], SeenCall | None] | None = field(default=None, repr=False)
     """The call that compiled code ran last, with these statistics; None if it ran none since."""
     ended: bool = False  # the next call begins a new pass, whatever it looks like
+    _ran: bool = False  # in compiled code, since the last step
     _calls: list[SeenCall] = field(default_factory=list, repr=False)
 
     def adopt(self) -> None:
         """Take over the call that compiled code ran last: it is a pass of its own."""
         found = None if self.late is None else self.late(self.stats)
         if found is not None:
-            self._calls, self.ended = [found], False
+            self._calls, self.ended, self._ran = [found], False, True
+
+    def has_run(self) -> bool:
+        """True if compiled code ran it since the last step."""
+        self.adopt()
+        return self._ran
 
     def add(self, seen: SeenCall, continuing: bool) -> None:
         """Keep a call: as further rows of the last pass, or as a new one."""
@@ -206,7 +212,7 @@ class WatchedLayer:
     def close(self) -> None:
         """Note that a step has ended: the figures start anew, and the pass ends."""
         self.adopt()
-        self.recorded, self.ended = self.compiled, True
+        self.recorded, self.ended, self._ran = self.compiled, True, False
         self._calls = [part.emptied() if part.observation is None else part for part in self._calls]
 
 

@@ -79,7 +79,7 @@ class SteppedRecording(Recording):
     @property
     def unread(self) -> list[str]:
         unread = self._recorder.unread
-        if unread.compiled:
+        if not self.steps:  # else the table of a step has looked, and nobody waits here
             unread.look({slot.board: slot.board.now for slot, _ in unread.compiled.values()})
         return list(unread.reasons)
 
@@ -170,17 +170,18 @@ class SteppedRecording(Recording):
     def optimised(self, optimiser: Optimizer, *_: object) -> None:
         """An optimiser made a step: a training step ends, if the model ran and it is its own.
 
-        Nobody sees the model run in a step that is passed over, and compiled code does not tell
-        when it runs: the optimiser that ended the last step ends those.
+        Nobody sees the model run in a step that is passed over: the optimiser that ended the last
+        step ends those.
         """
         if self._by_hand:
             return
         last = None if self._optimiser is None else self._optimiser()
-        seen = self._recorder.active and not any(layer.compiled for layer in self.layers)
-        if self._passes != self._recorder.passes:
+        ran = self._passes != self._recorder.passes or any([x.has_run() for x in self.layers])
+        if ran:
             ends = self._is_ours(optimiser)
         else:
-            ends = not seen and (optimiser is last or (last is None and self._is_ours(optimiser)))
+            first = last is None and self._is_ours(optimiser)
+            ends = not self._recorder.active and (optimiser is last or first)
         if ends:
             self._optimiser = weakref.ref(optimiser)
             self._end_step()

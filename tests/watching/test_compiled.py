@@ -216,6 +216,27 @@ def test_a_training_loop_has_the_same_series_and_two_graphs() -> None:
     assert graphs() == 2
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_two_optimisers_end_the_steps_that_they_end_in_eager_mode(turns: bool) -> None:
+    def steps(compiled: bool) -> list[tuple[int, int]]:
+        torch._dynamo.reset()
+        model, x = stack()
+        step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        both = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model.layers]
+        found = []
+        with hw.watch(step, maps=False) as watch:
+            for number in range(4):
+                step(x).square().mean().backward()
+                for optimiser in [both[number % 2]] if turns else both:
+                    optimiser.step()
+                    found.append((number, watch.steps))
+            both[0].step()  # nothing ran
+            found.append((4, watch.steps))
+        return found
+
+    assert steps(True) == steps(False)
+
+
 def test_a_recomputed_forward_is_recorded_once() -> None:
     model, x = Stack(checkpointed=True), torch.randn(2, 17, 32)
     with hw.watch(model, maps=False) as seen:

@@ -114,6 +114,22 @@ def test_a_model_of_which_nothing_is_read_raises() -> None:
         fast(x)
 
 
+def test_a_call_that_its_adapter_refuses_is_listed() -> None:
+    class More(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(32, 4, batch_first=True, add_bias_kv=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x, x, x)[0]
+
+    fast, x = compiled(nn.Sequential(More(), Layer(read))), torch.randn(2, 6, 32)
+    with hw.watch(fast, maps=False) as seen:
+        fast(x)
+    with pytest.warns(UserWarning, match=r"0\.inner: it uses add_bias_kv.*\(in compiled code\)"):
+        assert len(seen.heads()) == 4
+
+
 def test_a_softmax_that_is_no_attention_is_not_listed() -> None:
     fast, x = compiled(nn.Sequential(Gated(), Layer(read))), torch.randn(2, 6, 32)
     with hw.watch(fast, strict=True, maps=False) as seen:

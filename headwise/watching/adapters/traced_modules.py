@@ -11,11 +11,11 @@ import weakref
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.watching.adapters.last_call import LastCall
 from headwise.watching.adapters.traced_graph import UnreadCall
-from headwise.watching.board import Slot
+from headwise.watching.board import Board, Slot
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.seen_call import Kind, kind_of
 
@@ -104,7 +104,7 @@ class TracedModel:
     def prepare(self, way: Attending) -> None:
         """Give every module of a group its place on the group's board."""
         mine = self._group(way.group)
-        if not mine or tap_name(way.key) in vars(mine[0]):
+        if not mine or _is_prepared(mine[0], way.key, way.device):
             return
         recorder = self.recorder
         board = recorder.group_board((way.group, way.key), way.device)
@@ -129,14 +129,16 @@ class TracedModel:
         mine = self._group(group)
         for module in mine:
             _refused[module] = call
-        if not mine or tap_name(UNREAD) in vars(mine[0]):
+        if not mine or _is_prepared(mine[0], UNREAD, call.device):
             return
         board = self.recorder.group_board((group, UNREAD), call.device)
         board.reserve(len(mine), 1)
         for module in mine:
-            slot = board.slot(1)
+            name, unread = self.names[module], self.recorder.unread
+            known = unread.compiled.get(name)
+            slot = known[0] if known is not None and known[0].board is board else board.slot(1)
+            unread.compiled[name] = (slot, call.reason)
             self._put(module, UNREAD, slot, "self", ())
-            self.recorder.unread.compiled[self.names[module]] = (slot, call.reason)
 
     def _group(self, group: int) -> list[nn.Module]:
         return [module for module in self.names if getattr(module, GROUP) == group]
@@ -153,8 +155,7 @@ class TracedModel:
         )
         setattr(module, tap_name(key), tap)
         setattr(module, board_name(key), board.now)
-        place = torch.tensor([slot.number], device=board.device)
-        setattr(module, place_name(key), place)
+        setattr(module, place_name(key), _place(slot))
 
 
 def prepare(way: Attending) -> None:
@@ -169,7 +170,22 @@ def refuse(group: int, call: UnreadCall) -> None:
         model.refuse(group, call)
 
 
+def _is_prepared(module: nn.Module, key: str, device: torch.device) -> bool:
+    """True if a module has its tap, with a board on this device unless it was not asked for."""
+    board = vars(module).get(board_name(key))
+    return tap_name(key) in vars(module) and (board is None or board.device == device)
+
+
+def _place(slot: Slot) -> Tensor:
+    """The number of a slot, (1,), always the same tensor: CUDA graphs remember its address."""
+    places = _places.setdefault(slot.board, {})
+    if slot.number not in places:
+        places[slot.number] = torch.tensor([slot.number], device=slot.board.device)
+    return places[slot.number]
+
+
 _attached: list[TracedModel] = []
+_places: weakref.WeakKeyDictionary[Board, dict[int, Tensor]] = weakref.WeakKeyDictionary()
 _known: weakref.WeakKeyDictionary[nn.Module, dict[str, Attending]] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakKeyDictionary[nn.Module, UnreadCall] = weakref.WeakKeyDictionary()
 _groups: dict[object, int] = {}
