@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from headwise.api import observe, statistics
 from headwise.core.observation import Observation
 from headwise.nn.call import Call
-from headwise.watching.adapters import traced_modules
+from headwise.watching.adapters import traced_masks, traced_modules
 from headwise.watching.adapters.last_call import LastCall
-from headwise.watching.adapters.traced_graph import UnreadCall, unread_call
+from headwise.watching.adapters.traced_graph import UnreadCall, constant, unread_call
+from headwise.watching.adapters.traced_masks import RUNNING
 from headwise.watching.adapters.traced_modules import (
     GROUP,
     UNREAD,
@@ -36,17 +37,13 @@ from headwise.watching.seen_call import padding_rows
 Read = TypeVar("Read")
 
 
-# The compiler loses what is assigned to a global object after a call such as flex_attention; it
-# follows lists.
-_running: list[nn.Module | None] = []
-"""The modules whose forwards are being traced; None where an adapter reads a call already."""
 ATTENDED: list[nn.Module] = []
 """The modules of the region that is being traced that attended so far, once for each time."""
 
 
 def current() -> nn.Module | None:
     """The module whose forward is being traced; None inside a call that is read already."""
-    return _running[-1] if _running else None
+    return RUNNING[-1] if RUNNING else None
 
 
 @contextmanager
@@ -66,25 +63,26 @@ def run(
     options: dict[str, Any],
 ) -> Any:
     """Run a module's forward, and remember that it is running."""
-    if _running and _running[-1] is None:
+    if RUNNING and RUNNING[-1] is None:
         return original(module, *given, **options)
     _enter(module)
     try:
         return original(module, *given, **options)
     finally:
         _leave()
-        if not _running:
+        if not RUNNING:
             ATTENDED.clear()
+            traced_masks.forget()
 
 
 def _enter(module: nn.Module | None) -> None:
     _look_back()
-    _running.append(module)
+    RUNNING.append(module)
 
 
 def _leave() -> None:
     _look_back()
-    _running.pop()
+    RUNNING.pop()
 
 
 def _look_back() -> None:
@@ -149,7 +147,10 @@ def _beside(
     if known:  # its norm needs no values and no second weighting of them
         stats, v = tuple(name for name in stats if name != "output_norm"), v[..., :0]
     with taken():
-        seen = statistics(q, k, v, **options, stats=stats, rows=tap.rows, sink_keys=tap.sink_keys)
+        rows = None
+        if tap.rows is not None:
+            rows = traced_masks.sampled(tap.rows, q.shape[2], q.device)
+        seen = statistics(q, k, v, **options, stats=stats, rows=rows, sink_keys=tap.sink_keys)
         if out is not None and known and "output_norm" in tap.stats:
             seen.values["output_norm"] = norms(out.detach(), seen)
         _record(module, way, tap, call, padding, seen)
@@ -204,16 +205,7 @@ def _count_unread(module: nn.Module | None) -> None:
     record(board, place, [None for _ in tap.columns], one, None, None, *extremes)
 
 
-def _constant(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Let a function run while a graph is traced, where its result is a constant.
-
-    This is the mark of torch.compiler.assume_constant_result, which itself imports the compiler.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@_constant
+@constant
 def _prepare(
     group: int, again: int, across: bool, heads: int, device: str, index: int | None
 ) -> bool:
@@ -222,7 +214,7 @@ def _prepare(
     return True
 
 
-@_constant
+@constant
 def _refuse(group: int, reason: str, device: str, index: int | None) -> bool:
     """Note that a call of a group's module can't be read."""
     call = UnreadCall(f"{reason} (in compiled code)", _device(device, index))
@@ -230,7 +222,7 @@ def _refuse(group: int, reason: str, device: str, index: int | None) -> bool:
     return True
 
 
-@_constant
+@constant
 def _find_unread(group: int) -> bool:
     """True if something was traced since the last time that is attention, and that nobody read."""
     if torch.compiler.is_exporting():

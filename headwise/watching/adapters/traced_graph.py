@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 _KEEPING = frozenset(
     (
@@ -38,11 +39,11 @@ def unread_call() -> UnreadCall | None:
 
     Adapters ask before and after a call that they read, and forget what was found in between.
     """
-    graph = _graph()
-    if graph is None:
+    output = _output()
+    if output is None:
         return None
     found: UnreadCall | None = None
-    for node in reversed(graph.nodes):
+    for node in reversed(output.graph.nodes):
         if _SEARCHED in node.meta:
             break
         node.meta[_SEARCHED] = True
@@ -52,14 +53,29 @@ def unread_call() -> UnreadCall | None:
     return found
 
 
-def _graph() -> Graph | None:
-    """The graph that is being traced; None if the compiler traces nothing."""
+def constant(function: Callable[..., bool]) -> Callable[..., bool]:
+    """Let a function run while a graph is traced, where its result is a constant.
+
+    This is the mark of torch.compiler.assume_constant_result, which itself imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant
+def is_in_main_graph() -> bool:
+    """True unless the body of a checkpoint or of another function is traced as a graph apart."""
+    output = _output()
+    return output is not None and output.current_tracer.parent is None
+
+
+def _output() -> Any:
+    """The compiler's record of what it is tracing; None if it traces nothing."""
     traces: Any = sys.modules.get("torch._dynamo.symbolic_convert")
     try:
-        graph: Graph = traces.InstructionTranslator.current_tx().output.graph
+        return traces.InstructionTranslator.current_tx().output
     except AttributeError:
         return None
-    return graph
 
 
 def _attention(node: Node) -> str | None:
