@@ -108,11 +108,53 @@ def without_hidden(added: Tensor, seen: Tensor) -> tuple[Tensor | None, Tensor |
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TracedDense(Dense):
-    """A dense mask whose sequences begin with the first key that some row sees."""
+    """A dense mask whose sequences begin with the first key that some row sees.
+
+    `shown` are the keys that some row sees, (B|1, Hq|1, M), and `begins` is the first of them,
+    (B|1, Hq|1, 1): they are read once for all layers that share the mask.
+    """
+
+    shown: Tensor
+    begins: Tensor
+
+    @classmethod
+    def of(cls, seen: Tensor, shown: Tensor) -> TracedDense:
+        """The mask of (B|1, Hq|1, N|1, M) bool, with the keys that some row sees."""
+        return cls(seen, shown, shown.int().argmax(-1, keepdim=True).int())
 
     def start(self, place: Place) -> Tensor:
-        shown = four(self.seen).any(-2)  # (B|1, Hq|1, M|1)
-        return shown.int().argmax(-1, keepdim=True).int()
+        return self.begins
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedIntervals(PlacedIntervals):
+    """Intervals of sequences that lie one behind the other, with their table ready."""
+
+    ready: Tensor | None = None  # (1, 2, B, 1, N)
+
+    def table(self, place: Place) -> Tensor | None:
+        length = self.first.shape[-1]
+        whole = place.first_query == place.first_key == 0
+        return self.ready if whole and length == place.queries == place.keys else None
+
+
+def packed_mask(ids: Tensor, low: int | None, high: int | None) -> PackedIntervals:
+    """The mask of sequences that are numbered (B, N), each one higher than the one before.
+
+    Row i also sees no key before i + low and none from i + high on, if these are given.
+
+    >>> packed_mask(torch.tensor([[0, 0, 1]]), None, 1).to_dense(Place(1, 1, 3, 3))[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+    ids = ids.contiguous()
+    begins = first = torch.searchsorted(ids, ids, out_int32=True)[:, None]
+    last = torch.searchsorted(ids, ids, out_int32=True, right=True)[:, None]
+    own = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
+    first = first if low is None else torch.maximum(first, own + low)
+    last = last if high is None else torch.minimum(last, own + high)
+    return PackedIntervals(first, last, 0, begins, torch.stack((first, last))[None])
 
 
 def traced_mask(given: Tensor) -> tuple[Mask, Tensor | None]:
@@ -120,10 +162,12 @@ def traced_mask(given: Tensor) -> tuple[Mask, Tensor | None]:
 
     Compiled code can't ask a tensor for its content: the mask stays dense.
     """
-    if given.dtype == torch.bool:
-        return TracedDense(four(given)), None
-    seen = ~(given <= HIDDEN)
-    return TracedDense(four(seen)), given.masked_fill(~seen, 0)
+    bias = None
+    seen = four(given)
+    if seen.dtype != torch.bool:
+        seen = ~(seen <= HIDDEN)
+        bias = four(given).masked_fill(~seen, 0)
+    return TracedDense.of(seen, seen.any(-2)), bias
 
 
 def _offset(first: Tensor, last: Tensor) -> int | None:

@@ -182,7 +182,7 @@ def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -
     rows = as_int(rows)
     if rows >= queries:
         return None
-    seen = torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
+    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return (_strata if seen or capturing else _known_strata)(rows, queries, device)
 

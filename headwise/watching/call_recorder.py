@@ -27,7 +27,6 @@ from headwise.watching.seen_call import (
     address,
     bent,
     first_position,
-    kind_of,
     newest_key,
     padding_rows,
 )
@@ -92,19 +91,26 @@ class CallRecorder:
             self.boards[device] = Board(Columns(self.options.stats), device)
         return self.boards[device]
 
-    def group_board(self, group: int, device: torch.device) -> Board:
+    def group_board(self, group: tuple[int, str], device: torch.device) -> Board:
         """The board of layers that are built alike and run compiled: it must not move."""
-        key = (device, group)
+        key = (device, *group)
         if key not in self.boards:
             self.boards[key] = Board(Columns(self.options.stats), device)
         return self.boards[key]
 
-    def traced_layer(self, name: str, heads: int, board: Board) -> WatchedLayer | None:
-        """The layer of a module that runs compiled; None if it was not asked for."""
+    def traced_layer(
+        self, module: str, again: int, kind: Kind, heads: int, board: Board
+    ) -> WatchedLayer | None:
+        """The layer of a module that runs compiled; None if it was not asked for.
+
+        `again` counts its calls before in the same pass.
+        """
+        name = self._distinct(f"{module}#{again}" if again else module, kind)
         if name not in self._selected:
-            self._select(name, kind_of(name), heads, known=False)
+            self._select(name, kind, heads, known=False)
         layer = self.layers.get(name)
-        if layer is not None and not layer.compiled:
+        moves = layer is not None and (layer.slot is None or layer.slot.board is not board)
+        if layer is not None and moves:
             layer.slot = board.slot(heads) if layer.slot is None else layer.slot.moved(board)
             layer.compiled = layer.recorded = True
         return layer
@@ -372,6 +378,10 @@ class CallRecorder:
         self._calls[name] = again + 1
         if again and kind == "self" and not self._past and self._depth:
             name = f"{name}#{again}"
+        return self._distinct(name, kind)
+
+    def _distinct(self, name: str, kind: Kind) -> str:
+        """A name that no layer of another kind has."""
         known = self.layers.get(name)
         return name if known is None or known.kind == kind else f"{name}#{kind}"
 

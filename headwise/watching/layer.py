@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -40,11 +41,26 @@ class WatchedLayer:
     slot: Slot | None = field(default=None, repr=False)  # where its figures accumulate
     recorded: bool = False  # something of it was seen since the last step
     compiled: bool = False  # its rows are recorded by compiled code, which does not tell when
+    late: Callable[[tuple[str, ...]], SeenCall | None] | None = field(default=None, repr=False)
+    """The call that compiled code ran last, with these statistics; None if it ran none since."""
     ended: bool = False  # the next call begins a new pass, whatever it looks like
+    _ran: bool = False  # in compiled code, since the last step
     _calls: list[SeenCall] = field(default_factory=list, repr=False)
+
+    def adopt(self) -> None:
+        """Take over the call that compiled code ran last: it is a pass of its own."""
+        found = None if self.late is None else self.late(self.stats)
+        if found is not None:
+            self._calls, self.ended, self._ran = [found], False, True
+
+    def has_run(self) -> bool:
+        """True if compiled code ran it since the last step."""
+        self.adopt()
+        return self._ran
 
     def add(self, seen: SeenCall, continuing: bool) -> None:
         """Keep a call: as further rows of the last pass, or as a new one."""
+        self.adopt()
         if not continuing:
             self._calls.clear()
         self.ended = False
@@ -69,16 +85,19 @@ class WatchedLayer:
     @property
     def prompted(self) -> bool:
         """True if the pass began with more than one token, as generating does."""
+        self.adopt()
         return bool(self._calls) and self._calls[0].queries > 1
 
     @property
     def last(self) -> SeenCall | None:
         """The last call that was kept."""
+        self.adopt()
         return self._calls[-1] if self._calls else None
 
     @property
     def length(self) -> int:
         """The number of query rows in the last pass."""
+        self.adopt()
         return sum(part.queries for part in self._calls)
 
     @property
@@ -92,6 +111,7 @@ class WatchedLayer:
         return Observation(values, torch.cat([x.highest for x in seen], 2), rows)
 
     def _rows_seen(self) -> list[Observation]:
+        self.adopt()
         seen = [part.observation for part in self._calls if part.observation is not None]
         if not seen or len(seen) < len(self._calls):
             raise ValueError(
@@ -118,6 +138,7 @@ class WatchedLayer:
 
     def map(self) -> AttentionMap:
         """The weights of the last pass, as a matrix (B, Hq, N, M) that is never stored."""
+        self.adopt()
         calls = [part.call for part in self._calls if part.call is not None]
         if not calls or len(calls) < len(self._calls):
             raise ValueError(
@@ -191,7 +212,8 @@ class WatchedLayer:
 
     def close(self) -> None:
         """Note that a step has ended: the figures start anew, and the pass ends."""
-        self.recorded, self.ended = self.compiled, True
+        self.adopt()
+        self.recorded, self.ended, self._ran = self.compiled, True, False
         self._calls = [part.emptied() if part.observation is None else part for part in self._calls]
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headwise.bias import ALiBi, Bias, RelativeBuckets
-from headwise.core.intervals import Mask
+from headwise.core.intervals import Both, Mask
+from headwise.core.mask_reading import PackedIntervals, TracedDense
 from headwise.core.observation import Observation
 from headwise.core.patterns import Causal, Window
 from headwise.core.place import Place
@@ -120,13 +121,20 @@ def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:
     tensor([[0, 0, 0, 0],
             [0, 0, 0, 1]], dtype=torch.int32)
     """
-    if mask is None or isinstance(mask, Causal | Window):
-        return None  # they hide no token from itself
+    if mask is None or _shows_itself(mask):
+        return None
     place = Place.of(q, k)
     shown = _shown_keys(mask, place)
     stands = mask.alignment(place)
     first = stands if isinstance(stands, int) else place.offset
     return ~shown[:, first : first + place.queries].expand(q.shape[0], -1)
+
+
+def _shows_itself(mask: Mask) -> bool:
+    """True if it is certain that a mask hides no token from itself."""
+    if isinstance(mask, Both):
+        return _shows_itself(mask.a) and _shows_itself(mask.b)
+    return isinstance(mask, Causal | Window | PackedIntervals)
 
 
 def bent(call: Call) -> str | None:
@@ -167,6 +175,8 @@ def address(x: Tensor) -> int:
 
 def _shown_keys(mask: Mask, place: Place) -> Tensor:
     """The keys that some row may look at, (B|1, M) bool."""
+    if isinstance(mask, TracedDense):
+        return mask.shown.any(1)
     if mask.pieces == 0:
         dense = mask.to_dense(place)
         if dense.shape[-2:] != (place.queries, place.keys):

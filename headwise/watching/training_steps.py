@@ -85,7 +85,10 @@ class SteppedRecording(Recording):
 
     @property
     def unread(self) -> list[str]:
-        return list(self._recorder.unread.reasons)
+        unread = self._recorder.unread
+        if not self.steps:  # else the table of a step has looked, and nobody waits here
+            unread.look({slot.board: slot.board.now for slot, _ in unread.compiled.values()})
+        return list(unread.reasons)
 
     @property
     def series(self) -> list[Entry]:  # type: ignore[override]
@@ -115,6 +118,7 @@ class SteppedRecording(Recording):
     def heads(self) -> Table:
         recorded = [layer for layer in self.layers if layer.recorded]
         if not recorded:
+            self._recorder.unread.warn()
             return super().heads()
         copies = {board: board.copy() for board in self._recorder.boards.values()}
         table = self._table(recorded, copies, self._recorder.proofs.take())
@@ -173,17 +177,18 @@ class SteppedRecording(Recording):
     def optimised(self, optimiser: Optimizer, *_: object) -> None:
         """An optimiser made a step: a training step ends, if the model ran and it is its own.
 
-        Nobody sees the model run in a step that is passed over, and compiled code does not tell
-        when it runs: the optimiser that ended the last step ends those.
+        Nobody sees the model run in a step that is passed over: the optimiser that ended the last
+        step ends those.
         """
         if self._by_hand:
             return
         last = None if self._optimiser is None else self._optimiser()
-        seen = self._recorder.active and not any(layer.compiled for layer in self.layers)
-        if self._passes != self._recorder.passes:
+        ran = self._passes != self._recorder.passes or any([x.has_run() for x in self.layers])
+        if ran:
             ends = self._is_ours(optimiser)
         else:
-            ends = not seen and (optimiser is last or (last is None and self._is_ours(optimiser)))
+            first = last is None and self._is_ours(optimiser)
+            ends = not self._recorder.active and (optimiser is last or first)
         if ends:
             self._optimiser = weakref.ref(optimiser)
             self._end_step()
@@ -208,7 +213,7 @@ class SteppedRecording(Recording):
         if self._recorder.active:
             self._settle()  # the step before: its figures have arrived by now
             with self._going_on("ending a step"):
-                if not self.unread:  # else it was reported
+                if not self._recorder.unread.reasons:  # else it was reported
                     self.check()
                 self._take()
             for layer in self.layers:
@@ -252,6 +257,7 @@ class SteppedRecording(Recording):
         boards = {board: copy.read() for board, copy in copies.items()}
         for module in compared:
             self._judge(module, [x for x in layers if x.module == module], boards)
+        self._recorder.unread.look(boards)
         self._recorder.unread.warn()
         left = [layer for layer in layers if layer.name in self._recorder.layers]
         matches = self._recorder.matches

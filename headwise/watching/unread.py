@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
+from headwise.watching.board import Board, Slot
 
 
 @dataclass
@@ -17,6 +20,8 @@ class UnreadModules:
     strict: bool
     asked_for: Callable[[str], bool]  # by the watch's options
     reasons: dict[str, str] = field(default_factory=dict)
+    compiled: dict[str, tuple[Slot, str]] = field(default_factory=dict)
+    """Where compiled code counts calls that can't be read, by module, and why they can't."""
     _reported: int = 0
 
     @contextmanager
@@ -43,6 +48,13 @@ class UnreadModules:
         if self.strict:
             raise ValueError(f"{name or 'the model'} can't be watched: {reason}") from error
         self.reasons.setdefault(name, reason)
+
+    def look(self, boards: Mapping[Board, Tensor]) -> None:
+        """Note the modules whose unread calls compiled code has counted on these boards."""
+        for name, (slot, reason) in self.compiled.items():
+            known = name in self.reasons or slot.board not in boards
+            if not known and boards[slot.board][slot.number, 0, 0] > 0:
+                self.fail(name, ValueError(reason))
 
     def warn(self) -> None:
         """Warn of the modules that could not be read since the last warning."""

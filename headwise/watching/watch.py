@@ -384,12 +384,13 @@ class Watch(SteppedRecording):
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""
         recorder, known = self._recorder, self._recorder.known()
-        if recorder.passes and not known and recorder.active and not self.series:
-            if self.unread:
-                raise ValueError(
-                    f"no attention could be read in this {type(self.model).__name__}; "
-                    + described(recorder.unread.reasons)
-                )
+        unseen = not known and recorder.active and not self.series
+        if (unseen or self.options.strict) and self.unread:  # which a strict one raises by itself
+            raise ValueError(
+                f"no attention could be read in this {type(self.model).__name__}; "
+                + described(recorder.unread.reasons)
+            )
+        if unseen and recorder.passes:
             raise ValueError(
                 f"no attention was found in this {type(self.model).__name__}. headwise reads its "
                 "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, "

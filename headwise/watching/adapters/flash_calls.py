@@ -15,6 +15,7 @@ from headwise.bias import ALiBi
 from headwise.core.intervals import Mask
 from headwise.nn.call import Call
 from headwise.score import Dot
+from headwise.watching.adapters import traced
 from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
@@ -61,6 +62,8 @@ def _replacement(owner: Any, name: str) -> Replacement[Listener]:
 def _make(original: Any, users: list[Listener]) -> Callable[..., Any]:
     @functools.wraps(original)
     def attend(*given: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _traced(original, given, options)
         for listener in users:
             if listener.frames and not is_taken():
                 return _observed(listener, original, given, options)
@@ -91,6 +94,21 @@ def _observed(
         silenced = recorder.silence(name, whole, axis=-2)
     silenced = silenced if out.ndim == 4 else silenced[0]
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
+
+
+def _traced(function: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The function's own result in compiled code, with its figures."""
+    module = traced.current()
+    with traced.taken():
+        result = function(*given, **options)
+    out = result[0] if isinstance(result, tuple) else result
+    found = traced.attempt(module, lambda: read(function.__name__, given, options), out)
+    if found is not None:
+        call, dropped = found
+        across = call.mask is None and lengths_differ(call.q, call.k)
+        shown = None if dropped else (out if out.ndim == 4 else out[None]).transpose(1, 2)
+        traced.beside(module, call, across, out=shown)
+    return result
 
 
 def read(function: str, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Call, bool]:
@@ -133,6 +151,8 @@ def _mask(named: dict[str, Any], causal: bool, keys: int) -> Mask | None:
         found.append(masks.window(left, 0 if causal else right))
     ends = named.get("cu_seqlens_q")
     if isinstance(ends, Tensor):
+        if torch.compiler.is_compiling():
+            raise ValueError("its cu_seqlens are a tensor, which compiled code can't look into")
         if not torch.equal(ends, named["cu_seqlens_k"]):
             raise ValueError("its packed queries and keys are of different lengths")
         lengths = ends.diff().long()

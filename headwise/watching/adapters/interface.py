@@ -198,6 +198,8 @@ def _flat(
         reach = masks.window(width - 1, 0 if causal else width - 1, offset)
         mask = reach if mask is None else mask & reach
     if given.mask is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError("its padding (B, M) is a tensor, which compiled code can't look into")
         shown = given.mask[:, -k.shape[2] :].bool()
         shown = shown[:, None, None].expand(-1, 1, q.shape[2], -1)
         padding = read_mask(shown, stands, _edge(begins, k))
@@ -218,6 +220,8 @@ def _of_blocks(
     blocks: Any, q: Tensor, k: Tensor, stands: bool | int, begins: Tensor | None
 ) -> Mask:
     """FlexAttention's BlockMask, read from its rule a few rows at a time."""
+    if torch.compiler.is_compiling():
+        raise ValueError("its mask is a BlockMask, which compiled code can't look into")
     batch, heads = blocks.shape[:2]
     return by_rows(
         blocks.mask_mod, (batch, heads, q.shape[2], k.shape[2]), q.device, stands, begins

@@ -125,14 +125,17 @@ def _traced(
     if isinstance(module, nn.MultiheadAttention):
         with traced.taken():
             out = original(module, *given, **options)
-        call, kind, padding = _read(module, *given, **options)
-        traced.beside(module, call, kind == "cross", padding)
+        read = traced.attempt(module, lambda: _read(module, *given, **options), out[0])
+        if read is not None:
+            call, kind, padding = read
+            traced.beside(module, call, kind == "cross", padding)
         return out
     if not isinstance(module, nn.TransformerEncoderLayer):
         return original(module, *given, **options)
-    before = traced.NOW.recorded
+    before = len(traced.ATTENDED)
     out = original(module, *given, **options)
-    if traced.NOW.recorded == before and isinstance(module.self_attn, nn.MultiheadAttention):
+    calls = len(traced.ATTENDED) > before
+    if not calls and isinstance(module.self_attn, nn.MultiheadAttention):
         _traced_layer(module, *given, **options)
     return out
 

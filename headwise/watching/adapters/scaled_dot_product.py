@@ -15,6 +15,7 @@ from headwise.core.place import four
 from headwise.mask import Mask, causal
 from headwise.nn.call import Call
 from headwise.score import Dot
+from headwise.watching.adapters import traced_masks
 from headwise.watching.seen_call import Kind
 
 SCALED_DOT_PRODUCT = F.scaled_dot_product_attention
@@ -29,7 +30,9 @@ class MaskMemo:
 
     def recall(self, make: Callable[[], Made], tensor: Tensor, *options: object) -> Made:
         """The result of `make` for this tensor, unchanged since, and these options."""
-        if torch.compiler.is_compiling() or tensor.is_inference():
+        if torch.compiler.is_compiling():
+            return traced_masks.recall(make, tensor, *options)
+        if tensor.is_inference():
             return make()  # it does not count its changes
         for known, version, given, found in self._made:
             if known() is tensor and version == tensor._version and given == options:

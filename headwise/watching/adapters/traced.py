@@ -1,76 +1,60 @@
 """Attention in compiled code: while it is traced, operators that record figures join its graph.
 
-The compiler reads this file as part of the model. Everything that a traced call needs hangs on its
-module: a group number, the same for modules that are built alike, so that equal layers share one
-graph; and a `Tap`, the board and its place on the board, which are prepared by plain Python as soon
-as the number of heads is known.
+The compiler reads this file as part of the model.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from headwise.api import observe, statistics
 from headwise.core.observation import Observation
-from headwise.core.spans import Span, within
+from headwise.core.spans import within
 from headwise.nn.call import Call
+from headwise.watching.adapters import traced_masks, traced_modules
+from headwise.watching.adapters.last_call import LastCall
+from headwise.watching.adapters.traced_graph import UnreadCall, constant, unread_call
+from headwise.watching.adapters.traced_masks import RUNNING
+from headwise.watching.adapters.traced_modules import (
+    GROUP,
+    UNREAD,
+    Attending,
+    Tap,
+    board_name,
+    key,
+    last_name,
+    place_name,
+    tap_name,
+)
 from headwise.watching.board import record
-from headwise.watching.call_recorder import WITHIN, CallRecorder, plain_statistics
-from headwise.watching.seen_call import Kind, padding_rows
+from headwise.watching.call_recorder import norms, plain_statistics
+from headwise.watching.seen_call import padding_rows
 
-GROUP, TAP, BOARD, PLACE = (f"_headwise_{name}" for name in ("group", "tap", "board", "place"))
-
-
-@dataclass(frozen=True)
-class Tap:
-    """The looking options of a layer: constants of its graph."""
-
-    kind: Kind
-    heads: int
-    stats: tuple[str, ...]
-    rows: int | None
-    sink_keys: int
-    columns: tuple[str, ...]  # the statistics that the board has columns for
-    maxima: tuple[int, ...]
-    minima: tuple[int, ...]
-    spans: tuple[tuple[str, Span], ...] = ()
-
-    def look(self, call: Call, across: bool) -> dict[str, Any]:
-        """The statistics of a call that are asked for."""
-        stats = plain_statistics(self.stats)
-        if across or self.kind == "cross":
-            stats = tuple(name for name in stats if name not in WITHIN)
-        spans = within(dict(self.spans), call.k.shape[2])
-        return {"stats": stats, "sink_keys": self.sink_keys, "spans": spans}
+Read = TypeVar("Read")
 
 
-class Tracing:
-    """The module whose forward is being traced; None outside of compiled code."""
-
-    def __init__(self) -> None:
-        self.module: nn.Module | None = None
-        self.recorded = 0  # calls of the traced code so far
+ATTENDED: list[nn.Module] = []
+"""The modules of the region that is being traced that attended so far, once for each time."""
 
 
-NOW = Tracing()
+def current() -> nn.Module | None:
+    """The module whose forward is being traced; None inside a call that is read already."""
+    return RUNNING[-1] if RUNNING else None
 
 
 @contextmanager
 def taken() -> Iterator[None]:
-    """Mark a call that is recorded already, so that what it calls is not counted again."""
-    before = NOW.module
-    NOW.module = None
+    """Mark a call that an adapter reads, so that what it calls is not counted again."""
+    _enter(None)
     try:
         yield
     finally:
-        NOW.module = before
+        _leave()
 
 
 def run(
@@ -80,158 +64,183 @@ def run(
     options: dict[str, Any],
 ) -> Any:
     """Run a module's forward, and remember that it is running."""
-    before = NOW.module
-    NOW.module = module
+    if RUNNING and RUNNING[-1] is None:
+        return original(module, *given, **options)
+    _enter(module)
     try:
         return original(module, *given, **options)
     finally:
-        NOW.module = before
-        if before is None:
-            NOW.recorded = 0
+        _leave()
+        if not RUNNING:
+            ATTENDED.clear()
+            traced_masks.forget()
+
+
+def _enter(module: nn.Module | None) -> None:
+    _look_back()
+    RUNNING.append(module)
+
+
+def _leave() -> None:
+    _look_back()
+    RUNNING.pop()
+
+
+def _look_back() -> None:
+    """Count attention of the current module that was traced and that nobody read."""
+    module = current()
+    if _find_unread(_group(module)):
+        _count_unread(module)
+
+
+def attempt(module: nn.Module | None, read: Callable[[], Read], x: Tensor) -> Read | None:
+    """The call that `read` returns; None if it raises ValueError, and then it is counted."""
+    try:
+        return read()
+    except ValueError as error:
+        _refuse(_group(module), str(error), x.device.type, x.device.index)
+    _count_unread(module)
+    return None
 
 
 def beside(
-    module: nn.Module | None, call: Call, across: bool = False, padding: Tensor | None = None
+    module: nn.Module | None,
+    call: Call,
+    across: bool = False,
+    padding: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> None:
-    """Record the figures of a call whose output the model computes itself."""
-    tap = _tap(module, call.q)
-    if module is None or tap is None:
-        return
-    q, k, v = (x.detach() for x in call[:3])
-    options = call.options()
-    del options["dropout"], options["engine"]
-    seen = statistics(q, k, v, **options, **tap.look(call, across), rows=tap.rows)
-    _record(module, tap, call, across, padding, seen)
+    """Record the figures of a call whose output (B, Hq, N, Dv) the model computes itself."""
+    way, tap = _prepared(module, call.q, across)
+    if module is not None and tap is not None:
+        _beside(module, way, tap, call, padding, out)
 
 
 def inside(
     module: nn.Module | None, call: Call, across: bool = False, padding: Tensor | None = None
 ) -> Tensor:
-    """Compute the output (B, Hq, N, Dv) of a call, and record its figures from the same pass."""
-    tap = _tap(module, call.q)
-    if module is None or tap is None:
-        return call.attend()
-    if tap.rows is not None or call.engine != "auto" or call.q.device.type == "cpu":
+    """Compute the output (B, Hq, N, Dv) of a call, and record its figures from the same pass.
+
+    They are computed beside it where a recorder does so, and on a CPU.
+    """
+    way, tap = _prepared(module, call.q, across)
+    apart = call.engine != "auto" or bool(call.dropout) or call.q.device.type == "cpu"
+    if module is None or tap is None or apart or tap.rows is not None:
         with taken():
             out = call.attend()
-        beside(module, call, across, padding)
+        if module is not None and tap is not None:
+            _beside(module, way, tap, call, padding, out)
         return out
-    out, seen = observe(call.q, call.k, call.v, **call.options(), **tap.look(call, across))
-    seen.values = {name: value.detach() for name, value in seen.values.items()}
-    _record(module, tap, call, across, padding, seen)
+    with taken():
+        out, seen = observe(*call[:3], **call.options(), **_asked(tap, call.k))
+        seen.values = {name: value.detach() for name, value in seen.values.items()}
+        _record(module, way, tap, call, padding, seen)
     return out
 
 
-def _record(
-    module: nn.Module,
-    tap: Tap,
-    call: Call,
-    across: bool,
-    padding: Tensor | None,
-    seen: Observation,
+def _beside(
+    module: nn.Module, way: str, tap: Tap, call: Call, padding: Tensor | None, out: Tensor | None
 ) -> None:
-    if padding is None and not across and tap.kind == "self":
+    q, k, v = (x.detach() for x in call[:3])
+    options, asked = call.options(), _asked(tap, k)
+    del options["dropout"], options["engine"]
+    known = out is not None and not call.dropout and out.shape[:3] == q.shape[:3]
+    if known:  # its norm needs no values and no second weighting of them
+        asked["stats"] = tuple(name for name in asked["stats"] if name != "output_norm")
+        v = v[..., :0]
+    with taken():
+        rows = None
+        if tap.rows is not None:
+            rows = traced_masks.sampled(tap.rows, q.shape[2], q.device)
+        seen = statistics(q, k, v, **options, **asked, rows=rows)
+        if out is not None and known and "output_norm" in tap.stats:
+            seen.values["output_norm"] = norms(out.detach(), seen)
+        _record(module, way, tap, call, padding, seen)
+
+
+def _record(
+    module: nn.Module, way: str, tap: Tap, call: Call, padding: Tensor | None, seen: Observation
+) -> None:
+    if padding is None and tap.kind == "self":
         padding = padding_rows(call.mask, call.q, call.k)
-    NOW.recorded += 1
+    last: LastCall = getattr(module, last_name(way))
+    last.set(call)
+    if tap.maps:
+        last.keep(call, seen, padding)
     values = [seen.values.get(name) for name in tap.columns]
-    record(
-        getattr(module, BOARD),
-        getattr(module, PLACE),
-        values,
-        seen.highest,
-        seen.padding_of(padding),
-        None,
-        list(tap.maxima),
-        list(tap.minima),
-    )
+    board, place = getattr(module, board_name(way)), getattr(module, place_name(way))
+    extremes = list(tap.maxima), list(tap.minima)
+    record(board, place, values, seen.highest, seen.padding_of(padding), None, *extremes)
 
 
-def _tap(module: nn.Module | None, q: Tensor) -> Tap | None:
-    """The tap of a module that attends with queries (B, Hq, N, D); None if it is not watched."""
-    group = None if module is None else getattr(module, GROUP, None)
-    if module is None or group is None:
-        return None
-    _prepare(group, q.shape[1], q.device.type, q.device.index)
-    tap: Tap | None = getattr(module, TAP, None)
-    return tap
+def _asked(tap: Tap, k: Tensor) -> dict[str, Any]:
+    """The statistics of a layer with keys (B, Hkv, M, D), and what its map needs."""
+    stats = plain_statistics(tap.stats)
+    if tap.maps and tap.rows is None and "lse" not in stats:
+        stats = (*stats, "lse")
+    spans = within(dict(tap.spans), k.shape[2])
+    return {"stats": stats, "sink_keys": tap.sink_keys, "spans": spans}
 
 
-def _prepare(group: int, heads: int, device: str, index: int | None) -> bool:
+def _group(module: nn.Module | None) -> int:
+    return -1 if module is None else getattr(module, GROUP, -1)
+
+
+def _prepared(module: nn.Module | None, q: Tensor, across: bool) -> tuple[str, Tap | None]:
+    """How a module attends with queries (B, Hq, N, D), and its tap; None if it is not watched."""
+    group = _group(module)
+    if group < 0:
+        return "", None
+    again = 0 if across else sum([one is module for one in ATTENDED])
+    if module is not None and not across:
+        ATTENDED.append(module)
+    _prepare(group, again, across, q.shape[1], q.device.type, q.device.index)
+    way = key(again, across)
+    return way, getattr(module, tap_name(way), None)
+
+
+def _count_unread(module: nn.Module | None) -> None:
+    """Count a call that can't be read, in the place of its module for those."""
+    tap: Tap | None = getattr(module, tap_name(UNREAD), None)
+    if tap is None:
+        return
+    board, place = getattr(module, board_name(UNREAD)), getattr(module, place_name(UNREAD))
+    one = torch.zeros(1, 1, 1, device=board.device)
+    extremes = list(tap.maxima), list(tap.minima)
+    record(board, place, [None for _ in tap.columns], one, None, None, *extremes)
+
+
+@constant
+def _prepare(
+    group: int, again: int, across: bool, heads: int, device: str, index: int | None
+) -> bool:
     """Prepare the modules of a group in every watched model."""
+    traced_modules.prepare(Attending(group, again, across, heads, _device(device, index)))
+    return True
+
+
+@constant
+def _refuse(group: int, reason: str, device: str, index: int | None) -> bool:
+    """Note that a call of a group's module can't be read."""
+    call = UnreadCall(f"{reason} (in compiled code)", _device(device, index))
+    traced_modules.refuse(group, call)
+    return True
+
+
+@constant
+def _find_unread(group: int) -> bool:
+    """True if something was traced since the last time that is attention, and that nobody read."""
     if torch.compiler.is_exporting():
         raise ValueError(
             "a watched model can't be exported: detach() the watch first. A model whose forward "
             "returns the figures of hw.observe exports with them"
         )
-    for model in list(_attached):
-        model.prepare(group, heads, torch.device(device if index is None else f"{device}:{index}"))
+    found = unread_call()
+    if found is None or group < 0:
+        return False
+    traced_modules.refuse(group, found)
     return True
 
 
-# The mark of torch.compiler.assume_constant_result, which itself imports the compiler: the function
-# runs while a graph is traced, and its result is a constant there.
-_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-class TracedModel:
-    """The modules of a watched model that compiled code may run, and their places on boards."""
-
-    def __init__(self, names: dict[nn.Module, str], recorder: CallRecorder) -> None:
-        self.names, self.recorder = names, recorder
-        for module in names:
-            setattr(module, GROUP, _group(module))
-        for module in names:
-            if module in _known:  # its graph is there already
-                self.prepare(getattr(module, GROUP), *_known[module])
-        _attached.append(self)
-
-    def detach(self) -> None:
-        """Take everything off the modules again."""
-        _attached.remove(self)
-        for module in self.names:
-            for name in (GROUP, TAP, BOARD, PLACE):
-                vars(module).pop(name, None)
-
-    def prepare(self, group: int, heads: int, device: torch.device) -> None:
-        """Give every module of a group its place on the group's board."""
-        mine = [module for module in self.names if getattr(module, GROUP) == group]
-        if not mine or TAP in vars(mine[0]):
-            return
-        options, board = self.recorder.options, self.recorder.group_board(group, device)
-        board.reserve(len(mine), heads)
-        columns = board.columns
-        for module in mine:
-            _known[module] = (heads, device)
-            layer = self.recorder.traced_layer(self.names[module], heads, board)
-            if layer is None:
-                setattr(module, TAP, None)
-                continue
-            assert layer.slot is not None
-            tap = Tap(
-                layer.kind,
-                heads,
-                layer.stats,
-                options.rows,
-                options.sink_keys,
-                columns.stats,
-                columns.maxima,
-                columns.minima,
-                tuple(options.spans.items()),
-            )
-            setattr(module, TAP, tap)
-            setattr(module, BOARD, board.now)
-            setattr(module, PLACE, torch.tensor([layer.slot.number], device=device))
-        self.recorder.renumber(self.names.values())
-
-
-_attached: list[TracedModel] = []
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[int, torch.device]] = weakref.WeakKeyDictionary()
-_groups: dict[object, int] = {}
-
-
-def _group(module: nn.Module) -> int:
-    """A number that modules of the same class, widths and heads share."""
-    shapes = tuple(tuple(x.shape) for x in module.parameters())
-    heads = tuple((key, x) for key, x in vars(module).items() if "head" in key and type(x) is int)
-    kind = (type(module).__module__, type(module).__qualname__)
-    return _groups.setdefault((kind, shapes, heads), len(_groups))
+def _device(kind: str, index: int | None) -> torch.device:
+    return torch.device(kind if index is None else f"{kind}:{index}")

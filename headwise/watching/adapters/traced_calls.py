@@ -9,28 +9,33 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from headwise.api import attention
+from headwise.nn.call import Call
+from headwise.score import Dot
 from headwise.watching.adapters import traced
 from headwise.watching.adapters.module_forwards import named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, places
 from headwise.watching.adapters.scaled_dot_product import (
     SCALED_DOT_PRODUCT,
     MaskMemo,
+    lengths_differ,
     scaled_dot_product,
 )
 from headwise.watching.adapters.torch_calls import Listener, may_attend
+from headwise.watching.adapters.traced_modules import TracedModel
 
 _memo = MaskMemo()
+_DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
 
 
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Let the compiler trace the attention of a model with its figures; returns the undoing."""
     names = {module: name for name, module in named_modules(model) if may_attend(module)}
-    undo: list[Undo] = [traced.TracedModel(names, listener.recorder).detach, _allow_checkpoints()]
-    for owner, name in set(places(model, _is_scaled_dot_product, F)):
-        undo.append(_replacement(owner, name).add(listener))
-    return undo
+    undo: list[Undo] = [TracedModel(names, listener.recorder).detach, _allow_checkpoints()]
+    found = set(places(model, _is_attention, F, sys.modules["headwise"]))
+    return undo + [_replacement(owner, name).add(listener) for owner, name in found]
 
 
 def _allow_checkpoints() -> Undo:
@@ -46,8 +51,9 @@ def _allow_checkpoints() -> Undo:
     return lambda: None if before is None else setattr(config, name, before)
 
 
-def _is_scaled_dot_product(value: object) -> bool:
-    return value is SCALED_DOT_PRODUCT or hasattr(value, "__watched_sdpa__")
+def _is_attention(value: object) -> bool:
+    known = value is SCALED_DOT_PRODUCT or value is attention
+    return known or hasattr(value, "__watched_attention__")
 
 
 @functools.cache
@@ -56,16 +62,45 @@ def _replacement(owner: Any, name: str) -> Replacement[Listener]:
 
 
 def _make(original: Any, users: list[Listener]) -> Callable[..., Any]:
+    if original is attention:
+        return _make_own(original)
+
     def scaled_dot_product_attention(*given: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            out = original(*given, **options)
-            call, kind = scaled_dot_product(_memo, *given, **options)
-            traced.beside(traced.NOW.module, call, kind == "cross")
-            return out
+            return _traced(original, given, options)
         for listener in users:
             if listener.listens:
                 return listener.scaled_dot_product(original, given, options)
         return original(*given, **options)
 
-    scaled_dot_product_attention.__watched_sdpa__ = True  # type: ignore[attr-defined]
+    scaled_dot_product_attention.__watched_attention__ = True  # type: ignore[attr-defined]
     return scaled_dot_product_attention
+
+
+def _make_own(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """hw.attention in somebody's own module; without the compiler, a listener hears it."""
+
+    @functools.wraps(original)
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        module = traced.current()
+        if not torch.compiler.is_compiling() or module is None or q.ndim != 4:
+            return original(q, k, v, **options)
+        named = {**_DEFAULTS, **options}
+        call = Call(q, k, v, **named | {"score": named["score"] or Dot()})
+        return traced.inside(module, call, call.mask is None and lengths_differ(q, k))
+
+    attend.__watched_attention__ = True  # type: ignore[attr-defined]
+    return attend
+
+
+def _traced(original: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A call of F.scaled_dot_product_attention in compiled code; its output."""
+    module = traced.current()
+    with traced.taken():
+        out = original(*given, **options)
+    read = traced.attempt(module, lambda: scaled_dot_product(_memo, *given, **options), out)
+    if read is not None:
+        call, kind = read
+        shown = out if out.ndim == 4 else None
+        traced.beside(module, call, kind == "cross", out=shown)
+    return out

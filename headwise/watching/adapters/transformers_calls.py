@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.watching.adapters import implementation as ours
-from headwise.watching.adapters import traced
+from headwise.watching.adapters import traced, traced_masks
 from headwise.watching.adapters.interface import (
     InterfaceCall,
     TokenSequence,
@@ -25,6 +25,7 @@ from headwise.watching.adapters.interface import (
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
+from headwise.watching.adapters.traced_masks import RULES
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.proof import without_dropout
 from headwise.watching.seen_call import Kind, kind_of
@@ -90,25 +91,33 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
     """Show the calls of the attention interface to the recorder; returns the undoing."""
     if sys.modules.get("transformers") is None:
         return []  # then no module of the model is from there
+    import transformers
     from transformers import AttentionInterface, PreTrainedModel
 
+    masks = getattr(transformers, "AttentionMaskInterface", None)
     modules = TransformersModules(
         {id(module): name for name, module in named_modules(model)}, recorder
     )
     undo: list[Undo] = [
-        replacement.add(modules) for replacement in _replacements(AttentionInterface, model)
+        replacement.add(modules) for replacement in _replacements(AttentionInterface, masks, model)
     ]
     whole = {id(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     return undo + follow(model, Follower(whole, modules.enter, modules.leave))
 
 
-def _replacements(interface: type, model: nn.Module) -> Iterator[Replacement[TransformersModules]]:
+def _replacements(
+    interface: type, masks: type | None, model: nn.Module
+) -> Iterator[Replacement[TransformersModules]]:
     """Every way in which a model gets a function: as an item, and by `get_interface`.
 
     Before transformers 5 there was only the first, and not for "eager": its function is a global
     of the file that defines the model's attention.
     """
     yield _replacement(interface, "__getitem__")
+    if masks is not None:
+        yield _replacement(masks, "__getitem__")
+        rules = sys.modules["transformers.masking_utils"]
+        yield from (_replacement(rules, name) for name in RULES if hasattr(rules, name))
     if hasattr(interface, "get_interface"):
         yield _replacement(interface, "get_interface")
         return
@@ -119,8 +128,43 @@ def _replacements(interface: type, model: nn.Module) -> Iterator[Replacement[Tra
 
 @functools.cache  # watches share a replacement
 def _replacement(owner: Any, name: str) -> Replacement[TransformersModules]:
-    makers = {"__getitem__": _make_getitem, "get_interface": _make_get_interface}
-    return Replacement(owner, name, makers.get(name, _make_eager))
+    if name in RULES:
+        return Replacement(owner, name, _make_rule)
+    if name == "__getitem__":
+        masks = owner.__name__ == "AttentionMaskInterface"
+        return Replacement(owner, name, _make_mask_getitem if masks else _make_getitem)
+    return Replacement(owner, name, _make_eager if name == _EAGER else _make_get_interface)
+
+
+def _make_mask_getitem(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def getitem(self: Any, key: str) -> Any:
+        function = original(self, key)
+        return _noted(function) if torch.compiler.is_compiling() else function
+
+    return getitem
+
+
+def _make_rule(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
+    name = original.__name__
+
+    @functools.wraps(original)
+    def make(*parts: Any) -> Any:
+        made = original(*parts)
+        return traced_masks.Rule(made, name, parts) if torch.compiler.is_compiling() else made
+
+    return make
+
+
+def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function of transformers whose masks need not be read from their tensors."""
+
+    def mask(*given: Any, **options: Any) -> Any:
+        made = function(*given, **options)
+        traced_masks.note(made, options)
+        return made
+
+    return mask
 
 
 def _make_get_interface(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
@@ -266,7 +310,11 @@ def _traced(function: Callable[..., Any], given: InterfaceCall) -> Any:
         return _run(function, given, look=lambda call: traced.inside(module, call, across))
     with traced.taken():
         result = _run(function, given)
-    traced.beside(module, to_call(given, "cross" if across else "self", None, _memo), across)
+    kind: Kind = "cross" if across else "self"
+    call = traced.attempt(module, lambda: to_call(given, kind, None, _memo), given.q)
+    if call is not None:
+        dropped = bool(given.option("dropout"))
+        traced.beside(module, call, across, out=None if dropped else result[0].transpose(1, 2))
     return result
 
 

@@ -1,0 +1,201 @@
+"""Watched modules that compiled code may run, and what the compiler finds on them.
+
+Everything that a traced call needs hangs on its module: a group number, the same for modules that
+are built alike, so that equal layers share one graph; and a `Tap`, a board and a place on it, which
+plain Python prepares for the whole group while the first of its modules is traced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headwise.core.spans import Span
+from headwise.watching.adapters.last_call import LastCall
+from headwise.watching.adapters.traced_graph import UnreadCall
+from headwise.watching.board import Board, Slot
+from headwise.watching.call_recorder import CallRecorder
+from headwise.watching.seen_call import Kind, kind_of
+
+GROUP = "_headwise_group"
+UNREAD = "unread"
+
+
+@dataclass(frozen=True)
+class Tap:
+    """The looking options of a layer: constants of its graph."""
+
+    kind: Kind
+    stats: tuple[str, ...]
+    rows: int | None
+    maps: bool
+    sink_keys: int
+    columns: tuple[str, ...]  # the statistics that the board has columns for
+    maxima: tuple[int, ...]
+    minima: tuple[int, ...]
+    spans: tuple[tuple[str, Span], ...]
+
+
+@dataclass(frozen=True)
+class Attending:
+    """A way in which the modules of a group attend: how often before in this pass, and to what."""
+
+    group: int
+    again: int
+    across: bool
+    heads: int
+    device: torch.device
+
+    @property
+    def key(self) -> str:
+        """A part of the names of the attributes that belong to it."""
+        return key(self.again, self.across)
+
+
+def key(again: int, across: bool) -> str:
+    """The `key` of `Attending`."""
+    return f"{again}_across" if across else f"{again}"
+
+
+def tap_name(key: str) -> str:
+    """The attribute of a module that is its tap."""
+    return f"_headwise_{key}_tap"
+
+
+def board_name(key: str) -> str:
+    """The attribute of a module that is its board."""
+    return f"_headwise_{key}_board"
+
+
+def place_name(key: str) -> str:
+    """The attribute of a module that is its place on the board, (1,)."""
+    return f"_headwise_{key}_place"
+
+
+def last_name(key: str) -> str:
+    """The attribute of a module that is its last call."""
+    return f"_headwise_{key}_last"
+
+
+class TracedModel:
+    """The modules of a watched model that compiled code may run, and their places on boards."""
+
+    def __init__(self, names: dict[nn.Module, str], recorder: CallRecorder) -> None:
+        self.names, self.recorder = names, recorder
+        for module, name in names.items():
+            setattr(module, GROUP, _group(module, name))
+        for module in names:  # whose graphs are there already
+            for way in _known.get(module, {}).values():
+                self.prepare(way)
+            if module in _refused:
+                self.refuse(getattr(module, GROUP), _refused[module])
+        _attached.append(self)
+
+    def detach(self) -> None:
+        """Take everything off the modules again."""
+        _attached.remove(self)
+        for layer in self.recorder.layers.values():
+            layer.adopt()
+        for module in self.names:
+            for name in [x for x in vars(module) if x.startswith("_headwise_")]:
+                del vars(module)[name]
+
+    def prepare(self, way: Attending) -> None:
+        """Give every module of a group its place on the group's board."""
+        mine = self._group(way.group)
+        if not mine or _is_prepared(mine[0], way.key, way.device):
+            return
+        recorder = self.recorder
+        board = recorder.group_board((way.group, way.key), way.device)
+        board.reserve(len(mine), way.heads)
+        for module in mine:
+            _known.setdefault(module, {})[way.key] = way
+            name = self.names[module]
+            kind: Kind = "cross" if way.across else kind_of(name)
+            layer = recorder.traced_layer(name, way.again, kind, way.heads, board)
+            if layer is None:
+                setattr(module, tap_name(way.key), None)
+                continue
+            assert layer.slot is not None
+            self._put(module, way.key, layer.slot, layer.kind, layer.stats)
+            last = LastCall()
+            setattr(module, last_name(way.key), last)
+            layer.late = last.take
+        recorder.renumber(self.names.values())
+
+    def refuse(self, group: int, call: UnreadCall) -> None:
+        """Let compiled code count the calls of a group's modules that can't be read."""
+        mine = self._group(group)
+        for module in mine:
+            _refused[module] = call
+        if not mine or _is_prepared(mine[0], UNREAD, call.device):
+            return
+        board = self.recorder.group_board((group, UNREAD), call.device)
+        board.reserve(len(mine), 1)
+        for module in mine:
+            name, unread = self.names[module], self.recorder.unread
+            known = unread.compiled.get(name)
+            slot = known[0] if known is not None and known[0].board is board else board.slot(1)
+            unread.compiled[name] = (slot, call.reason)
+            self._put(module, UNREAD, slot, "self", ())
+
+    def _group(self, group: int) -> list[nn.Module]:
+        return [module for module in self.names if getattr(module, GROUP) == group]
+
+    def _put(
+        self, module: nn.Module, key: str, slot: Slot, kind: Kind, stats: tuple[str, ...]
+    ) -> None:
+        """Put a tap on a module, the slot's board and its place there."""
+        options, board = self.recorder.options, slot.board
+        columns = board.columns
+        tap = Tap(
+            *(kind, stats, options.rows, options.maps, options.sink_keys),
+            *(columns.stats, columns.maxima, columns.minima, tuple(options.spans.items())),
+        )
+        setattr(module, tap_name(key), tap)
+        setattr(module, board_name(key), board.now)
+        setattr(module, place_name(key), _place(slot))
+
+
+def prepare(way: Attending) -> None:
+    """Prepare the modules of a group in every watched model."""
+    for model in list(_attached):
+        model.prepare(way)
+
+
+def refuse(group: int, call: UnreadCall) -> None:
+    """Note in every watched model that a call of this group can't be read."""
+    for model in list(_attached):
+        model.refuse(group, call)
+
+
+def _is_prepared(module: nn.Module, key: str, device: torch.device) -> bool:
+    """True if a module has its tap, with a board on this device unless it was not asked for."""
+    board = vars(module).get(board_name(key))
+    return tap_name(key) in vars(module) and (board is None or board.device == device)
+
+
+def _place(slot: Slot) -> Tensor:
+    """The number of a slot, (1,), always the same tensor: CUDA graphs remember its address."""
+    places = _places.setdefault(slot.board, {})
+    if slot.number not in places:
+        places[slot.number] = torch.tensor([slot.number], device=slot.board.device)
+    return places[slot.number]
+
+
+_attached: list[TracedModel] = []
+_places: weakref.WeakKeyDictionary[Board, dict[int, Tensor]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, dict[str, Attending]] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakKeyDictionary[nn.Module, UnreadCall] = weakref.WeakKeyDictionary()
+_groups: dict[object, int] = {}
+
+
+def _group(module: nn.Module, name: str) -> int:
+    """A number that modules of the same class, widths, heads and kind share."""
+    shapes = tuple(tuple(x.shape) for x in module.parameters())
+    heads = tuple((key, x) for key, x in vars(module).items() if "head" in key and type(x) is int)
+    kind = (type(module).__module__, type(module).__qualname__)
+    return _groups.setdefault((kind, shapes, heads, kind_of(name)), len(_groups))

@@ -1,0 +1,69 @@
+"""The work that watching adds to a compiled graph, counted in nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule, Node
+
+import headwise as hw
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS, LENGTH = 2, 100
+FIVE = ("max_logit", "entropy", "top_prob", "sink_mass", "logit_var")
+
+
+def nodes(options: dict[str, Any] | None, padded: bool = False) -> list[Node]:
+    """The nodes of a Llama's forward, watched with these options or not at all."""
+    torch._dynamo.reset()
+    found: list[Node] = []
+
+    def compiler(graph: GraphModule, _: list[Tensor]) -> Any:
+        found.extend(node for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=LAYERS,
+        intermediate_size=64, vocab_size=99, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model: nn.Module = transformers.LlamaModel(config).requires_grad_(False)
+    backend = aot_autograd(fw_compiler=compiler)
+    fast: Any = torch.compile(model, fullgraph=True, backend=backend)
+    ids = torch.randint(0, 99, (2, LENGTH))
+    given = {"attention_mask": torch.ones(2, LENGTH, dtype=torch.long)} if padded else {}
+    if options is None:
+        fast(ids, **given)
+    else:
+        with hw.watch(fast, maps=False, **options):
+            fast(ids, **given)
+    return found
+
+
+def square(found: list[Node]) -> int:
+    """How many nodes make something with one entry per query and key."""
+    values = (node.meta.get("val") for node in found)
+    return sum(isinstance(x, Tensor) and x.shape[-2:] == (LENGTH, LENGTH) for x in values)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Node]:
+    return nodes(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"rows": 64}, 165), ({"stats": FIVE}, 75), ({}, 150)],
+    ids=("rows", "five", "all"),
+)
+def test_a_watched_layer_adds_few_nodes_and_reads_no_mask(
+    plain: list[Node], options: dict[str, Any], most: int
+) -> None:
+    watched = nodes(options)
+    assert (len(watched) - len(plain)) / LAYERS < most
+    assert square(watched) == square(plain)
