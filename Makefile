@@ -40,7 +40,7 @@ test-versions: page ## the oldest, pinned and newest torch, Triton and transform
 	.venv/bin/python tests/versions.py --workers $(WORKERS) $(ROWS)
 
 docs: $(DOCUMENTED) page ## the documentation site, into build/site: search, reference, notebooks, 中文
-	OMP_NUM_THREADS=1 $(RUN) handbook
+	OMP_NUM_THREADS=1 $(RUN) website
 
 wheel: page ## the wheel and the source distribution, into dist/
 	rm -rf build/lib build/bdist.* dist

@@ -14,6 +14,7 @@ import inspect
 import io
 import json
 import textwrap
+import threading
 import tokenize
 from dataclasses import is_dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from headwise.messages import Sentence
 
 HERE = "headwise.lab."
 FRAME = {f"{HERE}{name}" for name in ("charts", "claim", "fingerprint", "laboratory")}
+_ONE_AT_A_TIME = threading.Lock()  # Python 3.11's ast counts its depth for all threads together
 PLAIN = (int, float, complex, str, tuple, list, dict, range, type(None))
 
 
@@ -34,7 +36,9 @@ def fingerprint(experiment: Any, settings: object = None) -> str:
     >>> fingerprint(drawn) == fingerprint(drawn) != fingerprint(jacobian_norm)
     True
     """
-    text = json.dumps([sorted(covered(experiment).items()), settings], sort_keys=True)
+    with _ONE_AT_A_TIME:
+        parts = sorted(covered(experiment).items())
+    text = json.dumps([parts, settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import headwise
-from handbook import reference
-from handbook.checking import broken
-from handbook.contents import ROOT, menu, pages
-from handbook.staging import Stage
+from website import reference
+from website.checking import broken
+from website.contents import ROOT, menu, pages
+from website.staging import Stage
 
 PAGES = {module: reference.page(module) for module in reference.modules()}
 NAMES = [name for module in reference.modules() for name in reference.public(module)]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from handbook.contents import ROOT, Language
+from website.contents import ROOT, Language
 from headwise.lab import drawing, record
 from headwise.lab.claim import TOPICS, Claim
 from headwise.lab.claims import CLAIMS

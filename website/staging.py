@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from handbook.contents import CAPTIONS, ROOT, Language, SitePage, menu
-from handbook.notebook_pages import notebook_page
+from website.contents import CAPTIONS, ROOT, Language, SitePage, menu
+from website.notebook_pages import notebook_page
 
 LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)

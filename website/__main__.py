@@ -1,4 +1,4 @@
-"""Build the site: python -m handbook [--out FOLDER] [--check-outside]"""
+"""Build the site: python -m website [--out FOLDER] [--check-outside]"""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from handbook import checking, reference, results
-from handbook.contents import ROOT, Language, pages
-from handbook.staging import Stage
+from website import checking, reference, results
+from website.contents import ROOT, Language, pages
+from website.staging import Stage
 
-BUILD = ROOT / "build" / "handbook"
+BUILD = ROOT / "build" / "website"
 EXPORTS = {
     "gpt": ["gpt", "--limit", "8MB"],
     "translate": ["translate", "--limit", "4MB"],
@@ -38,7 +38,7 @@ def stage(language: Language) -> Stage:
 def build(stage: Stage, out: Path, builder: str = "html") -> None:
     """Let Sphinx build one language; any warning is an error."""
     command = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", "--keep-going", "-b", builder]
-    command += ["-d", str(BUILD / f"{stage.language}.trees"), "-c", str(ROOT / "handbook")]
+    command += ["-d", str(BUILD / f"{stage.language}.trees"), "-c", str(ROOT / "website")]
     environment = os.environ | {
         "HANDBOOK_LANGUAGE": stage.language,
         "HANDBOOK_SOURCE": str(stage.folder),

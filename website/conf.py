@@ -6,7 +6,7 @@ from typing import Any
 import sphinx.search
 from sphinx.application import Sphinx
 
-from handbook.contents import pages
+from website.contents import pages
 from headwise.version import __version__
 
 chinese = os.environ["HANDBOOK_LANGUAGE"] == "zh"
@@ -35,7 +35,7 @@ html_sidebars = {
     ]
 }
 # Words of Latin letters and pairs of Chinese ones: neither language needs a dictionary.
-sphinx.search.languages["zh"] = "handbook.searching.Pairs"
+sphinx.search.languages["zh"] = "website.searching.Pairs"
 html_search_language = "zh"
 
 myst_enable_extensions = ["colon_fence"]
