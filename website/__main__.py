@@ -40,8 +40,8 @@ def build(stage: Stage, out: Path, builder: str = "html") -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", "--keep-going", "-b", builder]
     command += ["-d", str(BUILD / f"{stage.language}.trees"), "-c", str(ROOT / "website")]
     environment = os.environ | {
-        "HANDBOOK_LANGUAGE": stage.language,
-        "HANDBOOK_SOURCE": str(stage.folder),
+        "SITE_LANGUAGE": stage.language,
+        "SITE_SOURCE": str(stage.folder),
         "PYTHONPATH": str(ROOT),
     }
     subprocess.run([*command, str(stage.folder), str(out)], check=True, env=environment)

@@ -1,4 +1,4 @@
-"""Sphinx's settings for both languages; HANDBOOK_LANGUAGE says which one is built, from where."""
+"""Sphinx's settings for both languages; SITE_LANGUAGE says which one is built, from where."""
 
 import os
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import sphinx.search
 from sphinx.application import Sphinx
 
-from website.contents import pages
 from headwise.version import __version__
+from website.contents import pages
 
-chinese = os.environ["HANDBOOK_LANGUAGE"] == "zh"
+chinese = os.environ["SITE_LANGUAGE"] == "zh"
 other = "en" if chinese else "zh"
 
 project = "headwise"
@@ -22,7 +22,7 @@ templates_path = ["templates"]
 
 html_theme = "furo"
 html_title = "headwise"
-html_extra_path = [os.path.join(os.environ["HANDBOOK_SOURCE"], "_extra")]
+html_extra_path = [os.path.join(os.environ["SITE_SOURCE"], "_extra")]
 html_copy_source = html_show_sourcelink = False
 html_sidebars = {
     "**": [

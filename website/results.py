@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from website.contents import ROOT, Language
 from headwise.lab import drawing, record
 from headwise.lab.claim import TOPICS, Claim
 from headwise.lab.claims import CLAIMS
 from headwise.messages import Sentence
+from website.contents import ROOT, Language
 
 TITLES = {
     "cpu": ("CPU engines", "python -m bench.cpu"),
