@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headwise.files import write_whole
 from headwise.lab import ablations, record
-from headwise.lab.charts import Shown, cells, text
+from headwise.lab.charts import Chart, Shown, cells, text
 from headwise.lab.claim import TOPICS, VERDICTS, Claim, both
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import available, draw
@@ -164,7 +164,7 @@ class ChapterWriter:
 
     @property
     def colon(self) -> str:
-        """A colon, and in English its space."""
+        """The colon of the language."""
         return "：" if self.chinese else ":"
 
     def judged(self, result: Result) -> str:
@@ -207,7 +207,10 @@ class ChapterWriter:
             "| " + " | ".join(self.readable(cell.replace("|", "\\|")) for cell in line) + " |"
             for line in lines
         ]
-        return "\n".join([f"*{self.say(shown.title)}*", "", *written])
+        title = self.say(shown.title)
+        if isinstance(shown, Chart):  # the cells of a chart are what its vertical axis names
+            title += f"（{self.say(shown.y)}）" if self.chinese else f" ({self.say(shown.y)})"
+        return "\n".join([f"*{title}*", "", *written])
 
     def picture(self, id: str) -> str:
         """A link to the picture of a claim."""

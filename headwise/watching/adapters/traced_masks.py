@@ -47,7 +47,7 @@ RULES = ("and_masks", "packed_sequence_mask_function", "sliding_window_overlay")
 """The functions of transformers' masking_utils whose results say here what they are made of."""
 
 
-class Rule:
+class NamedRule:
     """The result of one of `RULES`, and what it is made of."""
 
     def __init__(self, function: Callable[..., Tensor], name: str, parts: tuple[Any, ...]) -> None:
@@ -92,7 +92,7 @@ class KnownMask:
             return True
         if rule is getattr(masking_utils, "bidirectional_mask_function", None):
             return True
-        if not isinstance(rule, Rule):
+        if not isinstance(rule, NamedRule):
             return False
         if rule.name == "sliding_window_overlay":
             self.window = rule.parts[0]

@@ -151,7 +151,7 @@ def _make_rule(original: Any, users: list[TransformersModules]) -> Callable[...,
     @functools.wraps(original)
     def make(*parts: Any) -> Any:
         made = original(*parts)
-        return traced_masks.Rule(made, name, parts) if torch.compiler.is_compiling() else made
+        return traced_masks.NamedRule(made, name, parts) if torch.compiler.is_compiling() else made
 
     return make
 
