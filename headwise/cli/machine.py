@@ -89,14 +89,16 @@ def tried_engines() -> dict[str, str | None]:
 def tried(engine: str, device: torch.device) -> str | None:
     """The reason why an engine fails in a small call or its gradients; None if it works."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    call = attention if engine == "sdpa" else observe  # PyTorch's kernels return no statistics
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the doctor prints what a warning would
         try:
             shape = (3, 1, 2, 256, 64)
             q, k, v = torch.randn(shape, device=device, dtype=dtype).requires_grad_().unbind(0)
-            result = call(q, k, v, mask=causal(), engine=engine)
-            (result if isinstance(result, torch.Tensor) else result[0]).sum().backward()
+            if engine == "sdpa":  # PyTorch's kernels return no statistics
+                out = attention(q, k, v, mask=causal(), engine=engine)
+            else:
+                out, _ = observe(q, k, v, mask=causal(), engine=engine)
+            out.sum().backward()
             attention_map(q, k, mask=causal()).pool(8)
             planned = explain(q, k, v, mask=causal(), observed=engine != "sdpa")
         except Exception as error:  # whatever it is, the doctor goes on

@@ -120,7 +120,7 @@ def observe(
     out, values = _call(
         "observe", (q, k, v), mesh, layout, move, options, found, sink_keys, failure
     )
-    part = tuple(x.detach() for x in (q, k, v[..., :0]))
+    part = q.detach(), k.detach(), v.detach()[..., :0]
     whole = [values[name] for name in NEEDED if marked]
     for name, span in marked.items():
         keys = shown(span, q.device)

@@ -86,7 +86,8 @@ class StreamingCall:
         """This call."""
         return self
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Results:
+    def __call__(self, *tensors: Tensor) -> Results:
+        q, k, v, *rest = tensors
         terms, wants = self.terms, wanted(self.names)
         if terms.sinks is not None:
             terms = terms._replace(sinks=rest[0].to(q.device))

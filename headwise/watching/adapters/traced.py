@@ -132,7 +132,7 @@ def inside(
             _beside(module, way, tap, call, padding, out)
         return out
     with taken():
-        out, seen = observe(*call[:3], **call.options(), **_asked(tap, call.k))
+        out, seen = observe(call.q, call.k, call.v, **call.options(), **_asked(tap, call.k))
         seen.values = {name: value.detach() for name, value in seen.values.items()}
         _record(module, way, tap, call, padding, seen)
     return out
