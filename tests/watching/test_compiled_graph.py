@@ -58,7 +58,11 @@ def plain() -> list[Node]:
 
 @pytest.mark.parametrize(
     ("options", "most"),
-    [({"rows": 64}, 165), ({"stats": FIVE}, 75), ({}, 150)],
+    [
+        pytest.param({"rows": 64}, 165, marks=pytest.mark.slow),
+        ({"stats": FIVE}, 75),
+        pytest.param({}, 150, marks=pytest.mark.slow),
+    ],
     ids=("rows", "five", "all"),
 )
 def test_a_watched_layer_adds_few_nodes_and_reads_no_mask(

@@ -26,7 +26,7 @@ def assert_same_maps(found: hw.Watch, expected: hw.Watch) -> None:
             torch.testing.assert_close(mine.observation.values[name], value, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.parametrize("rows", [None, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_maps_and_rows_are_eagers(checkpointed: bool, rows: int | None) -> None:
     model, x = Stack(checkpointed), torch.randn(2, 17, 32)
@@ -40,6 +40,7 @@ def test_maps_and_rows_are_eagers(checkpointed: bool, rows: int | None) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_a_mask_is_kept_with_its_map() -> None:
     model, ids = llama("sdpa")()
     shown = torch.ones(2, 12, dtype=torch.long)

@@ -83,9 +83,11 @@ def compiled(model: nn.Module) -> nn.Module:
     ("attend", "reason"),
     [
         (written_out, r"its attention is written out.* in compiled code \(test_compiled_unread"),
-        (einsum, "its attention is written out"),
+        pytest.param(einsum, "its attention is written out", marks=pytest.mark.slow),
         (flex, r"it calls flex_attention in compiled code \(test_compiled_unread\.py, line"),
-        (hidden, "it calls scaled_dot_product_attention by a name"),
+        pytest.param(
+            hidden, "it calls scaled_dot_product_attention by a name", marks=pytest.mark.slow
+        ),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

@@ -128,6 +128,10 @@ def mask(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     rule: Any = causal_mask_function if mask_function is None else mask_function
+    if torch.compiler.is_compiling() and attention_mask is None and rule is causal_mask_function:
+        plain = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
+        if plain and q_length == kv_length and options.get("allow_is_causal_skip", True):
+            return None  # the module says that it is causal
     if torch.compiler.is_compiling() or isinstance(q_offset, Tensor):
         given: dict[str, Any] = {
             "q_length": q_length,
