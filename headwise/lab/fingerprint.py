@@ -83,7 +83,10 @@ def _written(value: Any) -> str:
         return str([(key, _written(inside)) for key, inside in value.items()])
     if isinstance(value, list | tuple):
         return str([_written(inside) for inside in value])
-    return value.__qualname__ if isinstance(value, FunctionType) else repr(value)
+    text = value.__qualname__ if isinstance(value, FunctionType) else repr(value)
+    if " at 0x" in text:
+        raise ValueError(f"{text[:80]} has another text in every process; name what it stands for")
+    return text
 
 
 def _functions_in(value: Any) -> list[FunctionType]:

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwise.files import cache_folder
@@ -31,7 +31,7 @@ class Corpus:
     licence: str
     packages: tuple[Package, ...]
     files: tuple[File, ...]
-    extract: Callable[[tuple[Path, ...]], dict[str, bytes]]
+    extract: Callable[[tuple[Path, ...]], dict[str, bytes]] = field(repr=False)
     """Takes the packages' archives; returns the contents of `files` by name."""
 
 
