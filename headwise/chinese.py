@@ -320,6 +320,10 @@ CHINESE: dict[str, str] = {
     "the lab is still running {id}": "实验室还在运行 {id}",
     "wait for it, or stop it": "请等它结束，或先停止它",
     "{id} is a topic; use one of {there}": "{id} 是一个主题；请用其中之一：{there}",
+    (
+        "the full form takes hours without a GPU, and there is none here; --device cpu runs it all "
+        "the same"
+    ): "没有 GPU 时完整形式要跑好几个小时，而这里没有 GPU；加上 --device cpu 仍可运行",
     "there is no claim {id!r}; did you mean {nearest}? headwise lab lists them all": (
         "没有 {id!r} 这条说法；是不是 {nearest}？headwise lab 会列出全部"
     ),

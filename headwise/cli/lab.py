@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -20,7 +21,7 @@ from headwise.lab.laboratory import Lab
 from headwise.lab.long_runs import LabSession
 from headwise.lab.pool import Ended
 from headwise.lab.runner import find, run
-from headwise.messages import said_by
+from headwise.messages import said_by, say
 
 app = typer.Typer(
     name="lab",
@@ -45,6 +46,21 @@ Workers = Annotated[
 Form = Annotated[str | None, typer.Option(hidden=True)]
 
 
+def device_for(form: str, name: str | None) -> torch.device:
+    """The device of a form: a GPU for the full one, unless another is named."""
+    if form != "full" and name is None:
+        return devices.chosen("cpu")
+    device = devices.chosen(name)
+    if form == "full" and name is None and device.type == "cpu":
+        raise ValueError(
+            say(
+                "the full form takes hours without a GPU, and there is none here; --device cpu "
+                "runs it all the same"
+            )
+        )
+    return device
+
+
 def session(
     form: str, device: str | None, folder: Path, minutes: float, workers: int | None
 ) -> LabSession:
@@ -54,7 +70,7 @@ def session(
         how = "" if ended.code == 0 else f"  failed: {ended.last_line}"
         typer.echo(f"{ended.name:<28} {ended.seconds:7.1f} s{how}")
 
-    lab = Lab(form, devices.chosen(device), folder)
+    lab = Lab(form, device_for(form, device), folder)
     return LabSession(lab, workers or devices.usable_cores(), 60 * minutes, tell)
 
 
@@ -141,7 +157,7 @@ def run_claims(
     if minutes is not None:
         with explained(zh):
             claims = list(CLAIMS) if all_of_them else find(ids or [])
-            held = session(form, device if device or full else "cpu", folder, minutes, workers)
+            held = session(form, device, folder, minutes, workers)
             left = long_runs.run_claims(held, claims)
         typer.echo(f"{len(claims) - len(left)} of {len(claims)} claims have results in {folder}")
         if left:
@@ -149,7 +165,7 @@ def run_claims(
         return
     with explained(zh), lab_view.progress(as_json) as tell:
         claims = list(CLAIMS) if all_of_them else find(ids or [])
-        lab = Lab(form, devices.chosen(device if device or full else "cpu"))
+        lab = Lab(form, device_for(form, device))
         try:
             for result in run(claims, lab, folder, again=again, tell=tell):
                 results.append(result)
