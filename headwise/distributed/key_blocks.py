@@ -33,7 +33,7 @@ class Learnable(NamedTuple):
     sinks: Tensor | None
 
 
-class RowResults(NamedTuple):
+class FinishedRows(NamedTuple):
     """The sums of this rank's rows over all keys, and the weights on single keys, if asked."""
 
     sums: Sums
@@ -52,7 +52,7 @@ class KeyBlocks:
     singles: tuple[str, ...]  # of SINGLES
     sink_keys: int
 
-    def forward(self, given: Learnable, width: int, runs: Iterable[KeyRun]) -> RowResults:
+    def forward(self, given: Learnable, width: int, runs: Iterable[KeyRun]) -> FinishedRows:
         """Compute this rank's rows over all runs and merge them; values are `width` wide."""
         part = self._nothing(given, width)
         for run in runs:
@@ -86,7 +86,7 @@ class KeyBlocks:
             sinks, wide,
         )  # fmt: skip
 
-    def _finished(self, part: Partial, width: int, dtype: torch.dtype) -> RowResults:
+    def _finished(self, part: Partial, width: int, dtype: torch.dtype) -> FinishedRows:
         """The results of rows that have seen all keys; the sinks join here."""
         weight = part.weight()
         values = part.values * weight[..., None]
@@ -104,7 +104,7 @@ class KeyBlocks:
             none if part.count is None else part.count,
             part.log_total(),
         )
-        return RowResults(sums, values[..., width:])
+        return FinishedRows(sums, values[..., width:])
 
     def terms(self, given: Learnable, keys: Range) -> Terms:
         """The terms of this rank's rows over a run of keys, without the sinks."""
@@ -149,7 +149,7 @@ class KeyBlocks:
         return start - first_key
 
 
-class RowGradients:
+class RunGradients:
     """Gradients of one call's rows, run by run, from what all runs together gave."""
 
     def __init__(

@@ -31,7 +31,7 @@ from headwise.distributed.key_blocks import (
     SINGLES,
     KeyBlocks,
     Learnable,
-    RowGradients,
+    RunGradients,
 )
 from headwise.distributed.key_exchange import KeyExchange, RangeExchange, RingExchange
 from headwise.distributed.layouts import Layout
@@ -308,7 +308,7 @@ class _Attend(torch.autograd.Function):
         agree(call.ranks, Header("backward"))
         grad_entropy = None if sums.entropy.ndim < 3 else grad_entropy
         learns = bool(ctx.needs_input_grad[5])
-        rows = RowGradients(call.blocks, given, sums, grad_out, grad_lse, grad_entropy, learns)
+        rows = RunGradients(call.blocks, given, sums, grad_out, grad_lse, grad_entropy, learns)
         grad_k, grad_v = call.exchange.gradients(k, v, rows.of)
         found = (rows.total.q, grad_k, grad_v, *rows.total[1:])
         inputs = (q, k, v, *given[1:])

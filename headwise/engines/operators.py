@@ -151,11 +151,13 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
             if grad is not None and x is not None
         ]
 
-    PARTS[engine] = forward, backward
+    def backward_anew(*given: Any) -> list[Tensor]:
+        return backward(LibraryBackward(library_on), *given)
+
+    PARTS[engine] = forward, backward_anew
 
     def packed_backward(*given: Any) -> list[Tensor]:
-        found = backward(LibraryBackward(library_on), *given)
-        return [grad.contiguous() for grad in found]  # as `_backward_shapes` promises
+        return [grad.contiguous() for grad in backward_anew(*given)]  # as `_backward_shapes` says
 
     def differentiated(
         tensors: list[Tensor | None],

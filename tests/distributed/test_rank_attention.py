@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.core.problem import pose
 from headwise.core.sums import ENTROPY
 from headwise.distributed.geometry import geometry
-from headwise.distributed.key_blocks import KeyBlocks, Learnable, RowGradients
+from headwise.distributed.key_blocks import KeyBlocks, Learnable, RunGradients
 from headwise.distributed.key_exchange import KeyRun
 from headwise.engines.plan import choose_partial
 from tests.distributed.cases import SPANS, Case, alone, chosen, distances, joined, spanned, split
@@ -113,7 +113,7 @@ def test_triton_computes_the_parts_too(kind: str) -> None:
     torch.testing.assert_close(sums.entropy, seen.entropy[:, :, 8:].detach(), rtol=1e-4, atol=1e-5)
     grad, grad_entropy = torch.randn_like(sums.out), torch.randn_like(sums.lse)
     ((out[:, :, 8:] * grad).sum() + (seen.entropy[:, :, 8:] * grad_entropy).sum()).backward()
-    rows = RowGradients(blocks, rows_only, sums, grad, None, grad_entropy, False)
+    rows = RunGradients(blocks, rows_only, sums, grad, None, grad_entropy, False)
     for (i, j), found in zip(cuts, map(rows.of, runs), strict=True):
         for x, part in zip((k, v), found, strict=True):
             torch.testing.assert_close(part, x.grad[:, :, i:j], rtol=1e-3, atol=1e-4)
