@@ -63,7 +63,8 @@ def choose_partial(problem: Problem, engine: str = "auto") -> Engine:
     able = [each for each in ENGINES if each.partial]
     if engine == "auto":
         here = (each for each in able if not each.devices or problem.q.device.type in each.devices)
-        return next(each for each in here if refusal(each, problem, True) is None)
+        served = next((each for each in here if refusal(each, problem, True) is None), None)
+        return served or choose(problem, able[-1].name, True)  # which says why it can't
     chosen = choose(problem, engine, True)
     if not chosen.partial:
         names = " and ".join(repr(each.name) for each in able)
