@@ -52,6 +52,7 @@ class NamedRule:
 
     def __init__(self, function: Callable[..., Tensor], name: str, parts: tuple[Any, ...]) -> None:
         self.function, self.name, self.parts = function, name, parts
+        self.__name__ = name  # torch 2.11's vmap asks for it, and can't trace repr()
 
     def __call__(self, *place: Any) -> Tensor:
         return self.function(*place)
