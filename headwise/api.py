@@ -23,7 +23,7 @@ from headwise.core.observation import (
 )
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
-from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, share, shown
+from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, span_weights
 from headwise.core.sums import EVERYTHING
 from headwise.dropout import Dropout, draw_seed
 from headwise.engines import calls
@@ -270,20 +270,15 @@ def _span_weights(
     known: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the weights on spans of keys, (B, Hq, N) each, given the statistics of all keys."""
-    found = {}
+    score, mask, bias, softcap, *_ = options
+    q, k, v = (x.detach() for x in tensors)
+
+    def over(keys: Mask) -> list[Tensor]:
+        some = (score, keys, bias, softcap, None, 0.0)
+        return list(_serve("observe", (q, k, v[..., :0]), some, engine, NEEDED, rows=rows)[1:])
+
     with torch.no_grad():
-        q, k, v = (x.detach() for x in tensors)
-        score, mask, bias, softcap, *_ = options
-        whole = [known[name] for name in NEEDED if spans]
-        for name, span in spans.items():
-            keys = shown(span, q.device)
-            seen = keys if mask is None else mask & keys
-            part = _serve(
-                "observe", (q, k, v[..., :0]), (score, seen, bias, softcap, None, 0.0), engine,
-                NEEDED, rows=rows,
-            )  # fmt: skip
-            found[PREFIX + name] = share(whole, list(part[1:]))
-    return found
+        return span_weights(spans, mask, known, over)
 
 
 def _serve(

@@ -85,8 +85,7 @@ def hole_of(edge: Edge, place: Place, start: int, forgotten: int) -> Hole | None
     assert isinstance(edge.keys, tuple)
     if edge.head is not None and edge.head >= place.heads:
         raise ValueError(
-            f"there is no head {edge.head} in layer {edge.layer!r}; its heads are 0 to "
-            f"{place.heads - 1}"
+            f"layer {edge.layer!r} has no head {edge.head}; its heads are 0 to {place.heads - 1}"
         )
     heads = slice(0, place.heads) if edge.head is None else slice(edge.head, edge.head + 1)
     first, last = (min(max(0, key - forgotten), place.keys) for key in edge.keys)

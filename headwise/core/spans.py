@@ -8,7 +8,7 @@ engine computes it, in float32 at least, in a call that reads the span's keys an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -120,6 +120,25 @@ def shown(span: Span, device: torch.device) -> Mask:
 
 def _full(value: int, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.int32, device=device)
+
+
+def span_weights(
+    spans: Spans,
+    mask: Mask | None,
+    known: Mapping[str, Tensor],
+    observe: Callable[[Mask], Sequence[Tensor]],
+) -> dict[str, Tensor]:
+    """The weight on each span, by the name of its statistic.
+
+    `known` has the `NEEDED` statistics of a call with this mask, and `observe` those of the keys
+    that another mask shows.
+    """
+    found = {}
+    for name, span in spans.items():
+        keys = shown(span, known[NEEDED[0]].device)
+        part = observe(keys if mask is None else mask & keys)
+        found[PREFIX + name] = share([known[each] for each in NEEDED], part)
+    return found
 
 
 def share(whole: Sequence[Tensor], part: Sequence[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from headwise.core.observation import (
 )
 from headwise.core.place import four
 from headwise.core.problem import Problem, check_mask, pose
-from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, share, shown
+from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, span_weights
 from headwise.core.statistics import complete, named, wanted
 from headwise.core.sums import Sums
 from headwise.distributed.geometry import described, described_layout, geometry
@@ -121,13 +121,14 @@ def observe(
         "observe", (q, k, v), mesh, layout, move, options, found, sink_keys, failure
     )
     part = q.detach(), k.detach(), v.detach()[..., :0]
-    whole = [values[name] for name in NEEDED if marked]
-    for name, span in marked.items():
-        keys = shown(span, q.device)
-        options = (score, keys if mask is None else mask & keys, bias, softcap, None, 0.0, engine)
-        with torch.no_grad():
-            _, seen = _call("observe", part, mesh, layout, move, options, NEEDED, 1)
-        values[PREFIX + name] = share(whole, [seen[each] for each in NEEDED])
+
+    def over(keys: Mask) -> list[Tensor]:
+        options = (score, keys, bias, softcap, None, 0.0, engine)
+        _, seen = _call("observe", part, mesh, layout, move, options, NEEDED, 1)
+        return [seen[name] for name in NEEDED]
+
+    with torch.no_grad():
+        values |= span_weights(marked, mask, values, over)
     if sampled is not None:
         values = {name: x.index_select(2, sampled) for name, x in values.items()}
     highest = values["max_logit"]

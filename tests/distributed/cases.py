@@ -34,7 +34,7 @@ class Case:
 
 
 def incoming(call: Call) -> dict[str, Tensor]:
-    """What flows back into out, lse and entropy."""
+    """Gradients of out, lse and entropy, the same in every process."""
     numbers = torch.Generator().manual_seed(7)
     sizes = call.sizes
     rows = sizes.batch, sizes.heads, sizes.queries

@@ -63,7 +63,7 @@ class Processes:
             assert pipe.recv_bytes() == b"ready"
 
     def run(self, function: Callable[..., Any], size: int, *arguments: object) -> list[Any]:
-        """What the function returns on each of the first `size` ranks; raise what it raises."""
+        """Run a function on the first `size` ranks and return its results; raise what it raises."""
         found = self.attempt(function, size, *arguments)
         for rank, (fine, value) in enumerate(found):
             assert fine, f"rank {rank}: {value}"

@@ -255,7 +255,7 @@ class WrittenOut(Layer):
 @pytest.mark.parametrize(
     ("model", "edges", "says"),
     [
-        (Stack(by_torch), (1, 7, 0), "there is no head 7 in layer 1; its heads are 0 to 3"),
+        (Stack(by_torch), (1, 7, 0), "layer 1 has no head 7; its heads are 0 to 3"),
         (
             Stack(by_torch),
             (5, 0, 0),

@@ -6,35 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise.watching import SpanWeight, open_run
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(out.transpose(1, 2).flatten(2))
-
-
-class Stack(nn.Module):
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
-        return x
+from tests.watching.test_compiled import Stack
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside"])
