@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,14 +73,31 @@ _split: SplitCalls | None = None
 
 
 @contextmanager
-def splitting(calls: SplitCalls) -> Iterator[None]:
-    """Hand every call of `attention` and `observe` inside the block to `calls`."""
+def splitting(calls: SplitCalls | None) -> Iterator[None]:
+    """Hand every call of `attention` and `observe` inside the block to `calls`; None to nobody."""
     global _split
     before, _split = _split, calls
     try:
         yield
     finally:
         _split = before
+
+
+_sharded: SplitCalls | None = None
+
+
+def serve_sharded(calls: SplitCalls) -> None:
+    """Hand every call whose tensors are DTensors to `calls`, from now on."""
+    global _sharded
+    _sharded = calls
+
+
+def sharded(*tensors: object) -> SplitCalls | None:
+    """Return who takes over a call with these tensors; None unless one of them is a DTensor."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # if not, there is no DTensor
+    if loaded is None or not any(isinstance(x, loaded.DTensor) for x in tensors):
+        return None
+    return _sharded
 
 
 def is_split() -> bool:
@@ -129,6 +147,9 @@ def attention(
         )  # fmt: skip
         return result
     options = (score, mask, bias, softcap, sinks, dropout)
+    if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
+        named = dict(zip(OPTIONS, options, strict=True))
+        return over_ranks.attention(q, k, v, engine=engine, **named)
     if _split is not None:
         named = dict(zip(OPTIONS, options, strict=True))
         return _split.attention(q, k, v, engine=engine, **named)
@@ -176,8 +197,11 @@ def observe(
     """
     if unknown:
         refuse_keywords("observe", unknown)
-    if _split is not None:
-        return _split.observe(
+    elsewhere = _split
+    if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
+        elsewhere = over_ranks
+    if elsewhere is not None:
+        return elsewhere.observe(
             q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
             dropout=dropout, engine=engine, stats=stats, rows=rows, sink_keys=sink_keys,
             spans=spans,

@@ -41,7 +41,8 @@ class Dropout:
         check_rate(self.rate)
         if self.seed is not None:
             _check_seed(self.seed)
-        if len(self.first) != 2 or not all(is_integer(x) and x >= 0 for x in self.first):
+        place: tuple[object, ...] = self.first
+        if len(place) != 2 or not all(is_integer(x) and x >= 0 for x in place):
             raise ValueError(
                 f"hw.Dropout's first is {self.first!r}; give the numbers of the first batch entry "
                 "and query head"
