@@ -39,7 +39,7 @@ from headwise.distributed.key_exchange import KeyExchange, RangeExchange, RingEx
 from headwise.distributed.layouts import Layout
 from headwise.distributed.movement import CallWidths, check_move, choose_move
 from headwise.distributed.shards import check_layout
-from headwise.distributed.transport import RankGroup, check_mesh
+from headwise.distributed.transport import RankGroup
 from headwise.dropout import Dropout
 from headwise.engines.plan import choose_partial
 from headwise.score import Score
@@ -174,7 +174,7 @@ def _call(
     failure: Exception | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Agree on a call, make it, and return out and the named statistics."""
-    ranks = RankGroup(check_mesh(mesh))
+    ranks = RankGroup.of(mesh)
     _, mask, bias, *_, engine = options
     problem, header = None, Header(kind)
     if failure is None:

@@ -112,7 +112,7 @@ class ShardedCall:
             ranks *= mesh.size(dimension)
         whole_groups = k.shape[1] % ranks == 0
         keys = tuple(Replicate() if p.is_shard(HEADS) and not whole_groups else p for p in placed)
-        batch, heads, rows = (_held(q.shape[axis], mesh, split[axis]) for axis in split)
+        batch, heads, rows = (held_range(q.shape[axis], mesh, split[axis]) for axis in split)
         sequence = split[POSITIONS][0] if split[POSITIONS] else None
         return cls(kind, (q, k, v), mesh, placed, keys, batch, heads, rows, sequence)
 
@@ -251,7 +251,7 @@ class ShardedCall:
         )
 
 
-def _held(length: int, mesh: DeviceMesh, dimensions: list[int]) -> range:
+def held_range(length: int, mesh: DeviceMesh, dimensions: list[int]) -> range:
     """The part of an axis that this rank holds, by the way in which DTensors are sharded."""
     first = 0
     for dimension in dimensions:

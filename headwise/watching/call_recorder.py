@@ -68,6 +68,7 @@ class CallRecorder:
     cut_proofs: Proofs = field(default_factory=lambda: Proofs(strict=True))  # of knocked-out calls
     passes: int = 0  # of the model, whether or not any attention was seen
     numbered: bool = False  # a step has ended: layers keep their numbers
+    some_layers: bool = False  # other ranks have other layers of the model, which shift its numbers
     attended: dict[str, int] = field(default_factory=dict)  # modules asked about edges, in order
     _observed: set[str] = field(
         default_factory=set
@@ -401,23 +402,25 @@ class CallRecorder:
     def _layer(self, name: str, call: Call, kind: Kind) -> WatchedLayer | None:
         """The layer of this name, a new one if need be; None if it was not asked for."""
         if name not in self._selected:
-            self._select(name, kind, call.q.shape[1])
+            self._select(name, kind, call.q.shape[1], width=call.q.shape[3])
         layer = self.layers.get(name)
         if layer is not None and (layer.slot is None or layer.slot.board.device != call.q.device):
             board, slot = self.board(call.q.device), layer.slot
             layer.slot = board.slot(layer.heads) if slot is None else slot.moved(board)
         return layer
 
-    def _select(self, name: str, kind: Kind, heads: int, known: bool = True) -> None:
+    def _select(
+        self, name: str, kind: Kind, heads: int, known: bool = True, width: int = 0
+    ) -> None:
         """Number a layer that is seen for the first time, and keep it if it was asked for.
 
         While its number is not known for certain, every layer is kept.
         """
         number = len(self._selected)
-        self._selected[name] = self.matches(number, name) or not known
+        self._selected[name] = self.matches(number, name) or not known or self.some_layers
         if self._selected[name]:
             sampled, stats = self.options.rows is not None, self._stats(kind)
-            self.layers[name] = WatchedLayer(number, name, kind, heads, sampled, stats)
+            self.layers[name] = WatchedLayer(number, name, kind, heads, sampled, stats, width=width)
 
     def _stats(self, kind: Kind) -> tuple[str, ...]:
         """The statistics that are seen of a layer of this kind."""

@@ -43,6 +43,10 @@ class WatchedLayer:
     compiled: bool = False  # its rows are recorded by compiled code, which does not tell when
     late: Callable[[tuple[str, ...]], SeenCall | None] | None = field(default=None, repr=False)
     """The call that compiled code ran last, with these statistics; None if it ran none since."""
+    width: int = 0  # of its queries; 0 if that is not known
+    first_head: int = 0  # the number of its first head, if other ranks have the ones before
+    share: tuple[int, int] | None = field(default=None, repr=False)
+    """The first and the number of all heads by its weights, once somebody asked; 0 if unknown."""
     ended: bool = False  # the next call begins a new pass, whatever it looks like
     _ran: bool = False  # in compiled code, since the last step
     _calls: list[SeenCall] = field(default_factory=list, repr=False)
@@ -194,8 +198,21 @@ class WatchedLayer:
         return last._replace(q=torch.cat([call.q for call in calls], 2), k=k, mask=mask, bias=bias)
 
     def place(self, head: int) -> dict[str, Value]:
-        """The columns of a table that say which head a row is of."""
-        return {"layer": self.number, "name": self.name, "kind": self.kind, "head": head}
+        """The columns of a table that say which head a row is of; `head` counts this rank's."""
+        number = self.first_head + head
+        return {"layer": self.number, "name": self.name, "kind": self.kind, "head": number}
+
+    def own_head(self, head: int) -> int:
+        """The place of a head among this rank's, -1 being the last; ValueError if it has not it."""
+        place = head - self.first_head if head >= 0 else head
+        if not -self.heads <= place < self.heads or (head >= 0 and place < 0):
+            first, last = self.first_head, self.first_head + self.heads - 1
+            here = " on this rank" if self.share is not None else ""
+            raise ValueError(
+                f"there is no head {head} in layer {self.number} ({self.name}); its heads{here} "
+                f"are {first} to {last}"
+            )
+        return place % self.heads
 
     def figures(self) -> dict[str, Tensor]:
         """One value per head, (Hq,), for each figure, over every pass since the last step."""

@@ -97,12 +97,8 @@ class Recording:
     def map(self, layer: int | str, head: int, batch: int = 0) -> AttentionMap:
         """The map of one head in the last pass, (1, 1, N, M): exact on demand, never stored."""
         found = self.layer(layer)
-        if not -found.heads <= head < found.heads:
-            raise ValueError(
-                f"there is no head {head} in layer {layer!r} ({found.name}); its heads are 0 to "
-                f"{found.heads - 1}"
-            )
-        return found.map().head(batch, head % found.heads)
+        own = found.own_head(head)
+        return found.map().head(batch, own)
 
     @property
     def spans(self) -> dict[str, dict[int, Tensor]]:
