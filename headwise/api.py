@@ -68,8 +68,27 @@ class SplitCalls(Protocol):
         """`observe` of this process's rows."""
         ...
 
+    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
+        """`attention_map` of the whole sequence, for which every process must ask."""
+        ...
+
+
+class ShardedCalls(Protocol):
+    """Takes over calls whose tensors are DTensors."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """`attention`, a DTensor."""
+        ...
+
+    def observe(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Tensor, Observation]:
+        """`observe`, of DTensors."""
+        ...
+
 
 _split: SplitCalls | None = None
+_sharded: ShardedCalls | None = None
 
 
 @contextmanager
@@ -83,21 +102,23 @@ def splitting(calls: SplitCalls | None) -> Iterator[None]:
         _split = before
 
 
-_sharded: SplitCalls | None = None
-
-
-def serve_sharded(calls: SplitCalls) -> None:
+def serve_sharded(calls: ShardedCalls) -> None:
     """Hand every call whose tensors are DTensors to `calls`, from now on."""
     global _sharded
     _sharded = calls
 
 
-def sharded(*tensors: object) -> SplitCalls | None:
+def sharded(*tensors: object) -> ShardedCalls | None:
     """Return who takes over a call with these tensors; None unless one of them is a DTensor."""
     loaded = sys.modules.get("torch.distributed.tensor")  # if not, there is no DTensor
     if loaded is None or not any(isinstance(x, loaded.DTensor) for x in tensors):
         return None
     return _sharded
+
+
+def split_calls() -> SplitCalls | None:
+    """Return who takes over calls now, because their sequence is split between processes."""
+    return _split
 
 
 def is_split() -> bool:
@@ -197,7 +218,7 @@ def observe(
     """
     if unknown:
         refuse_keywords("observe", unknown)
-    elsewhere = _split
+    elsewhere: SplitCalls | ShardedCalls | None = _split
     if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
         elsewhere = over_ranks
     if elsewhere is not None:
@@ -391,9 +412,12 @@ def attention_map(
     torch.Size([2, 11])
     """
     if _split is not None:
-        raise ValueError(
-            "hw.attention_map needs all keys, and this sequence is split between processes; make "
-            "the map outside of the model, from tensors that hw.distributed.unshard put together"
+        if v is not None:
+            raise ValueError(
+                "the map of a sequence that is split between processes knows no values; leave v out"
+            )
+        return _split.attention_map(
+            q, k, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks, lse=lse
         )
     values = k[..., :0] if v is None and isinstance(k, Tensor) else v
     four = _batched("attention_map", q, k, values)

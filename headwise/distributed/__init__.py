@@ -15,8 +15,9 @@ from headwise.distributed.layouts import (
 )
 from headwise.distributed.movement import Movement, explain
 from headwise.distributed.rank_attention import attention, observe
-from headwise.distributed.sharded_tensors import ShardedCalls
+from headwise.distributed.sharded_tensors import DTensorCalls
 from headwise.distributed.shards import shard, unshard
+from headwise.distributed.split_maps import attention_map
 from headwise.distributed.split_models import context_parallel
 from headwise.distributed.transport import RankError, Traffic, traffic
 
@@ -26,6 +27,7 @@ __all__ = [
     "RankError",
     "Traffic",
     "attention",
+    "attention_map",
     "balanced",
     "context_parallel",
     "contiguous",
@@ -39,4 +41,4 @@ __all__ = [
     "unshard",
 ]
 
-api.serve_sharded(ShardedCalls())  # hw.attention and hw.observe of DTensors
+api.serve_sharded(DTensorCalls())  # hw.attention and hw.observe of DTensors

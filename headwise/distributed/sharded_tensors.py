@@ -28,7 +28,7 @@ from headwise.score import Additive, Cosine, General
 BATCH, HEADS, POSITIONS = 0, 1, 2  # axes of q, k and v
 
 
-class ShardedCalls:
+class DTensorCalls:
     """Calls of `attention` and `observe` whose q, k and v are DTensors."""
 
     def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:

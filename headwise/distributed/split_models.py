@@ -18,7 +18,9 @@ from headwise.distributed.layouts import Layout
 from headwise.distributed.movement import check_move
 from headwise.distributed.rank_attention import attention, observe
 from headwise.distributed.shards import check_layout
+from headwise.distributed.split_maps import attention_map
 from headwise.distributed.transport import check_mesh
+from headwise.maps.attention_map import AttentionMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,10 @@ class MeshCalls:
     ) -> tuple[Tensor, Observation]:
         """`hw.distributed.observe` on the mesh."""
         return observe(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **options)
+
+    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
+        """`hw.distributed.attention_map` on the mesh."""
+        return attention_map(q, k, mesh=self.mesh, layout=self.layout, **options)
 
 
 def context_parallel(

@@ -53,8 +53,8 @@ def traffic() -> Iterator[Traffic]:
 class RankGroup:
     """The ranks of a process group, numbered from 0, as this process reaches them."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, of: DeviceMesh | dist.ProcessGroup) -> None:
+        self.group = of.get_group() if isinstance(of, DeviceMesh) else of
         self.members = dist.get_process_group_ranks(self.group)
         self.count, self.own = len(self.members), dist.get_rank(self.group)
         self.name: str = self.group.group_name
@@ -64,7 +64,7 @@ class RankGroup:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> RankGroup:
         """The ranks of a one-dimensional mesh; ValueError if it has more dimensions."""
-        return cls(check_mesh(mesh).get_group())
+        return cls(check_mesh(mesh))
 
     @property
     def others(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.api import attention, is_split, observe, statistics
+from headwise.api import attention, observe, split_calls, statistics
 from headwise.core.edges import Edge, hole_of, without
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
@@ -28,7 +28,9 @@ from headwise.watching.seen_call import (
     bent,
     first_position,
     newest_key,
+    owned,
     padding_rows,
+    versions_of,
 )
 from headwise.watching.unread import UnreadModules
 
@@ -317,7 +319,7 @@ class CallRecorder:
         forgotten: int | None = None,
         proof: Tensor | None = None,
     ) -> None:
-        options, whole, divided = self.options, call, is_split()
+        options, whole, divided = self.options, call, split_calls()
         if self._cut is not None and call.mask is self._cut[0]:
             whole = call._replace(mask=self._cut[1])  # which tells positions and padding
         first = first_position(whole) if kind == "self" else 0
@@ -327,13 +329,17 @@ class CallRecorder:
         layer = self._layer(self._resolved(name, kind), call, kind)
         if layer is None:
             return
-        if padding is None and kind == "self" and not divided:
+        if padding is None and kind == "self" and divided is None:
             padding = self._padding(whole)
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)
-        kept = None
-        if options.maps and maps and not divided:  # most keys of a split call are elsewhere
+        kept = split = None
+        if options.maps and maps and divided is not None:  # most of its keys are elsewhere
+            none = call.v.new_empty(*call.v.shape[:3], 0)
+            part = call._replace(q=call.q.detach(), k=call.k.detach(), v=none)
+            split = (divided, owned(part))
+        elif options.maps and maps:
             k = call.k.detach()
             if kind == "self" and k.shape[2] > first + call.q.shape[2]:
                 k = k.clone()  # a cache with room to spare, which it will write into
@@ -356,6 +362,8 @@ class CallRecorder:
             call.k.shape[2],
             newest_key(call, first + call.q.shape[2] - 1) if kind == "self" else None,
             address(call.k),
+            kept=None if split is None else versions_of(split[1]),
+            split=split,
         )
         layer.add(found, continues)
         assert layer.slot is not None
