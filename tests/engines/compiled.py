@@ -69,8 +69,9 @@ def compiled(width: int, banded: bool, observed: bool, capped: bool, valued: boo
         1024, 1024, 2, 1, 0, 1, 0, 16, 0.07, 0.1, numbers_of_cap(0.01) if capped else None
     )
     return forward.warmup(
-        rows, keys, keys if valued else None, rows if valued else None, written, None, *sizes, shape.stages, banded,
-        0 if rest is None else CUTS[width].block, num_warps=4, maxnreg=REGISTERS, grid=(1,),
+        rows, keys, keys if valued else None, rows if valued else None, written, None, *sizes,
+        shape.stages, banded, 0 if rest is None else CUTS[width].block, num_warps=4,
+        maxnreg=REGISTERS, grid=(1,),
     )  # fmt: skip
 
 
