@@ -251,6 +251,20 @@ class ShardedCall:
         )
 
 
+def local_part(
+    q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], tuple[int, int]]:
+    """This rank's part of a call on DTensors: q, k, v, the options, its first head and all heads.
+
+    ValueError if the positions are sharded: then a part is not a call of its own.
+    """
+    call = ShardedCall.of("observe", q, k, v)
+    if call.sequence is not None:
+        raise call.error("the positions of these DTensors are sharded")
+    part, given = call.local((q, k, v), options)
+    return part, given, (call.heads.start, q.shape[1])
+
+
 def held_range(length: int, mesh: DeviceMesh, dimensions: list[int]) -> range:
     """The part of an axis that this rank holds, by the way in which DTensors are sharded."""
     first = 0

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.api import attention, observe, split_calls, statistics
+from headwise.api import attention, observe, sharded, split_calls, statistics
 from headwise.core.edges import Edge, hole_of, without
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.place import Place
 from headwise.core.reduction import Columns
 from headwise.core.spans import PREFIX, Span, within
+from headwise.distributed.sharded_tensors import local_part
 from headwise.nn.call import Call
 from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer
@@ -199,6 +200,10 @@ class CallRecorder:
         """
         if recomputing():
             return
+        share = None
+        if sharded(*call[:3]) is not None:  # this rank's heads, under the numbers of all
+            part, given, share = local_part(*call[:3], call.options())
+            call, out = Call(*part, **given), None if out is None else out.to_local()  # type: ignore[attr-defined]
         q, k, v = (x.detach() for x in call[:3])
         options = call._replace(q=q, k=k, v=v).options()
         look = self._look(kind, k.shape[2], forgotten)
@@ -217,7 +222,7 @@ class CallRecorder:
                 seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
             elif out is not None:
                 seen.values[stat] = norms(out.detach(), seen)
-        self._keep(name, call, kind, padding, seen, maps, forgotten, proof)
+        self._keep(name, call, kind, padding, seen, maps, forgotten, proof, share)
 
     def inside(
         self,
@@ -229,11 +234,13 @@ class CallRecorder:
     ) -> Tensor:
         """Compute a call's output (B, Hq, N, Dv), and observe it in the same pass.
 
-        Three cases are observed beside the output instead: a sample of the rows needs no pass over
-        all of them; an engine that was asked for by name must compute the output; and with dropout,
-        the output's norm would be that of what is left of it.
+        Some cases are observed beside the output instead: a sample of the rows needs no pass over
+        all of them; an engine that was asked for by name must compute the output; with dropout, the
+        output's norm would be that of what is left of it; and of DTensors, this rank's heads are
+        observed.
         """
-        if self.options.rows is not None or call.engine != "auto" or call.dropout:
+        beside = self.options.rows is not None or call.engine != "auto" or bool(call.dropout)
+        if beside or sharded(*call[:3]) is not None:
             out = attention(call.q, call.k, call.v, **call.options())
             with self.unread.reading(name):
                 self.beside(name, call, kind, padding, out, forgotten=forgotten)
@@ -318,6 +325,7 @@ class CallRecorder:
         maps: bool = True,
         forgotten: int | None = None,
         proof: Tensor | None = None,
+        share: tuple[int, int] | None = None,
     ) -> None:
         options, whole, divided = self.options, call, split_calls()
         if self._cut is not None and call.mask is self._cut[0]:
@@ -329,6 +337,8 @@ class CallRecorder:
         layer = self._layer(self._resolved(name, kind), call, kind)
         if layer is None:
             return
+        if share is not None:
+            layer.share, layer.first_head = share, share[0]
         if padding is None and kind == "self" and divided is None:
             padding = self._padding(whole)
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None

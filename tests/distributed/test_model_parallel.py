@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -117,6 +118,39 @@ def test_tensor_parallel_heads_have_their_numbers(processes: Processes, tmp_path
     assert [str(x) for x in found[0]["alarms"]] == [str(x) for x in truth.alarms]
     run = hw.watching.open_run(tmp_path / "run")
     same(rows(run.heads()), truth.heads())
+
+
+def sharded_heads(mesh: DeviceMesh) -> dict[str, object]:
+    """A plan whose projections return DTensors: sinks and dropout are those of all heads."""
+    plan = {name: ColwiseParallel(use_local_output=False) for name in ("query", "key", "value")} | {
+        "out": RowwiseParallel(input_layouts=Shard(-1))
+    }
+    attn = with_sinks()
+    parallelize_module(attn, mesh, plan)
+    with hw.watch(attn, mesh=mesh) as watch:
+        out = attn(inputs(0))
+        watch.step()
+    out.square().sum().backward()
+    return {"out": out.detach(), "heads": rows(watch.heads()), "grad": attn.sinks.grad}
+
+
+def with_sinks() -> nn.Module:
+    torch.manual_seed(2)
+    return hw.nn.MultiHeadAttention(
+        32, HEADS, kv_heads=2, sinks=True, mask=hw.mask.causal(), dropout=hw.Dropout(0.2, 3)
+    ).double()
+
+
+def test_a_plan_with_dtensors_between_its_layers(processes: Processes) -> None:
+    attn = with_sinks()
+    with hw.watch(attn) as watch:
+        out = attn(inputs(0))
+    out.square().sum().backward()
+    found = processes.run(sharded_heads, 2)
+    for part in found:
+        torch.testing.assert_close(part["out"], out.detach(), rtol=1e-9, atol=1e-9)
+        same(part["heads"], watch.heads())
+    torch.testing.assert_close(found[0]["grad"] + found[1]["grad"], attn.sinks.grad)
 
 
 def pipeline(mesh: DeviceMesh, local_names: bool) -> dict[str, object]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
 
+from headwise.api import sharded
 from headwise.nn import MultiHeadAttention
 from headwise.watching.head_weights import SEPARATE
 
 
 def is_sharded(x: object) -> bool:
-    """True for a DTensor; where none was made, nothing is imported to find out."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(x, loaded.DTensor)
+    """True for a DTensor."""
+    return sharded(x) is not None
 
 
 def head_place(module: nn.Module, heads: int, width: int) -> tuple[int, int] | None:
