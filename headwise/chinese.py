@@ -1,4 +1,4 @@
-"""The table of translations: every message that the page may show, in 中文, by its English text.
+"""The table of translations: messages of the page and of commands, in 中文, by their English text.
 
 Messages are made by `headwise.messages.say`; the tests find every such call and check that its
 sentence is here, with the same values.
@@ -132,6 +132,105 @@ CHINESE: dict[str, str] = {
     ),
     "{heads} heads can't share {kv_heads} key heads evenly; use a divisor of {heads}": (
         "{heads} 个头无法平均共用 {kv_heads} 个键头；请用 {heads} 的约数"
+    ),
+    # questions of headwise cost that can't be answered
+    "--decode and --training are two uses; give one of them": (
+        "--decode 与 --training 是两种用法；请只给一个"
+    ),
+    "--recompute is about training; add --training": "--recompute 用于训练；请加上 --training",
+    "training keeps no KV cache; leave out --cache": "训练没有 KV 缓存；请去掉 --cache",
+    "--fit is about memory, not time; leave out --device": (
+        "--fit 问的是内存，不是时间；请去掉 --device"
+    ),
+    "--fit finds the length; leave out --length": "--fit 要求的就是长度；请去掉 --length",
+    "--sweep gives the lengths; leave out --length": "--sweep 已给出长度；请去掉 --length",
+    "{one} and {other} are two questions; ask one of them": (
+        "{one} 与 {other} 是两个问题；请一次问一个"
+    ),
+    "--plot draws a sweep; add --sweep length=1k..128k": (
+        "--plot 画的是一组取值；请加上 --sweep length=1k..128k"
+    ),
+    "heads can be swept for a decoder described by flags, and {name} is a model; use --layers, "
+    "--width and the others": (
+        "只有用选项描述的解码器才能改变头数，而 {name} 是现成的模型；请用 --layers、--width 等选项"
+    ),
+    "{name} is described already; leave out --{first}, or the model": (
+        "{name} 已经确定；请去掉 --{first}，或去掉模型"
+    ),
+    "name a model or a config.json, or describe a decoder: --layers 32 --width 4096 --heads 32; "
+    "headwise cost --help has examples": (
+        "请给出模型名或 config.json，或描述一个解码器：--layers 32 --width 4096 --heads 32；"
+        "headwise cost --help 里有例子"
+    ),
+    "a decoder described by flags also needs {flags}": "用选项描述解码器还需要 {flags}",
+    "{what} {written!r} is not a size; try 4096, 32k or 80GB": (
+        "{what} {written!r} 不是大小；可以写 4096、32k 或 80GB"
+    ),
+    "{what} {written!r} must be at least 1": "{what} {written!r} 至少应为 1",
+    "--mesh {written!r} is not a mesh; try tp=4,cp=2": (
+        "--mesh {written!r} 不是设备网格；可以写 tp=4,cp=2"
+    ),
+    "--sweep {written!r} is not an axis with values; try length=1k..128k, batch=1,8,64 or "
+    "heads=1..64": (
+        "--sweep {written!r} 不是带取值的轴；可以写 length=1k..128k、batch=1,8,64 或 heads=1..64"
+    ),
+    "--sweep {written!r} needs 2 to {most} rising values": (
+        "--sweep {written!r} 需要 2 到 {most} 个递增的值"
+    ),
+    # the tables of headwise cost
+    "parameters": "参数量",
+    "… that a token uses": "……每个词元用到的",
+    "weights": "权重",
+    "KV cache": "KV 缓存",
+    "recurrent state": "循环状态",
+    "saved for the backward": "为反向保存",
+    "memory in all": "内存合计",
+    "FLOPs, visible pairs": "FLOPs，可见的对",
+    "FLOPs, every pair": "FLOPs，所有的对",
+    "FLOPs, whole tiles": "FLOPs，整块",
+    "exponentials and the like": "指数等特殊函数",
+    "bytes moved": "访存字节",
+    "FLOPs per byte": "每字节 FLOPs",
+    "time": "时间",
+    "tokens per second": "每秒词元数",
+    "share of the peak FLOPs": "占峰值 FLOPs",
+    "length": "长度",
+    "batch": "批量",
+    "heads": "头数",
+    "training": "训练",
+    "inference": "推理",
+    "; the model has no more positions": "；模型没有更多的位置",
+    "; longer ones are not tried": "；没有试更长的",
+    "exactly": "精确值",
+    "its own": "自有长度",
+    "tokens per sequence": "每个序列的词元数",
+    "part": "部分",
+    "saved": "保存",
+    "of all": "占比",
+    "{model}: {tokens:,} tokens fit into {room} (batch {batch}, {phase}){limit}": (
+        "{model}：{room} 放得下 {tokens:,} 个词元（批量 {batch}，{phase}）{limit}"
+    ),
+    "matrix products in {dtype}": "{dtype} 矩阵乘法",
+    "memory bandwidth": "内存带宽",
+    "exponentials": "指数",
+    "memory": "内存",
+    "kept in {file}; use it with --device this": "已存入 {file}；用 --device this 使用",
+    "{name}. Source: {source}": "{name}。出处：{source}",
+    "batch {count}": "批量 {count}",
+    "cache in {dtype}": "缓存用 {dtype}",
+    "on {device}": "在 {device} 上",
+    "all tokens read at once": "一次读入所有词元",
+    "one token after the others": "其余词元之后的一个词元",
+    "a training step": "一步训练",
+    "{count:,} tokens read at once": "一次读入 {count:,} 个词元",
+    "one token after {count:,} others": "{count:,} 个词元之后的一个词元",
+    "a training step on {count:,} tokens per sequence": "每个序列 {count:,} 个词元的一步训练",
+    " on {count} key heads": "（{count} 个键头）",
+    ", window {keys:,}": "，窗口 {keys:,}",
+    "{layers} layers of {width:,}, {heads} heads{shared}, feed-forward {hidden:,}, vocabulary "
+    "{vocabulary:,}{window}": (
+        "{layers} 层，宽 {width:,}，{heads} 个头{shared}，前馈 {hidden:,}，"
+        "词表 {vocabulary:,}{window}"
     ),
     # watched runs
     "no run is being watched": "没有正在监视的运行",
