@@ -20,8 +20,8 @@ from headwise.cli.cost_question import (
     parsed_size,
     parsed_sweep,
 )
-from headwise.cli.language import Zh, explained
 from headwise.cli.look import bar, shown_in
+from headwise.cli.spoken import Zh, explained
 from headwise.costs.explaining import Language
 from headwise.costs.machines import measure as measuring
 from headwise.costs.machines import this_machine

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headwise.cli.cost_question import Model, Sweep
-from headwise.cli.language import in_language
+from headwise.cli.spoken import in_language
 from headwise.costs.cost import Cost
 from headwise.costs.machines.hardware import DEVICES
 from headwise.costs.uses.scenario import Scenario

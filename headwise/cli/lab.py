@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.cli import lab_view
-from headwise.cli.language import Zh, explained
+from headwise.cli.spoken import Zh, explained
 from headwise.lab import handbook, long_runs, pieces, record
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import available

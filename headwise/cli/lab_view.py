@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from headwise.cli.language import in_language
+from headwise.cli.spoken import in_language
 from headwise.lab.charts import Shown, cells
 from headwise.lab.claim import NOTES, TOPICS, VERDICTS, Claim
 from headwise.lab.record import Result
