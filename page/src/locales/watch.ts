@@ -3,7 +3,10 @@ import { dictionary } from '../lib/language.svelte';
 type Training = { loss?: number; mfu?: number };
 
 function training(word: string, { loss, mfu }: Training): string {
-  const known = [loss && `${word} ${loss.toFixed(3)}`, mfu && `MFU ${(100 * mfu).toPrecision(3)} %`];
+  const known = [
+    loss && `${word} ${loss.toFixed(3)}`,
+    mfu && `MFU ${(100 * mfu).toPrecision(3)} %`,
+  ];
   return known.filter(Boolean).join(' · ');
 }
 
