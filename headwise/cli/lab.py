@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +12,7 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.cli import lab_view
+from headwise.cli.spoken import Zh, explained
 from headwise.lab import handbook, long_runs, pieces, record
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import available
@@ -21,7 +20,7 @@ from headwise.lab.laboratory import Lab
 from headwise.lab.long_runs import LabSession
 from headwise.lab.pool import Ended
 from headwise.lab.runner import find, run
-from headwise.messages import said_by, say
+from headwise.messages import say
 
 app = typer.Typer(
     name="lab",
@@ -34,9 +33,6 @@ Out = Annotated[
     typer.Option(help="The folder of your results; by default one in your cache."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Zh = Annotated[bool, typer.Option("--zh", help="In 中文.")]
-
-
 Minutes = Annotated[
     float | None, typer.Option(help="Stop after so many minutes; the same command continues.")
 ]
@@ -72,16 +68,6 @@ def session(
 
     lab = Lab(form, device_for(form, device), folder)
     return LabSession(lab, workers or devices.usable_cores(), 60 * minutes, tell)
-
-
-@contextmanager
-def explained(zh: bool) -> Iterator[None]:
-    """Print an expected error as one sentence instead of a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        said = said_by(error)
-        raise typer.BadParameter(said.zh if zh else str(said)) from error
 
 
 @app.callback()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from headwise.training.utilisation import Utilisation
+from headwise.costs.uses.utilisation import Utilisation
 
 
 class DivergedError(RuntimeError):

@@ -9,12 +9,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from headwise.costs.uses.utilisation import Utilisation
 from headwise.training import checkpoints
 from headwise.training.head_watch import HeadWatch, watched
 from headwise.training.meter import Meter
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import Run
-from headwise.training.utilisation import Utilisation
 
 Batch = TypeVar("Batch")
 Answer = TypeVar("Answer")
@@ -82,7 +82,7 @@ class Trainer(Generic[Batch]):
         None if `should_stop` ended the run early; its checkpoint can be resumed from.
         """
         model, optimizer, start = self.begin()
-        utilisation = Utilisation.of(model, self.device)
+        utilisation = known_utilisation(model, self.device)
         self.report(
             {
                 "step": start,
@@ -214,6 +214,15 @@ def undisturbed(ask: Callable[[], Answer], model: nn.Module, device: torch.devic
             return ask()
         finally:
             model.train(training)
+
+
+def known_utilisation(model: nn.Module, device: torch.device) -> Utilisation | None:
+    """The utilisation of a training; None if the device's peak or the model's cost is not known."""
+    half = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    try:
+        return Utilisation.of(model, device, "bf16" if half else "fp32")
+    except ValueError:
+        return None
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:

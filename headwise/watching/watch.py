@@ -29,7 +29,7 @@ from headwise.watching.adapters import (
 from headwise.watching.adapters.module_forwards import Follower, find_module, follow
 from headwise.watching.adapters.patching import Undo
 from headwise.watching.alarms import chosen
-from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
+from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches, recomputing
 from headwise.watching.experiments.importance import importance
 from headwise.watching.head_weights import query_key_weights, symmetry
 from headwise.watching.rules import Rule
@@ -180,8 +180,8 @@ class Watch(SteppedRecording):
         rules: tuple[Rule, ...] = (),
         ranks: JoinedFigures | None = None,
     ) -> None:
-        super().__init__(CallRecorder(options), rules, ranks)
-        self.model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        super().__init__(model, CallRecorder(options), rules, ranks)
         self.options = options
         self._undo: list[Undo] = []  # takes off what lets the watch see the model
         self._unfollow: Undo | None = None  # ends following the optimisers
@@ -206,6 +206,7 @@ class Watch(SteppedRecording):
         try:
             self._reserve()
             self._look(self.steps % self.options.every == 0)
+            self._meter.begin()
         except BaseException:
             self.detach()
             raise
@@ -235,16 +236,18 @@ class Watch(SteppedRecording):
         # First the forwards that are computed in another way; around them, those that are followed.
         self._undo += headwise_calls.attach(self.model, recorder)
         self._undo += multi_head_calls.attach(self.model, listener)
-        whole = Follower(
-            {id(self.model)},
-            lambda _, given, options: recorder.begin(given, options),
-            lambda _: recorder.end(),
-        )
+        whole = Follower({id(self.model)}, self._enter, lambda _: recorder.end())
         self._undo += follow(self.model, whole)
         self._undo += traced_calls.attach(self.model, listener)
         for adapter in (torch_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
+
+    def _enter(self, _: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A pass of the whole model begins."""
+        self._recorder.begin(given, options)
+        if not recomputing():
+            self._meter.add(given, options)
 
     def _unhook(self) -> None:
         while self._undo:

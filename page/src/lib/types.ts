@@ -197,7 +197,7 @@ export interface WatchState {
   statistics: string[];
   alarms: Alarm[];
   /** Of a run of headwise train: its loss, its speed, and the share of the device's peak FLOPs. */
-  training: { loss: number; per_second: number; mfu?: number } | null;
+  training: { loss?: number; per_second?: number; mfu?: number } | null;
   /** The alarms' rules and their sources. */
   rules: { rule: string; says: string; source: string }[];
   /** Seconds since something was written. */
