@@ -67,6 +67,14 @@ class SplitCalls(Protocol):
         """`observe` of this process's rows."""
         ...
 
+    def every(self, number: int) -> list[int]:
+        """Return the number that each process gives."""
+        ...
+
+    def positions(self, lengths: list[int]) -> Tensor:
+        """Return this process's positions, if the processes hold parts of these lengths."""
+        ...
+
 
 _split: SplitCalls | None = None
 
@@ -85,6 +93,26 @@ def splitting(calls: SplitCalls) -> Iterator[None]:
 def is_split() -> bool:
     """Return whether calls are handed to other processes too."""
     return _split is not None
+
+
+def held_positions(length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return the positions (length,) of the tokens held here, and the length of the sequence.
+
+    Inside `splitting` these are this process's part of all positions, and every process must ask.
+
+    >>> held_positions(3, torch.device("cpu"))
+    (tensor([0, 1, 2]), 3)
+    """
+    if _split is None:
+        return torch.arange(length, device=device), length
+    lengths = _split.every(length)
+    return _split.positions(lengths).to(device), sum(lengths)
+
+
+def reached(positions: Tensor) -> Tensor | int | None:
+    """Return the number after the largest position, of all processes inside `splitting`."""
+    end = positions.max() + 1 if positions.numel() else None
+    return end if _split is None else max(_split.every(0 if end is None else int(end)))
 
 
 def attention(

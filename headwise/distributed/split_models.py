@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise import api
 from headwise.core.observation import Observation
+from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Layout
 from headwise.distributed.movement import check_move
+from headwise.distributed.ranges import numbers
 from headwise.distributed.rank_attention import attention, observe
 from headwise.distributed.shards import check_layout
-from headwise.distributed.transport import check_mesh
+from headwise.distributed.transport import RankGroup, check_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,15 @@ class MeshCalls:
     ) -> tuple[Tensor, Observation]:
         """`hw.distributed.observe` on the mesh."""
         return observe(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **options)
+
+    def every(self, number: int) -> list[int]:
+        """The number that each rank of the mesh gives."""
+        found = agree(RankGroup(self.mesh), Header("positions", own=(number,)))
+        return [own[0] for own in found]
+
+    def positions(self, lengths: list[int]) -> Tensor:
+        """This rank's positions, if the ranks hold parts of these lengths."""
+        return numbers(self.layout.of_lengths(lengths)[self.mesh.get_local_rank()])
 
 
 def context_parallel(
