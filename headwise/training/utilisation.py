@@ -33,8 +33,8 @@ class Utilisation:
     _known: dict[Sizes, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, where: torch.device) -> Utilisation | None:
-        """For a model on a device; None if the device's peak or the model's cost is not known.
+    def of(cls, model: nn.Module, where: torch.device, count: int = 1) -> Utilisation | None:
+        """For a model on so many devices; None if their peak or the model's cost is not known.
 
         A GPU's peak is that of its data sheet; another device is known once it was measured, by
         `headwise cost --measure`.
@@ -45,7 +45,7 @@ class Utilisation:
         if peak is None:
             return None
         try:
-            return cls(read(model), peak[0], dtype, peak[1])
+            return cls(read(model), count * peak[0], dtype, peak[1])
         except ValueError:  # an architecture that hw.cost does not know
             return None
 
