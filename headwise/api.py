@@ -55,7 +55,17 @@ class SampledRows(NamedTuple):
 
 
 class SplitCalls(Protocol):
-    """Takes over calls whose sequence is split between processes."""
+    """Takes over calls whose sequence is split between processes.
+
+    `tokens` (B, N) bool is False where the whole sequence is padding, `padded_rows` is True where
+    this process's part is; both are None without padding.
+    """
+
+    @property
+    def tokens(self) -> Tensor | None: ...
+
+    @property
+    def padded_rows(self) -> Tensor | None: ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """`attention` of this process's rows."""
@@ -93,6 +103,16 @@ def splitting(calls: SplitCalls) -> Iterator[None]:
 def is_split() -> bool:
     """Return whether calls are handed to other processes too."""
     return _split is not None
+
+
+def split_tokens() -> Tensor | None:
+    """Return (B, N) bool for the sequence of all processes, False for padding; None without."""
+    return None if _split is None else _split.tokens
+
+
+def split_padding() -> Tensor | None:
+    """Return (B, rows) bool for the rows of this process, True for padding; None without."""
+    return None if _split is None else _split.padded_rows
 
 
 def held_positions(length: int, device: torch.device) -> tuple[Tensor, int]:
