@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.api import attention, is_split, observe, statistics
+from headwise.api import attention, is_split, observe, split_padding, statistics
 from headwise.core.edges import Edge, hole_of, without
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
@@ -326,8 +326,8 @@ class CallRecorder:
         layer = self._layer(self._resolved(name, kind), call, kind)
         if layer is None:
             return
-        if padding is None and kind == "self" and not divided:
-            padding = self._padding(whole)
+        if padding is None and kind == "self":
+            padding = split_padding() if divided else self._padding(whole)
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)

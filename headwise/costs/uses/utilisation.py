@@ -33,8 +33,10 @@ class Utilisation:
     _known: dict[tuple[Sizes, bool], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, where: torch.device, dtype: str) -> Utilisation:
-        """For a model that learns on a device in a dtype; ValueError says why it is not known.
+    def of(
+        cls, model: nn.Module, where: torch.device, dtype: str, count: int = 1
+    ) -> Utilisation:
+        """For a model that learns on so many devices in a dtype; ValueError if it is not known.
 
         A GPU's peak is that of its data sheet; another device is known once it was measured, by
         `headwise cost --measure`.
@@ -53,7 +55,7 @@ class Utilisation:
                 "headwise cost --measure measures it"
             )
         cost(model)  # ValueError if it is unknown, or not as it was built
-        return cls(read(model), peak[0], dtype, peak[1])
+        return cls(read(model), count * peak[0], dtype, peak[1])
 
     def add(self, sizes: Mapping[str, int], learning: bool = True) -> None:
         """Add a batch by its sizes: batch, queries and context, as `hw.cost` takes them.
