@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -85,19 +86,57 @@ class SplitCalls(Protocol):
         """Return this process's positions, if the processes hold parts of these lengths."""
         ...
 
+    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
+        """`attention_map` of the whole sequence, for which every process must ask."""
+        ...
+
+
+class ShardedCalls(Protocol):
+    """Takes over calls whose tensors are DTensors."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """`attention`, a DTensor."""
+        ...
+
+    def observe(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Tensor, Observation]:
+        """`observe`, of DTensors."""
+        ...
+
 
 _split: SplitCalls | None = None
+_sharded: ShardedCalls | None = None
 
 
 @contextmanager
-def splitting(calls: SplitCalls) -> Iterator[None]:
-    """Hand every call of `attention` and `observe` inside the block to `calls`."""
+def splitting(calls: SplitCalls | None) -> Iterator[None]:
+    """Hand every call of `attention` and `observe` inside the block to `calls`; None to nobody."""
     global _split
     before, _split = _split, calls
     try:
         yield
     finally:
         _split = before
+
+
+def serve_sharded(calls: ShardedCalls) -> None:
+    """Hand every call whose tensors are DTensors to `calls`, from now on."""
+    global _sharded
+    _sharded = calls
+
+
+def sharded(*tensors: object) -> ShardedCalls | None:
+    """Return who takes over a call with these tensors; None unless one of them is a DTensor."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # if not, there is no DTensor
+    if loaded is None or not any(isinstance(x, loaded.DTensor) for x in tensors):
+        return None
+    return _sharded
+
+
+def split_calls() -> SplitCalls | None:
+    """Return who takes over calls now, because their sequence is split between processes."""
+    return _split
 
 
 def is_split() -> bool:
@@ -177,6 +216,9 @@ def attention(
         )  # fmt: skip
         return result
     options = (score, mask, bias, softcap, sinks, dropout)
+    if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
+        named = dict(zip(OPTIONS, options, strict=True))
+        return over_ranks.attention(q, k, v, engine=engine, **named)
     if _split is not None:
         named = dict(zip(OPTIONS, options, strict=True))
         return _split.attention(q, k, v, engine=engine, **named)
@@ -224,8 +266,11 @@ def observe(
     """
     if unknown:
         refuse_keywords("observe", unknown)
-    if _split is not None:
-        return _split.observe(
+    elsewhere: SplitCalls | ShardedCalls | None = _split
+    if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
+        elsewhere = over_ranks
+    if elsewhere is not None:
+        return elsewhere.observe(
             q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
             dropout=dropout, engine=engine, stats=stats, rows=rows, sink_keys=sink_keys,
             spans=spans,
@@ -415,9 +460,12 @@ def attention_map(
     torch.Size([2, 11])
     """
     if _split is not None:
-        raise ValueError(
-            "hw.attention_map needs all keys, and this sequence is split between processes; make "
-            "the map outside of the model, from tensors that hw.distributed.unshard put together"
+        if v is not None:
+            raise ValueError(
+                "the map of a sequence that is split between processes knows no values; leave v out"
+            )
+        return _split.attention_map(
+            q, k, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks, lse=lse
         )
     values = k[..., :0] if v is None and isinstance(k, Tensor) else v
     four = _batched("attention_map", q, k, values)

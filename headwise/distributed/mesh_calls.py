@@ -13,7 +13,9 @@ from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Layout
 from headwise.distributed.ranges import numbers
 from headwise.distributed.rank_attention import attention, observe
+from headwise.distributed.split_maps import attention_map
 from headwise.distributed.transport import RankGroup
+from headwise.maps.attention_map import AttentionMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,10 @@ class MeshCalls:
     ) -> tuple[Tensor, Observation]:
         """`hw.distributed.observe` on the mesh."""
         return observe(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **options)
+
+    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
+        """`hw.distributed.attention_map` on the mesh."""
+        return attention_map(q, k, mesh=self.mesh, layout=self.layout, **options)
 
     def every(self, number: int) -> list[int]:
         """The number that each rank of the mesh gives."""

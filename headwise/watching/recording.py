@@ -100,14 +100,16 @@ class Recording:
         raise ValueError(f"there is no layer {which!r}; there are {there or 'none yet'}")
 
     def map(self, layer: int | str, head: int, batch: int = 0) -> AttentionMap:
-        """The map of one head in the last pass, (1, 1, N, M): exact on demand, never stored."""
+        """The map of one head in the last pass, (1, 1, N, M): exact on demand, never stored.
+
+        Of a sequence that is split between ranks, every rank asks for the same map and the same of
+        it, and each computes the weights of its own keys.
+        """
         found = self.layer(layer)
-        if not -found.heads <= head < found.heads:
-            raise ValueError(
-                f"there is no head {head} in layer {layer!r} ({found.name}); its heads are 0 to "
-                f"{found.heads - 1}"
-            )
-        return found.map().head(batch, head % found.heads)
+        own = found.own_head(head)
+        if found.split:
+            return found.split_map(batch, own)
+        return found.map().head(batch, own)
 
     @property
     def spans(self) -> dict[str, dict[int, Tensor]]:

@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from headwise.core.edges import Edges, check_edges
 from headwise.core.observation import check_sink_keys, check_statistics
 from headwise.core.spans import PREFIX, Spans, check_spans
-from headwise.distributed.figures import JoinedFigures
 from headwise.watching.adapters import (
     flash_calls,
     flex_calls,
@@ -31,7 +30,10 @@ from headwise.watching.adapters.patching import Undo
 from headwise.watching.alarms import chosen
 from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches, recomputing
 from headwise.watching.experiments.importance import importance
-from headwise.watching.head_weights import query_key_weights, symmetry
+from headwise.watching.head_weights import symmetry
+from headwise.watching.ranks.head_places import head_place
+from headwise.watching.ranks.joined_steps import JoinedSteps
+from headwise.watching.ranks.sharded_weights import whole_weights
 from headwise.watching.rules import Rule
 from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
@@ -69,9 +71,11 @@ def watch(
     the rules of `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in
     the log.
 
-    With `mesh`, a one-dimensional DeviceMesh, the figures of a step are those of all its ranks.
-    They are joined when a step ends, so every rank must end the same steps; until then they are
-    this rank's own. The first rank looks for alarms and writes folders.
+    With `mesh`, a DeviceMesh, the figures of a step are those of all its ranks. They are joined
+    when a step ends, so every rank must end the same steps; until then they are this rank's own.
+    Ranks along a dimension named "tp" have other heads of the same layers, along "pp" other layers,
+    and the table has the numbers of the whole model. The first rank looks for alarms and writes
+    folders.
 
     The model's own attention still computes its output; headwise observes beside it. headwise's own
     attention is observed in the same pass. Whatever goes wrong while looking is reported once, and
@@ -113,7 +117,7 @@ def watch(
         strict,
         marked,
     )
-    ranks = None if mesh is None else JoinedFigures(mesh)
+    ranks = None if mesh is None else JoinedSteps(mesh)
     return Watch(model, options, chosen(alarms, options.stats, maps), ranks)
 
 
@@ -178,7 +182,7 @@ class Watch(SteppedRecording):
         model: nn.Module,
         options: WatchOptions,
         rules: tuple[Rule, ...] = (),
-        ranks: JoinedFigures | None = None,
+        ranks: JoinedSteps | None = None,
     ) -> None:
         model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
         super().__init__(model, CallRecorder(options), rules, ranks)
@@ -320,7 +324,9 @@ class Watch(SteppedRecording):
         rows: list[dict[str, Value]] = []
         for layer in self.layers:
             module = find_module(self.model, layer.module)
-            found = symmetry(query_key_weights(module, layer.module, layer.heads))
+            first, heads = head_place(module, layer.heads, layer.width) or (0, layer.heads)
+            whole = symmetry(whole_weights(module, layer.module, heads))
+            found = whole[first : first + layer.heads]
             rows += [layer.place(head) | {"symmetry": x} for head, x in enumerate(found.tolist())]
         return Table(rows)
 
@@ -401,6 +407,9 @@ class Watch(SteppedRecording):
                 "multiplied with values"
             )
         most = max((layer.heads for layer in self.layers), default=0)
+        if self.ranks is not None:  # other ranks may have what is missing here
+            most = max((layer.heads for layer in self.ranks.layers), default=0)
+            known = self.ranks.names
         for head in self.options.heads or () if most else ():
             if not 0 <= head < most:
                 raise ValueError(f"there is no head {head}; heads are 0 to {most - 1}")

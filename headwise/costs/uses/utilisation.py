@@ -33,9 +33,7 @@ class Utilisation:
     _known: dict[tuple[Sizes, bool], int] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, model: nn.Module, where: torch.device, dtype: str, count: int = 1
-    ) -> Utilisation:
+    def of(cls, model: nn.Module, where: torch.device, dtype: str, count: int = 1) -> Utilisation:
         """For a model that learns on so many devices in a dtype; ValueError if it is not known.
 
         A GPU's peak is that of its data sheet; another device is known once it was measured, by

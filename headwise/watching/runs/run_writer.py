@@ -134,6 +134,8 @@ class RunWriter:
         """Keep the map of one head in the last pass."""
         (self.folder / FOLDER).mkdir(exist_ok=True)
         found = seen.layer(layer)
+        if found.split:
+            raise ValueError("its sequence is split between ranks, and one of them writes the run")
         kept = MapFile(step, found.number, head % found.heads, self.rank)
         write_map(self.folder / FOLDER / kept.name, seen.map(layer, head))
 
