@@ -8,8 +8,8 @@ import pytest
 import headwise
 from website import reference
 from website.checking import broken
-from website.contents import ROOT, menu, pages
-from website.staging import Stage
+from website.contents import ROOT, Language, menu, pages
+from website.staging import LINK, Stage
 
 PAGES = {module: reference.page(module) for module in reference.modules()}
 NAMES = [name for module in reference.modules() for name in reference.public(module)]
@@ -62,6 +62,27 @@ def test_links_lead_to_pages_files_and_the_other_language(tmp_path: Path) -> Non
         '[`x`](compute.md#a) <a href="../gpu.html">y</a> <a href="_files/LICENSE">z</a> '
         '<a href="../lab.html">w</a> `a[0](b)` <iframe src="../gallery/gpt.html">'
     )
+
+
+def test_a_place_that_html_marks_is_linked_in_html(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "en", "en", pages())
+    file = ROOT / "docs" / "handbook" / "index.md"
+    linked = stage.linked("[a](heads.md#heads-concat) [b](../lab.md)", file, "handbook/index")
+    assert linked == '<a href="heads.html#heads-concat">a</a> [b](../lab.md)'
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_picture_is_beside_its_page(language: Language, tmp_path: Path) -> None:
+    stage = Stage(tmp_path, language, pages())
+    stage.copy()
+    shown = [
+        (tmp_path / name).parent / match["target"]
+        for name in stage.names
+        for match in LINK.finditer((tmp_path / f"{name}.md").read_text(encoding="utf-8"))
+        if match["bang"]
+    ]
+    assert len(shown) > 10
+    assert [path for path in shown if not path.is_file()] == []
 
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:

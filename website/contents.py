@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 Language = Literal["en", "zh"]
 
 PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -14,8 +15,12 @@ PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 ORDER: dict[str, list[str]] = {
     "guide": [
-        "look", "watch", "watch-models", "compute", "from-formula-to-transformer", "lab", "cost",
-        "cost-time", "training", "notebooks", "gallery",
+        "look", "gallery", "watch", "watch-models", "spans", "compute", "distributed", "cost",
+        "cost-time", "training", "lab", "notebooks",
+    ],
+    "handbook": ["from-formula-to-transformer", "handbook/index"] + [
+        f"handbook/{chapter}"
+        for chapter in ("formula", "scale", "heads", "qk", "dot", "rivals", "cost", "translation")
     ],
     "evidence": ["speed", "gpu", "numerics", "testing", "versions"],
     "inside": ["architecture"],
@@ -24,6 +29,7 @@ ORDER: dict[str, list[str]] = {
 
 CAPTIONS: dict[str, tuple[str, str]] = {
     "guide": ("Guide", "指南"),
+    "handbook": ("Handbook", "手册"),
     "evidence": ("Evidence", "实测"),
     "results": ("Results", "结果"),
     "notebooks": ("Notebooks", "笔记本"),

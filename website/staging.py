@@ -6,14 +6,20 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
-from website.contents import CAPTIONS, ROOT, Language, SitePage, menu
+from website.contents import CAPTIONS, DOCS, ROOT, Language, SitePage, menu
 from website.notebook_pages import notebook_page
 
 LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 FRAME = re.compile(r'(<iframe[^>]* src=")(gallery/)')
+
+
+@cache
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 class Stage:
@@ -29,7 +35,8 @@ class Stage:
 
     def copy(self) -> None:
         """Copy all pages of the language, and the pictures."""
-        shutil.copytree(ROOT / "docs" / "pictures", self.folder / "pictures")
+        for pictures in DOCS.rglob("pictures"):
+            shutil.copytree(pictures, self.folder / pictures.relative_to(DOCS))
         for page in self.pages.values():
             if page.language == self.language:
                 self.write(page.name, self.linked(self._text(page), page.file, page.name))
@@ -37,7 +44,7 @@ class Stage:
     def _text(self, page: SitePage) -> str:
         """The Markdown of a page; the pictures of a notebook are written beside it."""
         if page.file.suffix != ".ipynb":
-            return page.file.read_text(encoding="utf-8")
+            return _read(page.file)
         kept = self.folder / "_extra" / f"{page.name}.ipynb"
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(page.file, kept)
@@ -73,10 +80,11 @@ class Stage:
         if match["bang"] and not aimed.exists():  # made for this page, beside it
             return match[0]
         if match["bang"]:
-            picture = Path("pictures") / aimed.name
-            return f"![{match['text']}]({os.path.relpath(picture, here)})"
+            return f"![{match['text']}]({os.path.relpath(aimed.relative_to(DOCS), here)})"
         page = self.pages.get(aimed)
-        if page is not None and page.language == self.language:
+        # MyST knows the places of headings; those that HTML marks are links of HTML.
+        marked = page is not None and bool(anchor) and f'<a id="{anchor[1:]}">' in _read(page.file)
+        if page is not None and page.language == self.language and not marked:
             return f"[{match['text']}]({os.path.relpath(page.name, here)}.md{anchor})"
         if page is not None:
             place = {"en": Path(), "zh": Path("zh")}
