@@ -229,20 +229,21 @@ def _input(id: str, atlas: Atlas) -> dict[str, Any]:
         "rows": len(main.rows),
         "columns": len(main.columns),
         "notes": list(read.notes),
-        "predicts": read.predictor is not None,
         "image": None
         if read.image is None
         else {"grid": list(read.image.grid), "first": read.image.first},
-        "groups": [_group(group) for group in read.groups],
+        "groups": [_group(group, read.predictor) for group in read.groups],
     }
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: Group, predictor: Predictor | None) -> dict[str, Any]:
+    predicts = predictor is not None and group.id in predictor.groups
     return {
         "id": group.id,
         "name": group.name,
         "causal": group.causal,
         "square": group.square,
+        "predicts": predictor.predicts if predictor is not None and predicts else None,
         "rows": len(group.rows),
         "columns": len(group.columns),
         "layers": [

@@ -115,7 +115,18 @@ class TranslationReader:
             loaded.model(source, target)
         theirs, ours = (loaded.tokeniser.pieces(x[0].tolist()) for x in (target, source))
         axes = {"encoder": (ours, ours), "decoder": (theirs, theirs), "cross": (theirs, ours)}
-        return Input(title(text), "translation", groups(seen, axes), (f"→ {said}",))
+
+        def logits(row: int) -> Tensor:
+            return loaded.model(source, target)[0, row]  # type: ignore[no-any-return]
+
+        predictor = Predictor(
+            loaded.model,
+            logits,
+            lambda id: loaded.tokeniser.pieces([id])[0],
+            groups=("decoder", "cross"),
+        )
+        made = groups(seen, axes)
+        return Input(title(text), "translation", made, (f"→ {said}",), predictor=predictor)
 
 
 @dataclass(frozen=True)
@@ -153,7 +164,7 @@ class ImageReader:
             "pixels are scaled by this image's own mean and deviation: the run has saved no others"
         )
         notes = () if self.loaded.mean else (own,)
-        predictor = Predictor(model, lambda row: model(given)[0], str)
+        predictor = Predictor(model, lambda row: model(given)[0], str, "class")
         made = groups(seen, {"self": (tokens, tokens)})
         return Input("image", "image", made, notes, shown, predictor)
 

@@ -55,14 +55,12 @@ def opened(what: str, device: torch.device, local: bool) -> Reader:
     try:
         config = auto.AutoConfig.from_pretrained(what, **here)
         both = bool(config.is_encoder_decoder)
-        predicts = any(x.endswith("ForCausalLM") for x in config.architectures or ())
-        kind = auto.AutoModelForCausalLM if predicts else auto.AutoModel
-        kind = auto.AutoModelForSeq2SeqLM if both else kind
+        kind = getattr(auto, "AutoModelForSeq2SeqLM" if both else _kind(config.architectures))
         model = kind.from_pretrained(what, use_safetensors=True, dtype=torch.float32, **here)
         name, model = Path(what).name, model.to(device).eval()
         if hasattr(config, "patch_size"):
             processor = auto.AutoImageProcessor.from_pretrained(what, **here)
-            return TransformersImageReader(name, model, processor)
+            return TransformersImageReader(name, model.base_model, processor, model)
         tokeniser = auto.AutoTokenizer.from_pretrained(what, **here)
         if both:
             return TransformersTranslationReader(name, model, tokeniser)
@@ -73,6 +71,18 @@ def opened(what: str, device: torch.device, local: bool) -> Reader:
         raise ValueError(said) from error
     finally:
         auto.utils.logging.set_verbosity(talk)
+
+
+def _kind(architectures: Sequence[str] | None) -> str:
+    """The class that loads a model with its output layer, if headwise reads its predictions.
+
+    >>> _kind(["BertForMaskedLM"]), _kind(["BertModel"])
+    ('AutoModelForMaskedLM', 'AutoModel')
+    """
+    for output in ("ForCausalLM", "ForMaskedLM", "ForImageClassification"):
+        if any(name.endswith(output) for name in architectures or ()):
+            return f"AutoModel{output}"
+    return "AutoModel"
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ class TransformersTextReader:
         return Input(title(text), "text", made, notes, predictor=self._predictor(given))
 
     def _predictor(self, ids: torch.Tensor) -> Predictor | None:
-        """The predictions of the next tokens; None if the model has no output layer."""
+        """The predictions of tokens; None if the model has no output layer."""
         if self.whole is None or self.whole is self.model:
             return None
         kept = "logits_to_keep" in inspect.signature(self.whole.forward).parameters
@@ -132,7 +142,13 @@ class TransformersTextReader:
             rows = torch.tensor([row], device=ids.device)
             return self.whole(ids, logits_to_keep=rows).logits[0, 0]  # type: ignore[no-any-return]
 
-        return Predictor(self.model, logits, lambda id: pieces(self.tokeniser, [id])[0])
+        masked = type(self.whole).__name__.endswith("ForMaskedLM")
+        return Predictor(
+            self.model,
+            logits,
+            lambda id: pieces(self.tokeniser, [id])[0],
+            "same" if masked else "next",
+        )
 
 
 @dataclass(frozen=True)
@@ -167,7 +183,18 @@ class TransformersTranslationReader:
         theirs, ours = (pieces(self.tokeniser, x[0].tolist()) for x in (target, source))
         axes = {"encoder": (ours, ours), "decoder": (theirs, theirs), "cross": (theirs, ours)}
         said = self.tokeniser.decode(target[0], skip_special_tokens=True)
-        return Input(title(text), "translation", groups(seen, axes), (f"→ {said}",))
+
+        def logits(row: int) -> torch.Tensor:
+            return self.model(source, decoder_input_ids=target).logits[0, row]  # type: ignore[no-any-return]
+
+        predictor = Predictor(
+            self.model,
+            logits,
+            lambda id: pieces(self.tokeniser, [id])[0],
+            groups=("decoder", "cross"),
+        )
+        made = groups(seen, axes)
+        return Input(title(text), "translation", made, (f"→ {said}",), predictor=predictor)
 
 
 @dataclass(frozen=True)
@@ -177,6 +204,7 @@ class TransformersImageReader:
     name: str
     model: Any
     processor: Any
+    whole: Any = None  # the model with its output layer, if it tells classes
     sample: None = None
 
     @property
@@ -189,8 +217,9 @@ class TransformersImageReader:
     def read(self, what: str | bytes, report: Report = silent) -> Input:
         """Run the model on an image, cropped and scaled by its processor."""
         values = self.processor(images=images.opened(what), return_tensors="pt")["pixel_values"]
+        given = values.to(self.model.device)
         with watch(self.model) as seen, running(self.model, report):
-            self.model(values.to(self.model.device))
+            self.model(given)
         patch = self.model.config.patch_size
         high, wide = (patch, patch) if isinstance(patch, int) else patch
         grid = values.shape[2] // high, values.shape[3] // wide
@@ -206,7 +235,17 @@ class TransformersImageReader:
             )
         tokens = images.patch_names(first, *grid)
         shown = Image(images.png(self._pixels(values[0])), grid, first)
-        return Input("image", "image", groups(seen, {"self": (tokens, tokens)}), (), shown)
+        made = groups(seen, {"self": (tokens, tokens)})
+        return Input("image", "image", made, (), shown, self._predictor(given))
+
+    def _predictor(self, values: torch.Tensor) -> Predictor | None:
+        """The predictions of the image's class; None if the model has no output layer."""
+        if self.whole is None or self.whole is self.model:
+            return None
+        names = self.whole.config.id2label
+        return Predictor(
+            self.model, lambda row: self.whole(values).logits[0], lambda id: names[id], "class"
+        )
 
     def _pixels(self, values: torch.Tensor) -> torch.Tensor:
         """The pixels that the model was given, before they were normalised."""
@@ -243,10 +282,16 @@ def pieces(tokeniser: Any, ids: Sequence[int]) -> list[str]:
     """Each token as people read it: a tokeniser's sign for a space becomes a space."""
     decode: Callable[[list[int]], str] = tokeniser.decode
     raw = tokeniser.convert_ids_to_tokens(ids)
-    # SentencePiece's sign for a space, WordPiece's for the lack of one
-    if any(x.startswith(("▁", "##")) for x in raw):
+    if any(x.startswith("▁") for x in raw):  # SentencePiece's sign for a space
         return [
-            x.replace("▁", " ") if x.startswith(("▁", "##")) else decode([id]) or x
+            x.replace("▁", " ") if x.startswith("▁") else decode([id]) or x
             for id, x in zip(ids, raw, strict=True)
+        ]
+    backend = getattr(tokeniser, "backend_tokenizer", None)
+    if type(getattr(backend, "model", None)).__name__ == "WordPiece":
+        # It marks the pieces that continue a word: all others but the first come after a space.
+        return [
+            x.removeprefix("##") if x.startswith("##") or at == 0 else f" {x}"
+            for at, x in enumerate(raw)
         ]
     return whole_characters(ids, decode)
