@@ -50,7 +50,10 @@ class SitePage:
 
 
 def pages(root: Path = ROOT) -> list[SitePage]:
-    """The pages that come from a file: docs/**/*.md and .ipynb, 中文 in *.zh.md or docs/zh/."""
+    """The pages that come from a file: docs/**/*.md and .ipynb, 中文 in *.zh.md or docs/zh/.
+
+    A notebook has its text in both languages, and so a page in each.
+    """
     docs = root / "docs"
     found = []
     for file in sorted(docs.rglob("*.md")):
@@ -61,7 +64,7 @@ def pages(root: Path = ROOT) -> list[SitePage]:
         found.append(SitePage("zh" if chinese else "en", name, file))
     for file in sorted(docs.rglob("*.ipynb")):
         name = str(file.relative_to(docs).with_suffix(""))
-        found.append(SitePage("en", name, file))
+        found += [SitePage("en", name, file), SitePage("zh", name, file)]
     for title in PROJECT:
         name = f"project/{title.removesuffix('.md').lower()}"
         found.append(SitePage("en", name, root / title))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from website.contents import CAPTIONS, DOCS, ROOT, Language, SitePage, menu
-from website.notebook_pages import notebook_page
+from website.notebook_pages import notebook_page, read_notebook
 
 LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -27,7 +28,9 @@ class Stage:
 
     def __init__(self, folder: Path, language: Language, all_pages: Sequence[SitePage]) -> None:
         self.folder, self.language = folder, language
-        self.pages = {page.file: page for page in all_pages}
+        # Of a file with a page in both languages, that of this one.
+        ordered = sorted(all_pages, key=lambda page: page.language == language)
+        self.pages = {page.file: page for page in ordered}
         self.names: list[str] = []
         self.files: set[Path] = set()  # of the repository, linked to and not pages
         shutil.rmtree(folder, ignore_errors=True)
@@ -47,8 +50,10 @@ class Stage:
             return _read(page.file)
         kept = self.folder / "_extra" / f"{page.name}.ipynb"
         kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(page.file, kept)
-        return notebook_page(page.file, (self.folder / page.name).parent)
+        notebook = read_notebook(page.file, self.language)
+        kept.write_text(json.dumps(notebook, indent=1, ensure_ascii=False), encoding="utf-8")
+        beside = (self.folder / page.name).parent
+        return notebook_page(notebook, page.file.stem, beside, self.language)
 
     def write(self, name: str, text: str) -> None:
         """Write a page; `name` is its place in the site without an ending."""
