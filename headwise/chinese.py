@@ -70,6 +70,14 @@ CHINESE: dict[str, str] = {
     ),
     "this model reads images; use --image FILE": "这个模型读图片；请用 --image FILE",
     "there is no word to look at in {text!r}": "{text!r} 里没有可看的词",
+    "{name} puts the image into {count} tokens that do not stand in a row, and the page draws one "
+    "image; hw.watch has its figures": (
+        "{name} 把图像放进 {count} 个不相连的词元，而页面只画一幅图像；hw.watch 有它的统计量"
+    ),
+    "{name} reads the image as {count} tokens, which are not the patches of one square; hw.watch "
+    "has its figures": (
+        "{name} 把图像读作 {count} 个词元，它们不是一个正方形的图块；hw.watch 有它的统计量"
+    ),
     "{tokens:,} tokens are too many to look at on {device}: at most {most:,}{more}": (
         "{tokens:,} 个词元太多，在 {device} 上最多看 {most:,} 个{more}"
     ),

@@ -14,7 +14,7 @@ from headwise.core.edges import Edge
 from headwise.look.readers import opening
 from headwise.look.readers.builtin import ImageReader
 from headwise.look.readers.image_bytes import MOST_PIXELS, pixels
-from headwise.look.readers.reader import silent
+from headwise.look.readers.reader import Illustrated, silent
 from headwise.look.readers.transformers_reader import pieces
 from headwise.look.scene import Input
 from headwise.models import ViT, ViTConfig
@@ -172,6 +172,55 @@ def test_classifiers_masked_models_and_translators_predict(tmp_path: Path) -> No
     outcomes, moved = read.predictor.compare(0, [Edge(module, None, (0, 2))])
     assert moved > 0
     assert outcomes[0].name.strip() == "Le"
+
+
+def save_llava(folder: Path, patches: int = 4) -> str:
+    """A small LLaVA: a CLIP of some patches by some patches, a Llama, and their processor."""
+    side, small = 8 * patches, {"intermediate_size": 32, "hidden_size": 16}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            image_size=side, patch_size=8, num_hidden_layers=2, num_attention_heads=2, **small
+        ),
+        text_config=transformers.LlamaConfig(
+            vocab_size=4300, num_hidden_layers=2, num_attention_heads=4, **small
+        ),
+        image_token_index=4200,
+    )
+    torch.manual_seed(0)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    tokeniser = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(ASSETS / "gpt" / "tokenizer.json"), pad_token="!", eos_token="."
+    )
+    missing = 4200 - len(tokeniser)
+    tokeniser.add_tokens([f"<{number}>" for number in range(missing)])
+    tokeniser.add_tokens(["<image>"], special_tokens=True)
+    sizes = {"height": side, "width": side}
+    transformers.LlavaProcessor(
+        transformers.CLIPImageProcessor(size={"shortest_edge": side}, crop_size=sizes),
+        tokeniser,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_language_model_sees_an_image_among_its_tokens(tmp_path: Path) -> None:
+    reader = opening.opened(save_llava(tmp_path), "cpu")
+    read = reader.read(Illustrated(picture(40, 30), "What is round?"), silent)
+    assert read.image is not None
+    assert read.image.grid == (4, 4)
+    rows, first = read.main.rows, read.image.first
+    assert [name.strip() for name in rows[first : first + 5]] == ["0,0", "0,1", "0,2", "0,3", "1,0"]
+    assert "".join(rows[first + 16 :]).strip() == "What is round?"
+    assert len(read.main.heads) == 8  # those of the language model
+    assert read.main.causal
+    assert read.predictor is not None
+    edge = Edge(read.main.heads[0].module, None, (first, first + 16))
+    assert read.predictor.compare(len(rows) - 1, [edge])[1] > 0
+    assert len(reader.read(picture(40, 30), silent).main.rows) != len(rows)  # another question
+    with pytest.raises(ValueError, match="a text was given; use --image"):
+        reader.read("hello", silent)
 
 
 def test_pieces_of_words_stand_with_their_spaces(tmp_path: Path) -> None:

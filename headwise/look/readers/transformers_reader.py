@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from headwise.look.readers import image_bytes as images
 from headwise.look.readers.reader import (
     SAMPLE_SENTENCE,
     SAMPLE_TEXT,
-    Reader,
+    Given,
     Report,
     check_length,
     checked_text,
@@ -34,55 +33,6 @@ from headwise.watching import watch
 
 MOST_ANSWER = 128
 """The most tokens that an encoder–decoder answers with."""
-
-
-def opened(what: str, device: torch.device, local: bool) -> Reader:
-    """Load a transformers model by its folder or name on the hub; ValueError says what is wrong.
-
-    Only safetensors are read, and no code that comes with the model is run. `local` means that it
-    is on this machine, and that the hub is not asked.
-    """
-    try:
-        import transformers
-    except ModuleNotFoundError as missing:
-        raise ValueError(
-            f"{what} is read by transformers, which is not installed: pip install transformers"
-        ) from missing
-    auto: Any = transformers  # whose classes are partly untyped
-    here = {"local_files_only": local}
-    talk = auto.utils.logging.get_verbosity()
-    auto.utils.logging.set_verbosity_error()  # an unused output head is not worth a warning
-    try:
-        config = auto.AutoConfig.from_pretrained(what, **here)
-        both = bool(config.is_encoder_decoder)
-        kind = getattr(auto, "AutoModelForSeq2SeqLM" if both else _kind(config.architectures))
-        model = kind.from_pretrained(what, use_safetensors=True, dtype=torch.float32, **here)
-        name, model = Path(what).name, model.to(device).eval()
-        if hasattr(config, "patch_size"):
-            processor = auto.AutoImageProcessor.from_pretrained(what, **here)
-            return TransformersImageReader(name, model.base_model, processor, model)
-        tokeniser = auto.AutoTokenizer.from_pretrained(what, **here)
-        if both:
-            return TransformersTranslationReader(name, model, tokeniser)
-        return TransformersTextReader(name, model.base_model, tokeniser, model)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        said = say("transformers can't load {what}: {reason}", what=what, reason=reason)
-        raise ValueError(said) from error
-    finally:
-        auto.utils.logging.set_verbosity(talk)
-
-
-def _kind(architectures: Sequence[str] | None) -> str:
-    """The class that loads a model with its output layer, if headwise reads its predictions.
-
-    >>> _kind(["BertForMaskedLM"]), _kind(["BertModel"])
-    ('AutoModelForMaskedLM', 'AutoModel')
-    """
-    for output in ("ForCausalLM", "ForMaskedLM", "ForImageClassification"):
-        if any(name.endswith(output) for name in architectures or ()):
-            return f"AutoModel{output}"
-    return "AutoModel"
 
 
 @dataclass(frozen=True)
@@ -106,7 +56,7 @@ class TransformersTextReader:
         )
         return tokens if places is None else min(tokens, places)
 
-    def read(self, what: str | bytes, report: Report = silent) -> Input:
+    def read(self, what: Given, report: Report = silent) -> Input:
         """Run the model on a text, or on its beginning if there are no positions for the rest."""
         text = checked_text(what)
         ids = self.tokeniser(text, verbose=False)["input_ids"]
@@ -146,7 +96,7 @@ class TransformersTextReader:
         return Predictor(
             self.model,
             logits,
-            lambda id: pieces(self.tokeniser, [id])[0],
+            naming(self.tokeniser),
             "same" if masked else "next",
         )
 
@@ -167,7 +117,7 @@ class TransformersTranslationReader:
     def count(self, text: str) -> int:
         return len(self.tokeniser(text, verbose=False)["input_ids"])
 
-    def read(self, what: str | bytes, report: Report = silent) -> Input:
+    def read(self, what: Given, report: Report = silent) -> Input:
         """Let the model answer and run it on both sides."""
         text = checked_text(what)
         source = self.tokeniser(text, return_tensors="pt", verbose=False)["input_ids"]
@@ -190,7 +140,7 @@ class TransformersTranslationReader:
         predictor = Predictor(
             self.model,
             logits,
-            lambda id: pieces(self.tokeniser, [id])[0],
+            naming(self.tokeniser),
             groups=("decoder", "cross"),
         )
         made = groups(seen, axes)
@@ -214,7 +164,7 @@ class TransformersImageReader:
     def count(self, text: str) -> int:
         return 0
 
-    def read(self, what: str | bytes, report: Report = silent) -> Input:
+    def read(self, what: Given, report: Report = silent) -> Input:
         """Run the model on an image, cropped and scaled by its processor."""
         values = self.processor(images=images.opened(what), return_tensors="pt")["pixel_values"]
         given = values.to(self.model.device)
@@ -234,7 +184,7 @@ class TransformersImageReader:
                 )
             )
         tokens = images.patch_names(first, *grid)
-        shown = Image(images.png(self._pixels(values[0])), grid, first)
+        shown = Image(images.png(unscaled(self.processor, values[0])), grid, first)
         made = groups(seen, {"self": (tokens, tokens)})
         return Input("image", "image", made, (), shown, self._predictor(given))
 
@@ -247,12 +197,13 @@ class TransformersImageReader:
             self.model, lambda row: self.whole(values).logits[0], lambda id: names[id], "class"
         )
 
-    def _pixels(self, values: torch.Tensor) -> torch.Tensor:
-        """The pixels that the model was given, before they were normalised."""
-        if not getattr(self.processor, "do_normalize", False):
-            return values
-        mean, deviation = self.processor.image_mean, self.processor.image_std
-        return values * torch.tensor(deviation)[:, None, None] + torch.tensor(mean)[:, None, None]
+
+def unscaled(processor: Any, values: torch.Tensor) -> torch.Tensor:
+    """The pixels (C, H, W) that a model was given, before its processor normalised them."""
+    if not getattr(processor, "do_normalize", False):
+        return values
+    mean, deviation = processor.image_mean, processor.image_std
+    return values * torch.tensor(deviation)[:, None, None] + torch.tensor(mean)[:, None, None]
 
 
 def from_config(name: str, model: Any) -> Description:
@@ -278,10 +229,15 @@ def positions(model: nn.Module) -> int | None:
     return None
 
 
+def naming(tokeniser: Any) -> Callable[[int], str]:
+    """The names of single tokens; a model may have more of them than its tokeniser."""
+    return lambda id: pieces(tokeniser, [id])[0] or f"⟨{id}⟩"
+
+
 def pieces(tokeniser: Any, ids: Sequence[int]) -> list[str]:
     """Each token as people read it: a tokeniser's sign for a space becomes a space."""
     decode: Callable[[list[int]], str] = tokeniser.decode
-    raw = tokeniser.convert_ids_to_tokens(ids)
+    raw = [token or "" for token in tokeniser.convert_ids_to_tokens(ids)]
     if any(x.startswith("▁") for x in raw):  # SentencePiece's sign for a space
         return [
             x.replace("▁", " ") if x.startswith("▁") else decode([id]) or x
