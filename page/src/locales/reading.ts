@@ -8,8 +8,10 @@ const en = {
   sees: {
     past: ' A language model looks back only, so the upper right stays empty.',
     text: ' This model looks both ways, so the upper right is filled, too. Drawn here are heads that look back.',
-    source: ' The rows are the tokens that were written, the columns those of the source.',
-    image: ' The tokens are patches of the image, in reading order, after the class token.',
+    source:
+      ' The rows are the tokens that were written, the columns those of the source. Drawn here are heads that look back at their own text.',
+    image:
+      ' The tokens are patches of the image, in reading order, after the class token. Drawn here are heads of language models.',
   },
   patterns: {
     previous: { title: 'Previous token', meaning: 'a line just below the diagonal' },
@@ -29,8 +31,8 @@ const zh: typeof en = {
   sees: {
     past: '语言模型只往回看，所以右上方是空的。',
     text: '这个模型前后都看，所以右上方也有权重。下面画的是往回看的头。',
-    source: '行是写出的词元，列是原文的词元。',
-    image: '词元是图像的图块，按阅读顺序排在类别词元之后。',
+    source: '行是写出的词元，列是原文的词元。下面画的是回看自身文本的头。',
+    image: '词元是图像的图块，按阅读顺序排在类别词元之后。下面画的是语言模型的头。',
   },
   patterns: {
     previous: { title: '前一词元', meaning: '紧贴对角线下方的一条线' },
