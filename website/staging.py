@@ -15,12 +15,30 @@ from website.notebook_pages import notebook_page, read_notebook
 
 LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+APART = re.compile(r"(`[^`]*`|<[^>]+>|\]\([^)]*\)|^#.*$)", re.MULTILINE)
+"""What stands in prose and is none: code, tags, the targets of links, and headings."""
+INDEXED = re.compile(r"(?<![A-Za-zα-ω_\\/])([A-Za-zα-ω])_(\w+)")
 FRAME = re.compile(r'(<iframe[^>]* src=")(gallery/)')
 
 
 @cache
 def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8")
+
+
+def indexed(prose: str) -> str:
+    """Prose with d_k as a d with an index; in headings, which are plain text, as the letter dₖ.
+
+    >>> indexed("# Why √d_k\\nq_i and `d_k`, see [d_k](d_k.md)")
+    '# Why √dₖ\\nq<sub>i</sub> and `d_k`, see [d<sub>k</sub>](d_k.md)'
+    """
+    parts = APART.split(prose)
+    for at, part in enumerate(parts):
+        if part.startswith("#"):
+            parts[at] = part.replace("d_k", "dₖ")
+        elif at % 2 == 0:
+            parts[at] = INDEXED.sub(r"\1<sub>\2</sub>", part)
+    return "".join(parts)
 
 
 class Stage:
@@ -66,7 +84,7 @@ class Stage:
         """A page's text with each relative link leading where it does in the site."""
 
         def prose(part: str) -> str:
-            part = LINK.sub(lambda match: self._link(match, file, name), part)
+            part = LINK.sub(lambda match: self._link(match, file, name), indexed(part))
             return FRAME.sub(r"\1../\2", part) if self.language == "zh" else part
 
         pieces, last = [], 0
