@@ -12,6 +12,7 @@ from tests.watching.test_gpu import WIDTH, N, stack
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),  # PyTorch's first one
 ]
 
 

@@ -25,7 +25,7 @@ from headwise.watching.adapters.interface import (
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
-from headwise.watching.adapters.traced_masks import RULES
+from headwise.watching.adapters.traced_masks import NUMBERING, RULES
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.proof import without_dropout
 from headwise.watching.seen_call import Kind, kind_of
@@ -117,7 +117,9 @@ def _replacements(
     if masks is not None:
         yield _replacement(masks, "__getitem__")
         rules = sys.modules["transformers.masking_utils"]
-        yield from (_replacement(rules, name) for name in RULES if hasattr(rules, name))
+        yield from (
+            _replacement(rules, name) for name in (NUMBERING, *RULES) if hasattr(rules, name)
+        )
     if hasattr(interface, "get_interface"):
         yield _replacement(interface, "get_interface")
         return
@@ -130,6 +132,8 @@ def _replacements(
 def _replacement(owner: Any, name: str) -> Replacement[TransformersModules]:
     if name in RULES:
         return Replacement(owner, name, _make_rule)
+    if name == NUMBERING:
+        return Replacement(owner, name, _make_numbering)
     if name == "__getitem__":
         masks = owner.__name__ == "AttentionMaskInterface"
         return Replacement(owner, name, _make_mask_getitem if masks else _make_getitem)
@@ -154,6 +158,14 @@ def _make_rule(original: Any, users: list[TransformersModules]) -> Callable[...,
         return traced_masks.NamedRule(made, name, parts) if torch.compiler.is_compiling() else made
 
     return make
+
+
+def _make_numbering(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def number(*given: Any, **options: Any) -> Any:
+        return traced_masks.numbered(original(*given, **options))
+
+    return number
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
