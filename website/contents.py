@@ -75,7 +75,7 @@ def menu(names: list[str]) -> dict[str, list[str]]:
     """The names of a language's pages under the captions of its menu; none is left out.
 
     >>> menu(["cost", "index", "lab", "lab/scale", "new", "speed", "api/mask"])["guide"]
-    ['lab', 'lab/scale', 'cost', 'new']
+    ['cost', 'lab', 'lab/scale', 'new']
     """
     left = [name for name in names if name != "index"]
     found: dict[str, list[str]] = {caption: [] for caption in CAPTIONS}

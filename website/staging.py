@@ -15,8 +15,8 @@ from website.notebook_pages import notebook_page, read_notebook
 
 LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-APART = re.compile(r"(`[^`]*`|<[^>]+>|\]\([^)]*\)|^#.*$)", re.MULTILINE)
-"""What stands in prose and is none: code, tags, the targets of links, and headings."""
+APART = re.compile(r"(`[^`]*`|<[^>]+>|!\[[^\]]*|\]\([^)]*\)|^#.*$)", re.MULTILINE)
+"""Parts of a text that are not prose: code, tags, names of pictures, links' targets, headings."""
 INDEXED = re.compile(r"(?<![A-Za-zα-ω_\\/])([A-Za-zα-ω])_(\w+)")
 FRAME = re.compile(r'(<iframe[^>]* src=")(gallery/)')
 
@@ -27,7 +27,7 @@ def _read(file: Path) -> str:
 
 
 def indexed(prose: str) -> str:
-    """Prose with d_k as a d with an index; in headings, which are plain text, as the letter dₖ.
+    """Write d_k in prose as a d with an index; in headings, which are plain text, as dₖ.
 
     >>> indexed("# Why √d_k\\nq_i and `d_k`, see [d_k](d_k.md)")
     '# Why √dₖ\\nq<sub>i</sub> and `d_k`, see [d<sub>k</sub>](d_k.md)'
