@@ -1,12 +1,14 @@
 """The site: every public name is in the reference, every page in the menu, every link rewritten."""
 
+import doctest
 import inspect
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import headwise
-from website import reference
+from website import contents, notebook_pages, reference, results, staging
 from website.checking import broken
 from website.contents import ROOT, Language, menu, pages
 from website.staging import LINK, Stage
@@ -111,3 +113,8 @@ def test_a_signature_stands_as_in_the_code() -> None:
     said = reference.signature(headwise.attention)
     assert said.startswith("(q: Tensor, k: Tensor, v: Tensor, *, score: Score | None = None, ")
     assert said.endswith("engine: str = 'auto') -> Tensor")
+
+
+@pytest.mark.parametrize("module", [contents, notebook_pages, reference, results, staging])
+def test_the_examples_of_the_builder_hold(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
