@@ -124,5 +124,5 @@ class TransformersImageTextReader:
         """The image as the model saw it; where it is cut into patches already, as it was given."""
         values = given["pixel_values"]
         if values.ndim == 4:
-            return images.png(unscaled(self.processor.image_processor, values[0]))
+            return images.png(unscaled(self.processor.image_processor, values[0].cpu()))
         return images.png(images.tensor(image))

@@ -40,7 +40,7 @@ def opened(what: str, device: torch.device, local: bool) -> Reader:
         kind = getattr(auto, _kind(config.architectures, both, sees))
         model = kind.from_pretrained(what, use_safetensors=True, dtype=torch.float32, **here)
         name, model = Path(what).name, model.to(device).eval()
-        if sees and kind is auto.AutoModelForImageTextToText:
+        if kind is auto.AutoModelForImageTextToText:
             processor = auto.AutoProcessor.from_pretrained(what, **here)
             return TransformersImageTextReader(name, model, processor)
         if hasattr(config, "patch_size"):

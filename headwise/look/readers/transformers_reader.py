@@ -93,12 +93,7 @@ class TransformersTextReader:
             return self.whole(ids, logits_to_keep=rows).logits[0, 0]  # type: ignore[no-any-return]
 
         masked = type(self.whole).__name__.endswith("ForMaskedLM")
-        return Predictor(
-            self.model,
-            logits,
-            naming(self.tokeniser),
-            "same" if masked else "next",
-        )
+        return Predictor(self.model, logits, naming(self.tokeniser), "same" if masked else "next")
 
 
 @dataclass(frozen=True)
@@ -138,10 +133,7 @@ class TransformersTranslationReader:
             return self.model(source, decoder_input_ids=target).logits[0, row]  # type: ignore[no-any-return]
 
         predictor = Predictor(
-            self.model,
-            logits,
-            naming(self.tokeniser),
-            groups=("decoder", "cross"),
+            self.model, logits, naming(self.tokeniser), groups=("decoder", "cross")
         )
         made = groups(seen, axes)
         return Input(title(text), "translation", made, (f"→ {said}",), predictor=predictor)
