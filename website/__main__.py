@@ -65,7 +65,8 @@ def main() -> None:
     given = parser.parse_args()
     began, out = time.perf_counter(), given.out
     shutil.rmtree(out, ignore_errors=True)
-    for language, folder in (("en", out), ("zh", out / "zh")):
+    places: dict[Language, Path] = {"en": out, "zh": out / "zh"}
+    for language, folder in places.items():
         staged = stage(language)
         build(staged, folder)
         if given.check_outside:

@@ -135,7 +135,7 @@ def _machine(machine: Any) -> str:
 
 
 def _named(figure: dict[str, Any]) -> str:
-    return figure["name"] + (f" ({figure['detail']})" if figure["detail"] else "")
+    return f"{figure['name']} ({figure['detail']})" if figure["detail"] else str(figure["name"])
 
 
 def _judged(figure: dict[str, Any]) -> str:
