@@ -66,6 +66,12 @@ def test_links_lead_to_pages_files_and_the_other_language(tmp_path: Path) -> Non
     )
 
 
+def test_a_line_of_chinese_goes_on_without_a_space(tmp_path: Path) -> None:
+    text = "# 题\n\n一个头，\n看前面的词元，\n`k` 也看。\n\n- 甲\n- 乙\n"
+    linked = Stage(tmp_path / "zh", "zh", pages()).linked(text, ROOT / "docs/look.zh.md", "look")
+    assert linked == "# 题\n\n一个头，看前面的词元，\n`k` 也看。\n\n- 甲\n- 乙\n"
+
+
 def test_a_place_that_html_marks_is_linked_in_html(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "en", "en", pages())
     file = ROOT / "docs" / "handbook" / "index.md"

@@ -17,7 +17,9 @@ LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 APART = re.compile(r"(`[^`]*`|<[^>]+>|!\[[^\]]*|\]\([^)]*\)|^#.*$)", re.MULTILINE)
 """Parts of a text that are not prose: code, tags, names of pictures, links' targets, headings."""
-INDEXED = re.compile(r"(?<![A-Za-zα-ω_\\/])([A-Za-zα-ω])_(\w+)")
+INDEXED = re.compile(r"(?<![A-Za-zα-ω_\\])([A-Za-zα-ω])_([A-Za-z0-9]+)")
+BROKEN = re.compile(r"^(?![#|>])(.*[一-鿿，。；：、！？）”])\n(?=[一-鿿（“])", re.MULTILINE)
+"""A line of 中文 that goes on in the next one; a browser would show the break as a space."""
 FRAME = re.compile(r'(<iframe[^>]* src=")(gallery/)')
 
 
@@ -85,7 +87,9 @@ class Stage:
 
         def prose(part: str) -> str:
             part = LINK.sub(lambda match: self._link(match, file, name), indexed(part))
-            return FRAME.sub(r"\1../\2", part) if self.language == "zh" else part
+            if self.language == "en":
+                return part
+            return FRAME.sub(r"\1../\2", BROKEN.sub(r"\1", part))
 
         pieces, last = [], 0
         for match in FENCED.finditer(text):
