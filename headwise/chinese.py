@@ -10,8 +10,8 @@ CHINESE: dict[str, str] = {
     "see docs/look.md": "参见 docs/look.md",
     "there is no input {id}": "没有输入 {id}",
     "this input has no predictions to compare": "这个输入没有可比较的预测",
-    "models that predict tokens or classes can: gpt, a ViT, a causal language model": (
-        "预测词元或类别的模型可以：gpt、ViT、因果语言模型"
+    "use a model that predicts tokens or classes; of a translator, its decoder": (
+        "请用预测词元或类别的模型；翻译模型则用其解码器"
     ),
     "{rows:,} rows by {keys:,} keys are too many at once; choose fewer keys": (
         "{rows:,} 行乘 {keys:,} 个键一次算不完；请少选一些键"
@@ -70,6 +70,14 @@ CHINESE: dict[str, str] = {
     ),
     "this model reads images; use --image FILE": "这个模型读图片；请用 --image FILE",
     "there is no word to look at in {text!r}": "{text!r} 里没有可看的词",
+    "{name} puts the image into {count} tokens that do not stand in a row, and the page draws one "
+    "image; hw.watch has its figures": (
+        "{name} 把图像放进 {count} 个不相连的词元，而页面只画一幅图像；hw.watch 有它的统计量"
+    ),
+    "{name} reads the image as {count} tokens, which are not the patches of one square; hw.watch "
+    "has its figures": (
+        "{name} 把图像读作 {count} 个词元，它们不是一个正方形的图块；hw.watch 有它的统计量"
+    ),
     "{tokens:,} tokens are too many to look at on {device}: at most {most:,}{more}": (
         "{tokens:,} 个词元太多，在 {device} 上最多看 {most:,} 个{more}"
     ),
@@ -477,6 +485,14 @@ CHINESE: dict[str, str] = {
         "几乎没有输出：只有本层平均的 {share:.1%}"
     ),
     "looks for something in the input": "在输入中寻找某些内容",
+    "looks for something in the input: one token at a time": (
+        "在输入中寻找某些内容：每次只看一个词元"
+    ),
+    "looks for something in the source text: about {keys:g} tokens for each one that is "
+    "written": "在原文中寻找某些内容：每写一个词元，约看 {keys:g} 个词元",
+    "looks for something in the image: about {keys:g} patches at a time": (
+        "在图像中寻找某些内容：每次约看 {keys:g} 个图块"
+    ),
     "looks for something in the input: about {keys:.0f} tokens at a time": (
         "在输入中寻找某些内容：每次约看 {keys:.0f} 个词元"
     ),
@@ -492,8 +508,8 @@ CHINESE: dict[str, str] = {
         "这段输入中重复出现的词元太少，无法判断它是不是归纳头。"
     ),
     "On this input it fits no rule.": "就这段输入而言，它不符合任何一条规则。",
-    "On this input it fits no rule; the nearest is {kind}, with {share:.0%} where {least:.0%} are "
-    "asked for.": (
+    "On this input it fits no rule; the nearest is {kind}: {share:.0%}, and that starts at "
+    "{least:.0%}.": (
         "就这段输入而言，它不符合任何一条规则；最接近的是“{kind}”：{share:.0%}，而规则要求 "
         "{least:.0%}。"
     ),
