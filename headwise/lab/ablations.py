@@ -152,9 +152,9 @@ def table(runs: Sequence[Run]) -> Listing:
                 label,
                 len(mine),
                 len(mine) - len(done),
-                _mean(groups[variant]) if done else None,
+                f"{_mean(groups[variant]):.2f}" if done else None,
                 percent(groups, variant) if done and variant != "base" else None,
-                _mean([run["test_loss"] for run in done]) if done else None,
+                f"{_mean([run['test_loss'] for run in done]):.3f}" if done else None,
             )
         )
     headings = (

@@ -195,7 +195,8 @@ class ChapterWriter:
             "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
         ]
         title = self.say(shown.title)
-        if isinstance(shown, Chart):  # the cells of a chart are what its vertical axis names
+        if isinstance(shown, Chart) and str(shown.y) not in str(shown.title).lower():
+            # the cells of a chart are what its vertical axis names
             title += f"（{self.say(shown.y)}）" if self.chinese else f" ({self.say(shown.y)})"
         return "\n".join([f"*{title}*", "", *written])
 

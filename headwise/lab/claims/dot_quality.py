@@ -74,7 +74,7 @@ def widths(lab: Lab) -> Figures:
     return {
         "steps": found[0]["steps"],
         "rows": [row for each in found for row in each["rows"]],
-        "runs": runs(lab, ("base", "additive")),
+        "runs": runs(lab, ("base", "additive"), often=("base",)),
     }
 
 

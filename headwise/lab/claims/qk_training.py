@@ -72,7 +72,7 @@ def adapting(lab: Lab) -> Figures:
         for kind in KINDS
         for seed in range(len(found[0]["accuracies"]))
     ]
-    return {"rows": rows, "runs": runs(lab, ("base", "unprojected"))}
+    return {"rows": rows, "runs": runs(lab, ("base", "unprojected"), ("base",))}
 
 
 def of(figures: Figures, kind: str, task: str) -> list[float]:
@@ -87,11 +87,11 @@ def judge_none(figures: Figures) -> Verdict:
     }
     loss = percent(figures, "base", "unprojected")
     because = both(
-        "without projections a layer finds its own key in {recall:.0%} of cases or more, and the "
-        "next key in {relation:.0%} or less; with separate matrices {own:.0%} and {next:.0%} or "
-        "more; on translation projections gain {loss}",
-        "没有投影的层找到相同的键不少于 {recall:.0%}，找到下一个键至多 {relation:.0%}；"
-        "独立矩阵分别不少于 {own:.0%} 与 {next:.0%}；在翻译上，投影带来 {loss}",
+        "without projections the worst layer finds its own key in {recall:.0%} of cases, and "
+        "the best one the next key in {relation:.0%}; with separate matrices the worst finds "
+        "{own:.0%} and {next:.0%}; on translation projections gain {loss}",
+        "没有投影时，最差的层找到相同的键 {recall:.0%}，最好的层找到下一个键 {relation:.0%}；"
+        "独立矩阵时最差的层分别是 {own:.0%} 与 {next:.0%}；在翻译上，投影带来 {loss}",
         recall=min(found["unprojected", "recall"]),
         relation=max(found["unprojected", "relation"]),
         own=min(found["separate", "recall"]),

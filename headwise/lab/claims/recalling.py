@@ -86,9 +86,10 @@ def judge_content(figures: Figures) -> Verdict:
     """QKV must recall, and fixed weights must not."""
     qkv, fixed = ([x or 0.0 for x in of(figures, kind, "x1")] for kind in ("qkv", "fixed"))
     because = both(
-        "with new keys in every sequence, a layer with Q, K and V recalls {qkv:.0%} of {pairs} "
-        "values or more, one with fixed weights {fixed:.0%} or less; chance is {chance:.0%}",
-        "每个序列都换新的键：QKV 层能答对 {pairs} 个值中的 {qkv:.0%} 以上，固定权重的层至多 "
+        "with {pairs} new keys in every sequence, the worst layer with Q, K and V recalls "
+        "{qkv:.0%} of the values, the best one with fixed weights {fixed:.0%}; chance is "
+        "{chance:.0%}",
+        "每个序列都换 {pairs} 个新的键：最差的 QKV 层答对 {qkv:.0%}，最好的固定权重层答对 "
         "{fixed:.0%}；乱猜是 {chance:.0%}",
         qkv=min(qkv),
         fixed=max(fixed),
@@ -108,9 +109,9 @@ def judge_length(figures: Figures) -> Verdict:
     qkv = min(x or 0.0 for name in ("x2", "x4") for x in values["qkv", name])
     took = [x for name in ("x2", "x4") for x in values["fixed", name] if x is not None]
     because = both(
-        "trained at {pairs} pairs, Q, K and V recall {two:.0%} or more at twice and {four:.0%} "
-        "or more at four times the length; fixed weights {fixed}",
-        "在 {pairs} 对上训练后，QKV 在两倍长度上答对不少于 {two:.0%}，四倍长度上不少于 "
+        "trained at {pairs} pairs, the worst layer with Q, K and V recalls {two:.0%} at twice "
+        "and {four:.0%} at four times the length; fixed weights {fixed}",
+        "在 {pairs} 对上训练后，最差的 QKV 层在两倍长度上答对 {two:.0%}，四倍长度上 "
         "{four:.0%}；固定权重{fixed}",
         pairs=figures["pairs"],
         two=min(x or 0.0 for x in values["qkv", "x2"]),

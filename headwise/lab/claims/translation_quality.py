@@ -70,7 +70,7 @@ def sized(gain: Difference, low: float, high: float, because: Any) -> Verdict:
 
 def scaling(lab: Lab) -> Figures:
     """Translators with one wide head, scaled and not, and the base model for the scatter."""
-    return {"runs": runs(lab, ("base", "heads-1", "unscaled-heads-1"))}
+    return {"runs": runs(lab, ("base", "heads-1", "unscaled-heads-1"), ("base", "heads-1"))}
 
 
 def judge_scaling(figures: Figures) -> Verdict:
