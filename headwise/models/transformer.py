@@ -38,7 +38,7 @@ class TransformerConfig(Config):
     """A translator with one `vocabulary`; the defaults are the paper's base model.
 
     With 37,000 tokens it has 63.1 million parameters (the paper prints 65). `tied` shares one
-    matrix between both embeddings and the output.
+    matrix between both embeddings and the output. `value_dim` is `head_dim` unless it is given.
     """
 
     vocabulary: Size
@@ -48,6 +48,7 @@ class TransformerConfig(Config):
     heads: Size = 8
     kv_heads: Size | None = None
     head_dim: Size | None = None
+    value_dim: Size | None = None
     position: Position | None = Sinusoidal()
     feed_forward: FeedForward = ReLU(2048)
     arrangement: Arrangement = PostNorm()
@@ -72,6 +73,7 @@ class TransformerConfig(Config):
             self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             bias=self.bias,
             projections=self.projections,
             score=self.score,
