@@ -56,7 +56,17 @@ class SampledRows(NamedTuple):
 
 
 class SplitCalls(Protocol):
-    """Takes over calls whose sequence is split between processes."""
+    """Takes over calls whose sequence is split between processes.
+
+    `tokens` (B, N) bool is False where the whole sequence is padding, `padded_rows` is True where
+    this process's part is; both are None without padding.
+    """
+
+    @property
+    def tokens(self) -> Tensor | None: ...
+
+    @property
+    def padded_rows(self) -> Tensor | None: ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """`attention` of this process's rows."""
@@ -66,6 +76,14 @@ class SplitCalls(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, **options: Any
     ) -> tuple[Tensor, Observation]:
         """`observe` of this process's rows."""
+        ...
+
+    def every(self, number: int) -> list[int]:
+        """Return the number that each process gives."""
+        ...
+
+    def positions(self, lengths: list[int]) -> Tensor:
+        """Return this process's positions, if the processes hold parts of these lengths."""
         ...
 
     def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
@@ -124,6 +142,36 @@ def split_calls() -> SplitCalls | None:
 def is_split() -> bool:
     """Return whether calls are handed to other processes too."""
     return _split is not None
+
+
+def split_tokens() -> Tensor | None:
+    """Return (B, N) bool for the sequence of all processes, False for padding; None without."""
+    return None if _split is None else _split.tokens
+
+
+def split_padding() -> Tensor | None:
+    """Return (B, rows) bool for the rows of this process, True for padding; None without."""
+    return None if _split is None else _split.padded_rows
+
+
+def held_positions(length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return the positions (length,) of the tokens held here, and the length of the sequence.
+
+    Inside `splitting` these are this process's part of all positions, and every process must ask.
+
+    >>> held_positions(3, torch.device("cpu"))
+    (tensor([0, 1, 2]), 3)
+    """
+    if _split is None:
+        return torch.arange(length, device=device), length
+    lengths = _split.every(length)
+    return _split.positions(lengths).to(device), sum(lengths)
+
+
+def reached(positions: Tensor) -> Tensor | int | None:
+    """Return the number after the largest position, of all processes inside `splitting`."""
+    end = positions.max() + 1 if positions.numel() else None
+    return end if _split is None else max(_split.every(0 if end is None else int(end)))
 
 
 def attention(

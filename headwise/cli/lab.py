@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+import signal
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -14,14 +15,17 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.cli import lab_view
-from headwise.lab import handbook, long_runs, pieces, record
+from headwise.cli.spoken import Zh, explained
+from headwise.lab import handbook, record
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import available
 from headwise.lab.laboratory import Lab
-from headwise.lab.long_runs import LabSession
-from headwise.lab.pool import Ended
 from headwise.lab.runner import find, run
-from headwise.messages import said_by, say
+from headwise.lab.sessions import long_runs, pieces
+from headwise.lab.sessions.long_runs import LabSession
+from headwise.lab.sessions.pool import Ended
+from headwise.lab.sessions.side_by_side import SideBySide
+from headwise.messages import say
 
 app = typer.Typer(
     name="lab",
@@ -34,9 +38,6 @@ Out = Annotated[
     typer.Option(help="The folder of your results; by default one in your cache."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Zh = Annotated[bool, typer.Option("--zh", help="In 中文.")]
-
-
 Minutes = Annotated[
     float | None, typer.Option(help="Stop after so many minutes; the same command continues.")
 ]
@@ -67,21 +68,14 @@ def session(
     """A session of long work; what ends is printed line by line."""
 
     def tell(ended: Ended) -> None:
-        how = "" if ended.code == 0 else f"  failed: {ended.last_line}"
-        typer.echo(f"{ended.name:<28} {ended.seconds:7.1f} s{how}")
+        how = "failed: " if ended.code else ""
+        typer.echo(f"{ended.name:<28} {ended.seconds:7.1f} s  {how}{ended.last_line}")
+
+    def watch(name: str, line: str) -> None:
+        typer.echo(f"{name:<28}   runs: {line}")
 
     lab = Lab(form, device_for(form, device), folder)
-    return LabSession(lab, workers or devices.usable_cores(), 60 * minutes, tell)
-
-
-@contextmanager
-def explained(zh: bool) -> Iterator[None]:
-    """Print an expected error as one sentence instead of a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        said = said_by(error)
-        raise typer.BadParameter(said.zh if zh else str(said)) from error
+    return LabSession(lab, workers or devices.usable_cores(), 60 * minutes, tell, watch)
 
 
 @app.callback()
@@ -249,19 +243,32 @@ def table(
 
 @app.command(hidden=True)
 def piece(
-    name: Annotated[str, typer.Argument()],
+    names: Annotated[list[str], typer.Argument()],
     full: Annotated[bool, typer.Option("--full")] = False,
     form: Form = None,
     device: Annotated[str | None, typer.Option()] = None,
+    minutes: Minutes = None,
+    at_once: Annotated[int, typer.Option()] = 2,
     out: Out = None,
 ) -> None:
-    """Make one piece of a long experiment: what the processes of a session run."""
+    """Make pieces of a long experiment: what the processes of a session run."""
     lab = Lab(form or ("full" if full else "quick"), devices.chosen(device), out)
     with explained(zh=False):
         known = {each.name: each for each in pieces.every(lab)}
-        if name not in known:
-            raise ValueError(f"there is no piece {name!r}; there are {', '.join(known)}")
-        known[name].make(lab)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"there is no piece {name!r}; there are {', '.join(known)}")
+    chosen = [known[name] for name in names]
+    for each in chosen:
+        if each.in_steps is None:
+            each.make(lab)
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    seconds = math.inf if minutes is None else 60 * minutes
+    held = SideBySide(lab, at_once, seconds, asked.is_set, lambda line: print(line, flush=True))
+    held.make([each for each in chosen if each.in_steps is not None])
+    if not all(each.done(lab) for each in chosen):
+        raise typer.Exit(1)
 
 
 @app.command("handbook")

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from headwise.files import write_whole
-from headwise.lab import pool
+from headwise.lab import session_list
 from headwise.lab.charts import Cell, Listing
 from headwise.lab.claim import both
-from headwise.lab.claims.paper import BASE, TABLE_3
 from headwise.lab.estimates import difference
 from headwise.lab.laboratory import Lab
 from headwise.lab.record import Result
-from headwise.lab.translation_rivals import piece
+from headwise.lab.translation_runs import train
 from headwise.messages import Sentence
 from headwise.version import __version__
 
@@ -40,6 +39,8 @@ LABELS: dict[str, Sentence] = {
     "heads-4": both("four heads", "四个头"),
     "heads-16": both("sixteen heads", "十六个头"),
     "heads-32": both("thirty-two heads", "三十二个头"),
+    "keys-half": both("queries and keys half as wide", "Q、K 宽度减半"),
+    "keys-quarter": both("queries and keys a quarter as wide", "Q、K 宽度为四分之一"),
     "unscaled": both("not scaled", "不缩放"),
     "unscaled-heads-4": both("not scaled, four heads", "不缩放，四个头"),
     "unscaled-heads-2": both("not scaled, two heads", "不缩放，两个头"),
@@ -57,14 +58,17 @@ LABELS: dict[str, Sentence] = {
 
 
 def plan(lab: Lab) -> list[tuple[str, int]]:
-    """Every run: a variant and a seed. Early seeds first, so that half a table compares all."""
+    """Every run: a variant and a seed, the most needed first.
+
+    The first seed of every variant, so that a table that is cut short compares them all; then the
+    seeds of the close comparisons; then the others' second ones.
+    """
     if lab.form == "tiny":
         return [(variant, 0) for variant in ("base", "heads-1", "convolution", "lstm-attention")]
     return [
-        (variant, seed)
-        for seed in range(MANY)
-        for variant in LABELS
-        if seed < (MANY if variant in OFTEN else FEW)
+        *((variant, 0) for variant in LABELS),
+        *((variant, seed) for seed in range(1, MANY) for variant in OFTEN),
+        *((variant, seed) for seed in range(1, FEW) for variant in LABELS if variant not in OFTEN),
     ]
 
 
@@ -74,10 +78,10 @@ def collect(lab: Lab, out: Path) -> int:
     runs = []
     for variant, seed in plan(lab):
         settings = {"variant": variant, "seed": seed}
-        kept = lab.kept(f"translate-{variant}-{seed}", piece(variant), **settings)
+        kept = lab.kept(f"translate-{variant}-{seed}", train, **settings)
         if kept is not None:
             runs.append({name: x for name, x in kept.items() if name not in LEFT_OUT})
-    held = pool.sessions(lab.folder, COMMAND)
+    held = session_list.sessions(lab.folder, COMMAND)
     content = {
         "command": f"headwise {COMMAND}",
         "form": lab.form,
@@ -128,10 +132,10 @@ def scores(runs: Sequence[Run]) -> dict[str, list[float]]:
     return found
 
 
-def percent(groups: Mapping[str, Sequence[float]], variant: str) -> str:
+def percent(groups: Mapping[str, Sequence[float]], variant: str) -> Sentence:
     """The BLEU of a variant against the base model's, in percent, with its 95 % interval."""
     base = sum(groups["base"]) / len(groups["base"])
-    return str(difference(groups, variant, "base").scaled(100 / base))
+    return difference(groups, variant, "base").scaled(100 / base).brief
 
 
 def table(runs: Sequence[Run]) -> Listing:
@@ -148,9 +152,9 @@ def table(runs: Sequence[Run]) -> Listing:
                 label,
                 len(mine),
                 len(mine) - len(done),
-                _mean(groups[variant]) if done else None,
+                f"{_mean(groups[variant]):.2f}" if done else None,
                 percent(groups, variant) if done and variant != "base" else None,
-                _mean([run["test_loss"] for run in done]) if done else None,
+                f"{_mean([run['test_loss'] for run in done]):.3f}" if done else None,
             )
         )
     headings = (
@@ -164,42 +168,12 @@ def table(runs: Sequence[Run]) -> Listing:
     return Listing(both("Translators", "翻译模型"), headings, tuple(rows))
 
 
-def beside_the_paper(runs: Sequence[Run]) -> Listing:
-    """The loss of too few and too many heads: in the paper's table 3, rows A, and here."""
-    groups = scores(runs)
-    rows: list[tuple[Cell | Sentence, ...]] = []
-    for row in TABLE_3["A"]:
-        theirs = 100 * (row["bleu"] / BASE["bleu"] - 1)
-        variant = f"heads-{row['heads']}"
-        ours, same = None, None
-        if variant in groups:
-            ours = percent(groups, variant)
-            gap = difference(groups, variant, "base")
-            certain = gap.low > 0 or gap.high < 0
-            same = direction(theirs, gap.mean) if certain else both("not certain", "不确定")
-            same = same if theirs else None  # the paper sees no difference
-        rows.append((row["heads"], row["bleu"], f"{theirs:+.1f}", ours, same))
-    headings = (
-        both("heads", "头数"),
-        both("the paper's BLEU", "论文的 BLEU"),
-        both("against its base, %", "与其基准相差，%"),
-        both("here, % (95 % interval)", "这里，%（95% 区间）"),
-        both("same direction", "方向一致"),
-    )
-    return Listing(both("Heads at equal width", "等宽下的头数"), headings, tuple(rows))
-
-
 def scatter(runs: Sequence[Run]) -> float:
     """The standard deviation of runs that differ in their seed alone, in percent of their BLEU."""
     groups = scores(runs).values()
     freedom = sum(len(mine) - 1 for mine in groups)
     squares = sum((x / _mean(mine) - 1) ** 2 for mine in groups for x in mine)
     return 100 * float((squares / max(1, freedom)) ** 0.5)
-
-
-def direction(one: float, other: float) -> Sentence:
-    """Yes if both numbers have the same sign."""
-    return both("yes", "是") if one * other > 0 else both("no", "否")
 
 
 def _mean(values: Sequence[float]) -> float:

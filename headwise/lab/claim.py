@@ -50,8 +50,8 @@ class Claim:
     """One sentence, where it comes from, how it is tested, how it is judged, how it is drawn.
 
     `notes` are the letters of the notes that make the claim. `derivation` is the proof on paper of
-    what the experiment measures, where there is one. `gpu` is True where the full form trains or
-    measures time; what only counts or draws runs on the CPU in every form.
+    what the experiment measures, where there is one. `gpu` is True where the full form trains a
+    Transformer or measures time; what counts, draws or trains a small reader runs on the CPU.
     """
 
     id: str

@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from headwise.lab.claim import both
+from headwise.messages import Sentence
+
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """The exponent p of y ≈ c·x^p, by least squares on logarithms.
@@ -23,6 +26,11 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 _T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
+BLEU = both(" % BLEU", "% BLEU")
+"""The unit of a difference in percent of BLEU."""
+POINTS = both(" percentage points", " 个百分点")
+
+
 class Difference(NamedTuple):
     """A difference of means and its 95 % interval."""
 
@@ -31,7 +39,37 @@ class Difference(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.mean:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
+        return self.brief
+
+    @property
+    def brief(self) -> Sentence:
+        """The difference as a cell of a table whose heading names its unit."""
+        if not math.isfinite(self.high - self.low):
+            return both("{x:+.2f} (too few runs)", "{x:+.2f}（次数太少）", x=self.mean)
+        return both(
+            "{mean:+.2f} ({low:+.2f} to {high:+.2f})",
+            "{mean:+.2f}（{low:+.2f} 至 {high:+.2f}）",
+            **self._asdict(),
+        )
+
+    def said(self, unit: Sentence | None = None) -> Sentence:
+        """The difference in a sentence, with its unit.
+
+        >>> Difference(1.0, -1.27, 3.27).said(both(" % BLEU", "% BLEU"))
+        '+1.00 % BLEU (95 % interval -1.27 to +3.27)'
+        """
+        unit = unit or both("", "")
+        if not math.isfinite(self.high - self.low):
+            few = "{mean:+.2f}{unit} (too few runs for an interval)"
+            return both(few, "{mean:+.2f}{unit}（次数太少，没有区间）", mean=self.mean, unit=unit)
+        return both(
+            "{mean:+.2f}{unit} (95 % interval {low:+.2f} to {high:+.2f})",
+            "{mean:+.2f}{unit}（95% 区间 {low:+.2f} 至 {high:+.2f}）",
+            mean=self.mean,
+            low=self.low,
+            high=self.high,
+            unit=unit,
+        )
 
     def scaled(self, factor: float) -> Difference:
         """The difference in other units."""
@@ -49,7 +87,7 @@ def difference(groups: Mapping[str, Sequence[float]], one: str, other: str) -> D
     >>> print(difference({"a": [2.0, 3.0, 4.0], "b": [1.0, 2.0, 3.0]}, "a", "b"))
     +1.00 (-1.27 to +3.27)
     >>> print(difference({"a": [2.0], "b": [1.0]}, "a", "b"))
-    +1.00 (-inf to +inf)
+    +1.00 (too few runs)
     """
     freedom = sum(len(values) - 1 for values in groups.values())
     mean = {name: sum(values) / len(values) for name, values in groups.items()}

@@ -89,12 +89,12 @@ def _written(value: Any) -> str:
     return text
 
 
-def _functions_in(value: Any) -> list[FunctionType]:
+def _functions_in(value: Any) -> list[FunctionType | type]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
         return [found for inside in value for found in _functions_in(inside)]
-    return [value] if isinstance(value, FunctionType) else []
+    return [value] if isinstance(value, FunctionType | type) else []
 
 
 def bare(source: str) -> str:

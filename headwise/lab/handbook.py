@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.files import write_whole
-from headwise.lab import ablations, record
+from headwise.lab import ablations, comparisons, record
 from headwise.lab.charts import Chart, Shown, cells, text
 from headwise.lab.claim import TOPICS, VERDICTS, Claim, both
 from headwise.lab.claims import CLAIMS
@@ -34,11 +34,8 @@ ORDER = ("index", "formula", "scale", "heads", "qk", "dot", "rivals", "cost", "t
 DIRECTIVE = re.compile(r"\{\{(\w+)((?: [^ }]+)*)\}\}")
 DIRECTIVES = (
     *("claim", "table", "picture", "verdicts"),  # of one claim or several
-    *("score", "runs", "origins", "scatter", "paper"),  # of all of them
+    *("score", "runs", "origins", "scatter", "paper", "notes"),  # of all of them
 )
-EMPTY = r"\(-inf to \+inf\)"
-"""How rules write the interval of a single run."""
-NONE = both("(too few runs for an interval)", "（训练次数太少，没有区间）")
 
 
 def template(chapter: str, chinese: bool) -> str:
@@ -138,16 +135,7 @@ class ChapterWriter:
 
     def say(self, sentence: Sentence) -> str:
         """A sentence in the language of the page."""
-        return self.readable(sentence.zh if self.chinese else str(sentence))
-
-    def readable(self, said: str) -> str:
-        """Intervals as people write them; a note where runs are too few to give one."""
-        if not self.chinese:
-            said = re.sub(rf" {EMPTY}(.*?) \(95 % intervals?\)", rf"\1 {NONE}", said)
-            return re.sub(EMPTY, str(NONE), said)
-        said = re.sub(rf" {EMPTY}(.*?)（95% 区间）", rf"\1{NONE.zh}", said)
-        said = re.sub(f" {EMPTY}", NONE.zh, said)
-        return re.sub(r" \(([+-][\d.]+) to ([+-][\d.]+)\)", r"（\1 至 \2）", said)
+        return sentence.zh if self.chinese else str(sentence)
 
     def claim(self, id: str) -> str:
         """A claim as a quotation: its sentence, verdict, figures, proof and origin."""
@@ -204,11 +192,11 @@ class ChapterWriter:
         headings, rows = cells(shown, self.chinese)
         lines = [headings, ["---"] * len(headings), *rows]
         written = [
-            "| " + " | ".join(self.readable(cell.replace("|", "\\|")) for cell in line) + " |"
-            for line in lines
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
         ]
         title = self.say(shown.title)
-        if isinstance(shown, Chart):  # the cells of a chart are what its vertical axis names
+        if isinstance(shown, Chart) and str(shown.y) not in str(shown.title).lower():
+            # the cells of a chart are what its vertical axis names
             title += f"（{self.say(shown.y)}）" if self.chinese else f" ({self.say(shown.y)})"
         return "\n".join([f"*{title}*", "", *written])
 
@@ -269,5 +257,9 @@ class ChapterWriter:
         return f"{ablations.scatter(self.translators.runs):.1f}"
 
     def paper(self) -> str:
-        """The number of heads in the 2017 paper and here."""
-        return self.drawn(ablations.beside_the_paper(self.translators.runs))
+        """Rows A and B of the 2017 paper's table 3, and the same changes here."""
+        return self.drawn(comparisons.beside_the_paper(self.translators.runs))
+
+    def notes(self) -> str:
+        """What the notes say about BLEU, and what was measured."""
+        return self.drawn(comparisons.beside_the_notes(self.translators.runs))

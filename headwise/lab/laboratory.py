@@ -16,6 +16,9 @@ from headwise.lab.fingerprint import fingerprint
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+Piece = tuple[str, Callable[..., Mapping[str, Any]], Mapping[str, Any]]
+"""The arguments of `Lab.keep`: a name, the function that computes, and its settings."""
+
 FORMS = ("tiny", "quick", "full")
 """Sizes of an experiment: for tests, for two cores, for a GPU."""
 
@@ -69,17 +72,48 @@ class Lab:
         experiment goes on with the pieces it had. `folder` is the piece's own, to resume in; it is
         None if this lab keeps nothing. A piece with other settings or other code is made anew.
         """
-        if self.folder is None:
-            return plain(compute(self, None, **settings))
         if (found := self.kept(name, compute, **settings)) is not None:
             return found
+        return self.store(
+            name,
+            compute,
+            compute(self, self.place(name, compute, **settings), **settings),
+            **settings,
+        )
+
+    def keep_all(self, pieces: Collection[Piece]) -> list[dict[str, Any]]:
+        """The figures of several pieces, each of them computed once and kept."""
+        found = []
+        for number, (name, compute, settings) in enumerate(pieces):
+            self.report(name, number, len(pieces))
+            found.append(self.keep(name, compute, **settings))
+        return found
+
+    def place(
+        self, name: str, compute: Callable[..., Mapping[str, Any]], **settings: Any
+    ) -> Path | None:
+        """The folder in which `keep` lets a piece be computed, None if this lab keeps nothing."""
+        if self.folder is None:
+            return None
         about = self._about(compute, settings)
         work = self.folder / "kept" / f"{name}-{fingerprint(compute, about)[:8]}"
         work.mkdir(parents=True, exist_ok=True)
-        figures = plain(compute(self, work, **settings))
-        kept = json.dumps({"about": about, "figures": figures}, ensure_ascii=False)
-        write_whole(self.folder / "kept" / f"{name}.json", kept)
-        return figures
+        return work
+
+    def store(
+        self,
+        name: str,
+        compute: Callable[..., Mapping[str, Any]],
+        figures: Mapping[str, Any],
+        **settings: Any,
+    ) -> dict[str, Any]:
+        """Keep the figures of a piece, as `keep` does, and return them."""
+        stored = plain(figures)
+        if self.folder is not None:
+            about = self._about(compute, settings)
+            kept = json.dumps({"about": about, "figures": stored}, ensure_ascii=False)
+            write_whole(self.folder / "kept" / f"{name}.json", kept)
+        return stored
 
     def kept(
         self, name: str, compute: Callable[..., Mapping[str, Any]], **settings: Any

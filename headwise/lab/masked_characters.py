@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.lab.laboratory import Lab
+from headwise.lab.learner import autocast
 from headwise.nn import GELU, Block, MultiHeadAttention, Projections, Separate, Shared
 from headwise.training.data import pairs
 from headwise.training.data.corpora import QURAN_ZH
@@ -107,15 +108,16 @@ def read_sentence(lab: Lab, folder: Path | None, kind: str, seed: int) -> dict[s
     model = Encoder(
         characters.size,
         width=lab.pick(tiny=16, quick=64, full=256),
-        layers=lab.pick(tiny=1, quick=2, full=6),
+        layers=lab.pick(tiny=1, quick=2, full=4),
         heads=lab.pick(tiny=2, quick=4, full=8),
         context=context,
         kind=kind,
     ).to(lab.device)
-    steps = lab.pick(tiny=2, quick=500, full=10_000)
+    steps = lab.pick(tiny=2, quick=500, full=3000)
     rate = lab.pick(tiny=1e-3, quick=3e-3, full=1e-3)
     batch = lab.pick(tiny=8, quick=32, full=128)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    on_gpu = lab.device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps + 1, pct_start=0.1)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -169,5 +171,7 @@ def filling(
     windows = tokens[(starts[:, None] + torch.arange(context)).clamp_max(len(tokens) - 1)]
     hidden = torch.rand(windows.shape, generator=generator) < 0.15
     hidden[:, 0] |= ~hidden.any(-1)
-    logits = model(windows.masked_fill(hidden, MASK).to(device))
-    return F.cross_entropy(logits[hidden.to(device)], windows[hidden].to(device))
+    places = hidden.flatten().nonzero()[:, 0].to(device)
+    with autocast(device):
+        logits = model(windows.masked_fill(hidden, MASK).to(device)).flatten(0, 1)[places]
+    return F.cross_entropy(logits.float(), windows[hidden].to(device))

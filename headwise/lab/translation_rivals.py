@@ -1,15 +1,6 @@
-"""Translators that no claim needs, for the table: other models, and more unscaled ones.
-
-They are trained as those of `translation_runs`: same data, same budget, every curve kept.
-"""
+"""Translators with something else in the place of self-attention, as wide as the Transformer."""
 
 from __future__ import annotations
-
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +8,12 @@ from torch import Tensor, nn
 
 from headwise.core.intervals import Mask
 from headwise.core.patterns import Lengths
-from headwise.lab.counting import parameters
-from headwise.lab.laboratory import Lab
-from headwise.lab.translation_runs import VARIANTS, few, numbers, setup, train, train_loss
 from headwise.mask import causal
 from headwise.models import LSTM, LSTMConfig, Strategy, Transformer, TransformerConfig
 from headwise.models.generate import Beam
 from headwise.models.lstm import State
 from headwise.nn import Bahdanau, FixedAttention
 from headwise.nn.caches.cache import Cache
-from headwise.score import Dot
-from headwise.training.meter import DivergedError
-from headwise.training.run_folder import Run
-from headwise.training.tasks.translation import Translation
-from headwise.training.trainer import Trainer
 
 KERNEL = 3
 LENGTH = 160
@@ -124,72 +107,3 @@ def lstm_config(config: TransformerConfig, attention: Bahdanau | None) -> LSTMCo
         start=config.start,
         end=config.end,
     )
-
-
-MODELS: Mapping[str, Callable[[TransformerConfig], nn.Module]] = {
-    "unscaled-heads-2": Transformer,
-    "unscaled-heads-4": Transformer,
-    "fixed": FixedTranslator,
-    "convolution": WindowTranslator,
-    "lstm": recurrent,
-    "lstm-attention": recurrent_attending,
-}
-CHANGES: Mapping[str, Mapping[str, Any]] = {
-    "unscaled-heads-2": {"heads": 2, "score": Dot(1.0)},
-    "unscaled-heads-4": {"heads": 4, "score": Dot(1.0)},
-}
-
-
-@dataclass
-class RivalTranslation(Translation):
-    """The task of translation for one of these models."""
-
-    variant: str = ""
-
-    def build(self) -> nn.Module:
-        """A new model of this variant."""
-        return MODELS[self.variant](self.config)
-
-
-def piece(variant: str) -> Callable[..., Mapping[str, Any]]:
-    """The function that trains a variant: one piece of `Lab.keep`."""
-    return train if variant in VARIANTS else train_rival
-
-
-def train_rival(lab: Lab, folder: Path | None, variant: str, seed: int) -> dict[str, Any]:
-    """Train one of these models and measure it on held-out sentences."""
-    if folder is None:
-        with tempfile.TemporaryDirectory() as name:
-            return train_rival(lab, Path(name), variant, seed)
-    data = "tatoeba-en-fr" if lab.form != "tiny" else str(numbers(folder / "numbers.tsv"))
-    chosen = setup(lab, "base", seed, data)
-    chosen = replace(chosen, model=replace(chosen.model, **CHANGES.get(variant, {})))
-    found = chosen.prepare(Run(folder))
-    split = replace(found.split, test=few(found.split, lab.pick(tiny=4, quick=300, full=2000)))
-    task: Any = RivalTranslation(
-        split, found.tokeniser, found.config, found.tokens, found.longest, seed, variant
-    )
-
-    def report(measured: dict[str, Any]) -> None:
-        if "gradient_norm" in measured:
-            lab.report(f"{variant}, seed {seed}, step", measured["step"], measured["steps"])
-
-    settings = {"variant": variant, "form": lab.form}
-    trainer: Trainer[Any] = Trainer(task, chosen.recipe, Run(folder), settings, lab.device, report)
-    try:
-        model: Any = trainer.train()
-    except DivergedError:
-        return {"variant": variant, "seed": seed, "diverged": True}
-    lines = list(Run(folder).measured())
-    (test,) = [line["test"] for line in lines if "test" in line][-1:]
-    return {
-        "variant": variant,
-        "seed": seed,
-        "diverged": False,
-        "parameters": parameters(model),
-        "bleu": test["bleu"],
-        "signature": test.get("bleu_signature"),
-        "test_loss": test["loss"],
-        "train_loss": train_loss(lab, task, model),
-        "curve": [[x["step"], x["valid_loss"]] for x in lines if "valid_loss" in x],
-    }

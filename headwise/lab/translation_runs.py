@@ -1,19 +1,32 @@
 """Translators that differ in their attention alone: same data, same budget, every curve kept.
 
-Each run is one piece of `Lab.keep`, so claims share the runs, and an interrupted one resumes from
-its last checkpoint.
+Each run is one piece of `Lab.keep`, so claims share the runs, and an interrupted one resumes.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from headwise.lab.counting import parameters
 from headwise.lab.laboratory import Lab
-from headwise.models import Transformer, TransformerConfig
+from headwise.lab.learner import Learner
+from headwise.lab.padded_batches import FullBatches, Padded, padded
+from headwise.lab.translation_rivals import (
+    FixedTranslator,
+    WindowTranslator,
+    recurrent,
+    recurrent_attending,
+)
+from headwise.models import Greedy, Transformer, TransformerConfig
 from headwise.nn import (
     Additive,
     Cosine,
@@ -24,60 +37,129 @@ from headwise.nn import (
     Unprojected,
 )
 from headwise.score import Dot
-from headwise.training.data.pairs import Pair, Split
+from headwise.training.data.pairs import Pair, Split, read, split
+from headwise.training.data.tokenisers import Tokeniser
 from headwise.training.meter import DivergedError
 from headwise.training.recipe import Recipe
-from headwise.training.run_folder import Run
-from headwise.training.setups import TranslateSetup
-from headwise.training.tasks.translation import Sentences, Translation, by_sentence
-from headwise.training.trainer import Trainer, undisturbed
+from headwise.training.tasks.metrics import bleu
+from headwise.training.tasks.translating import translate
+from headwise.training.tasks.translation import by_sentence
 from headwise.watching.watch import watch
 
 VARIANTS: dict[str, Mapping[str, Any]] = {
     "base": {},
     **{f"heads-{heads}": {"heads": heads} for heads in (1, 2, 4, 8, 16, 32)},
     "unscaled": {"score": Dot(1.0)},
-    "unscaled-heads-1": {"heads": 1, "score": Dot(1.0)},
+    **{f"unscaled-heads-{heads}": {"heads": heads, "score": Dot(1.0)} for heads in (1, 2, 4)},
     "shared": {"projections": Shared()},
     "unprojected": {"projections": Unprojected()},
     "additive": {"score": Additive()},
     "cosine": {"score": Cosine()},
 }
-"""The changes of each variant to the base model, which has four heads."""
+"""The changes of each variant to the base model."""
+
+NARROWER = {"keys-half": 2, "keys-quarter": 4}
+"""Variants whose queries and keys are so many times as narrow, with values as wide as before."""
+
+RIVALS: Mapping[str, Callable[[TransformerConfig], nn.Module]] = {
+    "fixed": FixedTranslator,
+    "convolution": WindowTranslator,
+    "lstm": recurrent,
+    "lstm-attention": recurrent_attending,
+}
+"""Other models of the base model's width."""
+
+LAUNCHED = ("lstm", "lstm-attention")
+"""Models whose lengths the CPU has to know, which no CUDA graph can contain."""
+
+SAVED = 60.0
+"""Seconds of training between two states that a killed run could resume from."""
+
+Training = Generator[int, None, dict[str, Any]]
+"""A training that yields after every step, and returns its figures; closed early, it is saved."""
 
 
-def setup(lab: Lab, variant: str, seed: int, data: str) -> TranslateSetup:
-    """The settings of one run."""
+@dataclass(frozen=True)
+class TranslationData:
+    """Sentences as all translators of a form get them, on a device."""
+
+    tokeniser: Tokeniser
+    train: tuple[Padded, ...]
+    valid: tuple[Padded, ...]
+    test: tuple[Padded, ...]
+    seen: tuple[Padded, ...]  # as many pairs of those trained on as there are for testing
+    references: Mapping[str, list[str]]  # each test sentence with its translations
+
+
+@cache
+def corpus(form: str, device: torch.device) -> TranslationData:
+    """Read the sentences, learn the subwords, and put it all on the device."""
+    lab = Lab(form, device)
+    parts = split(numbers() if form == "tiny" else read("tatoeba-en-fr"))
+    parts = replace(parts, train=parts.train[: lab.pick(tiny=200, quick=20_000, full=178_009)])
+    lengths = lab.pick(tiny=(64,), quick=(8, 12, 16, 20), full=(8, 12, 16, 24))
+    texts = (text for pair in parts.train for text in pair)
+    tokeniser = Tokeniser.learn(texts, lab.pick(tiny=300, quick=1000, full=4000))
+    test = few(parts, lab.pick(tiny=4, quick=300, full=2000))
+
+    def ready(pairs: list[Pair]) -> tuple[Padded, ...]:
+        return padded(pairs, tokeniser, lengths, device)
+
+    return TranslationData(
+        tokeniser,
+        train=ready(parts.train),
+        valid=ready(parts.valid),
+        test=ready(test),
+        seen=ready(parts.train[: len(test)]),
+        references=by_sentence(test),
+    )
+
+
+def few(parts: Split, count: int) -> list[Pair]:
+    """About `count` test sentences with all their translations, no longer than those trained on."""
+    longest = max(len(english) for english, _ in parts.train)
+    sentences = [x for x in by_sentence(parts.test) if len(x) <= longest]
+    kept = set(sentences[:: max(1, len(sentences) // count)])
+    return [pair for pair in parts.test if pair[0] in kept]
+
+
+def recipe(lab: Lab, seed: int) -> Recipe:
+    """The optimiser and the number of steps, which all variants share."""
+    steps = lab.pick(tiny=2, quick=400, full=2000)
+    return Recipe(
+        steps=steps,
+        learning_rate=lab.pick(tiny=1e-3, quick=5e-3, full=1.5e-3),
+        warmup=steps // 8,
+        label_smoothing=0.1,
+        seed=seed,
+        evaluate_every=max(1, steps // 8),
+    )
+
+
+def build(lab: Lab, variant: str, tokeniser: Tokeniser) -> nn.Module:
+    """A new model of a variant."""
     width = lab.pick(tiny=32, quick=64, full=256)
-    layers = lab.pick(tiny=1, quick=2, full=3)
+    layers = lab.pick(tiny=1, quick=2)
     config = TransformerConfig(
-        vocabulary=lab.pick(tiny=300, quick=1000, full=4000),
+        vocabulary=tokeniser.size,
         d_model=width,
         encoder_layers=layers,
         decoder_layers=layers,
         heads=lab.pick(tiny=4, quick=4, full=8),
         feed_forward=ReLU(2 * width),
         arrangement=PreNorm(),
-        dropout=lab.pick(tiny=0.0, quick=0.0, full=0.1),
+        dropout=0.0,
+        padding=tokeniser.pad,
+        start=tokeniser.start,
+        end=tokeniser.end,
     )
-    steps = lab.pick(tiny=2, quick=400, full=4000)
-    return TranslateSetup(
-        data=data,
-        vocabulary=config.vocabulary,
-        model=replace(config, **VARIANTS[variant]),
-        recipe=Recipe(
-            steps=steps,
-            learning_rate=lab.pick(tiny=1e-3, quick=5e-3, full=1.5e-3),
-            warmup=steps // 8,
-            label_smoothing=0.1,
-            seed=seed,
-            evaluate_every=max(1, steps // 8),
-            checkpoint_every=max(1, steps // 8),
-        ),
-        tokens=lab.pick(tiny=256, quick=1024, full=8192),
-        longest=lab.pick(tiny=64, quick=20, full=48),
-        pairs=lab.pick(tiny=200, quick=20_000, full=178_009),
-    )
+    if variant in RIVALS:
+        return RIVALS[variant](config)
+    if variant in NARROWER:
+        wide = width // config.heads
+        narrow = {"head_dim": wide // NARROWER[variant], "value_dim": wide}
+        return Transformer(replace(config, **narrow))
+    return Transformer(replace(config, **VARIANTS[variant]))
 
 
 def translated(lab: Lab, variant: str, seed: int) -> dict[str, Any]:
@@ -90,93 +172,102 @@ def train(lab: Lab, folder: Path | None, variant: str, seed: int) -> dict[str, A
     if folder is None:
         with tempfile.TemporaryDirectory() as name:
             return train(lab, Path(name), variant, seed)
-    data = "tatoeba-en-fr" if lab.form != "tiny" else str(numbers(folder / "numbers.tsv"))
-    chosen = setup(lab, variant, seed, data)
-    task: Any = chosen.prepare(Run(folder))
-    task.split = replace(task.split, test=few(task.split, lab.pick(tiny=4, quick=300, full=2000)))
-
-    def report(measured: dict[str, Any]) -> None:
-        if "gradient_norm" in measured:
-            lab.report(f"{variant}, seed {seed}, step", measured["step"], measured["steps"])
-
-    settings = {"variant": variant, "form": lab.form}
-    trainer: Trainer[Any] = Trainer(task, chosen.recipe, Run(folder), settings, lab.device, report)
+    training = train_in_steps(lab, folder, variant, seed)
+    total = recipe(lab, seed).steps
     try:
-        model = trainer.train()
+        while True:
+            lab.report(f"{variant}, seed {seed}, step", next(training), total)
+    except StopIteration as finished:
+        figures: dict[str, Any] = finished.value
+        return figures
+    finally:
+        training.close()
+
+
+def train_in_steps(lab: Lab, folder: Path, variant: str, seed: int) -> Training:
+    """Train a translator step by step, from the state in the folder if there is one."""
+    data, chosen = corpus(lab.form, lab.device), recipe(lab, seed)
+    torch.manual_seed(seed)
+    model = build(lab, variant, data.tokeniser)
+    order = FullBatches(data.train, lab.pick(tiny=256, quick=1024, full=8192), seed)
+    learner = Learner(model, chosen, order, data.tokeniser.pad, capture=variant not in LAUNCHED)
+    state = folder / "state.safetensors"
+    curve: list[list[float]] = []
+    if state.exists():
+        curve = learner.restore(state)["curve"]
+    saved = time.monotonic()
+    try:
+        while learner.step < chosen.steps:
+            learner.update()
+            if learner.step % chosen.evaluate_every == 0:
+                learner.check()
+                curve.append([learner.step, learner.mean_loss(data.valid)])
+            if time.monotonic() - saved > SAVED:
+                learner.check()
+                learner.save(state, {"curve": curve})
+                saved = time.monotonic()
+            yield learner.step
+        figures = measured(learner, data, variant)
+    except GeneratorExit:
+        learner.save(state, {"curve": curve})
+        raise
     except DivergedError:
-        return {"variant": variant, "seed": seed, "diverged": True}
-    assert isinstance(model, Transformer)
-    lines = list(Run(folder).measured())  # all of them: this run may have been resumed
-    (test,) = [line["test"] for line in lines if "test" in line][-1:]
-    return {
-        "variant": variant,
-        "seed": seed,
+        figures = {"diverged": True}
+    state.unlink(missing_ok=True)
+    return {"variant": variant, "seed": seed, "curve": curve, **figures}
+
+
+def measured(learner: Learner, data: TranslationData, variant: str) -> dict[str, Any]:
+    """The figures of a trained model, on test sentences."""
+    learner.check()
+    model: Any = learner.model
+    with learner.measuring():
+        said = translate(model, data.tokeniser, list(data.references), Greedy(), together=512)
+    scored = bleu(said, list(data.references.values()))
+    found = {
         "diverged": False,
-        "bleu": test["bleu"],
-        "signature": test.get("bleu_signature"),
-        "test_loss": test["loss"],
-        "train_loss": train_loss(lab, task, model),
-        "curve": [[x["step"], x["valid_loss"]] for x in lines if "valid_loss" in x],
-        "gradient_norms": [x["gradient_norm"] for x in lines if "gradient_norm" in x],
-        "without_head": without_each_head(lab, task, model),
-        "effective_keys": effective_keys(lab, task, model),
+        "parameters": parameters(model),
+        "bleu": scored["bleu"],
+        "signature": scored.get("bleu_signature"),
+        "test_loss": learner.mean_loss(data.test),
+        "train_loss": learner.mean_loss(data.seen),
+        "gradient_norms": learner.largest_norms(20),
+    }
+    if variant in RIVALS:
+        return found
+    return found | {
+        "without_head": without_each_head(learner, data),
+        "effective_keys": effective_keys(learner, data),
     }
 
 
-def few(split: Split, count: int) -> list[Pair]:
-    """About `count` test sentences with all their translations, no longer than those trained on."""
-    longest = max(len(english) for english, _ in split.train)
-    sentences = [x for x in by_sentence(split.test) if len(x) <= longest]
-    kept = set(sentences[:: max(1, len(sentences) // count)])
-    return [pair for pair in split.test if pair[0] in kept]
-
-
-def train_loss(lab: Lab, task: Translation, model: Transformer) -> float:
-    """The loss per token on sentences that were trained on, as many as there are for testing."""
-    pairs = task.split.train[: len(task.split.test)]
-    sentences = Sentences(pairs, task.tokeniser, task.longest)
-    return float(
-        undisturbed(lambda: task.mean_loss(model, sentences, lab.device), model, lab.device)
-    )
-
-
-def without_each_head(lab: Lab, task: Translation, model: Transformer) -> list[dict[str, Any]]:
-    """The test loss with one head switched off, for every head of every layer."""
-    sentences = Sentences(task.split.test, task.tokeniser, task.longest)
-    found = []
-    for name, module in model.named_modules():
+def without_each_head(learner: Learner, data: TranslationData) -> dict[str, list[float]]:
+    """The test loss with one head switched off: for every layer, one loss a head."""
+    found: dict[str, list[float]] = {}
+    for name, module in learner.model.named_modules():
         if isinstance(module, MultiHeadAttention):
             for head in range(module.heads):
-                with module.drop_heads(head):
-                    loss = undisturbed(
-                        lambda: task.mean_loss(model, sentences, lab.device), model, lab.device
-                    )
-                found.append({"layer": name, "head": head, "loss": float(loss)})
+                with learner.beside(), module.drop_heads(head):
+                    found.setdefault(name, []).append(round(learner.mean_loss(data.test), 4))
     return found
 
 
-def effective_keys(lab: Lab, task: Translation, model: Transformer) -> float:
+def effective_keys(learner: Learner, data: TranslationData) -> float:
     """exp(entropy) of the rows of the encoder's heads on test sentences, on average."""
-    sentences = Sentences(task.split.test, task.tokeniser, task.longest)
-    batch = sentences.batch(list(range(min(64, len(sentences.lengths)))), lab.device)
-
-    def encode() -> list[float]:
+    part, model = max(data.test, key=len), learner.model
+    assert isinstance(model, Transformer)
+    with learner.measuring():
         with watch(model, stats=("effective_keys",)) as seen:
-            model.encode(batch.source, batch.lengths)
-        return [float(row["effective_keys_mean"]) for row in seen.heads()]
-
-    found = undisturbed(encode, model, lab.device)
+            model.encode(part.source[:64], part.lengths[:64])
+        found = [float(row["effective_keys_mean"]) for row in seen.heads()]
     return sum(found) / len(found)
 
 
-def numbers(path: Path) -> Path:
+def numbers() -> list[Pair]:
     """A toy corpus for tests: the numbers to 999, digit by digit, in English and French."""
     english = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     french = ["zéro", "un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit", "neuf"]
-    lines = []
-    for number in range(1000):
-        digits = [int(digit) for digit in str(number)]
-        words = (" ".join(names[digit] for digit in digits) for names in (english, french))
-        lines.append("\t".join(words))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    spelt = [[int(digit) for digit in str(number)] for number in range(1000)]
+    return [
+        (" ".join(english[x] for x in each), " ".join(french[x] for x in each)) for each in spelt
+    ]

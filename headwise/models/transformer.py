@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import mask as masks
+from headwise.api import held_positions
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
@@ -37,7 +38,7 @@ class TransformerConfig(Config):
     """A translator with one `vocabulary`; the defaults are the paper's base model.
 
     With 37,000 tokens it has 63.1 million parameters (the paper prints 65). `tied` shares one
-    matrix between both embeddings and the output.
+    matrix between both embeddings and the output. `value_dim` is `head_dim` unless it is given.
     """
 
     vocabulary: Size
@@ -47,6 +48,7 @@ class TransformerConfig(Config):
     heads: Size = 8
     kv_heads: Size | None = None
     head_dim: Size | None = None
+    value_dim: Size | None = None
     position: Position | None = Sinusoidal()
     feed_forward: FeedForward = ReLU(2048)
     arrangement: Arrangement = PostNorm()
@@ -71,6 +73,7 @@ class TransformerConfig(Config):
             self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             bias=self.bias,
             projections=self.projections,
             score=self.score,
@@ -208,7 +211,7 @@ class Transformer(nn.Module):
     def _embedded(self, tokens: Tensor, embedding: nn.Embedding, start: int | Tensor) -> Tensor:
         x = embedding(tokens) * self.config.d_model**0.5
         if self.position is not None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device) + start
+            positions = held_positions(tokens.shape[1], tokens.device)[0] + start
             x = self.position.add(x, positions)
         out: Tensor = self.dropout(x)
         return out

@@ -24,7 +24,9 @@ def plain_frequencies(
     tensor([1.0000, 0.0100])
     """
     steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-    return 1.0 / torch.as_tensor(base, device=device, dtype=torch.float32) ** (steps / width)
+    # a number stays one: its copy to a GPU could not be captured in a CUDA graph
+    base = base.to(device, torch.float32) if isinstance(base, Tensor) else base
+    return 1.0 / base ** (steps / width)
 
 
 @dataclass(frozen=True)

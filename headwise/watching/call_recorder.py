@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.api import attention, observe, sharded, split_calls, statistics
+from headwise.api import attention, observe, sharded, split_calls, split_padding, statistics
 from headwise.core.edges import Edge, hole_of, without
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
@@ -339,8 +339,8 @@ class CallRecorder:
             return
         if share is not None:
             layer.share, layer.first_head = share, share[0]
-        if padding is None and kind == "self" and divided is None:
-            padding = self._padding(whole)
+        if padding is None and kind == "self":
+            padding = self._padding(whole) if divided is None else split_padding()
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)

@@ -23,22 +23,27 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Entry:
-    """One step of a series: its number and its table of heads."""
+    """One step of a series: its number, its table of heads, and its model FLOPs utilisation.
+
+    `mfu` is None where it is not known; `seen.utilisation` says why.
+    """
 
     step: int
     table: Table
+    mfu: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The step as plain lists."""
         rows = [list(row.values()) for row in self.table]
-        return {"step": self.step, "columns": self.table.columns, "rows": rows}
+        found = {"step": self.step, "columns": self.table.columns, "rows": rows}
+        return found if self.mfu is None else {**found, "mfu": self.mfu}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Entry:
         """The step that `to_dict` returned."""
         columns = list(content["columns"])
         rows = [dict(zip(columns, row, strict=True)) for row in content["rows"]]
-        return cls(int(content["step"]), Table(rows, columns))
+        return cls(int(content["step"]), Table(rows, columns), content.get("mfu"))
 
 
 class Recording:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from headwise.costs.uses.step_meter import MeteredStep, StepMeter, StepUtilisation
 from headwise.watching.alarms import Alarm, Alarms
 from headwise.watching.board import Board, HostCopy
 from headwise.watching.call_recorder import CallRecorder
@@ -38,6 +39,7 @@ class EndedStep:
     layers: tuple[WatchedLayer, ...]
     copies: Mapping[Board, HostCopy]
     compared: set[str]  # modules whose output was compared with what was read
+    metered: MeteredStep | None = None  # if the model learned in it
 
     @property
     def arrived(self) -> bool:
@@ -52,14 +54,18 @@ class SteppedRecording(Recording):
     the next step ends, or when somebody asks.
     """
 
-    model: nn.Module
+    utilisation: StepUtilisation | None = None
+    """The model FLOPs utilisation (MFU) of the last training step that was read, or why it is not
+    known; None before one."""
 
     def __init__(
         self,
+        model: nn.Module,
         recorder: CallRecorder,
         rules: tuple[Rule, ...] = (),
         ranks: JoinedSteps | None = None,
     ) -> None:
+        self.model, self._meter = model, StepMeter(model)
         self.ranks = ranks  # the processes whose figures are joined when a step ends
         recorder.some_layers = ranks is not None and ranks.stages
         self._recorder, self._alarms = recorder, Alarms(rules)
@@ -223,9 +229,12 @@ class SteppedRecording(Recording):
         self.steps += 1
         self._passes = self._recorder.passes
         looking = self.steps % self._recorder.options.every == 0
-        if looking != self._recorder.active:
+        if looking or self._recorder.active:
             with self._going_on("beginning a step"):
-                self._look(looking)
+                if looking != self._recorder.active:
+                    self._look(looking)
+                if looking:
+                    self._meter.begin()
 
     def _take(self) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""
@@ -237,7 +246,10 @@ class SteppedRecording(Recording):
             copies = {board: board.take() for board in self._recorder.boards.values()}
         else:
             return
-        self._ended = EndedStep(self.steps, recorded, copies, self._recorder.proofs.take())
+        # With ranks, a pass may be a part of a sequence: its FLOPs are not those of its shape.
+        metered = self._meter.end() if self.ranks is None else None
+        compared = self._recorder.proofs.take()
+        self._ended = EndedStep(self.steps, recorded, copies, compared, metered)
         keeping = any(run.keeps(self.steps) for run in self._runs)
         if self._ended.arrived or self._alarms.need_maps or keeping:
             self._settle()
@@ -249,7 +261,16 @@ class SteppedRecording(Recording):
             with self._going_on("ending a step"):
                 table = self._table(ended.layers, ended.copies, ended.compared)
                 if len(table):
-                    self._close(Entry(ended.number, table))
+                    self._close(Entry(ended.number, table, self._used(ended, table)))
+
+    def _used(self, ended: EndedStep, table: Table) -> float | None:
+        """The utilisation of a step, which is noted below its table; None if it is not known."""
+        if ended.metered is None:
+            return None
+        used = self.utilisation = self._meter.read(ended.number, ended.metered)
+        if used.mfu is not None:
+            table.note = "\n".join(x for x in (table.note, f"({used})") if x)
+        return used.mfu
 
     def _table(
         self,

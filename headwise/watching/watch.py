@@ -26,9 +26,9 @@ from headwise.watching.adapters import (
     transformers_calls,
 )
 from headwise.watching.adapters.module_forwards import Follower, find_module, follow
-from headwise.watching.adapters.patching import Undo
+from headwise.watching.adapters.patching import Undo, uncompiled
 from headwise.watching.alarms import chosen
-from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
+from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches, recomputing
 from headwise.watching.experiments.importance import importance
 from headwise.watching.head_weights import symmetry
 from headwise.watching.ranks.head_places import head_place
@@ -126,9 +126,10 @@ def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
     """Hide chosen keys from chosen heads of any model while the block runs.
 
     `edges` are tuples (layer, head, keys) or (layer, head, keys, queries); see `hw.Edge`. Their
-    layers are computed by headwise, on a fused engine; a row without keys gives 0. Gradients flow
-    if backward runs inside the block. ValueError where keys can't be hidden, and at the end of the
-    block if an edge has hidden nothing. A watched model has `seen.knock_out(edges)`.
+    layers are computed by headwise, on a fused engine; a row without keys gives 0. A compiled model
+    runs as it would without torch.compile. Gradients flow if backward runs inside the block.
+    ValueError where keys can't be hidden, and at the end of the block if an edge has hidden
+    nothing. A watched model has `seen.knock_out(edges)`.
 
     >>> import headwise as hw
     >>> gpt = hw.load("gpt")
@@ -141,7 +142,6 @@ def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
     wanted = check_edges(edges)
     if not isinstance(model, nn.Module):
         raise ValueError(f"hw.knock_out takes a torch.nn.Module, not {type(model).__name__}")
-    _refuse_compiled(model)
     if set(model.modules()) & set(_watched):
         raise ValueError(
             f"this {type(model).__name__} is being watched already; use knock_out(edges) of its "
@@ -154,14 +154,6 @@ def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
             yield
     finally:
         watch.detach()
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    if torch_calls.is_compiled(model):
-        raise ValueError(
-            f"keys can't be hidden in this {type(model).__name__}: it runs compiled code. Use the "
-            "model before torch.compile"
-        )
 
 
 def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:
@@ -184,8 +176,8 @@ class Watch(SteppedRecording):
         rules: tuple[Rule, ...] = (),
         ranks: JoinedSteps | None = None,
     ) -> None:
-        super().__init__(CallRecorder(options), rules, ranks)
-        self.model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        super().__init__(model, CallRecorder(options), rules, ranks)
         self.options = options
         self._undo: list[Undo] = []  # takes off what lets the watch see the model
         self._unfollow: Undo | None = None  # ends following the optimisers
@@ -210,6 +202,7 @@ class Watch(SteppedRecording):
         try:
             self._reserve()
             self._look(self.steps % self.options.every == 0)
+            self._meter.begin()
         except BaseException:
             self.detach()
             raise
@@ -239,16 +232,18 @@ class Watch(SteppedRecording):
         # First the forwards that are computed in another way; around them, those that are followed.
         self._undo += headwise_calls.attach(self.model, recorder)
         self._undo += multi_head_calls.attach(self.model, listener)
-        whole = Follower(
-            {id(self.model)},
-            lambda _, given, options: recorder.begin(given, options),
-            lambda _: recorder.end(),
-        )
+        whole = Follower({id(self.model)}, self._enter, lambda _: recorder.end())
         self._undo += follow(self.model, whole)
         self._undo += traced_calls.attach(self.model, listener)
         for adapter in (torch_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
+
+    def _enter(self, _: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A pass of the whole model begins."""
+        self._recorder.begin(given, options)
+        if not recomputing():
+            self._meter.add(given, options)
 
     def _unhook(self) -> None:
         while self._undo:
@@ -349,10 +344,11 @@ class Watch(SteppedRecording):
         looking = self._recorder.active
         self._look(True)
         try:
-            if not self._recorder.layers:
-                measure()  # shows the layers
-            self.check()
-            return importance(self.model, self._recorder, measure)
+            with uncompiled():
+                if not self._recorder.layers:
+                    measure()  # shows the layers
+                self.check()
+                return importance(self.model, self._recorder, measure)
         finally:
             self._look(looking)
 
@@ -366,14 +362,14 @@ class Watch(SteppedRecording):
         if not self.attached or recorder.edges:
             state = "is not watched" if not self.attached else "has edges knocked out already"
             raise ValueError(f"this {type(self.model).__name__} {state}")
-        _refuse_compiled(self.model)
         if not self._undo:
             self._hook()  # this step is passed over
         fast, passes = torch.backends.mha.get_fastpath_enabled(), recorder.passes
         torch.backends.mha.set_fastpath_enabled(False)  # it does not call its attention
         recorder.edges, recorder.cut_edges = wanted, set()
         try:
-            yield
+            with uncompiled():
+                yield
             missed = [edge for edge in wanted if edge not in recorder.cut_edges]
             if missed and recorder.passes > passes:
                 there = ", ".join(f"{n} {name}" for name, n in list(recorder.attended.items())[:40])

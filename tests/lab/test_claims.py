@@ -171,7 +171,8 @@ def synthetic(
         "test_loss": loss,
         "train_loss": loss - 0.5 - (gap if base else 0.0),
         "curve": [[1, 5.0], [2, loss]],
-        "without_head": [{"layer": "a", "head": 0, "loss": loss + harm}],
+        "without_head": {"a": [loss + harm]},
+        "gradient_norms": [2.0, 1.0],
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 from headwise.cli.main import app
-from headwise.lab import ablations, long_runs, pieces, pool
+from headwise.lab import ablations, session_list
 from headwise.lab.claims import CLAIMS
 from headwise.lab.laboratory import Lab
-from headwise.lab.long_runs import LabSession
-from headwise.lab.pool import Ended, Job
-from headwise.lab.translation_rivals import MODELS, SlidingWindow, train_rival
+from headwise.lab.sessions import long_runs, pieces, pool
+from headwise.lab.sessions.long_runs import LabSession
+from headwise.lab.sessions.pool import Ended, Job
+from headwise.lab.sessions.side_by_side import SideBySide
+from headwise.lab.translation_rivals import SlidingWindow
+from headwise.lab.translation_runs import NARROWER, RIVALS, VARIANTS, Training, train
 from headwise.mask import lengths
 
 
@@ -66,7 +69,10 @@ def test_the_plan_has_enough_seeds_for_the_close_comparisons() -> None:
     seeds = {variant: sum(each == variant for each, _ in runs) for variant in ablations.LABELS}
     assert {name for name, count in seeds.items() if count >= 8} == {"base", "heads-1", "shared"}
     assert min(seeds.values()) == 2
-    assert set(MODELS) <= set(seeds)
+    assert set(seeds) == {*VARIANTS, *NARROWER, *RIVALS} - {"heads-8"}
+    assert {variant for variant, _ in runs[: len(seeds)]} == set(seeds)  # each has a first seed
+    later = [variant for variant, _ in runs[len(seeds) :]]
+    assert set(later[:21]) == {"base", "heads-1", "shared"}
 
 
 def test_every_long_training_of_a_claim_is_a_piece(tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_every_long_training_of_a_claim_is_a_piece(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["fixed", "convolution", "lstm", "lstm-attention"])
 def test_every_rival_learns_to_translate(variant: str) -> None:
-    figures = train_rival(Lab("tiny"), None, variant, 0)
+    figures = train(Lab("tiny"), None, variant, 0)
     assert figures["curve"][-1][1] < figures["curve"][0][1]
     assert figures["signature"].startswith("nrefs:")
 
@@ -104,7 +110,7 @@ def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:
     lab = Lab("tiny", folder=tmp_path)
     for piece in pieces.translators(lab)[:2]:
         piece.make(lab)
-    pool.note(tmp_path, ablations.COMMAND, lab.device, 12.0, ["translate-base-0"])
+    session_list.note(tmp_path, ablations.COMMAND, lab.device, 12.0, ["translate-base-0"])
     assert ablations.collect(lab, tmp_path / ablations.FILE) == 2
     written = json.loads((tmp_path / ablations.FILE).read_text())
     assert written["planned"] == 4
@@ -112,6 +118,49 @@ def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:
     assert found.seconds == 12.0
     assert [run["variant"] for run in found.runs] == ["base", "heads-1"]
     assert all(run["curve"] and "without_head" not in run for run in found.runs)
+
+
+def test_what_is_stopped_is_saved_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = train(Lab("tiny"), None, "base", 0)
+    lab, told = Lab("tiny", folder=tmp_path), list[str]()
+    chosen = [x for x in pieces.translators(lab) if x.name == "translate-base-0"]
+    asked = iter((False, True))
+    SideBySide(lab, 2, 60.0, lambda: next(asked), told.append).make(chosen)
+    (state,) = tmp_path.glob("kept/*/state.safetensors")
+    assert not chosen[0].done(lab)
+    assert "translate-base-0 1" in told[-1]  # stopped after the first step
+    held = SideBySide(lab, 2, 60.0, lambda: False, told.append)
+    held.make(chosen)
+    assert held.steps == 1
+    assert not state.exists()
+    found = lab.kept("translate-base-0", train, variant="base", seed=0)
+    assert found == json.loads(json.dumps(whole))
+
+
+def test_a_failed_training_stops_no_other(tmp_path: Path) -> None:
+    lab, told = Lab("tiny", folder=tmp_path), list[str]()
+
+    def fail(*_: object, **__: object) -> Training:
+        yield 1
+        raise RuntimeError("out of memory")
+
+    good, bad = pieces.translators(lab)[:2]
+    held = SideBySide(lab, 2, 60.0, lambda: False, told.append)
+    held.make([replace(bad, in_steps=fail), good])
+    assert held.failed == [bad.name]
+    assert good.done(lab)
+    assert any("out of memory" in line for line in told)
+
+
+def test_work_is_dealt_out_to_the_workers(tmp_path: Path) -> None:
+    session = LabSession(Lab("full", folder=tmp_path), 16, 540.0, lambda ended: None)
+    jobs = session.piece_jobs(pieces.translators(session.lab), 540.0)
+    assert len(jobs) == 16
+    alone = [job for job in jobs if "lstm" in job.name]
+    assert len(alone) == 4
+    assert all(job.arguments[1:3] == ("piece", job.name) for job in alone)
+    named = [each for job in jobs for each in job.arguments if each.startswith("translate-")]
+    assert sorted(named) == sorted(piece.name for piece in pieces.translators(session.lab))
 
 
 def test_a_session_without_time_reports_what_is_left(tmp_path: Path) -> None:

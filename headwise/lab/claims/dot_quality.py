@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,8 +20,8 @@ from headwise.lab.claim import (
     undecided,
 )
 from headwise.lab.claims.translation_quality import percent, runs
-from headwise.lab.estimates import Difference, difference
-from headwise.lab.laboratory import Lab
+from headwise.lab.estimates import BLEU, POINTS, Difference, difference
+from headwise.lab.laboratory import Lab, Piece
 from headwise.lab.recall import Recall, RecallModel, Relation, Task, accuracy, learn, right
 from headwise.nn import Additive, MultiHeadAttention
 from headwise.score import Dot
@@ -44,19 +46,36 @@ def reader(score: str, width: int, task: Task, seed: int) -> RecallModel:
     return RecallModel(MultiHeadAttention(width, 1, score=SCORES[score]), width, task)
 
 
+def at_widths(lab: Lab) -> list[Piece]:
+    """The trainings of `widths`."""
+    every = lab.pick(tiny=(8, 16), quick=(4, 8, 32, 128), full=(4, 8, 16, 32, 64, 128))
+    return [
+        (f"recall-{score}-{d}", recalled, {"score": score, "d": d})
+        for d in every
+        for score in SCORES
+    ]
+
+
+def recalled(lab: Lab, folder: Path | None, score: str, d: int) -> dict[str, Any]:
+    """The accuracy on recall after a short training, with one score at one width."""
+    task = Recall(8)
+    steps = lab.pick(tiny=2, quick=120, full=300)
+    rows = []
+    for seed in range(lab.pick(tiny=1, quick=3, full=12)):
+        model = reader(score, d, task, seed)
+        learn(model, task, steps, seed=seed, rate=5e-3, batch=64)
+        rows.append({"d": d, "score": score, "seed": seed, "accuracy": accuracy(model, task)})
+    return {"steps": steps, "rows": rows}
+
+
 def widths(lab: Lab) -> Figures:
     """Accuracy on recall after a short training, by score and width, and BLEU of two scores."""
-    task = Recall(8)
-    steps = lab.pick(tiny=2, quick=120, full=1000)
-    rows = []
-    for d in lab.pick(tiny=(8, 16), quick=(4, 8, 32, 128), full=(4, 8, 16, 32, 64, 128, 256)):
-        for score in lab.each(tuple(SCORES), f"d_k {d}"):
-            for seed in range(lab.pick(tiny=1, quick=3, full=8)):
-                model = reader(score, d, task, seed)
-                learn(model, task, steps, seed=seed, rate=5e-3, batch=64, device=lab.device)
-                found = accuracy(model, task, device=lab.device)
-                rows.append({"d": d, "score": score, "seed": seed, "accuracy": found})
-    return {"steps": steps, "rows": rows, "runs": runs(lab, ("base", "additive"))}
+    found = lab.keep_all(at_widths(lab))
+    return {
+        "steps": found[0]["steps"],
+        "rows": [row for each in found for row in each["rows"]],
+        "runs": runs(lab, ("base", "additive"), often=("base",)),
+    }
 
 
 def gap(figures: Figures, d: int, one: str, other: str) -> Difference:
@@ -75,11 +94,10 @@ def judge_quality(figures: Figures) -> Verdict:
     ahead = [d for d, found in gaps.items() if found.low > 0]
     behind = [d for d, found in gaps.items() if found.high < 0]
     because = both(
-        "scaled dot product gains {bleu} % BLEU over additive (95 % interval); on recall it is "
+        "scaled dot product gains {bleu} over additive; on recall it is "
         "ahead at {ahead} of {all} widths and behind at {behind}",
-        "缩放点积比加性高 {bleu}% BLEU（95% 区间）；在联想回忆上，{all} 种宽度中领先 {ahead} 种，"
-        "落后 {behind} 种",
-        bleu=bleu,
+        "缩放点积比加性高 {bleu}；在联想回忆上，{all} 种宽度中领先 {ahead} 种，落后 {behind} 种",
+        bleu=bleu.said(BLEU),
         ahead=len(ahead),
         behind=len(behind),
         all=len(gaps),
@@ -97,11 +115,10 @@ def judge_small(figures: Figures) -> Verdict:
     gaps = {d: gap(figures, d, "additive", "scaled") for d in small}
     best = max(gaps, key=lambda d: gaps[d].low)
     because = both(
-        "at d_k = {d} additive is {gap} percentage points more accurate on recall than scaled "
-        "dot product (95 % interval)",
-        "d_k = {d} 时，加性在联想回忆上的正确率比缩放点积高 {gap} 个百分点（95% 区间）",
+        "at d_k = {d} additive is {gap} more accurate on recall than scaled dot product",
+        "d_k = {d} 时，加性在联想回忆上的正确率比缩放点积高 {gap}",
         d=best,
-        gap=gaps[best],
+        gap=gaps[best].said(POINTS),
     )
     if gaps[best].low > 0:
         return holds(because)
@@ -137,31 +154,53 @@ def show_widths(figures: Figures) -> tuple[Chart | Listing, ...]:
     )
 
 
+def on_few(lab: Lab) -> list[Piece]:
+    """The trainings of `overfitting` on few sequences."""
+    sizes = lab.pick(tiny=(64,), quick=(64, 256, 1024), full=(64, 256, 1024, 4096))
+    return [
+        (f"overfit-{score}-{examples}", overfitted, {"score": score, "examples": examples})
+        for score in ("scaled", "additive")
+        for examples in sizes
+    ]
+
+
+def on_relation(lab: Lab) -> list[Piece]:
+    """The trainings of `overfitting` on a relation that is not symmetric."""
+    return [(f"relation-{score}", related, {"score": score}) for score in ("scaled", "additive")]
+
+
+def overfitted(lab: Lab, folder: Path | None, score: str, examples: int) -> dict[str, Any]:
+    """Train on few fixed sequences, and ask on these and on new ones."""
+    steps = lab.pick(tiny=2, quick=200, full=400)
+    rows, task = [], Recall(8)
+    for seed in range(lab.pick(tiny=1, quick=3, full=12)):
+        model = reader(score, 32, task, seed)
+        learn(model, task, steps, examples=examples, seed=seed, rate=5e-3, batch=64)
+        known = task.draw(examples, torch.Generator().manual_seed(seed))
+        seen = float(right(model, known).double().mean())
+        new = accuracy(model, task)
+        rows.append({"score": score, "examples": examples, "seed": seed, "seen": seen, "new": new})
+    return {"rows": rows}
+
+
+def related(lab: Lab, folder: Path | None, score: str) -> dict[str, Any]:
+    """Train on a relation that is not symmetric."""
+    steps = lab.pick(tiny=2, quick=200, full=400)
+    rows, task = [], Relation()
+    for seed in range(lab.pick(tiny=1, quick=3, full=12)):
+        model = reader(score, 32, task, seed)
+        learn(model, task, steps, seed=seed, rate=1e-2, batch=64)
+        rows.append({"score": score, "seed": seed, "accuracy": accuracy(model, task)})
+    return {"rows": rows}
+
+
 def overfitting(lab: Lab) -> Figures:
     """Train on few fixed sequences and ask on new ones; and a relation that is not symmetric."""
-    steps = lab.pick(tiny=2, quick=200, full=2000)
-    seeds = range(lab.pick(tiny=1, quick=3, full=8))
-    rows, relations = [], []
-    for score in ("scaled", "additive"):
-        for examples in lab.pick(tiny=(64,), quick=(64, 256, 1024), full=(64, 256, 1024, 4096)):
-            for seed in lab.each(seeds, f"{score}, {examples} examples, seed"):
-                task = Recall(8)
-                model = reader(score, 32, task, seed)
-                options = {"seed": seed, "rate": 5e-3, "batch": 64, "device": lab.device}
-                learn(model, task, steps, examples=examples, **options)  # type: ignore[arg-type]
-                known = task.draw(examples, torch.Generator().manual_seed(seed))
-                seen = float(right(model, known, lab.device).double().mean())
-                new = accuracy(model, task, device=lab.device)
-                rows.append(
-                    {"score": score, "examples": examples, "seed": seed, "seen": seen, "new": new}
-                )
-        for seed in seeds:
-            relation = Relation()
-            model = reader(score, 32, relation, seed)
-            learn(model, relation, steps, seed=seed, rate=1e-2, batch=64, device=lab.device)
-            found = accuracy(model, relation, device=lab.device)
-            relations.append({"score": score, "seed": seed, "accuracy": found})
-    return {"rows": rows, "relations": relations}
+    few, relations = (lab.keep_all(pieces) for pieces in (on_few(lab), on_relation(lab)))
+    return {
+        "rows": [row for each in few for row in each["rows"]],
+        "relations": [row for each in relations for row in each["rows"]],
+    }
 
 
 def judge_overfit(figures: Figures) -> Verdict:
@@ -178,14 +217,13 @@ def judge_overfit(figures: Figures) -> Verdict:
     suits = difference(asymmetric, "additive", "scaled")
     worst = max(more, key=lambda n: more[n].low)
     because = both(
-        "trained on {n} sequences, additive has a gap between seen and new ones that is {more} "
-        "points larger than dot product's; on an asymmetric relation it is {suits} points more "
-        "accurate (95 % intervals)",
-        "用 {n} 个序列训练时，加性在见过与没见过的序列之间的差距比点积大 {more} 个百分点；"
-        "在非对称关系上正确率高 {suits} 个百分点（95% 区间）",
+        "trained on {n} sequences, additive has a gap between seen and new ones that is larger "
+        "than dot product's by {more}; on an asymmetric relation it is more accurate by {suits}",
+        "用 {n} 个序列训练时，加性在见过与没见过的序列之间的差距比点积大 {more}；"
+        "在非对称关系上正确率高 {suits}",
         n=worst,
-        more=more[worst],
-        suits=suits,
+        more=more[worst].said(POINTS),
+        suits=suits.said(POINTS),
     )
     overfits, suited = more[worst].low > 0, suits.low > 0
     if overfits and suited:
@@ -259,6 +297,5 @@ CLAIMS = (
         experiment=overfitting,
         rule=judge_overfit,
         shows=show_overfit,
-        gpu=True,
     ),
 )

@@ -49,13 +49,12 @@ def judge_parameters(figures: Figures) -> Verdict:
     right = all(row["narrow"] == row["formula"] == 4 * d**2 for row in rows)
     right &= len({row["narrow_bias"] for row in rows}) == 1
     because = both(
-        "counted at d_model = {d}: {least:,} to {most:,} parameters for 1 to {heads} heads (4d² "
-        "= {formula:,}), with biases {biased:,}",
-        "d_model = {d} 时实际计数：1 到 {heads} 个头有 {least:,} 至 {most:,} 个参数（4d² = "
-        "{formula:,}），带偏置为 {biased:,}",
+        "counted at d_model = {d}: {counted} parameters for 1 to {heads} heads (4d² = "
+        "{formula:,}), with biases {biased:,}",
+        "d_model = {d} 时实际计数：1 到 {heads} 个头有 {counted} 个参数（4d² = {formula:,}），"
+        "带偏置为 {biased:,}",
         d=d,
-        least=min(row["narrow"] for row in rows),
-        most=max(row["narrow"] for row in rows),
+        counted=" / ".join(f"{x:,}" for x in sorted({row["narrow"] for row in rows})),
         heads=rows[-1]["heads"],
         formula=4 * d**2,
         biased=rows[0]["narrow_bias"],

@@ -12,6 +12,7 @@ from headwise.lab.claim import Claim, Figures, Verdict, both, does_not_hold, hol
 from headwise.lab.experiments.many_heads import unread
 from headwise.lab.laboratory import Lab
 from headwise.lab.translation_runs import translated
+from headwise.messages import Sentence
 from headwise.models import GPT
 from headwise.training.loading import load
 from headwise.watching.watch import watch
@@ -22,6 +23,19 @@ TEXT = (
     "north, and that the young men should follow them. The young men laughed, because the oldest "
     "of them had said so every year, and every year the fish had come back to the harbour. "
 )
+
+
+TYPES = {
+    "content": "内容",
+    "dormant": "休眠",
+    "induction": "归纳",
+    "local": "局部",
+    "previous-token": "前一词元",
+    "self": "自身",
+    "sink": "注意力汇",
+    "uniform": "均匀",
+}
+"""The types of heads in 中文."""
 
 
 def diversity(lab: Lab) -> Figures:
@@ -59,7 +73,11 @@ def judge_diversity(figures: Figures) -> Verdict:
     """Trained heads must differ more than fresh ones, and be of several types."""
     trained, fresh = figures["trained"], figures["fresh"]
     several = sum(count >= 2 for count in trained["types"].values())
-    listed = ", ".join(f"{count} {name}" for name, count in trained["types"].items())
+    types = trained["types"].items()
+    listed = Sentence(
+        ", ".join(f"{count} {name}" for name, count in types),
+        "、".join(f"{TYPES[name]} {count}" for name, count in types),
+    )
     because = both(
         "two heads of a layer differ in {trained:.0%} of their weight after training and in "
         "{fresh:.0%} before; the {heads} trained heads are of {kinds} types: {listed}",
@@ -82,7 +100,11 @@ def show_diversity(figures: Figures) -> tuple[Listing, ...]:
     """The types before and after training."""
     names = sorted({*figures["trained"]["types"], *figures["fresh"]["types"]})
     rows = tuple(
-        (name, figures["trained"]["types"].get(name, 0), figures["fresh"]["types"].get(name, 0))
+        (
+            Sentence(name, TYPES[name]),
+            figures["trained"]["types"].get(name, 0),
+            figures["fresh"]["types"].get(name, 0),
+        )
         for name in names
     )
     distance = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headwise.lab.charts import Listing
 from headwise.lab.claim import Claim, Figures, Verdict, attributed, both
 from headwise.lab.laboratory import Lab
+from headwise.messages import Sentence
 
 BASE = {"heads": 8, "d_k": 64, "perplexity": 4.92, "bleu": 25.8}
 """Table 3, the base model on the development set (newstest2013)."""
@@ -29,6 +30,15 @@ VARIED = {
     "E": "learned positions",
 }
 """Everything that the rows of table 3 vary."""
+
+CHINESE = {
+    "A": "等代价下的头数",
+    "B": "键的宽度",
+    "C": "模型大小",
+    "D": "dropout 与标签平滑",
+    "E": "学习的位置",
+}
+"""The same in 中文."""
 
 PASSAGES = {
     "additive": ("3.2.1", "for small values of d_k the two mechanisms perform similarly"),
@@ -106,7 +116,10 @@ def show_passages(figures: Figures) -> tuple[Listing, ...]:
     """The passages with their places, and what the ablations vary."""
     headings = both("place", "位置"), both("the paper", "论文")
     passages = tuple((x["place"], x["phrase"]) for x in figures["passages"])
-    varied = tuple((f"table 3, rows {row}", what) for row, what in figures["varied"].items())
+    varied = tuple(
+        (both("table 3, rows {row}", "表 3，{row} 行", row=row), Sentence(what, CHINESE.get(row)))
+        for row, what in figures["varied"].items()
+    )
     return (Listing(both("What the paper says", "论文所说"), headings, passages + varied),)
 
 
@@ -183,7 +196,10 @@ def judge_shared_qk(figures: Figures) -> Verdict:
     because = both(
         "table 3 varies {varied}; {rows} of its rows share the matrices of Q and K",
         "表 3 改变的是 {varied}；其中共用 Q、K 矩阵的行数是 {rows}",
-        varied="; ".join(figures["varied"].values()),
+        varied=Sentence(
+            "; ".join(figures["varied"].values()),
+            "、".join(CHINESE.get(row, what) for row, what in figures["varied"].items()),
+        ),
         rows=len(rows),
     )
     return attributed(bool(rows), because)

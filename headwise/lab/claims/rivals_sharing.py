@@ -65,10 +65,10 @@ def judge_sharing(figures: Figures) -> Verdict:
     because = both(
         "permuted inputs give permuted outputs (to {error:.0e}) and {count:,} parameters serve 1 "
         "to {longest} positions: they are shared over positions; a head's output depends on the "
-        "matrices of other heads by {across:.0e}, on its own by {own:.1f} or more: heads share "
+        "matrices of other heads by {across:.1f}, on its own by {own:.1f} or more: heads share "
         "nothing",
         "输入换序则输出同样换序（误差 {error:.0e}），同样的 {count:,} 个参数用于 1 到 {longest} "
-        "个位置：参数在位置间共享；一个头的输出对其他头的矩阵的依赖是 {across:.0e}，"
+        "个位置：参数在位置间共享；一个头的输出对其他头的矩阵的依赖是 {across:.1f}，"
         "对自己的不小于 {own:.1f}：头之间什么也不共享",
         error=error,
         count=figures["parameters"],

@@ -16,10 +16,11 @@ from headwise.lab.claim import (
     holds_when,
     undecided,
 )
-from headwise.lab.estimates import Difference, difference
+from headwise.lab.estimates import BLEU, Difference, difference
 from headwise.lab.laboratory import Lab
 from headwise.lab.translation_runs import translated
 
+NATS = both(" nats per token", " nat/词元")
 MANY = 8
 """Seeds of the full form where 1 % of BLEU has to be told from chance."""
 
@@ -60,20 +61,20 @@ def sized(gain: Difference, low: float, high: float, because: Any) -> Verdict:
     if gain.low <= high and gain.high >= low:
         return holds(because)
     condition = both(
-        "the sign is meant, and not the size: here it is {gain} %",
-        "只就正负而言，大小不符：这里是 {gain}%",
-        gain=gain,
+        "the sign is meant, and not the size: here it is {gain}",
+        "只就正负而言，大小不符：这里是 {gain}",
+        gain=gain.said(BLEU),
     )
     return holds_when(condition, because)
 
 
 def scaling(lab: Lab) -> Figures:
     """Translators with one wide head, scaled and not, and the base model for the scatter."""
-    return {"runs": runs(lab, ("base", "heads-1", "unscaled-heads-1"))}
+    return {"runs": runs(lab, ("base", "heads-1", "unscaled-heads-1"), ("base", "heads-1"))}
 
 
 def judge_scaling(figures: Figures) -> Verdict:
-    """Worse: a higher loss beyond chance. Unstable: a run that diverged, or larger gradients."""
+    """Worse: a higher loss beyond chance. Unstable: a run that diverged."""
     failed = sum(run["diverged"] for run in figures["runs"] if run["variant"] == "unscaled-heads-1")
     losses = grouped(figures, "test_loss")
     if failed or "unscaled-heads-1" not in losses:
@@ -86,14 +87,28 @@ def judge_scaling(figures: Figures) -> Verdict:
         name: half_way(next(run for run in figures["runs"] if run["variant"] == name))
         for name in ("heads-1", "unscaled-heads-1")
     }
+    steepest = {
+        name: max(
+            norm
+            for run in figures["runs"]
+            if run["variant"] == name
+            for norm in run["gradient_norms"][len(run["gradient_norms"]) // 4 :]
+        )
+        for name in ("heads-1", "unscaled-heads-1")
+    }
     because = both(
-        "one head without scaling ends {worse} nats per token higher than with it (95 % "
-        "interval), and is half-way down at step {unscaled} instead of {scaled}; no run diverged",
-        "单头不缩放时，最终每词元损失比缩放时高 {worse} nat（95% 区间），在第 {unscaled} "
-        "步降到一半，缩放时是第 {scaled} 步；没有发散",
-        worse=worse,
+        "one head without scaling ends higher than with it by {worse}, and is half-way down at "
+        "step {unscaled} instead of {scaled}; no run "
+        "diverged, and after the first quarter no gradient norm exceeds {wild:.1f}, with scaling "
+        "{tame:.1f}",
+        "单头不缩放时，最终损失比缩放时高 {worse}，在第 {unscaled} "
+        "步降到一半，缩放时是第 {scaled} 步；没有发散，前四分之一之后梯度范数最大 "
+        "{wild:.1f}，缩放时最大 {tame:.1f}",
+        worse=worse.said(NATS),
         unscaled=slower["unscaled-heads-1"],
         scaled=slower["heads-1"],
+        wild=steepest["unscaled-heads-1"],
+        tame=steepest["heads-1"],
     )
     if worse.low > 0:
         return holds(because)
@@ -146,11 +161,10 @@ def judge_quality(figures: Figures) -> Verdict:
     gain = percent(figures, "base", "heads-1")
     means = {name: sum(x) / len(x) for name, x in grouped(figures, "bleu").items()}
     because = both(
-        "the base model's heads gain {gain} % BLEU over one head (95 % interval): {base:.2f} "
+        "the base model's heads gain {gain} over one head: {base:.2f} "
         "against {one:.2f}; the most heads have {most:.2f}",
-        "基准模型的多头比单头高 {gain}% BLEU（95% 区间）：{base:.2f} 对 {one:.2f}；头最多的是 "
-        "{most:.2f}",
-        gain=gain,
+        "基准模型的多头比单头高 {gain}：{base:.2f} 对 {one:.2f}；头最多的是 {most:.2f}",
+        gain=gain.said(BLEU),
         base=means["base"],
         one=means["heads-1"],
         most=means["heads-32" if "heads-32" in means else "heads-16"],
@@ -165,21 +179,21 @@ def judge_robust(figures: Figures) -> Verdict:
     for run in figures["runs"]:
         if not run["diverged"]:
             gaps.setdefault(run["variant"], []).append(run["test_loss"] - run["train_loss"])
-            harmed = [each["loss"] - run["test_loss"] for each in run["without_head"]]
+            losses = [loss for layer in run["without_head"].values() for loss in layer]
+            harmed = [loss - run["test_loss"] for loss in losses]
             harm.setdefault(run["variant"], []).append(sum(harmed) / len(harmed))
     gap = difference(gaps, "base", "heads-1")
     mean = {name: sum(x) / len(x) for name, x in harm.items()}
     because = both(
         "removing one head costs {one:.3f} nats per token where a layer has one, {base:.3f} in "
         "the base model, {many:.3f} with 16; the gap between test and training loss of the base "
-        "model exceeds that of one head by {gap} nats (95 % interval)",
+        "model exceeds that of one head by {gap}",
         "每层只有一个头时，去掉它使每词元损失增加 {one:.3f} nat，基准模型去掉一个头增加 "
-        "{base:.3f}，16 头增加 {many:.3f}；基准模型的测试与训练损失之差比单头大 {gap} nat（95% "
-        "区间）",
+        "{base:.3f}，16 头增加 {many:.3f}；基准模型的测试与训练损失之差比单头大 {gap}",
         one=mean["heads-1"],
         base=mean["base"],
         many=mean["heads-16"],
-        gap=gap,
+        gap=gap.said(NATS),
     )
     if mean["base"] >= mean["heads-1"]:
         return does_not_hold(because)
@@ -202,9 +216,9 @@ def judge_shared(figures: Figures) -> Verdict:
     """The loss of BLEU, in percent, with its interval."""
     gain = percent(figures, "base", "shared")
     because = both(
-        "separate matrices gain {gain} % BLEU over a shared one (95 % interval)",
-        "独立的矩阵比共享的高 {gain}% BLEU（95% 区间）",
-        gain=gain,
+        "separate matrices gain {gain} over a shared one",
+        "独立的矩阵比共享的高 {gain}",
+        gain=gain.said(BLEU),
     )
     return sized(gain, 1, 2, because)
 

@@ -8,12 +8,25 @@ from typing import Any
 
 from headwise.lab.ablations import plan
 from headwise.lab.claim import Claim
+from headwise.lab.claims.dot_quality import at_widths, on_few, on_relation
 from headwise.lab.claims.examples import chinese_runs
-from headwise.lab.claims.recalling import RIVALS, far, remember, remembering
+from headwise.lab.claims.qk_training import on_tasks, watched_trainings
+from headwise.lab.claims.recalling import by_content, over_distances
 from headwise.lab.fingerprint import covered
 from headwise.lab.laboratory import Lab
 from headwise.lab.masked_characters import read_sentence
-from headwise.lab.translation_rivals import piece as translator
+from headwise.lab.translation_runs import LAUNCHED, Training, train, train_in_steps
+
+READERS = (
+    over_distances,
+    at_widths,
+    on_few,
+    on_relation,
+    on_tasks,
+    by_content,
+    watched_trainings,
+)
+"""Trainings of small readers, the longest first; the last pieces of each are the largest."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,8 @@ class TrainingPiece:
     name: str
     compute: Callable[..., Mapping[str, Any]]
     settings: Mapping[str, Any]
+    in_steps: Callable[..., Training] | None = None  # the same function, step by step
+    alone: bool = False  # it keeps its process busy, and would hold up others
 
     def done(self, lab: Lab) -> bool:
         """True if the lab has it."""
@@ -43,7 +58,11 @@ def translators(lab: Lab) -> list[TrainingPiece]:
     """The trainings behind the translation table."""
     return [
         TrainingPiece(
-            f"translate-{variant}-{seed}", translator(variant), {"variant": variant, "seed": seed}
+            f"translate-{variant}-{seed}",
+            train,
+            {"variant": variant, "seed": seed},
+            train_in_steps,
+            alone=variant in LAUNCHED,
         )
         for variant, seed in plan(lab)
     ]
@@ -53,13 +72,11 @@ def every(lab: Lab) -> list[TrainingPiece]:
     """All pieces of a form, the longest first."""
     return [
         *(
-            TrainingPiece(f"chinese-{kind}-{seed}", read_sentence, {"kind": kind, "seed": seed})
+            TrainingPiece(
+                f"chinese-{kind}-{seed}", read_sentence, {"kind": kind, "seed": seed}, alone=True
+            )
             for kind, seed in chinese_runs(lab)
         ),
         *translators(lab),
-        *(
-            TrainingPiece(remembering(rival, n), remember, {"rival": rival, "distance": n})
-            for n in reversed(far(lab))
-            for rival in RIVALS
-        ),
+        *(TrainingPiece(*each) for of in READERS for each in reversed(of(lab))),
     ]

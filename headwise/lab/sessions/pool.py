@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-import torch
-
 from headwise import devices
 
-SESSIONS = "sessions.jsonl"
-"""One line for every session of a pool: when, where, for how long, what was finished."""
+TOLD = 30.0
+"""Seconds between two reports of what runs."""
+
+STOPPING = 15.0
+"""Seconds that processes have to save what they do, before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Job:
     name: str
     arguments: tuple[str, ...]
     alone: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def command(self) -> list[str]:
@@ -62,14 +62,17 @@ def work(
     seconds: float,
     logs: Path,
     tell: Callable[[Ended], None] = lambda ended: None,
+    watch: Callable[[str, str], None] = lambda name, line: None,
 ) -> list[Ended]:
     """Run jobs, at most `workers` at a time, until they or the seconds are at an end.
 
     What still runs then is stopped; it resumes from what it kept when it is run again. A job that
-    fails does not stop the others.
+    fails does not stop the others. `watch` is told the last line of each job that runs, now and
+    then.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + seconds
+    told = time.monotonic()
+    deadline = told + seconds
     waiting = sorted(jobs, key=lambda job: not job.alone)
     running: list[StartedJob] = []
     ended: list[Ended] = []
@@ -84,6 +87,10 @@ def work(
                 running.remove(each)
                 ended.append(finished(each, logs))
                 tell(ended[-1])
+            if time.monotonic() - told > TOLD:
+                told = time.monotonic()
+                for each in running:
+                    watch(each.job.name, last_line(each, logs))
     finally:
         stop(running)
     return ended
@@ -98,7 +105,12 @@ def start(job: Job, workers: int, logs: Path) -> StartedJob:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            **job.environment,
+        },
     )
     return StartedJob(job, process, log, time.monotonic())
 
@@ -106,44 +118,25 @@ def start(job: Job, workers: int, logs: Path) -> StartedJob:
 def finished(running: StartedJob, logs: Path) -> Ended:
     """The end of a job whose process has ended."""
     running.log.close()
-    said = (logs / f"{running.job.name}.log").read_text(encoding="utf-8", errors="replace")
-    last = [line for line in said.splitlines() if line.strip()][-1:]
     seconds = round(time.monotonic() - running.begun, 1)
-    return Ended(running.job.name, running.process.returncode, seconds, "".join(last))
+    return Ended(running.job.name, running.process.returncode, seconds, last_line(running, logs))
+
+
+def last_line(running: StartedJob, logs: Path) -> str:
+    """The last line that a job has printed."""
+    said = (logs / f"{running.job.name}.log").read_text(encoding="utf-8", errors="replace")
+    return "".join([line for line in said.splitlines() if line.strip()][-1:])
 
 
 def stop(running: Sequence[StartedJob]) -> None:
-    """End the processes that are left: politely, and after some seconds for certain."""
+    """End the processes that are left: politely, and after `STOPPING` seconds for certain."""
+    latest = time.monotonic() + STOPPING
     for each in running:
         each.process.terminate()
     for each in running:
         try:
-            each.process.wait(10)
+            each.process.wait(max(0.0, latest - time.monotonic()))
         except subprocess.TimeoutExpired:
             each.process.kill()
             each.process.wait()
         each.log.close()
-
-
-def note(
-    folder: Path, what: str, device: torch.device, seconds: float, done: Sequence[str]
-) -> None:
-    """Add a session to the folder's list."""
-    line = {
-        "what": what,
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": devices.machine(device),
-        "seconds": round(seconds, 1),
-        "done": list(done),
-    }
-    with (folder / SESSIONS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def sessions(folder: Path, what: str) -> list[dict[str, object]]:
-    """The sessions of a kind that a folder lists."""
-    file = folder / SESSIONS
-    if not file.exists():
-        return []
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line["what"] == what]

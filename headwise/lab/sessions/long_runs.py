@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headwise.lab import ablations, pieces, pool, runner
+from headwise.lab import ablations, runner, session_list
 from headwise.lab.claim import Claim
 from headwise.lab.fingerprint import covered
 from headwise.lab.laboratory import Lab
-from headwise.lab.pool import Ended, Job
+from headwise.lab.sessions import pieces, pool
+from headwise.lab.sessions.pieces import TrainingPiece
+from headwise.lab.sessions.pool import Ended, Job
+from headwise.lab.sessions.shared_gpu import sharing
 
 RUN = "lab run"
 TIMED = "headwise.lab.counting.in_turns"
@@ -28,6 +31,7 @@ class LabSession:
     workers: int
     seconds: float
     tell: Tell
+    watch: Callable[[str, str], None] = lambda name, line: None
 
     @property
     def folder(self) -> Path:
@@ -41,20 +45,35 @@ class LabSession:
         place = ("--out", str(self.folder), "--device", str(self.lab.device))
         return Job(name, ("lab", *arguments, *form, *place), alone)
 
-    def work(self, what: str, jobs: Sequence[Job], seconds: float) -> list[Ended]:
-        """Run jobs and note the session."""
+    def piece_jobs(self, left: Sequence[TrainingPiece], seconds: float) -> list[Job]:
+        """Jobs that make pieces; those that can share a process are dealt out to the workers."""
+        within = ("--minutes", f"{(seconds - pool.STOPPING) / 60:.2f}")
+        alone = [x.name for x in left if x.alone]
+        together = [x.name for x in left if not x.alone]
+        hands = max(1, self.workers - min(len(alone), self.workers // 2))
+        dealt = [together[number::hands] for number in range(min(hands, len(together)))]
+        return [
+            *(self.job(name, "piece", name, *within) for name in alone),
+            *(self.job(f"worker-{n}", "piece", *names, *within) for n, names in enumerate(dealt)),
+        ]
+
+    def work(
+        self, what: str, jobs: Sequence[Job], deadline: float, environment: Mapping[str, str]
+    ) -> None:
+        """Run jobs and note the session; it ends by the deadline, what is saved included."""
         begun = time.monotonic()
+        seconds = max(0.0, deadline - begun)
         ended = pool.work(
-            jobs,
+            [replace(job, environment=environment) for job in jobs],
             workers=self.workers,
-            seconds=seconds,
+            seconds=seconds - min(pool.STOPPING, seconds / 10),
             logs=self.folder / "logs",
             tell=self.tell,
+            watch=self.watch,
         )
         if jobs:
             done = [each.name for each in ended if each.code == 0]
-            pool.note(self.folder, what, self.lab.device, time.monotonic() - begun, done)
-        return ended
+            session_list.note(self.folder, what, self.lab.device, time.monotonic() - begun, done)
 
 
 def train_table(session: LabSession) -> tuple[int, int]:
@@ -62,8 +81,10 @@ def train_table(session: LabSession) -> tuple[int, int]:
     session.folder.mkdir(parents=True, exist_ok=True)
     planned = pieces.translators(session.lab)
     left = [piece for piece in planned if not piece.done(session.lab)]
-    jobs = [session.job(piece.name, "piece", piece.name) for piece in left]
-    session.work(ablations.COMMAND, jobs, session.seconds)
+    deadline = time.monotonic() + session.seconds
+    with sharing(session.lab.device) as environment:
+        jobs = session.piece_jobs(left, session.seconds)
+        session.work(ablations.COMMAND, jobs, deadline, environment)
     file = f"translation.{session.lab.form}.json"
     return ablations.collect(session.lab, session.folder / file), len(planned)
 
@@ -72,7 +93,7 @@ def run_claims(session: LabSession, claims: Sequence[Claim]) -> list[Claim]:
     """Run claims in several processes; those that have no current result at the end.
 
     First the pieces that they need and, beside them, the claims that need none; then the claims
-    whose pieces are complete. Claims that measure time come first, each by itself.
+    whose pieces are complete. Claims that measure time come first, by themselves.
     """
     session.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + session.seconds
@@ -81,14 +102,15 @@ def run_claims(session: LabSession, claims: Sequence[Claim]) -> list[Claim]:
     needed = {claim.id: pieces.needed(claim, every) for claim in waiting}
     missing = {x.name: x for of in needed.values() for x in of if not x.done(session.lab)}
     free = [claim for claim in waiting if not any(x.name in missing for x in needed[claim.id])]
-    jobs = [session.job(name, "piece", name) for name in missing]
-    session.work(RUN, claim_jobs(session, free) + jobs, deadline - time.monotonic())
-    freed = [
-        claim
-        for claim in unfinished(session.lab, claims)
-        if claim not in free and all(x.done(session.lab) for x in needed[claim.id])
-    ]
-    session.work(RUN, claim_jobs(session, freed), max(0.0, deadline - time.monotonic()))
+    jobs = session.piece_jobs(list(missing.values()), session.seconds)
+    with sharing(session.lab.device) as environment:
+        session.work(RUN, claim_jobs(session, free) + jobs, deadline, environment)
+        freed = [
+            claim
+            for claim in unfinished(session.lab, claims)
+            if claim not in free and all(x.done(session.lab) for x in needed[claim.id])
+        ]
+        session.work(RUN, claim_jobs(session, freed), deadline, environment)
     return unfinished(session.lab, claims)
 
 
@@ -99,13 +121,15 @@ def unfinished(lab: Lab, claims: Sequence[Claim]) -> list[Claim]:
 
 
 def claim_jobs(session: LabSession, claims: Sequence[Claim]) -> list[Job]:
-    """One job for each experiment, with all claims that share it."""
-    by_experiment: dict[object, list[Claim]] = {}
+    """One job for each experiment, with all claims that share it; one for all that measure time.
+
+    Those run alone, so that each would keep the machine waiting until its process has started.
+    """
+    by_experiment: dict[object, list[str]] = {}
+    timed: list[str] = []
     for claim in claims:
-        by_experiment.setdefault(claim.experiment, []).append(claim)
-    return [
-        session.job(
-            of[0].id, "run", *(claim.id for claim in of), alone=TIMED in covered(of[0].experiment)
-        )
-        for of in by_experiment.values()
-    ]
+        alone = TIMED in covered(claim.experiment)
+        of = timed if alone else by_experiment.setdefault(claim.experiment, [])
+        of.append(claim.id)
+    jobs = [session.job(of[0], "run", *of) for of in by_experiment.values()]
+    return [session.job("timed", "run", *timed, alone=True), *jobs] if timed else jobs

@@ -1,0 +1,1 @@
+"""Long work of the lab in sessions of minutes: shared out to processes, stopped, resumed."""
