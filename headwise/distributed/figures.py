@@ -25,7 +25,10 @@ HEADS, LAYERS = "tp", "pp"  # the names of dimensions that split heads and layer
 
 @dataclass(frozen=True)
 class LayerPart:
-    """The heads of a layer that a rank has; `total` is 0 if the rank can't tell its share."""
+    """The heads of a layer that a rank has; `total` is 0 if the rank can't tell its share.
+
+    A rank that does not watch the layer has no heads of it, and no kind.
+    """
 
     name: str
     kind: str
@@ -155,17 +158,16 @@ def numbered(
         _check_layers(ranks, len(everyone))
         here = mine.get(LAYERS, 0) == stage
         for layer, part in enumerate(ranks[0][2]):
-            shares = [(share, rank[layer]) for _, share, rank in ranks]
+            shares = [(share, rank[layer]) for _, share, rank in ranks if rank[layer].heads]
             total, firsts = _heads(part.name, shares)
             heads = range(0)
             if here:
                 held = everyone[own][layer]
-                first = held.first if held.total else firsts[mine.get(HEADS, 0)]
+                first = held.first if held.total else firsts.get(mine.get(HEADS, 0), 0)
                 heads = range(first, first + held.heads)
             stats = dict.fromkeys(name for _, each in shares for name in each.stats)
-            found.append(
-                JoinedLayer(stage, part.name, part.kind, total, tuple(stats), heads, part.name)
-            )
+            kind = shares[0][1].kind if shares else ""
+            found.append(JoinedLayer(stage, part.name, kind, total, tuple(stats), heads, part.name))
     return _in_order(found)
 
 
@@ -174,7 +176,6 @@ def _check_layers(ranks: Sequence[Rank], count: int) -> None:
     for what, look in (
         ("watched layers", lambda parts: len(parts)),
         ("the names of watched layers", lambda parts: [part.name for part in parts]),
-        ("the kinds of watched layers", lambda parts: [part.kind for part in parts]),
     ):
         values = {number: look(parts) for number, _, parts in ranks}
         usual = Counter(map(str, values.values())).most_common(1)[0][0]
@@ -190,7 +191,7 @@ def _check_layers(ranks: Sequence[Rank], count: int) -> None:
 def _heads(name: str, parts: Sequence[tuple[int, LayerPart]]) -> tuple[int, dict[int, int]]:
     """The number of a layer's heads, and where each share begins."""
     if all(part.total for _, part in parts):
-        return max(part.total for _, part in parts), {}
+        return max((part.total for _, part in parts), default=0), {}
     counts: dict[int, set[int]] = {}
     for share, part in parts:
         counts.setdefault(share, set()).add(part.heads)

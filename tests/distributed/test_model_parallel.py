@@ -209,6 +209,15 @@ def test_shares_of_heads_need_not_be_equal() -> None:
         numbered(("dp",), everyone, (1,))
 
 
+def test_a_rank_may_not_watch_a_layer_that_others_watch() -> None:
+    everyone = {(0,): [LayerPart("a", "", 0)], (1,): [LayerPart("a", "self", 2, stats=("lse",))]}
+    for own, heads in (((0,), range(0)), ((1,), range(2))):
+        (layer,) = numbered((), everyone, own)
+        assert (layer.heads, layer.own, layer.kind, layer.stats) == (2, heads, "self", ("lse",))
+    with pytest.raises(ValueError, match="rank 1 differs in watched layers: 2 there, 1 elsewhere"):
+        numbered(("dp",), everyone | {(1,): 2 * everyone[(1,)], (2,): everyone[(0,)]}, (0,))
+
+
 def clipped(mesh: DeviceMesh, kind: str) -> dict[str, object]:
     """One step of each kind of parallelism, and the weights after clipping."""
     model, entries, ranks = Layers(), slice(None), None

@@ -107,8 +107,11 @@ class JoinedSteps:
 
     def _part(self, layer: WatchedLayer, model: nn.Module) -> LayerPart:
         if layer.share is None:
-            found = head_place(find_module(model, layer.module), layer.heads, layer.width)
-            layer.share = found or (0, 0)
+            try:
+                module = find_module(model, layer.module)
+            except ValueError:  # the other ranks wait, so nothing may fail here
+                module = nn.Identity()
+            layer.share = head_place(module, layer.heads, layer.width) or (0, 0)
         first, total = layer.share
         return LayerPart(layer.name, layer.kind, layer.heads, first, total, layer.stats)
 
