@@ -76,7 +76,7 @@ def session(
         typer.echo(f"{ended.name:<28} {ended.seconds:7.1f} s  {how}{ended.last_line}")
 
     def watch(name: str, line: str) -> None:
-        typer.echo(f"{name:<28}   runs: {line}")
+        typer.echo(f"{name:<28}   {line}")
 
     lab = Lab(form, device_for(form, device), folder)
     return LabSession(lab, workers or devices.usable_cores(), 60 * minutes, tell, watch)
@@ -262,7 +262,7 @@ def piece(
     form: Form = None,
     device: Annotated[str | None, typer.Option()] = None,
     minutes: Minutes = None,
-    at_once: Annotated[int, typer.Option()] = 2,
+    at_once: Annotated[int, typer.Option()] = 4,
     out: Out = None,
 ) -> None:
     """Make pieces of a long experiment: what the processes of a session run."""

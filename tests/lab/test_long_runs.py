@@ -19,9 +19,11 @@ from headwise.lab.sessions import long_runs, pieces, pool
 from headwise.lab.sessions.long_runs import LabSession
 from headwise.lab.sessions.pool import Ended, Job
 from headwise.lab.sessions.side_by_side import SideBySide
-from headwise.lab.translation_rivals import SlidingWindow
+from headwise.lab.translation_rivals import MaskedLSTM, SlidingWindow
 from headwise.lab.translation_runs import NARROWER, RIVALS, VARIANTS, Training, train
 from headwise.mask import lengths
+from headwise.models import LSTM, LSTMConfig
+from headwise.nn import Bahdanau
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,20 @@ def test_a_window_does_not_see_padding() -> None:
     torch.testing.assert_close(padded[:, :4], alone)
     with pytest.raises(ValueError, match="cache=None"):
         window(x, cache=object())
+
+
+def test_an_lstm_that_masks_reads_as_one_that_packs() -> None:
+    torch.manual_seed(0)
+    config = LSTMConfig(50, d_model=16, layers=2, attention=Bahdanau(16))
+    masked, packed = MaskedLSTM(config).eval(), LSTM(config).eval()
+    packed.load_state_dict(masked.state_dict())
+    source, target = torch.randint(3, 50, (3, 6)), torch.randint(3, 50, (3, 4))
+    lengths_of = torch.tensor([6, 1, 3])
+    torch.testing.assert_close(
+        masked(source, target, source_lengths=lengths_of),
+        packed(source, target, source_lengths=lengths_of),
+    )
+    torch.testing.assert_close(masked(source, target), packed(source, target))
 
 
 def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def train_table(session: LabSession) -> tuple[int, int]:
     left = [piece for piece in planned if not piece.done(session.lab)]
     deadline = time.monotonic() + session.seconds
     with sharing(session.lab.device) as environment:
+        session.watch("MPS", "in use" if environment else "not in use")
         jobs = session.piece_jobs(left, session.seconds)
         session.work(ablations.COMMAND, jobs, deadline, environment)
     file = f"translation.{session.lab.form}.json"
