@@ -244,7 +244,7 @@ def table(
 
     [b]Example[/b]
 
-    headwise lab table --minutes 9 --workers 16 --out results
+    headwise lab table --minutes 9 --workers 10 --out results
     """
     folder = out or record.own_folder()
     with explained(zh=False):
