@@ -8,7 +8,8 @@
 The time model is calibrated on this machine first, as `headwise cost --measure` does, on attention
 calls and matrix products of other shapes than those here. Then layers of several widths, head
 counts and lengths are timed, reading a prompt and decoding, and compared with `hw.cost(…).time`.
-Cells below one millisecond are left out. Takes about two minutes on a CPU, one on a GPU.
+Cells below one millisecond are left out. Takes about two minutes on a CPU, one on a GPU. Results
+are written as they come, so a run that is stopped keeps what it measured.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import headwise as hw
 from bench import described
-from bench.pairs import RESULTS, at_least, at_most, machine, say_figures
+from bench.pairs import RESULTS, Figure, at_least, at_most, machine, say_figures
 from headwise.costs.machines import hardware, measure
 from headwise.costs.machines.hardware import Device
 from headwise.costs.machines.this_machine import hardware_name
+from headwise.files import write_whole
 
 PAGES = [RESULTS.parent.parent / "docs" / name for name in ("cost-time.md", "cost-time.zh.md")]
 LEAST = 1e-3  # seconds
-TOGETHER = 6  # cells that are timed in turns
+TOGETHER = {"cpu": 6, "cuda": 1}  # cells timed in turns against noise; a GPU holds one at a time
 
 
 @dataclass(frozen=True)
@@ -69,21 +73,37 @@ class Cell:
             device="cpu" if device.cpu else "cuda",
         ).time(device)
 
-    def run(self, where: torch.device, dtype: torch.dtype) -> measure.Run:
+    def prepared(self, where: torch.device, dtype: torch.dtype) -> Ready:
+        """The cell with its tensors."""
         layer = self.layer().to(where, dtype)
         tokens = 1 if self.decode else self.length
         x = torch.randn(self.batch, tokens, self.width, device=where).to(dtype)
         if not self.decode:
-            return lambda: layer(x)
+            return Ready(lambda: layer(x), _engine(layer, x))
         cache = hw.nn.GrowingCache()
-        kept = (self.batch, self.kv_heads, self.length - 1, self.width // self.heads)
+        kept = (self.batch, self.kv_heads, self.length, self.width // self.heads)
         cache.append(*torch.randn(2, *kept, device=where, dtype=dtype).unbind())
+        cache.rollback(1)  # room for the token of the step
 
         def step() -> None:
             layer(x, cache=cache)
             cache.rollback(1)
 
-        return step
+        engine = _engine(layer, x, cache)
+        cache.rollback(1)
+        return Ready(step, engine)
+
+
+class Ready(NamedTuple):
+    """A cell that can be timed."""
+
+    run: measure.Run
+    engine: str  # that attention chooses for it
+
+
+def _engine(layer: hw.nn.MultiHeadAttention, x: Tensor, cache: Any = None) -> str:
+    call = layer.prepare(x, cache=cache)
+    return hw.explain(call.q, call.k, call.v, **call.options()).engine
 
 
 def cells(cuda: bool) -> Iterator[Cell]:
@@ -96,9 +116,7 @@ def cells(cuda: bool) -> Iterator[Cell]:
                 yield Cell(width, heads, heads, batch, length, causal)
         yield Cell(width, heads, heads // 2, 2, 8192 if cuda else 640, True)
         for kv_heads in (heads, heads // 2):
-            for length in (6000, 20000) if cuda else (2500, 9000):
-                rows = (128, 48) if cuda else (16, 8)
-                batch = rows[0] if length < 9000 else rows[1]
+            for length, batch in ((6000, 256), (20000, 96)) if cuda else ((2500, 16), (9000, 8)):
                 yield Cell(width, heads, kv_heads, batch, length, True, decode=True)
 
 
@@ -123,26 +141,15 @@ def main() -> None:
         where, (dtype,), lambda stage, done: print(f"{done:4.0%} {stage}", flush=True), now=now
     )
     sheet = hardware.named(hardware_name(where)) if cuda else None
-    rows = list(compared(list(cells(cuda)), device, sheet, where, dtype, now))
-    kept = [row for row in rows if row["measured"] >= LEAST]
-    errors = [abs(row["error"]) for row in kept]
-    print(table(kept))
-    figures = [
-        at_most("median error", 100 * statistics.median(errors), 15, "%"),
-        at_most("worst error", 100 * max(errors), 40, "%"),
-        at_least("cells above 1 ms", len(kept), 25, ""),
-    ]
-    say_figures(figures)
     about = {**machine(), "device": device.name, "dtype": dtype, "processor_time": asked.busy}
-    content = {
-        "machine": about,
-        "figures": [asdict(each) for each in figures],
-        "cells": kept,
-        "calibration": asdict(device),
-    }
-    path = RESULTS / f"cost_{asked.device}.json"
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(path)
+    grid, rows = list(cells(cuda)), []
+    for row in compared(grid, device, sheet, where, dtype, now):
+        rows.append(row)
+        print(f"{len(rows):3} of {len(grid)}  {said(row)}", flush=True)
+        keep(RESULTS / f"cost_{asked.device}.json", rows, len(grid), about, device)
+    print(table([row for row in rows if row["measured"] >= LEAST]))
+    say_figures(judged(rows))
+    print(RESULTS / f"cost_{asked.device}.json")
 
 
 def compared(
@@ -154,19 +161,52 @@ def compared(
     now: Callable[[], float],
 ) -> Iterator[dict[str, Any]]:
     """The measured and the predicted time of each cell; with `sheet` also by the data sheet."""
-    clock = measure.Clock(where, 9, 0.03, now)
-    for first in range(0, len(grid), TOGETHER):
-        some = grid[first : first + TOGETHER]
-        with torch.no_grad():
-            runs = [cell.run(where, measure.DTYPES[dtype]) for cell in some]
-            times = clock.seconds(runs)
-        for cell, took in zip(some, times, strict=True):
+    clock, together = measure.Clock(where, 9, 0.03, now), TOGETHER[where.type]
+    for first in range(0, len(grid), together):
+        some = grid[first : first + together]
+        try:
+            with torch.no_grad():
+                ready = [cell.prepared(where, measure.DTYPES[dtype]) for cell in some]
+                times = clock.seconds([each.run for each in ready])
+        except torch.OutOfMemoryError:
+            print(f"left out, more than this GPU holds: {some}", flush=True)
+            continue
+        engines = [each.engine for each in ready]
+        del ready  # the tensors of these cells, before those of the next
+        for cell, took, engine in zip(some, times, engines, strict=True):
             predicted = cell.predicted(device, dtype)
-            row = {**asdict(cell), "shape": cell.shape, "measured": took, "predicted": predicted}
-            row["error"] = predicted / took - 1
+            row = {**asdict(cell), "shape": cell.shape, "engine": engine, "measured": took}
+            row |= {"predicted": predicted, "error": predicted / took - 1}
             if sheet is not None:
                 row["data_sheet"] = cell.predicted(sheet, dtype)
             yield row
+
+
+def judged(rows: list[dict[str, Any]]) -> list[Figure]:
+    """The figures with targets, of the cells above a millisecond."""
+    errors = [100 * abs(row["error"]) for row in rows if row["measured"] >= LEAST]
+    if not errors:
+        return [at_least("cells above 1 ms", 0, 25, "")]
+    return [
+        at_most("median error", statistics.median(errors), 15, "%"),
+        at_most("worst error", max(errors), 40, "%"),
+        at_least("cells above 1 ms", len(errors), 25, ""),
+    ]
+
+
+def keep(
+    path: Path, rows: list[dict[str, Any]], planned: int, about: dict[str, Any], device: Device
+) -> None:
+    """Write the cells that were timed so far, of so many that were planned."""
+    content = {
+        "machine": about,
+        "timed": len(rows),
+        "planned": planned,
+        "figures": [asdict(each) for each in judged(rows)],
+        "cells": [row for row in rows if row["measured"] >= LEAST],
+        "calibration": asdict(device),
+    }
+    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def documented(page: str) -> str:
@@ -185,6 +225,8 @@ def section(kept: dict[str, Any]) -> str:
     """The judged figures of a device, and the table of its cells, in Markdown."""
     about = kept["machine"]
     how = ", processor time" if about["processor_time"] else ""
+    stopped = f", stopped after {kept['timed']} of {kept['planned']} cells"
+    how += stopped if kept["timed"] < kept["planned"] else ""
     lines = [f"{about['device']}, {about['dtype']}, torch {about['torch']}{how}:", ""]
     lines += ["| figure | value | target | |", "|---|---|---|---|"]
     for each in kept["figures"]:
@@ -197,16 +239,19 @@ def section(kept: dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a line per cell."""
     sheet = any("data_sheet" in row for row in rows)
-    head = "| layer | batch | tokens | measured | predicted | error |"
-    lines = [head + (" by data sheet |" if sheet else ""), "|---|---|---|---|---|---|"]
-    lines[1] += "---|" if sheet else ""
-    for row in rows:
-        took, predicted, error = row["measured"], row["predicted"], row["error"]
-        line = f"| {row['shape']} | {row['batch']} | {row['length']:,} | {1e3 * took:.2f} ms "
-        line += f"| {1e3 * predicted:.2f} ms | {100 * error:+.0f} % |"
-        by_sheet = row.get("data_sheet")
-        lines.append(line + (f" {1e3 * by_sheet:.2f} ms |" if isinstance(by_sheet, float) else ""))
-    return "\n".join(lines)
+    heads = ["layer", "batch", "tokens", "engine", "measured", "predicted", "error"]
+    heads += ["by data sheet"] if sheet else []
+    lines = ["| " + " | ".join(heads) + " |", "|" + len(heads) * "---|"]
+    return "\n".join([*lines, *(said(row) for row in rows)])
+
+
+def said(row: dict[str, Any]) -> str:
+    """The line of a cell."""
+    figures = [row["shape"], row["batch"], f"{row['length']:,}", row["engine"]]
+    figures += [f"{1e3 * row[time]:.2f} ms" for time in ("measured", "predicted")]
+    figures += [f"{100 * row['error']:+.0f} %"]
+    figures += [f"{1e3 * row['data_sheet']:.2f} ms"] if "data_sheet" in row else []
+    return "| " + " | ".join(map(str, figures)) + " |"
 
 
 if __name__ == "__main__":

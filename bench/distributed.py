@@ -20,7 +20,7 @@ import headwise as hw
 from headwise.core.problem import pose
 from headwise.core.sums import ENTROPY
 from headwise.distributed.geometry import geometry
-from headwise.distributed.key_blocks import KeyBlocks, Learnable, RowGradients
+from headwise.distributed.key_blocks import KeyBlocks, Learnable, RunGradients
 from headwise.distributed.key_exchange import KeyRun
 from headwise.engines.plan import choose_partial
 
@@ -54,7 +54,7 @@ def step(tokens: int, ranks: int, device: torch.device, dtype: torch.dtype) -> d
     blocks = KeyBlocks(problem, place, ranks - 1, engine, ENTROPY, (), 1)
     given, run = Learnable(q, None, None, None, None, None), KeyRun(0, part, k, v)
     sums = blocks.forward(given, WIDTH, [run]).sums
-    rows = RowGradients(blocks, given, sums, torch.randn_like(q), None, None, False)
+    rows = RunGradients(blocks, given, sums, torch.randn_like(q), None, None, False)
     return {
         "tokens": tokens,
         "ranks": ranks,

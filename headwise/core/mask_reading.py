@@ -64,7 +64,27 @@ def interval_mask(first: Tensor, last: Tensor, stands: bool | int, begins: Tenso
             width = int((own - first).max())
             if bool((first == (own - width).clamp_min(0)).all()):
                 return Causal(offset) & Window(width, 0, offset)
+        if first.shape[1] == 1:
+            begins = _begins(first, last, own, begins)
     return PlacedIntervals(first, last, offset, begins)
+
+
+def _begins(first: Tensor, last: Tensor, own: Tensor, begins: Tensor | None) -> Tensor | None:
+    """The keys at which packed sequences begin, (B|1, 1, N): rows that see no key before their own.
+
+    `begins`, where the batch entries begin, if all rows of each are of one sequence.
+
+    >>> first, last = torch.tensor([[[[0, 0, 2, 2]]], [[[1, 2, 3, 4]]]])
+    >>> _begins(first, last, torch.arange(4), None)
+    tensor([[[0, 0, 2, 2]]], dtype=torch.int32)
+    """
+    there = last > first
+    earliest = first.masked_fill(~there, torch.iinfo(torch.int32).max).amin(-1, keepdim=True)
+    earliest = earliest.masked_fill(~there.any(-1, keepdim=True), 0)
+    alone = there & (first == own) & (own > earliest)
+    if not bool(alone.any()):
+        return begins
+    return torch.where(alone, own, earliest if begins is None else begins).cummax(-1).values.int()
 
 
 def row_bounds(seen: Tensor) -> tuple[Tensor, Tensor] | None:

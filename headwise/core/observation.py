@@ -183,8 +183,9 @@ def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -
     if rows >= queries:
         return None
     seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return (_strata if seen or capturing else _known_strata)(rows, queries, device)
+    if seen or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return _strata(rows, queries, device)
+    return _known_strata(rows, queries, device)
 
 
 def _strata(rows: int, queries: int, device: torch.device) -> Tensor:

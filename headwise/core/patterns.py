@@ -180,6 +180,32 @@ class Between(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Stretch(Mask):
+    """Every row sees keys first <= j < last, whole numbers: calls with it can be prepared."""
+
+    first: int
+    last: int
+
+    def __repr__(self) -> str:
+        return f"between({self.first}, {self.last})"
+
+    def description(self) -> tuple[object, ...] | None:
+        return ("stretch", self.first, self.last) if _numbers(self.first, self.last) else None
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        # filled in on the device: a copy from here could not be captured in a CUDA graph
+        first, last = (
+            torch.full((), bound, dtype=torch.int32, device=place.device)
+            for bound in (self.first, self.last)
+        )
+        return (_three(first, last),)
+
+    @property
+    def rows_alike(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
     """A query sees the keys of its document; the queries are the last N positions."""
 

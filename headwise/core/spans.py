@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise.core.arguments import INTEGER_DTYPES, as_int, is_integer
 from headwise.core.intervals import FURTHEST, Mask
-from headwise.core.patterns import Between
+from headwise.core.patterns import Between, Stretch
 
 Span = tuple[int | Tensor, int | Tensor]
 Spans = Mapping[str, Span]
@@ -110,16 +110,16 @@ def plain(spans: Spans) -> dict[str, list[int | list[int]]]:
 
 def shown(span: Span, device: torch.device) -> Mask:
     """The mask that shows the keys of a span to every row."""
+    first, last = span
+    if not isinstance(first, Tensor) and not isinstance(last, Tensor):
+        return Stretch(first, last)
 
     def bound(x: int | Tensor) -> Tensor:
-        # filled in on the device: a copy from here could not be captured in a CUDA graph
-        return x.to(device).reshape(-1, 1, 1) if isinstance(x, Tensor) else _full(x, device)
+        if isinstance(x, Tensor):
+            return x.to(device).reshape(-1, 1, 1)
+        return torch.full((), x, dtype=torch.int32, device=device)
 
-    return Between(bound(span[0]), bound(span[1]))
-
-
-def _full(value: int, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=torch.int32, device=device)
+    return Between(bound(first), bound(last))
 
 
 def span_weights(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from headwise.core.place import Place
 from headwise.costs.kernel import AttentionShape, Kernel
 from headwise.costs.machines.hardware import Device
 from headwise.costs.machines.speeds import Speeds
 from headwise.costs.visible import count_pairs
+from headwise.engines.decoding import is_decoding
 
 FEW = 4
-"""With at most so many queries attention reads keys and values rather than computing."""
+"""With at most so many queries attention reads keys and values rather than computing; on a GPU also
+with those that headwise's kernels for decoding take."""
 
 PRODUCTS = ("matmul", "convolution")
 
@@ -45,11 +49,21 @@ def _attention(kernel: Kernel, shape: AttentionShape, speeds: Speeds, units: int
     speed = speeds.of_width((shape.head_dim + shape.value_dim) / 2)
     if kernel.backward:
         return _busy(shape, speeds, units) * _executed(shape, speeds) * speed.backward_pair
-    if shape.queries <= FEW:
+    if _few(shape, speeds):
         return shape.pairs * speed.decode_pair + kernel.bytes_read * speed.decode_byte
     rows = shape.batch * shape.heads * shape.queries
     work = _executed(shape, speeds) * speed.pair + rows * speed.row
     return max(work * _busy(shape, speeds, units), kernel.bytes_moved * speeds.byte)
+
+
+def _few(shape: AttentionShape, speeds: Speeds) -> bool:
+    """True if reading keys and values takes the time; a GPU has kernels for that."""
+    if speeds.overlap and is_decoding(
+        torch.Size((shape.batch, shape.heads, shape.queries, shape.head_dim)),
+        torch.Size((shape.batch, shape.kv_heads, shape.keys, shape.head_dim)),
+    ):
+        return True
+    return shape.queries <= FEW
 
 
 def _executed(shape: AttentionShape, speeds: Speeds) -> int:

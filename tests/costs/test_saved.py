@@ -11,14 +11,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from tests.costs.modules import ATTENTION, BOTH, CASES, PLAIN, A, B, C, H, S, numbers, tokens
+from tests.costs.modules import (
+    ATTENTION,
+    BOTH,
+    CASES,
+    PLAIN,
+    WINDOW,
+    A,
+    B,
+    C,
+    H,
+    S,
+    numbers,
+    tokens,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def kept(module: nn.Module, call: Callable[[], object]) -> int:
-    """The bytes of all storages that a call saves, without parameters and buffers."""
+def kept(module: nn.Module, call: Callable[[], object], least: int = 0) -> int:
+    """The bytes of all storages that a call saves, without parameters and buffers.
+
+    Storages below `least` bytes do not count.
+    """
     own = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
     found: dict[int, int] = {}
 
@@ -31,7 +47,7 @@ def kept(module: nn.Module, call: Callable[[], object]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         alive = call()  # so that no address is used twice
     del alive
-    return sum(found.values())
+    return sum(size for size in found.values() if size >= least)
 
 
 @dtypes
@@ -42,6 +58,31 @@ def test_fused_attention_saves_what_is_counted(name: str, dtype: str) -> None:
     inputs = case.inputs(DTYPES[dtype])
     counted = hw.cost(module, batch=B, dtype=dtype, device="cpu", **case.sizes)
     assert counted.activations == kept(module, lambda: module(*inputs))
+
+
+ON_GPU: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: hw.nn.MultiHeadAttention(256, 4),
+    "causal": lambda: hw.nn.MultiHeadAttention(256, 4, mask=hw.mask.causal()),
+    "grouped": lambda: hw.nn.MultiHeadAttention(256, 4, kv_heads=2, position=hw.nn.Rotary()),
+    "window": lambda: hw.nn.MultiHeadAttention(256, 4, mask=WINDOW),
+    "softcap": lambda: hw.nn.MultiHeadAttention(256, 4, softcap=9.0, mask=hw.mask.causal()),
+    "block": lambda: hw.nn.Block(
+        256, hw.nn.MultiHeadAttention(256, 4), hw.nn.SwiGLU(512).build(256), norm=hw.nn.RMSNorm()
+    ),
+    "GELU block": lambda: hw.nn.Block(
+        256, hw.nn.MultiHeadAttention(256, 4), hw.nn.GELU(512).build(256), dropout=0.1
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_on_a_gpu_attention_saves_what_is_counted(name: str) -> None:
+    """PyTorch's kernels also save the state of a random generator, a few bytes in any call."""
+    module = ON_GPU[name]().to("cuda", torch.bfloat16).train()
+    x = torch.randn(2, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    counted = hw.cost(module, batch=2, queries=512, device="cuda")
+    assert counted.activations == kept(module, lambda: module(x), least=64)
 
 
 PLAINLY = ("plain", "causal", "window", "grouped", "rotary", "rms qk-norm", "shared", "general")

@@ -24,11 +24,13 @@ from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSize
 from headwise.engines.triton.kernels.hopper_softmax import HopperWritten, numbers_of_cap
 
 VARIANTS = [
-    {"width": width, "banded": banded, "observed": observed, "capped": capped}
+    {"width": width, "banded": banded, "observed": observed, "capped": capped, "valued": valued}
     for width in (64, 128)
     for banded in (False, True)
     for observed in (False, True)
     for capped in (False, True)
+    for valued in (True, False)
+    if valued or (observed and not capped)
 ]
 
 
@@ -48,7 +50,7 @@ class NoGPU:
         return self.target
 
 
-def compiled(width: int, banded: bool, observed: bool, capped: bool) -> Any:
+def compiled(width: int, banded: bool, observed: bool, capped: bool, valued: bool) -> Any:
     shape = TILES[width]
 
     def tiles(rows: int) -> TensorDescriptor:
@@ -67,8 +69,9 @@ def compiled(width: int, banded: bool, observed: bool, capped: bool) -> Any:
         1024, 1024, 2, 1, 0, 1, 0, 16, 0.07, 0.1, numbers_of_cap(0.01) if capped else None
     )
     return forward.warmup(
-        rows, keys, keys, rows, written, None, *sizes, shape.stages, banded,
-        0 if rest is None else CUTS[width].block, num_warps=4, maxnreg=REGISTERS, grid=(1,),
+        rows, keys, keys if valued else None, rows if valued else None, written, None, *sizes,
+        shape.stages, banded, 0 if rest is None else CUTS[width].block, num_warps=4,
+        maxnreg=REGISTERS, grid=(1,),
     )  # fmt: skip
 
 

@@ -60,6 +60,11 @@ def assert_near(found: list[Tensor], wanted: list[Tensor], tolerance: float) -> 
 
 SHAPES = [  # queries, keys, heads, width
     (512, 512, (4, 4), 64),
+    (384, 384, (8, 2), 128),
+    (256, 256, (6, 1), 96),
+    (256, 384, (4, 4), 64),
+    (1024, 1024, (4, 2), 80),
+    (2048, 2048, (2, 1), 128),
     (300, 300, (8, 2), 128),
     (129, 129, (6, 1), 96),
     (200, 333, (4, 4), 64),
@@ -88,7 +93,8 @@ def test_gradients_on_a_gpu_are_those_of_the_reference(
         problem = pose("observe", *leaves, mask=mask)
         refused = kernel.refuses(*leaves, problem.terms(banded=True))
         assert ran == ([] if refused else [kernel.name]), refused
-        assert shape[3] == 256 or not refused
+        whole = shape[0] % library.FEW == shape[1] % library.FEW == 0
+        assert (refused is None) == (whole or kernel is library.FLASH) or shape[3] == 256
         assert_near(found, exact(leaves, grad, mask), TOLERANCE[dtype])
 
 
@@ -97,16 +103,16 @@ def test_gradients_on_a_gpu_are_those_of_the_reference(
 def test_gradients_on_a_gpu_may_have_any_layout(
     ran: list[str], kernel: library.LibraryKernel, heads_last: bool, kind: str
 ) -> None:
-    leaves = on_gpu(300, 300, (4, 2), 64, torch.bfloat16, heads_last)
+    leaves = on_gpu(384, 384, (4, 2), 64, torch.bfloat16, heads_last)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
     grad = {
-        "expanded": normal(1, 4, 1, 64).expand(2, 4, 300, 64),
-        "transposed": normal(2, 300, 4, 64).transpose(1, 2),
-        "strided": normal(2, 4, 300, 128)[..., ::2],
-        "offset": normal(2 * 4 * 300 * 64 + 1)[1:].view(2, 4, 300, 64),
+        "expanded": normal(1, 4, 1, 64).expand(2, 4, 384, 64),
+        "transposed": normal(2, 384, 4, 64).transpose(1, 2),
+        "strided": normal(2, 4, 384, 128)[..., ::2],
+        "offset": normal(2 * 4 * 384 * 64 + 1)[1:].view(2, 4, 384, 64),
     }[kind]
     out, _ = hw.observe(*leaves, mask=CAUSAL)
     found = list(torch.autograd.grad(out, leaves, grad))
@@ -120,7 +126,7 @@ def test_plans_for_our_layouts_and_those_for_pytorchs_are_kept_apart(
 ) -> None:
     # PyTorch keeps cuDNN's plans without the layouts of out and its gradient.
     backend = {library.CUDNN: SDPBackend.CUDNN_ATTENTION}.get(kernel, SDPBackend.FLASH_ATTENTION)
-    n = 272 if first == "ours" else 400  # no other test has these plans
+    n = 640 if first == "ours" else 768  # no other test has these plans
     leaves = on_gpu(n, n, (4, 4), 64, torch.bfloat16, heads_last=True)
     grad = torch.randn(2, n, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     truth = exact(leaves, grad, CAUSAL)
@@ -151,7 +157,8 @@ def test_rows_with_a_very_small_lse_have_finite_gradients(
     assert float(seen.lse.detach().max()) < -100
     grad = torch.randn_like(out)
     found = list(torch.autograd.grad(out, leaves, grad))
-    assert ran == [kernel.name]
+    whole = n % library.FEW == 0 or kernel is library.FLASH
+    assert ran == ([kernel.name] if whole else [])
     assert all(x.isfinite().all() for x in found)
     assert_near(found[2:], exact(leaves, grad, mask)[2:], 1e-2)
 
@@ -217,7 +224,7 @@ def test_a_compiled_step_on_a_gpu_uses_the_kernel(
         return out.float().square().sum(), seen.entropy.detach().mean()
 
     compiled = torch.compile(loss, fullgraph=True)
-    for n in (256, 300):
+    for n in (256, 384):
         leaves = on_gpu(n, n, (4, 2), 64, torch.bfloat16)
         ran.clear()
         found = list(torch.autograd.grad(compiled(*leaves)[0], leaves))

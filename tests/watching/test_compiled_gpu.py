@@ -9,7 +9,11 @@ import torch._dynamo.utils
 import headwise as hw
 from tests.watching.test_gpu import WIDTH, N, stack
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),  # PyTorch's first one
+]
 
 
 @pytest.mark.parametrize("maps", [False, True])

@@ -27,6 +27,9 @@ from headwise.mask import causal
 DECODING = 8
 """Heads of the decoding calls: once each with its own keys, once four that share them."""
 
+EXPONENTIALS = 64
+"""Exponentials per number in the kernel that shows their rate on a GPU."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Run = Callable[[], object]
 Report = Callable[[str, float], None]
@@ -72,7 +75,14 @@ CPU = TrialSizes(
 )
 CUDA = TrialSizes(
     square=8192,
-    products=((6144, 6144, 6144), (12288, 5120, 2048), (3072, 20480, 5120), (1, 16384, 12288)),
+    products=(
+        (6144, 6144, 6144),
+        (12288, 5120, 2048),
+        (3072, 20480, 5120),
+        (16384, 3072, 3072),
+        (24576, 1536, 2560),
+        (1, 16384, 12288),
+    ),
     tokens=12288,
     model=2048,
     widths=(32, 64, 96, 128, 256),
@@ -178,10 +188,28 @@ def measure_bandwidth(clock: Clock, sizes: TrialSizes) -> float:
 
 def measure_special(clock: Clock) -> tuple[float, float]:
     """Seconds of an exponential and of a launch."""
-    many = torch.rand((1 << 16) if clock.where.type == "cpu" else (1 << 26), device=clock.where)
-    out, one = torch.empty_like(many), torch.rand(1, device=clock.where)
-    exponential, launch = clock.seconds([lambda: torch.exp2(many, out=out), lambda: one.neg()])
-    return exponential / many.numel(), launch
+    cuda = clock.where.type == "cuda"
+    x = torch.rand((1 << 24) if cuda else (1 << 16), device=clock.where)
+    out, one = torch.empty_like(x), x[:1].clone()
+    many = _many_exponentials(x) if cuda else None
+    exponentials = many or (lambda: torch.exp2(x, out=out))
+    took, launch = clock.seconds([exponentials, lambda: one.neg()])
+    return took / x.numel() / (1 if many is None else EXPONENTIALS), launch
+
+
+def _many_exponentials(x: Tensor) -> Run | None:
+    """A kernel of many exponentials per number: with one, a GPU would wait for its memory.
+
+    None if this machine can't compile it.
+    """
+    code = f"for (int i = 0; i < {EXPONENTIALS}; i++) x = exp2f(-x); return x;"
+    code = f"template <typename T> T exponentials(T x) {{ {code} }}"
+    try:
+        kernel = torch.cuda.jiterator._create_jit_fn(code)
+        kernel(x)
+    except Exception:  # whatever a missing or another compiler raises
+        return None
+    return lambda: kernel(x)
 
 
 def calibrate(

@@ -69,6 +69,30 @@ def is_in_main_graph() -> bool:
     return output is not None and output.current_tracer.parent is None
 
 
+@constant
+def counts_by_one() -> bool:
+    """True if the tensor whose differences were traced last is arange(…), or that plus a number.
+
+    The position ids that a model makes for itself: they number one sequence, whatever its length.
+    """
+    output = _output()
+    nodes = () if output is None else reversed(output.graph.nodes)
+    node: Any = next((x.args[0] for x in nodes if _name(x) == "diff"), None)
+    while isinstance(node, Node):
+        name, others = _name(node), node.all_input_nodes[1:]
+        if name == "arange":
+            return len(node.args) < 3 and "step" not in node.kwargs and not _floats(node)
+        if name not in ("unsqueeze", "expand", "add") or any(_axes(x) is not None for x in others):
+            return False
+        node = node.args[0]
+    return False
+
+
+def _floats(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return not isinstance(value, Tensor) or value.dtype.is_floating_point
+
+
 def _output() -> Any:
     """The compiler's record of what it is tracing; None if it traces nothing."""
     traces: Any = sys.modules.get("torch._dynamo.symbolic_convert")
@@ -98,7 +122,7 @@ def _weights_values(node: Node) -> bool:
     given = node.args[1:] if name in ("baddbmm", "einsum") else node.args
     if len(given) == 1 and isinstance(given[0], tuple | list):  # einsum's operands
         given = tuple(given[0])
-    if len(given) < 2 or not _are_weights(given[0]) or _axes(given[1]) < 3:
+    if len(given) < 2 or not _are_weights(given[0]) or (_axes(given[1]) or 0) < 3:
         return False
     equation = node.args[0]
     if name != "einsum" or not isinstance(equation, str):
@@ -107,9 +131,10 @@ def _weights_values(node: Node) -> bool:
     return weights[-2:-1] not in values  # else each row has values of its own
 
 
-def _axes(factor: Any) -> int:
+def _axes(factor: Any) -> int | None:
+    """The number of a tensor's axes; None for what is no tensor."""
     value = factor.meta.get("example_value") if isinstance(factor, Node) else None
-    return value.ndim if isinstance(value, Tensor) else 0
+    return value.ndim if isinstance(value, Tensor) else None
 
 
 def _are_weights(factor: Any) -> bool:
@@ -120,7 +145,7 @@ def _are_weights(factor: Any) -> bool:
             return False
         name = _name(node)
         if name == "softmax":
-            return _axes(node) > 2
+            return (_axes(node) or 0) > 2
         if name not in _KEEPING:
             return False
         node = node.args[0] if node.args else None

@@ -12,7 +12,7 @@ from headwise.core.intervals import Mask
 from headwise.core.mask_reading import TracedDense, packed_mask
 from headwise.core.observation import sample_rows
 from headwise.core.patterns import Causal, Window
-from headwise.watching.adapters.traced_graph import is_in_main_graph
+from headwise.watching.adapters.traced_graph import counts_by_one, is_in_main_graph
 
 Made = TypeVar("Made")
 
@@ -22,12 +22,21 @@ RUNNING: list[nn.Module | None] = []
 """The modules whose forwards are being traced; None where an adapter reads a call already."""
 _read: list[tuple[Tensor, tuple[object, ...], Any]] = []
 _rows: list[tuple[tuple[int, int], torch.device, Tensor | None]] = []
+_plain: list[object] = []  # transformers' functions that show earlier keys, and that show all
+_single: list[Tensor] = []  # numbers of sequences (B, N) that are all the same
+
+
+def know(rules: Any) -> None:
+    """Remember the functions of transformers' masking_utils: torch 2.11 can't trace its import."""
+    names = ("causal_mask_function", "bidirectional_mask_function")
+    _plain[:] = [getattr(rules, name) for name in names if hasattr(rules, name)]
 
 
 def forget() -> None:
     """The region has been traced."""
     _read.clear()
     _rows.clear()
+    _single.clear()
 
 
 def recall(make: Callable[[], Made], tensor: Tensor, *options: object) -> Made:
@@ -41,6 +50,21 @@ def recall(make: Callable[[], Made], tensor: Tensor, *options: object) -> Made:
     if RUNNING and is_in_main_graph():
         _read.append((tensor, options, made))
     return made
+
+
+NUMBERING = "find_packed_sequence_indices"
+"""The function of transformers' masking_utils that tells packed sequences by their positions."""
+
+
+def numbered(ids: Tensor | None) -> Tensor | None:
+    """The result of `NUMBERING`, with a note if there can't be but one sequence.
+
+    Outside compiled code transformers looks, and returns None then.
+    """
+    tracing = torch.compiler.is_compiling() and RUNNING and is_in_main_graph()
+    if ids is not None and tracing and counts_by_one():
+        _single.append(ids)
+    return ids
 
 
 RULES = ("and_masks", "packed_sequence_mask_function", "sliding_window_overlay")
@@ -86,12 +110,8 @@ class KnownMask:
 
     def add(self, rule: Any) -> bool:
         """Add what a rule says; False if it is not known here."""
-        from transformers import masking_utils
-
-        if rule is masking_utils.causal_mask_function:
-            self.causal = True
-            return True
-        if rule is getattr(masking_utils, "bidirectional_mask_function", None):
+        if any([rule is one for one in _plain]):
+            self.causal = self.causal or rule is _plain[0]
             return True
         if not isinstance(rule, NamedRule):
             return False
@@ -99,7 +119,8 @@ class KnownMask:
             self.window = rule.parts[0]
             return True
         if rule.name == "packed_sequence_mask_function":
-            self.packed = rule.parts[0]
+            ids = rule.parts[0]
+            self.packed = None if any([ids is one for one in _single]) else ids
             return True
         return all([self.add(part) for part in rule.parts])
 

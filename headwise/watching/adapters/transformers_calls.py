@@ -25,7 +25,7 @@ from headwise.watching.adapters.interface import (
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
-from headwise.watching.adapters.traced_masks import RULES
+from headwise.watching.adapters.traced_masks import NUMBERING, RULES
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.proof import without_dropout
 from headwise.watching.seen_call import Kind, kind_of
@@ -117,7 +117,10 @@ def _replacements(
     if masks is not None:
         yield _replacement(masks, "__getitem__")
         rules = sys.modules["transformers.masking_utils"]
-        yield from (_replacement(rules, name) for name in RULES if hasattr(rules, name))
+        traced_masks.know(rules)
+        yield from (
+            _replacement(rules, name) for name in (NUMBERING, *RULES) if hasattr(rules, name)
+        )
     if hasattr(interface, "get_interface"):
         yield _replacement(interface, "get_interface")
         return
@@ -130,6 +133,8 @@ def _replacements(
 def _replacement(owner: Any, name: str) -> Replacement[TransformersModules]:
     if name in RULES:
         return Replacement(owner, name, _make_rule)
+    if name == NUMBERING:
+        return Replacement(owner, name, _make_numbering)
     if name == "__getitem__":
         masks = owner.__name__ == "AttentionMaskInterface"
         return Replacement(owner, name, _make_mask_getitem if masks else _make_getitem)
@@ -156,6 +161,14 @@ def _make_rule(original: Any, users: list[TransformersModules]) -> Callable[...,
     return make
 
 
+def _make_numbering(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def number(*given: Any, **options: Any) -> Any:
+        return traced_masks.numbered(original(*given, **options))
+
+    return number
+
+
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A mask function of transformers whose masks need not be read from their tensors."""
 
@@ -177,7 +190,9 @@ def _make_get_interface(original: Any, users: list[TransformersModules]) -> Call
             attn_implementation or "eager",
         )
         if torch.compiler.is_compiling():
-            return _beside(function, name, users)
+            # All but the default comes through __getitem__, which is replaced too; torch 2.11 loses
+            # the mark on a function that is made while it traces.
+            return _beside(function, name, users) if function is default else function
         if (function, name) not in made:
             made[function, name] = _beside(function, name, users)
         return made[function, name]

@@ -42,23 +42,6 @@ __all__ = [
 Run = Callable[[Launches, Tensor, Tensor, Tensor, Terms, int], Sums]
 
 
-def with_or_without_values(run: Run) -> Run:
-    """Return `run` for values of any width: the keys stand in for values of width 0."""
-
-    def served(
-        launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
-    ) -> Sums:
-        if v.shape[-1]:
-            return run(launches, q, k, v, terms, wants)
-        sums = run(launches, q, k, k, terms, wants)
-        out = q.new_empty(*q.shape[:3], 0)
-        launches.allocated(out)
-        return sums._replace(out=out)
-
-    return served
-
-
-@with_or_without_values
 def run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
     """Return the output and the sums that `wants` names, from the kernels for this problem."""
     kernels = run_forward
@@ -67,7 +50,12 @@ def run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants
     elif decodes(q, k, terms):
         kernels = run_decode
     wide, k, v = widened(q, k, v)
-    sums = kernels(launches, wide, k, v, terms, wants)
+    if v.shape[-1] or kernels is run_forward:
+        sums = kernels(launches, wide, k, v, terms, wants)
+    else:  # the keys stand in for values of width 0
+        out = q.new_empty(*q.shape[:3], 0)
+        sums = kernels(launches, wide, k, k, terms, wants)._replace(out=out)
+        launches.allocated(out)
     return sums if wide is q else sums._replace(out=sums.out.to(q.dtype))
 
 

@@ -32,7 +32,8 @@ def run_forward(
     sums = launches.room(q, v, wants)
     if sums.lse.numel() == 0:
         return sums
-    call = operands(q, k, v, terms)
+    valued = v.shape[-1] > 0  # if not, no values are loaded: the keys only stand in for them
+    call = operands(q, k, v if valued else k, terms)
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
     kernel = "capped" if terms.softcap else "forward"
@@ -51,16 +52,17 @@ def run_forward(
         launches.allocated(rest)
         asked[2:4] = rest
     written = Written(sums.lse, sums.max_logit, *asked)
-    tensors, kind = (call.q, call.k, call.v), kind_of(call, (), wants)
+    tensors, kind = (call.q, call.k, call.v), kind_of(call, (), wants, valued)
     clean = exposed(q, k, terms)
 
     def launch(shape: Shape) -> None:
-        tma, loaded = described(tensors, call.steps, (shape.rows, shape.keys, shape.keys))
+        tma, (q_, k_, v_) = described(tensors, call.steps, (shape.rows, shape.keys, shape.keys))
         strides = (None,) * 3 if tma else tuple(map(outer_strides, tensors))
+        v_, out = (v_, sums.out) if valued else (None, None)
         launches.start(
             forward, (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0]), kind,
-            (*loaded, *strides, *pair_tiles(call, shape.rows, shape.keys), call.given, *call.sizes,
-            sums.out, written), shape.warps,
+            (q_, k_, v_, *strides, *pair_tiles(call, shape.rows, shape.keys), call.given,
+            *call.sizes, out, written), shape.warps,
             shape.stages, ROWS=shape.rows, KEYS=shape.keys, TMA=tma, CLEAN=clean, BLOCK=block,
             **flags,
         )  # fmt: skip

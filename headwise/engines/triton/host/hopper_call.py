@@ -13,11 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from headwise.core.problem import Terms
 from headwise.core.sums import MOMENTS, Sums
 from headwise.engines.operators import operators
-from headwise.engines.triton.host.attention_call import (
-    differentiate,
-    once,
-    with_or_without_values,
-)
+from headwise.engines.triton.host.attention_call import differentiate, once
 from headwise.engines.triton.host.forward_call import run_forward
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.moments_call import cut_of, run_moments
@@ -42,12 +38,12 @@ class HopperTile:
 TILES = {64: HopperTile(128, 3), 128: HopperTile(128, 2)}  # by the padded width of heads
 
 
-@with_or_without_values
 def run_hopper_forward(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
 ) -> Sums:
     """Return the output and the sums that `wants` names."""
-    call = operands(q, k, v, terms)
+    valued = v.shape[-1] > 0
+    call = operands(q, k, v if valued else k, terms)
     cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS else None
     if wants & MOMENTS and cut is None:  # few keys, or a cap: the Triton loop takes moments
         return run_forward(launches, q, k, v, terms, wants)
@@ -62,7 +58,7 @@ def run_hopper_forward(
             (call.q, call.k, call.v), call.steps, (ROWS // 2, shape.keys, shape.keys), strict=True
         )
     )
-    out = _tiles(sums.out, list(sums.out.stride()), ROWS // 2, width)
+    out = _tiles(sums.out, list(sums.out.stride()), ROWS // 2, width) if valued else None
     banded = pieces(terms) == 1
     block = 0 if cut is None or not banded else cut.block
     rest = sums.lse.new_empty(2, *sums.lse.shape) if block else None
@@ -82,8 +78,8 @@ def run_hopper_forward(
     with on(q.device):
         launches.start(
             forward, (min(items, multiprocessors(q.device)), 1, 1),
-            kind_of(call, (), wants, width, sizes.cap is None),
-            (q_, k_, v_, out, written, call.given.sinks, *sizes),
+            kind_of(call, (), wants, width, sizes.cap is None, valued),
+            (q_, k_, v_ if valued else None, out, written, call.given.sinks, *sizes),
             4, 1, STAGES=shape.stages, BANDED=banded, BLOCK=block, maxnreg=REGISTERS,
         )  # fmt: skip
         if cut is not None:

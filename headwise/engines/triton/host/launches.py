@@ -51,7 +51,7 @@ class Launches:
     def room(self, q: Tensor, v: Tensor, wants: int) -> Sums:
         """Allocate the sums of a call that `wants` names."""
         sums = room(q, v, wants)
-        self.allocated(*(x for x in sums if x.numel()))
+        self.allocated(sums.out, *(x for x in sums[1:] if x.numel()))
         return sums
 
     def start(

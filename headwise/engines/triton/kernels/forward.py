@@ -1,7 +1,7 @@
 """The forward kernel: output and statistics of a block of rows in one pass over the keys it sees.
 
 The online softmax is `headwise.core.partial.merge` written out for a tile. Statistics that were not
-requested are None and cost nothing.
+requested are None and cost nothing; so are values and output, for statistics alone.
 
 The hardware's exponential is 2^x. For logits with a bias the exponent is (s - max) · log2 e, exact
 for any size of the logits. PLAIN scores take one instruction less, s · unit - base, where base is
@@ -124,14 +124,15 @@ def absorb(
         squares = tl.sum(e * e, 1) / (row_unit * row_unit)
         count, mean, spread = add_moments(count, mean, spread, found, new, off, squares)
     l = l * shrink + total
-    if t.seed is not None:
-        p = tl.where(kept(hashed[:, None], (j + z.first_key)[None, :], z.threshold), p, 0.0)
-    values = load_tile(v, vs, b, kh, j0, z.keys, KEYS, VALUES, PADDED_VALUES, TMA)
-    if CLEAN:
-        # A hidden key may hold NaN, and 0 · NaN is NaN.
-        used = tl.max((s != NOTHING).to(tl.int32), 0)
-        values = of_used(values, used)
-    acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    if v is not None:
+        if t.seed is not None:
+            p = tl.where(kept(hashed[:, None], (j + z.first_key)[None, :], z.threshold), p, 0.0)
+        values = load_tile(v, vs, b, kh, j0, z.keys, KEYS, VALUES, PADDED_VALUES, TMA)
+        if CLEAN:
+            # A hidden key may hold NaN, and 0 · NaN is NaN.
+            used = tl.max((s != NOTHING).to(tl.int32), 0)
+            values = of_used(values, used)
+        acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
     return acc, l, new, shifted, reach, count, mean, spread
 
 
@@ -153,13 +154,14 @@ def write(
     weight, over = weight * shift, over + excess
     line = (b * tl.num_programs(1) + h).to(tl.int64) * z.queries
     here = i < z.queries
-    width = tl.arange(0, PADDED_VALUES)
-    share = weight * z.kept_share
-    tl.store(
-        out + (line + i)[:, None] * VALUES + width[None, :],
-        (acc * share[:, None]).to(out.dtype.element_ty),
-        mask=here[:, None] & (width < VALUES)[None, :],
-    )
+    if out is not None:
+        width = tl.arange(0, PADDED_VALUES)
+        share = weight * z.kept_share
+        tl.store(
+            out + (line + i)[:, None] * VALUES + width[None, :],
+            (acc * share[:, None]).to(out.dtype.element_ty),
+            mask=here[:, None] & (width < VALUES)[None, :],
+        )
     tl.store(written.lse + line + i, lse, mask=here)
     tl.store(written.max_logit + line + i, tl.where((l == l) | (m == -NOTHING), top, l), mask=here)
     if written.log_total is not None:
@@ -216,7 +218,9 @@ def forward(
     one, two, dirty, counts = met(t, z, b, h, i, KEYS, PIECES)
     edges, all_edges, middle, all_middle = counts
     zero = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
+    acc = zero
+    if v is not None:
+        acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)
     # Separate loops: unmasked middle blocks, and edges without cleaning, save more time than one
     # pipelined loop over all blocks would.

@@ -9,6 +9,9 @@ The kernel is persistent: each multiprocessor runs one program, which processes 
 rows, one after the other, so that an item's first tiles are loaded while the last item is finished.
 Every buffer has two barriers: `full`, which TMA completes, and `empty`, at which each warpgroup
 arrives when it has read the buffer for the last time.
+
+For statistics beside an output from elsewhere, values and output are None: scores and softmax are
+all that is computed.
 """
 
 # A kernel is Gluon's language, not Python's: its arguments have no Python types.
@@ -143,9 +146,10 @@ def load(call, KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr):
             mbarrier.wait(keys_empty.index(at), turn ^ 1)
             mbarrier.expect(keys_full.index(at), k.block_type.nbytes)
             async_load(k, place, keys_full.index(at), keys.index(at))
-            mbarrier.wait(values_empty.index(at), turn ^ 1)
-            mbarrier.expect(values_full.index(at), v.block_type.nbytes)
-            async_load(v, place, values_full.index(at), values.index(at))
+            if v is not None:
+                mbarrier.wait(values_empty.index(at), turn ^ 1)
+                mbarrier.expect(values_full.index(at), v.block_type.nbytes)
+                async_load(v, place, values_full.index(at), values.index(at))
         done, round = done + extent[4], round + 1
 
 
@@ -157,29 +161,33 @@ def absorb(
 ):  # fmt: skip
     """Compute scores and softmax of block n, while the block before it is multiplied by values."""
     acc, weights, shrink, state = sums
+    summed = acc
     _, _, keys_full, keys_empty, values_full, values_empty, turns = barriers
     at, turn = (done + n) % STAGES, ((done + n) // STAGES) & 1
     last, last_turn = (done + n - 1) % STAGES, ((done + n - 1) // STAGES) & 1
-    SUMS: gl.constexpr = acc.type.layout
     zero = gl.zeros([GROUP, KEYS], gl.float32, SCORES)
     mbarrier.wait(keys_full.index(at), turn)
     mbarrier.wait(turns.index(w), (done + n) & 1)
     tile = whole_tile(keys, at).permute((1, 0))
     scores = warpgroup_mma(own, tile, zero, use_acc=False, is_async=True)
-    # While the scores are computed, the accumulators are rescaled for the last block's weights.
-    p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
-    acc = acc * along(shrink, SUMS)
-    mbarrier.wait(values_full.index(last), last_turn)
-    summed = warpgroup_mma(p, whole_tile(values, last), acc, is_async=True)
+    p = weights
+    if values is not None:
+        # While the scores are computed, the accumulators are rescaled for the last block's weights.
+        SUMS: gl.constexpr = acc.type.layout
+        p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+        acc = acc * along(shrink, SUMS)
+        mbarrier.wait(values_full.index(last), last_turn)
+        summed = warpgroup_mma(p, whole_tile(values, last), acc, is_async=True)
     mbarrier.arrive(turns.index(1 - w), count=1)
-    s = warpgroup_mma_wait(1, deps=(scores,))
+    s = warpgroup_mma_wait(0 if values is None else 1, deps=(scores,))
     mbarrier.arrive(keys_empty.index(at), count=1)
     j0 = first_key(n, extent, KEYS)
     weights, state, shrink = soften(
         s, state, j0, bounds, z, written, keys.dtype, False, MASKED, MOMENTS
     )
-    acc, p = warpgroup_mma_wait(0, deps=(summed, p))
-    mbarrier.arrive(values_empty.index(last), count=1)
+    if values is not None:
+        acc, p = warpgroup_mma_wait(0, deps=(summed, p))
+        mbarrier.arrive(values_empty.index(last), count=1)
     return acc, weights, shrink, state
 
 
@@ -191,7 +199,7 @@ def follow(
     """Run a consumer warpgroup: GROUP rows of each item, over all of its blocks of keys."""
     out, rows, results, keys, values, barriers, z, sinks, written = call
     rows_full, rows_empty, keys_full, keys_empty, values_full, values_empty, turns = barriers
-    WIDTH: gl.constexpr = values.shape[-1]
+    WIDTH: gl.constexpr = rows.shape[-1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     zero = gl.zeros([GROUP, KEYS], gl.float32, SCORES)
@@ -221,7 +229,9 @@ def follow(
             s, None, j0, bounds, z, written, keys.dtype, True, True, BLOCK > 0
         )
         shrink = gl.full([GROUP], 1.0, gl.float32, ROWS)
-        acc = gl.zeros([GROUP, WIDTH], gl.float32, SUMS)
+        acc = shrink
+        if values is not None:
+            acc = gl.zeros([GROUP, WIDTH], gl.float32, SUMS)
         sums = (acc, weights, shrink, state)
         for n in range(1, edges):
             sums = absorb(
@@ -247,20 +257,24 @@ def follow(
         acc, weights, shrink, state = sums
         mbarrier.arrive(rows_empty.index(w), count=1)  # the rows are no longer needed
         done, round = done + blocks, round + 1
-        at, turn = (done - 1) % STAGES, ((done - 1) // STAGES) & 1
-        p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
-        acc = acc * along(shrink, SUMS)
-        mbarrier.wait(values_full.index(at), turn)
-        summed = warpgroup_mma(p, whole_tile(values, at), acc, is_async=True)
-        weight = finish(state, b, h, i, z, sinks, written, ROWS)
-        acc, p = warpgroup_mma_wait(0, deps=(summed, p))
-        mbarrier.arrive(values_empty.index(at), count=1)
-        acc = acc * along(weight, SUMS)
-        tma.store_wait(0)  # until the last item's rows are copied out
-        whole_tile(results, w).store(acc.to(keys.dtype))
-        fence_async_shared()
-        async_store(out, [b, h, i0 + w * GROUP, 0], results.index(w))
-    tma.store_wait(0)
+        if values is None:
+            finish(state, b, h, i, z, sinks, written, ROWS)
+        else:
+            at, turn = (done - 1) % STAGES, ((done - 1) // STAGES) & 1
+            p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+            acc = acc * along(shrink, SUMS)
+            mbarrier.wait(values_full.index(at), turn)
+            summed = warpgroup_mma(p, whole_tile(values, at), acc, is_async=True)
+            weight = finish(state, b, h, i, z, sinks, written, ROWS)
+            acc, p = warpgroup_mma_wait(0, deps=(summed, p))
+            mbarrier.arrive(values_empty.index(at), count=1)
+            acc = acc * along(weight, SUMS)
+            tma.store_wait(0)  # until the last item's rows are copied out
+            whole_tile(results, w).store(acc.to(keys.dtype))
+            fence_async_shared()
+            async_store(out, [b, h, i0 + w * GROUP, 0], results.index(w))
+    if values is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -287,9 +301,11 @@ def forward(
     KEYS: gl.constexpr = k.block_type.shape[2]
     WIDTH: gl.constexpr = k.block_type.shape[3]
     rows = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, GROUP, WIDTH], q.layout)
-    results = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, GROUP, WIDTH], q.layout)
     key_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, WIDTH], k.layout)
-    value_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KEYS, WIDTH], v.layout)
+    results, value_tiles = None, None
+    if v is not None:
+        results = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, GROUP, WIDTH], q.layout)
+        value_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KEYS, WIDTH], v.layout)
     rows_full, rows_empty = barriers_of(GROUPS, 1), barriers_of(GROUPS, 1)
     keys_full, keys_empty = barriers_of(STAGES, 1), barriers_of(STAGES, GROUPS)
     values_full, values_empty = barriers_of(STAGES, 1), barriers_of(STAGES, GROUPS)
