@@ -138,6 +138,7 @@ def run_claims(
     ] = None,
     minutes: Minutes = None,
     workers: Workers = None,
+    only_read: Annotated[bool, typer.Option("--only-read", hidden=True)] = False,
     form: Form = None,
     out: Out = None,
     as_json: AsJson = False,
@@ -173,7 +174,7 @@ def run_claims(
         return
     with explained(zh), lab_view.progress(as_json) as tell:
         claims = list(CLAIMS) if all_of_them else find(ids or [])
-        lab = Lab(form, device_for(form, device))
+        lab = Lab(form, device_for(form, device), only_reads=only_read)
         try:
             for result in run(claims, lab, folder, again=again, tell=tell):
                 results.append(result)

@@ -13,7 +13,13 @@ from typer.testing import CliRunner
 
 from headwise.cli.main import app
 from headwise.lab import ablations, session_list
-from headwise.lab.claims import CLAIMS
+from headwise.lab.claims import (
+    CLAIMS,
+    dot_quality,
+    heads_patterns,
+    translation_quality,
+)
+from headwise.lab.fingerprint import covered
 from headwise.lab.laboratory import Lab
 from headwise.lab.sessions import long_runs, pieces, pool
 from headwise.lab.sessions.long_runs import LabSession
@@ -184,6 +190,30 @@ def test_a_session_without_time_reports_what_is_left(tmp_path: Path) -> None:
     assert long_runs.train_table(session) == (0, 4)
     claims = [claim for claim in CLAIMS if claim.topic == "scale"][:2]
     assert long_runs.run_claims(session, claims) == claims
+
+
+def test_claims_need_the_translators_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[str] = set()
+    trained = "headwise.lab.translation_runs.train"
+    claims = [claim for claim in CLAIMS if trained in covered(claim.experiment)]
+
+    def note(lab: Lab, variant: str, seed: int) -> dict[str, object]:
+        asked.add(variant)
+        return {"variant": variant, "seed": seed, "effective_keys": 1.0}
+
+    monkeypatch.setattr(translation_quality, "translated", note)
+    monkeypatch.setattr(heads_patterns, "translated", note)
+    monkeypatch.setattr(dot_quality, "recalling", lambda lab: {})
+    for claim in claims:
+        claim.experiment(Lab("tiny" if claim.id == "qk-none" else "full"))
+    assert asked == set(translation_quality.CLAIMED)
+
+
+def test_a_claim_that_lacks_a_piece_is_left_for_later(tmp_path: Path) -> None:
+    lab = Lab("tiny", folder=tmp_path, only_reads=True)
+    (claim,) = [each for each in CLAIMS if each.id == "qk-gradient"]
+    with pytest.raises(ValueError, match="gradients-separate is not there yet"):
+        claim.experiment(lab)
 
 
 @pytest.mark.slow
