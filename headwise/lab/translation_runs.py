@@ -155,7 +155,7 @@ def build(lab: Lab, variant: str, tokeniser: Tokeniser) -> nn.Module:
     if variant in NARROWER:
         wide = width // config.heads
         narrow = {"head_dim": wide // NARROWER[variant], "value_dim": wide}
-        return Transformer(replace(config, **narrow))
+        return Transformer(replace(config, **narrow))  # type: ignore[arg-type]
     return Transformer(replace(config, **VARIANTS[variant]))
 
 
