@@ -95,7 +95,7 @@ def beside_the_paper(runs: Sequence[Run]) -> Listing:
 
 
 def beside_the_notes(runs: Sequence[Run]) -> Listing:
-    """The notes' sentences about BLEU, and the gain of the base model here: its sign and its size."""
+    """The notes' sentences about BLEU, and the gain of the base model: its sign and its size."""
     groups = scores(runs)
     rows: list[tuple[Cell | Sentence, ...]] = []
     for variant, said, low, high in NOTES:
