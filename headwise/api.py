@@ -25,7 +25,7 @@ from headwise.core.observation import (
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
 from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, span_weights
-from headwise.core.sums import EVERYTHING
+from headwise.core.sums import EVERYTHING, WIDE
 from headwise.dropout import Dropout, draw_seed
 from headwise.engines import calls
 from headwise.engines.contract import Engine, Results, compute
@@ -541,14 +541,12 @@ def partial(
     four = _batched("partial", q, k, v)
     if q.ndim != 4:
         raise ValueError(f"hw.partial needs a batch axis\n  in {restate('partial', q, k, v)}")
-    half = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
-    wide = [x.float() for x in four] if half else four
     problem = pose(
-        "partial", *wide, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+        "partial", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
-    sums = _restating("partial", four, choose_partial, problem).run(problem, EVERYTHING)
+    sums = _restating("partial", four, choose_partial, problem).run(problem, EVERYTHING | WIDE)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 

@@ -255,6 +255,9 @@ CHINESE: dict[str, str] = {
     "the divisors of {size}": (
         "{what} {size} 不能平分给 {ranks} 个进程（{axis}={ranks}）；请在 {size} 的约数中选 {axis}"
     ),
+    "{name}={value} is too long; at most {most:,} tokens are counted": (
+        "{name}={value} 太长；最多只算 {most:,} 个词元"
+    ),
     "attention with heads": "注意力头数",
     "score parameters": "打分参数",
     "bias parameters": "偏置参数",

@@ -10,7 +10,7 @@ from pathlib import Path
 def cache_folder() -> Path:
     """The folder of downloads and measurements: $HEADWISE_CACHE, or this system's cache folder."""
     if chosen := os.environ.get("HEADWISE_CACHE"):
-        return Path(chosen)
+        return Path(chosen).absolute()  # downloads run commands in folders of their own
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "headwise"
     if sys.platform == "darwin":

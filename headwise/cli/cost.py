@@ -27,7 +27,7 @@ from headwise.costs.machines import measure as measuring
 from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import DEVICES
 from headwise.costs.uses.scenario import LONGEST, Phase, Scenario
-from headwise.look import cost_picture
+from headwise.look import cost_picture, pictures
 from headwise.messages import say
 
 app = typer.Typer()
@@ -193,6 +193,8 @@ def check_answer(sweep: Sweep | None, output: Output) -> None:
         )  # fmt: skip
     if output.plot is not None and sweep is None:
         raise ValueError(say("--plot draws a sweep; add --sweep length=1k..128k"))
+    if output.plot is not None:
+        pictures.check(output.plot)
 
 
 def show_sweep(asked: list[tuple[Model, Scenario]], sweep: Sweep, output: Output) -> None:

@@ -72,7 +72,7 @@ def session(
         typer.echo(f"{ended.name:<28} {ended.seconds:7.1f} s  {how}{ended.last_line}")
 
     def watch(name: str, line: str) -> None:
-        typer.echo(f"{name:<28}   runs: {line}")
+        typer.echo(f"{name:<28}   {line}")
 
     lab = Lab(form, device_for(form, device), folder)
     return LabSession(lab, workers or devices.usable_cores(), 60 * minutes, tell, watch)
@@ -124,6 +124,7 @@ def run_claims(
     ] = None,
     minutes: Minutes = None,
     workers: Workers = None,
+    only_read: Annotated[bool, typer.Option("--only-read", hidden=True)] = False,
     form: Form = None,
     out: Out = None,
     as_json: AsJson = False,
@@ -159,7 +160,7 @@ def run_claims(
         return
     with explained(zh), lab_view.progress(as_json) as tell:
         claims = list(CLAIMS) if all_of_them else find(ids or [])
-        lab = Lab(form, device_for(form, device))
+        lab = Lab(form, device_for(form, device), only_reads=only_read)
         try:
             for result in run(claims, lab, folder, again=again, tell=tell):
                 results.append(result)
@@ -230,7 +231,7 @@ def table(
 
     [b]Example[/b]
 
-    headwise lab table --minutes 9 --workers 16 --out results
+    headwise lab table --minutes 9 --workers 10 --out results
     """
     folder = out or record.own_folder()
     with explained(zh=False):
@@ -248,7 +249,7 @@ def piece(
     form: Form = None,
     device: Annotated[str | None, typer.Option()] = None,
     minutes: Minutes = None,
-    at_once: Annotated[int, typer.Option()] = 2,
+    at_once: Annotated[int, typer.Option()] = 4,
     out: Out = None,
 ) -> None:
     """Make pieces of a long experiment: what the processes of a session run."""

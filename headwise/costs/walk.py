@@ -155,8 +155,7 @@ class Walk:
         if not step.tied:
             tape.weight(step.label, size(letter, step.rows), width)
         rows = tokens.rows if step.per_batch else tokens.s
-        if step.looked_up:
-            tape.keep(f"indices of {step.label}", rows, 8)
+        tape.keep(f"indices of {step.label}", rows, 8)
         moved = (rows * width).value * tape.element
         tape.run(Kernel(step.label, "embedding", 0, moved, moved))
         tape.run(Kernel(step.label, "embedding", 0, moved, moved), True)

@@ -166,12 +166,21 @@ def dtype_name(what: str, given: Any) -> str:
     return name
 
 
+MOST_TOKENS = 1 << 24
+"""The longest sequence: the pairs of a mask are counted row by row."""
+
+
 def check_workload(work: Workload) -> None:
     """Raise ValueError for sizes that no call has."""
     for name in ("batch", "queries", "keys", "context"):
         value = getattr(work, name)
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} must be a positive integer")
+        if value is not None and name != "batch" and value > MOST_TOKENS:
+            raise ValueError(
+                say("{name}={value} is too long; at most {most:,} tokens are counted", name=name,
+                    value=value, most=MOST_TOKENS)
+            )  # fmt: skip
     if work.dtype not in COMPUTED:
         raise ValueError(
             say(

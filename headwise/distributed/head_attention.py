@@ -14,7 +14,7 @@ from headwise.core.problem import without_autocast
 from headwise.distributed.geometry import Geometry
 from headwise.distributed.head_exchange import Axes, to_heads, to_rows
 from headwise.distributed.head_options import learnt, options_of
-from headwise.distributed.head_shares import HeadShare, head_shares
+from headwise.distributed.layouts import HeadShare, head_shares
 from headwise.distributed.transport import RankGroup
 
 

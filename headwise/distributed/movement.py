@@ -11,8 +11,7 @@ from torch import Tensor
 from headwise.core.intervals import Mask
 from headwise.core.problem import check_mask
 from headwise.distributed.geometry import Geometry, geometry
-from headwise.distributed.head_shares import head_shares
-from headwise.distributed.layouts import Contiguous, Layout, imbalance, pairs
+from headwise.distributed.layouts import Contiguous, Layout, head_shares, imbalance, pairs
 from headwise.distributed.ranges import size
 
 MOVES = ("auto", "ranges", "ring", "gather", "ulysses")

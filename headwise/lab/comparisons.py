@@ -30,7 +30,7 @@ NARROW_KEYS = (
         "词表小、句子短，要比较的东西少",
     ),
 )
-"""Why few heads, many heads and narrow keys lose: where it is so here, and where it is not."""
+"""Reasons why few heads, many heads and narrow keys lose, and why they may not lose here."""
 
 Reasons = tuple[Sentence, Sentence]
 PAPER: Sequence[tuple[str, int, str, Sentence, Reasons]] = (
@@ -55,7 +55,7 @@ NOTES: Sequence[tuple[str, Sentence, float, float]] = (
     ("fixed", both("fixed weights do not generalise", "固定权重不能泛化"), 0.0, 100.0),
     ("lstm", both("an LSTM loses what is far", "LSTM 丢失远处的内容"), 0.0, 100.0),
 )
-"""What the notes say about results. Where they give no number, the sign is what they say."""
+"""The notes' sentences about results. Where they give no number, the sign is what they say."""
 
 
 def certain(gap: Difference) -> bool:
@@ -95,7 +95,7 @@ def beside_the_paper(runs: Sequence[Run]) -> Listing:
 
 
 def beside_the_notes(runs: Sequence[Run]) -> Listing:
-    """What the notes say about BLEU, and the gain of the base model here: its sign and its size."""
+    """The notes' sentences about BLEU, and the gain of the base model: its sign and its size."""
     groups = scores(runs)
     rows: list[tuple[Cell | Sentence, ...]] = []
     for variant, said, low, high in NOTES:

@@ -261,5 +261,5 @@ class ChapterWriter:
         return self.drawn(comparisons.beside_the_paper(self.translators.runs))
 
     def notes(self) -> str:
-        """What the notes say about BLEU, and what was measured."""
+        """The notes' sentences about BLEU, and what was measured."""
         return self.drawn(comparisons.beside_the_notes(self.translators.runs))

@@ -27,9 +27,15 @@ def _silent(what: str, done: int, of: int) -> None:
     return None
 
 
+class NotKeptError(ValueError):
+    """A piece that an experiment needs has not been computed yet."""
+
+
 @dataclass(frozen=True)
 class Lab:
     """Everything an experiment is given: its form, a device, a folder for what claims share.
+
+    One that `only_reads` computes no pieces: those that it lacks raise NotKeptError.
 
     >>> lab = Lab("tiny")
     >>> lab.pick(tiny=4, quick=64, full=1024)
@@ -40,6 +46,7 @@ class Lab:
     device: torch.device = CPU
     folder: Path | None = None
     report: Callable[[str, int, int], None] = _silent
+    only_reads: bool = False
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -74,6 +81,8 @@ class Lab:
         """
         if (found := self.kept(name, compute, **settings)) is not None:
             return found
+        if self.only_reads:
+            raise NotKeptError(f"{name} is not there yet")
         return self.store(
             name,
             compute,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -71,28 +73,53 @@ class FixedTranslator(Transformer):
                 layer.attention = FixedAttention(config.d_model, config.heads, LENGTH, mask=mask)
 
 
-class SingleLSTM(LSTM):
-    """An LSTM translator that computes in float32, also where autocast chooses bf16."""
+class MaskedLSTM(LSTM):
+    """An LSTM translator whose lengths stay on the device, so that a CUDA graph can contain it.
+
+    It reads token by token, and a sentence that has ended keeps its state.
+    """
 
     def read(self, source: Tensor, lengths: Tensor | None = None) -> State:
         """source (B, S) -> the state before the first target token."""
-        with torch.autocast(source.device.type, enabled=False):
-            return super().read(source, lengths)
+        if lengths is None:
+            return super().read(source)
+        x = self.dropout(self.embedding(source))
+        inside = (torch.arange(source.shape[1], device=source.device) < lengths[:, None])[..., None]
+        for layer in range(self.config.layers):
+            ahead, ended = self.along(x, inside, f"l{layer}", range(source.shape[1]))
+            back, begun = self.along(x, inside, f"l{layer}_reverse", range(source.shape[1])[::-1])
+            x = torch.cat((ahead, back), -1)
+        ends = [torch.cat(both, -1) for both in zip(ended, begun, strict=True)]
+        first = torch.tanh(self.first_hidden(ends[0])), torch.tanh(self.first_cell(ends[1]))
+        memory = None if self.attention is None else self.attention.remember(x)
+        return State(*first, memory, lengths)
 
-    def write(self, target: Tensor, state: State) -> tuple[Tensor, State]:
-        """target (B, T) -> logits (B, T, vocabulary) and the state after the last token."""
-        with torch.autocast(target.device.type, enabled=False):
-            return super().write(target, state)
+    def along(
+        self, x: Tensor, inside: Tensor, name: str, order: Iterable[int]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One direction of a layer: its states at all places of x (B, S, width), and the last."""
+        weights = [
+            getattr(self.reader, f"{each}_{name}")
+            for each in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        ]
+        hidden = cell = x.new_zeros(x.shape[0], self.reader.hidden_size)
+        states = [hidden] * x.shape[1]
+        for place in order:
+            new, newer = torch.lstm_cell(x[:, place], (hidden, cell), *weights)
+            hidden = new.where(inside[:, place], hidden)
+            cell = newer.where(inside[:, place], cell)
+            states[place] = hidden
+        return torch.stack(states, 1), (hidden, cell)
 
 
-def recurrent(config: TransformerConfig) -> SingleLSTM:
+def recurrent(config: TransformerConfig) -> MaskedLSTM:
     """An LSTM as wide as this Transformer, without attention."""
-    return SingleLSTM(lstm_config(config, None))
+    return MaskedLSTM(lstm_config(config, None))
 
 
-def recurrent_attending(config: TransformerConfig) -> SingleLSTM:
+def recurrent_attending(config: TransformerConfig) -> MaskedLSTM:
     """An LSTM as wide as this Transformer, with Bahdanau's attention."""
-    return SingleLSTM(lstm_config(config, Bahdanau(config.d_model)))
+    return MaskedLSTM(lstm_config(config, Bahdanau(config.d_model)))
 
 
 def lstm_config(config: TransformerConfig, attention: Bahdanau | None) -> LSTMConfig:

@@ -119,7 +119,8 @@ class TrainingRanks:
     def _reduced(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         assert self.mesh is not None
         ranks = RankGroup(self.mesh)
-        moved = x.detach().to(ranks.quickest if x.device.type == "cpu" else x.device, copy=True)
+        carrier = ranks.quickest if x.device.type == "cpu" else ranks.carrier(x.device)
+        moved = x.detach().to(carrier, copy=True)
         with ranks.telling(None):
             dist.all_reduce(moved, op=how, group=ranks.group)
         return moved

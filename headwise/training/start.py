@@ -60,7 +60,8 @@ def train(
             ranks,
         )
         first = task.batch(0, where)  # useless data is refused before anything is written
-        check_share(len(first[0]), ranks)
+        if ranks.mesh is not None:
+            check_share(len(first[0]), ranks)
         if beginning:
             if minutes is not None:
                 steps = steps_within(trainer, minutes)

@@ -87,11 +87,11 @@ def naming_failures(store: Store, rank: int, count: int) -> Iterator[None]:
         store.set(str(rank), "" if lost else f"{type(error).__name__}: {error}")
         if not lost:
             raise
-        raise RankError(_blamed(store, rank, count)) from error
+        raise RankError(_blamed(store, rank, count) or str(error)) from error
 
 
 def _blamed(store: Store, rank: int, count: int) -> str:
-    """A sentence that names the rank that failed, or those that ended without a word."""
+    """A sentence that names the rank that failed, or those that ended without a word, or ""."""
     others = [other for other in range(count) if other != rank]
     silent, until = others, time.monotonic() + ANSWER
     while True:
@@ -102,7 +102,7 @@ def _blamed(store: Store, rank: int, count: int) -> str:
         if not silent or time.monotonic() > until:
             break
         time.sleep(0.1)
-    if not silent:
-        return f"rank {rank} of {count} lost its connection to the others"
+    if not silent:  # all live, and none knows more
+        return ""
     names = " and ".join(str(other) for other in silent)
     return f"rank {names} of {count} ended without a word; was it killed, or out of memory?"

@@ -169,7 +169,9 @@ class Trainer(Generic[Batch]):
     def made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """A new model and its optimiser, the same on every rank."""
         torch.manual_seed(self.recipe.seed)
-        model = self.task.build().to(self.device)
+        model = self.task.build()
+        if not self.ranks.sharded:  # else a device gets its part only, which is all it may hold
+            model = model.to(self.device)
         return model, self.recipe.optimizer(model)
 
     def callable(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:

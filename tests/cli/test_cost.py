@@ -184,6 +184,8 @@ def test_help_teaches_by_example() -> None:
         ([*DECODER, "--fit", "1kB"], "not even one token fits"),
         ([*DECODER, "--device", "z80"], "there is no device 'z80'"),
         ([*DECODER[:4], "--heads", "3"], "not divisible by 3 heads"),
+        ([*DECODER, "--length", "99999999k"], "is too long; at most 16,777,216 tokens"),
+        ([*DECODER, "--sweep", "batch=1,2", "--plot", "x.gif"], "x.gif is not a picture"),
         ([*DECODER, "--recompute"], "--recompute is about training; add --training"),
         ([*DECODER, "--training", "--cache", "int8"], "training keeps no KV cache"),
         ([*DECODER, "--fit", "1GB", "--length", "1k"], "--fit finds the length"),

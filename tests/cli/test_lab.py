@@ -37,7 +37,7 @@ def test_json_lists_every_claim_with_the_fields_a_program_reads(out: Path) -> No
     entries = json.loads(lab("--json", "--out", str(out)).output)
     assert [entry["id"] for entry in entries] == [claim.id for claim in CLAIMS]
     (sigma,) = [entry for entry in entries if entry["id"] == "scale-sigma"]
-    assert (sigma["verdict"], sigma["form"], sigma["stale"]) == ("holds when", "quick", False)
+    assert (sigma["verdict"], sigma["form"], sigma["stale"]) == ("holds when", "full", False)
     assert sigma["condition"].startswith("only one of q and k")
     assert sigma["zh"][sigma["condition"]].startswith("q 与 k 只有一方")
 

@@ -233,6 +233,7 @@ def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
     [
         ({"batch": 0}, "batch=0 must be a positive integer"),
         ({"queries": 1.5}, "queries=1.5 must be a positive integer"),
+        ({"queries": 1 << 40}, "is too long; at most 16,777,216 tokens are counted"),
         ({"queries": 8, "keys": 4}, "keys=4 are fewer than queries=8"),
         ({"dtype": "bf17"}, "dtype='bf17' is not a dtype"),
         ({"dtype": "int8"}, "activations are computed in"),

@@ -10,12 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
 
+from headwise.cli.main import app
+from headwise.distributed import RankError
+from headwise.training import torchrun
 from headwise.training.run_folder import Run
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
-pytest.importorskip("typer")
 
 ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -116,3 +120,42 @@ def test_a_process_that_fails_is_named(tmp_path: Path) -> None:
     said = "ValueError: the text was changed while it was read"
     assert f"headwise train (rank 1): {said.partition(': ')[2]}" in errors
     assert f"headwise train (rank 0): rank 1 of 2 failed: {said}" in errors
+
+
+def test_an_error_names_the_rank_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "ANSWER", 0.2)
+    store = dist.HashStore()
+    with pytest.raises(ValueError, match="no text"), torchrun.naming_failures(store, 2, 4):
+        raise ValueError("no text")
+    for lost in (RankError("a rank did not answer"), RuntimeError("[gloo/transport/tcp/pair.cc]")):
+        with (
+            pytest.raises(RankError, match="rank 2 of 4 failed: ValueError: no text"),
+            torchrun.naming_failures(store, 0, 4),
+        ):
+            raise lost
+
+
+def test_an_error_names_the_ranks_that_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "ANSWER", 0.2)
+    store = dist.HashStore()
+    store.set("1", "")  # this one has lost its connection too
+    with (
+        pytest.raises(RankError, match="rank 0 and 3 of 4 ended without a word"),
+        torchrun.naming_failures(store, 2, 4),
+    ):
+        raise RankError("a rank did not answer")
+
+
+def test_options_for_many_processes_need_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("some words " * 2000, encoding="utf-8")
+    given = [
+        "train",
+        "language",
+        "--data",
+        str(tmp_path / "book.txt"),
+        "--out",
+        str(tmp_path / "x"),
+    ]
+    ran = CliRunner().invoke(app, [*given, "--device", "cpu", "--fsdp"])
+    assert ran.exit_code == 2
+    assert "takes several processes; start them with torchrun" in ran.output

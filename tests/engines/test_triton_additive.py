@@ -125,3 +125,24 @@ def test_memory_is_linear_in_the_length() -> None:
     before = torch.cuda.memory_allocated()
     hw.attention(q, k, v, score=hw.Additive(weight), engine="triton")
     assert torch.cuda.max_memory_allocated() - before < 16 * q.nbytes
+
+
+@pytest.mark.gpu
+def test_a_graph_of_what_streaming_serves_is_captured_with_another_engine() -> None:
+    """Additive scores wider than triton takes, under a mask of tensors."""
+    q, k, v = (torch.randn(3, 1, n, 200, device="cuda") for n in (2, 5, 5))
+    score = hw.Additive(torch.randn(200, device="cuda"))
+    mask = hw.mask.lengths(torch.tensor([5, 1, 3], device="cuda"))
+
+    def call() -> Tensor:
+        return hw.attention(q, k, v, score=score, mask=mask)
+
+    assert hw.explain(q, k, v, score=score, mask=mask).engine == "streaming"
+    expected = call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    out.zero_()
+    graph.replay()
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

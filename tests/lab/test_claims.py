@@ -132,6 +132,31 @@ def heads_of_both(figures: dict[str, Any]) -> None:
             weights[1] = [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def a_tendency(figures: dict[str, Any]) -> None:
+    """Separate matrices look from the second character to the first, shared ones at themselves."""
+    for run in figures["runs"]:
+        row = [1.0, 0.0, 0.0, 0.0, 0.0] if run["kind"] == "separate" else [0.1, 0.9, 0.0, 0.0, 0.0]
+        run["maps"] = [[[0.2] * 5, row, *[[0.2] * 5] * 3] for _ in range(4)]
+    shared = [run for run in figures["runs"] if run["kind"] == "shared"]
+    shared[0]["maps"][0][1] = [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def slower(times: float) -> Edit:
+    """Additive takes so many times as long as the dot product, at every size."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        sizes = ((1024, 64), (2048, 64), (2048, 128))
+        figures["rows"] = [
+            {"n": n, "d": d}
+            | {f"{name}_flops": n * n * d for name in ("dot", "additive")}
+            | {f"dot{kind}_seconds": 1.0 for kind in ("", "_fused")}
+            | {f"additive{kind}_seconds": times for kind in ("", "_fused")}
+            for n, d in sizes
+        ]
+
+    return edit
+
+
 def lengths(figures: dict[str, Any]) -> None:
     """Q, K and V answer at every length; fixed weights have none."""
     for row in figures["rows"]:
@@ -202,7 +227,8 @@ def by_width(scaled: float, gain: float = 0.0) -> Edit:
     """Additive readers answer 70 % at every width, scaled ones this much."""
 
     def edit(figures: dict[str, Any]) -> None:
-        scattered(gain=gain)(figures)
+        if "runs" in figures:
+            scattered(gain=gain)(figures)
         figures["rows"] = [
             {"d": d, "score": score, "seed": seed, "accuracy": mean + 0.01 * seed}
             for d in (8, 64)
@@ -276,6 +302,7 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("qk-self", change("rows.shared", 1.0), "holds"),
     ("qk-self", change("rows.longest", 0.5), "does not hold"),
     ("qk-parameters", change("rows.separate", 5), "does not hold"),
+    ("dot-cost", slower(1.2), "holds when"),
     ("dot-cost", change("rows.additive_flops", lambda row: row["n"] ** 3), "does not hold"),
     ("dot-cost", change("rows.additive_seconds", lambda row: row["dot_seconds"]), "undecided"),
     ("dot-parameters", change("additive_layer", 10**9), "holds"),
@@ -302,6 +329,7 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("example-cat", change("rows.share", 0.0), "does not hold"),
     ("example-cat", change("causal.before", 0.5), "holds"),
     ("example-self", heads_of_both, "does not hold"),
+    ("example-self", a_tendency, "holds when"),
     ("scale-training", scattered(worse=0.5), "holds"),
     ("scale-training", scattered(worse=-0.5), "does not hold"),
     ("scale-training", change("runs.diverged", lambda run: "unscaled" in run["variant"]), "holds"),
@@ -319,6 +347,7 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("qk-gradient", jumps(shared=0.1), "does not hold"),
     ("dot-quality", by_width(scaled=0.9, gain=5.0), "holds"),
     ("dot-quality", by_width(scaled=0.5, gain=-5.0), "does not hold"),
+    ("dot-quality", by_width(scaled=0.5, gain=5.0), "holds when"),
     ("dot-small", by_width(scaled=0.5), "holds"),
     ("dot-small", by_width(scaled=0.9), "does not hold"),
     ("dot-overfit", examples_of(gap=0.5, relation=0.9), "holds"),

@@ -76,7 +76,10 @@ def test_a_loss_that_is_not_finite_is_told() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["base", "shared", "additive", "convolution", "keys-half"])
+@pytest.mark.parametrize(
+    "variant",
+    ["base", "shared", "additive", "convolution", "fixed", "keys-half", "lstm", "lstm-attention"],
+)
 def test_a_graph_trains_as_the_kernels_one_by_one(variant: str) -> None:
     data = corpus("tiny", torch.device("cuda"))
     steps = WARM + 6

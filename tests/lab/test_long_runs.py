@@ -13,15 +13,23 @@ from typer.testing import CliRunner
 
 from headwise.cli.main import app
 from headwise.lab import ablations, session_list
-from headwise.lab.claims import CLAIMS
+from headwise.lab.claims import (
+    CLAIMS,
+    dot_quality,
+    heads_patterns,
+    translation_quality,
+)
+from headwise.lab.fingerprint import covered
 from headwise.lab.laboratory import Lab
 from headwise.lab.sessions import long_runs, pieces, pool
 from headwise.lab.sessions.long_runs import LabSession
 from headwise.lab.sessions.pool import Ended, Job
 from headwise.lab.sessions.side_by_side import SideBySide
-from headwise.lab.translation_rivals import SlidingWindow
+from headwise.lab.translation_rivals import MaskedLSTM, SlidingWindow
 from headwise.lab.translation_runs import NARROWER, RIVALS, VARIANTS, Training, train
 from headwise.mask import lengths
+from headwise.models import LSTM, LSTMConfig
+from headwise.nn import Bahdanau
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,20 @@ def test_a_window_does_not_see_padding() -> None:
         window(x, cache=object())
 
 
+def test_an_lstm_that_masks_reads_as_one_that_packs() -> None:
+    torch.manual_seed(0)
+    config = LSTMConfig(50, d_model=16, layers=2, attention=Bahdanau(16))
+    masked, packed = MaskedLSTM(config).eval(), LSTM(config).eval()
+    packed.load_state_dict(masked.state_dict())
+    source, target = torch.randint(3, 50, (3, 6)), torch.randint(3, 50, (3, 4))
+    lengths_of = torch.tensor([6, 1, 3])
+    torch.testing.assert_close(
+        masked(source, target, source_lengths=lengths_of),
+        packed(source, target, source_lengths=lengths_of),
+    )
+    torch.testing.assert_close(masked(source, target), packed(source, target))
+
+
 def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:
     lab = Lab("tiny", folder=tmp_path)
     for piece in pieces.translators(lab)[:2]:
@@ -168,6 +190,30 @@ def test_a_session_without_time_reports_what_is_left(tmp_path: Path) -> None:
     assert long_runs.train_table(session) == (0, 4)
     claims = [claim for claim in CLAIMS if claim.topic == "scale"][:2]
     assert long_runs.run_claims(session, claims) == claims
+
+
+def test_claims_need_the_translators_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[str] = set()
+    trained = "headwise.lab.translation_runs.train"
+    claims = [claim for claim in CLAIMS if trained in covered(claim.experiment)]
+
+    def note(lab: Lab, variant: str, seed: int) -> dict[str, object]:
+        asked.add(variant)
+        return {"variant": variant, "seed": seed, "effective_keys": 1.0}
+
+    monkeypatch.setattr(translation_quality, "translated", note)
+    monkeypatch.setattr(heads_patterns, "translated", note)
+    monkeypatch.setattr(dot_quality, "recalling", lambda lab: {})
+    for claim in claims:
+        claim.experiment(Lab("tiny" if claim.id == "qk-none" else "full"))
+    assert asked == set(translation_quality.CLAIMED)
+
+
+def test_a_claim_that_lacks_a_piece_is_left_for_later(tmp_path: Path) -> None:
+    lab = Lab("tiny", folder=tmp_path, only_reads=True)
+    (claim,) = [each for each in CLAIMS if each.id == "qk-gradient"]
+    with pytest.raises(ValueError, match="gradients-separate is not there yet"):
+        claim.experiment(lab)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
@@ -27,11 +28,18 @@ LIBRARY_ON = "cpu"  # where PyTorch's kernel may compute the gradients
 
 
 class Streaming(Engine):
-    """Serves every problem, on any device."""
+    """Serves every problem, on any device; in a CUDA graph only what has no mask."""
 
     name = "streaming"
     rank = 5
     partial = True
+
+    def refuses(self, problem: Problem, observed: bool) -> str | None:
+        if problem.mask is None or not problem.q.is_cuda or torch.compiler.is_compiling():
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            return "it reads the mask on the CPU, for which a CUDA graph can't wait"
+        return None
 
     def attend(self, problem: Problem) -> Tensor:
         return self.run(problem, 0).out

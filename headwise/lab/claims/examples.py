@@ -211,6 +211,13 @@ def judge_self(figures: Figures) -> Verdict:
         return does_not_hold(because)
     if all(he["separate"]) and not any(he["shared"]):
         return holds(because)
+    if max(he["shared"]) < min(he["separate"]) and own["separate"] < 0.5 < own["shared"]:
+        condition = both(
+            "a tendency is meant: with a shared matrix most of the weight of 打 stays on itself, "
+            "yet single heads look at 他 all the same",
+            "只就倾向而言：共享矩阵时“打”的大部分权重留在自身，但仍有个别的头看“他”",
+        )
+        return holds_when(condition, because)
     # sharing does not keep 打 from looking at 他
     return does_not_hold(because) if all(he["shared"]) else undecided(because)
 

@@ -25,6 +25,13 @@ MANY = 8
 """Seeds of the full form where 1 % of BLEU has to be told from chance."""
 
 
+CLAIMED = (
+    *("base", "heads-1", "heads-2", "heads-4", "heads-16", "heads-32"),
+    *("shared", "unprojected", "additive", "unscaled-heads-1"),
+)
+"""The translators that claims need; the others stand in the table alone."""
+
+
 def runs(lab: Lab, variants: Sequence[str], often: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The runs of these variants; those named in `often` with many seeds in the full form."""
     found = []

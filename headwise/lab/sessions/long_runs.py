@@ -83,6 +83,7 @@ def train_table(session: LabSession) -> tuple[int, int]:
     left = [piece for piece in planned if not piece.done(session.lab)]
     deadline = time.monotonic() + session.seconds
     with sharing(session.lab.device) as environment:
+        session.watch("MPS", "in use" if environment else "not in use")
         jobs = session.piece_jobs(left, session.seconds)
         session.work(ablations.COMMAND, jobs, deadline, environment)
     file = f"translation.{session.lab.form}.json"
@@ -93,7 +94,7 @@ def run_claims(session: LabSession, claims: Sequence[Claim]) -> list[Claim]:
     """Run claims in several processes; those that have no current result at the end.
 
     First the pieces that they need and, beside them, the claims that need none; then the claims
-    whose pieces are complete. Claims that measure time come first, by themselves.
+    that have all their pieces. Claims that measure time come first, by themselves.
     """
     session.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + session.seconds
@@ -105,12 +106,9 @@ def run_claims(session: LabSession, claims: Sequence[Claim]) -> list[Claim]:
     jobs = session.piece_jobs(list(missing.values()), session.seconds)
     with sharing(session.lab.device) as environment:
         session.work(RUN, claim_jobs(session, free) + jobs, deadline, environment)
-        freed = [
-            claim
-            for claim in unfinished(session.lab, claims)
-            if claim not in free and all(x.done(session.lab) for x in needed[claim.id])
-        ]
-        session.work(RUN, claim_jobs(session, freed), deadline, environment)
+        rest = [claim for claim in unfinished(session.lab, claims) if claim not in free]
+        jobs = claim_jobs(session, rest, "--only-read")  # those that lack a piece end at once
+        session.work(RUN, jobs, deadline, environment)
     return unfinished(session.lab, claims)
 
 
@@ -120,7 +118,7 @@ def unfinished(lab: Lab, claims: Sequence[Claim]) -> list[Claim]:
     return [claim for claim in claims if runner.current(claim, lab.form, lab.folder) is None]
 
 
-def claim_jobs(session: LabSession, claims: Sequence[Claim]) -> list[Job]:
+def claim_jobs(session: LabSession, claims: Sequence[Claim], *options: str) -> list[Job]:
     """One job for each experiment, with all claims that share it; one for all that measure time.
 
     Those run alone, so that each would keep the machine waiting until its process has started.
@@ -131,5 +129,5 @@ def claim_jobs(session: LabSession, claims: Sequence[Claim]) -> list[Job]:
         alone = TIMED in covered(claim.experiment)
         of = timed if alone else by_experiment.setdefault(claim.experiment, [])
         of.append(claim.id)
-    jobs = [session.job(of[0], "run", *of) for of in by_experiment.values()]
+    jobs = [session.job(of[0], "run", *of, *options) for of in by_experiment.values()]
     return [session.job("timed", "run", *timed, alone=True), *jobs] if timed else jobs

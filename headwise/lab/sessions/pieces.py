@@ -12,10 +12,11 @@ from headwise.lab.claims.dot_quality import at_widths, on_few, on_relation
 from headwise.lab.claims.examples import chinese_runs
 from headwise.lab.claims.qk_training import on_tasks, watched_trainings
 from headwise.lab.claims.recalling import by_content, over_distances
+from headwise.lab.claims.translation_quality import CLAIMED
 from headwise.lab.fingerprint import covered
 from headwise.lab.laboratory import Lab
 from headwise.lab.masked_characters import read_sentence
-from headwise.lab.translation_runs import LAUNCHED, Training, train, train_in_steps
+from headwise.lab.translation_runs import Training, train, train_in_steps
 
 READERS = (
     over_distances,
@@ -49,9 +50,10 @@ class TrainingPiece:
 
 
 def needed(claim: Claim, pieces: Sequence[TrainingPiece]) -> list[TrainingPiece]:
-    """The pieces whose function the experiment of a claim uses."""
+    """The pieces whose function the experiment of a claim uses; of translators, any claim's."""
     uses = covered(claim.experiment)
-    return [x for x in pieces if f"{x.compute.__module__}.{x.compute.__qualname__}" in uses]
+    found = [x for x in pieces if f"{x.compute.__module__}.{x.compute.__qualname__}" in uses]
+    return [x for x in found if x.settings.get("variant", "base") in CLAIMED]
 
 
 def translators(lab: Lab) -> list[TrainingPiece]:
@@ -62,7 +64,7 @@ def translators(lab: Lab) -> list[TrainingPiece]:
             train,
             {"variant": variant, "seed": seed},
             train_in_steps,
-            alone=variant in LAUNCHED,
+            alone="lstm" in variant,  # thousands of kernels, launched twice by Python
         )
         for variant, seed in plan(lab)
     ]
