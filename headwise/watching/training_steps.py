@@ -187,6 +187,8 @@ class SteppedRecording(Recording):
         Nobody sees the model run in a step that is passed over: the optimiser that ended the last
         step ends those.
         """
+        if self._recorder.active and self._is_ours(optimiser):
+            self._meter.learn()
         if self._by_hand:
             return
         last = None if self._optimiser is None else self._optimiser()

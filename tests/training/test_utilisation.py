@@ -62,6 +62,10 @@ def test_an_unknown_device_or_model_says_why(
     more.adapter = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="changed after it was built"):
         Utilisation.of(more, CPU, "fp32")
+    split = GPT(TINY)
+    split.norm.to("meta")
+    with pytest.raises(ValueError, match="its parameters are on several devices"):
+        Utilisation.of(split, CPU, "fp32")
     with pytest.raises(ValueError, match=r"the peak of .* in bf16 is not known; headwise cost"):
         Utilisation.of(GPT(TINY), CPU, "bf16")
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "empty"))

@@ -87,6 +87,23 @@ def test_a_pass_without_learning_has_none() -> None:
     assert seen.heads().note is None
 
 
+def test_a_step_without_an_optimiser_is_no_training() -> None:
+    model = GPT(TINY)
+    with hw.watch(model) as seen:
+        model(ids())  # with gradients, and no backward
+        seen.step()
+    assert seen.utilisation is None
+
+
+def test_steps_that_are_ended_by_hand_have_it_too() -> None:
+    model = GPT(TINY)
+    with hw.watch(model) as seen:
+        for _ in range(3):
+            learn(model, ids())
+            seen.step()
+    assert flops(seen) == pytest.approx(STEP)
+
+
 def test_an_encoder_and_a_decoder_have_two_lengths() -> None:
     model = hw.models.Transformer(
         hw.models.TransformerConfig(50, d_model=32, encoder_layers=1, decoder_layers=1, heads=2)

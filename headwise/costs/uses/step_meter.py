@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,8 +51,9 @@ class StepUtilisation:
 
 
 class GivenShape(NamedTuple):
-    """The shape of a tensor that a pass was given."""
+    """The shape of a tensor that a pass was given, by the name of its argument."""
 
+    name: str
     size: tuple[int, ...]
     floating: bool
 
@@ -59,7 +61,7 @@ class GivenShape(NamedTuple):
 class ModelPass(NamedTuple):
     """One forward of the model."""
 
-    given: Mapping[str, GivenShape]
+    given: tuple[GivenShape, ...]
     dtype: torch.dtype  # of its products
     learning: bool  # a backward follows
     cached: bool  # it continues from a KV cache
@@ -91,7 +93,7 @@ class Mark(NamedTuple):
 class MeteredStep(NamedTuple):
     """A step that ended: its passes and its time."""
 
-    passes: tuple[ModelPass, ...]
+    passes: Counter[ModelPass]
     begun: Mark
     ended: Mark
 
@@ -101,36 +103,41 @@ class StepMeter:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._names = list(inspect.signature(type(unwrapped(model)).forward).parameters)[1:]
-        self._passes: list[ModelPass] = []
+        self._names = _arguments(unwrapped(model))
+        self._passes: Counter[ModelPass] = Counter()
         self._begun: Mark | None = None
+        self._learned = False
         self._known: dict[str, Utilisation] = {}
 
     def begin(self) -> None:
         """A step begins that is looked at."""
-        self._passes, self._begun = [], Mark.now(self._weight.device)
+        self._passes, self._learned = Counter(), False
+        self._begun = Mark.now(self._weight.device)
+
+    def learn(self) -> None:
+        """An optimiser of the model made a step: passes with gradients had a backward."""
+        self._learned = True
 
     def add(self, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """A pass of the whole model begins with these arguments."""
         named = dict(zip(self._names, given, strict=False)) | dict(options)
-        shapes = {
-            name: GivenShape(tuple(x.shape), x.is_floating_point())
+        shapes = tuple(
+            GivenShape(name, tuple(x.shape), x.is_floating_point())
             for name, x in named.items()
             if isinstance(x, Tensor)
-        }
+        )
         kind, dtype = self._weight.device.type, self._weight.dtype
         if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         cached = any(named.get(name) is not None for name in CACHES)
-        self._passes.append(ModelPass(shapes, dtype, torch.is_grad_enabled(), cached))
+        self._passes[ModelPass(shapes, dtype, torch.is_grad_enabled(), cached)] += 1
 
     def end(self) -> MeteredStep | None:
         """The step ends; None if nothing learned in it, or its beginning was not seen."""
-        begun, passes = self._begun, tuple(self._passes)
-        self._begun = None
-        if begun is None or not any(each.learning for each in passes):
+        begun, self._begun = self._begun, None
+        if begun is None or not self._learned or not any(each.learning for each in self._passes):
             return None
-        return MeteredStep(passes, begun, Mark.now(self._weight.device))
+        return MeteredStep(self._passes, begun, Mark.now(self._weight.device))
 
     def read(self, number: int, step: MeteredStep) -> StepUtilisation:
         """The utilisation of a step that ended."""
@@ -142,13 +149,14 @@ class StepMeter:
             if dtype not in self._known:
                 self._known[dtype] = Utilisation.of(self.model, self._weight.device, dtype)
             used = self._known[dtype]
-            for each in step.passes:
-                used.add(sizes_of(used.architecture, each.given), each.learning)
+            sizes = {each: sizes_of(used.architecture, each.given) for each in step.passes}
+            for each, count in step.passes.items():
+                used.add(sizes[each], each.learning, count)
             return StepUtilisation(number, used.read(seconds), seconds, used.device, dtype)
         except Exception as error:  # whatever it is, the step itself was recorded
             return StepUtilisation(number, None, seconds, why=str(error))
 
-    def _dtype(self, passes: tuple[ModelPass, ...]) -> str:
+    def _dtype(self, passes: Iterable[ModelPass]) -> str:
         kinds = {DTYPES.get(each.dtype, str(each.dtype)) for each in passes}
         if len(kinds) > 1:
             raise ValueError(f"its passes computed in {' and '.join(sorted(kinds))}")
@@ -161,21 +169,30 @@ class StepMeter:
         return next(self.model.parameters(), torch.empty(0))
 
 
-def sizes_of(architecture: Architecture, given: Mapping[str, GivenShape]) -> dict[str, int]:
+def _arguments(model: nn.Module) -> list[str]:
+    """The names of a forward's arguments; none if it has no Python signature."""
+    try:
+        return list(inspect.signature(type(model).forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return []
+
+
+def sizes_of(architecture: Architecture, given: Iterable[GivenShape]) -> dict[str, int]:
     """The sizes of a pass as `hw.cost` takes them; ValueError if they can't be told.
 
     >>> from headwise.costs.calculate import read
     >>> from headwise.models import GPTConfig
-    >>> sizes_of(read(GPTConfig(50)), {"tokens": GivenShape((8, 128), False)})
+    >>> sizes_of(read(GPTConfig(50)), [GivenShape("tokens", (8, 128), False)])
     {'batch': 8, 'queries': 128}
     """
-    read = [x for name, x in given.items() if not any(part in name for part in PASSED_OVER)]
+    named = {x.name: x for x in given}
+    read = [x for x in named.values() if not any(part in x.name for part in PASSED_OVER)]
     stacks = architecture.stacks
     first = read[0] if read else None
     if first is not None and stacks[-1].tokens is not None:  # images, all of the same size
         return {"batch": first.size[0]}
     if len(stacks) > 1:
-        target = next((given[name] for name in TARGETS if name in given), None)
+        target = next((named[name] for name in TARGETS if name in named), None)
         if first is None or target is None or len(target.size) < 2:
             raise ValueError("the sequences of its passes are not known")
         sizes = {"batch": target.size[0], "queries": target.size[1]}

@@ -46,6 +46,8 @@ class Utilisation:
                 f"some of its parameters do not learn, such as {still[0]}, and a backward counts "
                 "for all"
             )
+        if len({each.device for each in model.parameters()}) > 1:
+            raise ValueError("its parameters are on several devices")
         peak = this_machine.peak(where, dtype)
         if peak is None:
             raise ValueError(
@@ -55,12 +57,12 @@ class Utilisation:
         cost(model)  # ValueError if it is unknown, or not as it was built
         return cls(read(model), count * peak[0], dtype, peak[1])
 
-    def add(self, sizes: Mapping[str, int], learning: bool = True) -> None:
-        """Add a batch by its sizes: batch, queries and context, as `hw.cost` takes them.
+    def add(self, sizes: Mapping[str, int], learning: bool = True, count: int = 1) -> None:
+        """Add batches by their sizes: batch, queries and context, as `hw.cost` takes them.
 
-        Without `learning` it is a forward only.
+        Without `learning` they are forwards only.
         """
-        self.batches[tuple(sizes.items()), learning] += 1
+        self.batches[tuple(sizes.items()), learning] += count
 
     def read(self, seconds: float) -> float:
         """The share of the peak that was used since the last reading; the next starts here."""
