@@ -69,7 +69,7 @@ def test_an_unknown_device_or_model_says_why(
     with pytest.raises(ValueError, match=r"the peak of .* in bf16 is not known; headwise cost"):
         Utilisation.of(GPT(TINY), CPU, "bf16")
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "empty"))
-    assert known_utilisation(GPT(TINY), CPU) is None
+    assert known_utilisation(GPT(TINY), CPU, 1) is None
 
 
 def test_a_meter_without_a_known_peak_leaves_it_out() -> None:
