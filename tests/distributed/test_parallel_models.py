@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -152,6 +152,24 @@ def test_heads_may_be_spread_by_a_tensor_parallel_plan(processes: Processes, nam
         close(out, whole)
         for parameter, grad in wanted.items():
             close(found[parameter], grad)
+
+
+def rotated(mesh: DeviceMesh) -> Tensor:
+    """Queries that `ColwiseParallel(use_local_output=False)` gives: DTensors of some heads."""
+    position = Rotary().build(32, 4, 8)
+    heads = distribute_tensor(queries(), mesh, [Shard(1)])
+    return position.rotate(heads, position.waves(torch.arange(5))).full_tensor()
+
+
+def queries() -> Tensor:
+    return torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(2))
+
+
+def test_sharded_heads_are_rotated(processes: Processes) -> None:
+    position = Rotary().build(32, 4, 8)
+    whole = position.rotate(queries(), position.waves(torch.arange(5)))
+    for found in processes.run(rotated, 2):
+        torch.testing.assert_close(found, whole)
 
 
 def context_parallel(mesh: DeviceMesh, name: str, layout: str) -> object:

@@ -23,21 +23,18 @@ pytest.importorskip("safetensors")
 
 ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
-}
 
 
 def started(out: Path, *options: str, module: str = "headwise") -> subprocess.Popen[str]:
-    """Two processes that train a tiny model."""
+    """Two processes that train a tiny model, by a module beside the run or in the package."""
+    paths = f"{ROOT}{os.pathsep}{out.parent}"
+    alone = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     text = out.parent / "book.txt"
     text.write_text("attention is a weighted mean of values . " * 2000, encoding="utf-8")
     command = ["-m", module, "train", "language", "--out", str(out), "--device", "cpu", *options]
     data = [] if "--resume" in options else ["--data", str(text), "--context", "32"]
     return subprocess.Popen(
-        [*TORCHRUN, *command, *data], cwd=ROOT, env=ENVIRONMENT, text=True,
+        [*TORCHRUN, *command, *data], cwd=ROOT, env=os.environ | alone, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -113,7 +110,6 @@ main()
 @pytest.mark.slow
 def test_a_process_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILS, encoding="utf-8")
-    ENVIRONMENT["PYTHONPATH"] = f"{ROOT}{os.pathsep}{tmp_path}"
     running = started(tmp_path / "run", "--steps", "3000", module="failing")
     _, errors, code = interrupted(running, lambda: None)
     assert code != 0
