@@ -58,6 +58,11 @@ ROWS = {
             # Triton 3.6's interpreter, which only tests use, fails with NumPy 2.4.
             ("torch==2.11.*", "triton==3.6.*", "transformers==4.57.*", "numpy==2.3.*"),
         ),
+        Row(
+            "mixed",
+            "the oldest PyTorch, a newer transformers",
+            ("torch==2.11.*", "triton==3.6.*", "transformers==5.17.*", "numpy==2.3.*"),
+        ),
         Row("pinned", "constraints.txt", None),
         Row("newest", "the newest on the registry", ("torch", "triton", "transformers")),
     )

@@ -20,7 +20,7 @@ from headwise.engines.library_backward import LibraryBackward
 
 TENSORS = 12  # the arguments of an operator that are tensors: q, k, v, and the first of Terms
 BIAS = 7  # the place of the bias among them
-MOST_KEPT = 1 << 13  # numbers of terms per prepared call: in longer calls they take little time
+MOST_KEPT = 1 << 16  # numbers of terms per prepared call: longer calls take longer than they do
 
 
 class RowResults(NamedTuple):

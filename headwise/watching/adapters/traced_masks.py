@@ -22,7 +22,14 @@ RUNNING: list[nn.Module | None] = []
 """The modules whose forwards are being traced; None where an adapter reads a call already."""
 _read: list[tuple[Tensor, tuple[object, ...], Any]] = []
 _rows: list[tuple[tuple[int, int], torch.device, Tensor | None]] = []
+_plain: list[object] = []  # transformers' functions that show earlier keys, and that show all
 _single: list[Tensor] = []  # numbers of sequences (B, N) that are all the same
+
+
+def know(rules: Any) -> None:
+    """Remember the functions of transformers' masking_utils: torch 2.11 can't trace its import."""
+    names = ("causal_mask_function", "bidirectional_mask_function")
+    _plain[:] = [getattr(rules, name) for name in names if hasattr(rules, name)]
 
 
 def forget() -> None:
@@ -103,12 +110,8 @@ class KnownMask:
 
     def add(self, rule: Any) -> bool:
         """Add what a rule says; False if it is not known here."""
-        from transformers import masking_utils
-
-        if rule is masking_utils.causal_mask_function:
-            self.causal = True
-            return True
-        if rule is getattr(masking_utils, "bidirectional_mask_function", None):
+        if any([rule is one for one in _plain]):
+            self.causal = self.causal or rule is _plain[0]
             return True
         if not isinstance(rule, NamedRule):
             return False

@@ -117,6 +117,7 @@ def _replacements(
     if masks is not None:
         yield _replacement(masks, "__getitem__")
         rules = sys.modules["transformers.masking_utils"]
+        traced_masks.know(rules)
         yield from (
             _replacement(rules, name) for name in (NUMBERING, *RULES) if hasattr(rules, name)
         )
@@ -189,7 +190,9 @@ def _make_get_interface(original: Any, users: list[TransformersModules]) -> Call
             attn_implementation or "eager",
         )
         if torch.compiler.is_compiling():
-            return _beside(function, name, users)
+            # All but the default comes through __getitem__, which is replaced too; torch 2.11 loses
+            # the mark on a function that is made while it traces.
+            return _beside(function, name, users) if function is default else function
         if (function, name) not in made:
             made[function, name] = _beside(function, name, users)
         return made[function, name]
