@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, Never, Protocol, TypeVar
+from typing import Any, NamedTuple, Never, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +30,7 @@ from headwise.engines.contract import Engine, Results, compute
 from headwise.engines.failures import KernelError, record, replanned
 from headwise.engines.plan import Plan, choose, choose_partial, family
 from headwise.engines.plan import plan as _plan
+from headwise.handover import ShardedCalls, SplitCalls, sharded, split_calls
 from headwise.maps.attention_map import AttentionMap
 from headwise.score import Score
 
@@ -53,125 +52,6 @@ class SampledRows(NamedTuple):
     def of(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return a call's tensors with these rows of its queries (B, Hq, N, D)."""
         return given[0].index_select(2, self.numbers), *given[1:]
-
-
-class SplitCalls(Protocol):
-    """Takes over calls whose sequence is split between processes.
-
-    `tokens` (B, N) bool is False where the whole sequence is padding, `padded_rows` is True where
-    this process's part is; both are None without padding.
-    """
-
-    @property
-    def tokens(self) -> Tensor | None: ...
-
-    @property
-    def padded_rows(self) -> Tensor | None: ...
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """`attention` of this process's rows."""
-        ...
-
-    def observe(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
-    ) -> tuple[Tensor, Observation]:
-        """`observe` of this process's rows."""
-        ...
-
-    def every(self, number: int) -> list[int]:
-        """Return the number that each process gives."""
-        ...
-
-    def positions(self, lengths: list[int]) -> Tensor:
-        """Return this process's positions, if the processes hold parts of these lengths."""
-        ...
-
-    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
-        """`attention_map` of the whole sequence, for which every process must ask."""
-        ...
-
-
-class ShardedCalls(Protocol):
-    """Takes over calls whose tensors are DTensors."""
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """`attention`, a DTensor."""
-        ...
-
-    def observe(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
-    ) -> tuple[Tensor, Observation]:
-        """`observe`, of DTensors."""
-        ...
-
-
-_split: SplitCalls | None = None
-_sharded: ShardedCalls | None = None
-
-
-@contextmanager
-def splitting(calls: SplitCalls | None) -> Iterator[None]:
-    """Hand every call of `attention` and `observe` inside the block to `calls`; None to nobody."""
-    global _split
-    before, _split = _split, calls
-    try:
-        yield
-    finally:
-        _split = before
-
-
-def serve_sharded(calls: ShardedCalls) -> None:
-    """Hand every call whose tensors are DTensors to `calls`, from now on."""
-    global _sharded
-    _sharded = calls
-
-
-def sharded(*tensors: object) -> ShardedCalls | None:
-    """Return who takes over a call with these tensors; None unless one of them is a DTensor."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # if not, there is no DTensor
-    if loaded is None or not any(isinstance(x, loaded.DTensor) for x in tensors):
-        return None
-    return _sharded
-
-
-def split_calls() -> SplitCalls | None:
-    """Return who takes over calls now, because their sequence is split between processes."""
-    return _split
-
-
-def is_split() -> bool:
-    """Return whether calls are handed to other processes too."""
-    return _split is not None
-
-
-def split_tokens() -> Tensor | None:
-    """Return (B, N) bool for the sequence of all processes, False for padding; None without."""
-    return None if _split is None else _split.tokens
-
-
-def split_padding() -> Tensor | None:
-    """Return (B, rows) bool for the rows of this process, True for padding; None without."""
-    return None if _split is None else _split.padded_rows
-
-
-def held_positions(length: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return the positions (length,) of the tokens held here, and the length of the sequence.
-
-    Inside `splitting` these are this process's part of all positions, and every process must ask.
-
-    >>> held_positions(3, torch.device("cpu"))
-    (tensor([0, 1, 2]), 3)
-    """
-    if _split is None:
-        return torch.arange(length, device=device), length
-    lengths = _split.every(length)
-    return _split.positions(lengths).to(device), sum(lengths)
-
-
-def reached(positions: Tensor) -> Tensor | int | None:
-    """Return the number after the largest position, of all processes inside `splitting`."""
-    end = positions.max() + 1 if positions.numel() else None
-    return end if _split is None else max(_split.every(0 if end is None else int(end)))
 
 
 def attention(
@@ -219,9 +99,9 @@ def attention(
     if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
         named = dict(zip(OPTIONS, options, strict=True))
         return over_ranks.attention(q, k, v, engine=engine, **named)
-    if _split is not None:
+    if (split := split_calls()) is not None:
         named = dict(zip(OPTIONS, options, strict=True))
-        return _split.attention(q, k, v, engine=engine, **named)
+        return split.attention(q, k, v, engine=engine, **named)
     (out,) = _serve("attention", _batched("attention", q, k, v), options, engine)
     return out if q.ndim == 4 else out[0]
 
@@ -266,7 +146,7 @@ def observe(
     """
     if unknown:
         refuse_keywords("observe", unknown)
-    elsewhere: SplitCalls | ShardedCalls | None = _split
+    elsewhere: SplitCalls | ShardedCalls | None = split_calls()
     if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
         elsewhere = over_ranks
     if elsewhere is not None:
@@ -320,9 +200,9 @@ def statistics(
     >>> statistics(q, k, v, mask=hw.mask.causal(), rows=64).entropy.shape
     torch.Size([2, 8, 64])
     """
-    if _split is not None:
+    if (split := split_calls()) is not None:
         with torch.no_grad():
-            return _split.observe(
+            return split.observe(
                 q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
                 stats=stats, rows=rows, sink_keys=sink_keys, spans=spans,
             )[1]  # fmt: skip
@@ -459,12 +339,12 @@ def attention_map(
     >>> amap[0, 1, 10:12, :11].shape
     torch.Size([2, 11])
     """
-    if _split is not None:
+    if (split := split_calls()) is not None:
         if v is not None:
             raise ValueError(
                 "the map of a sequence that is split between processes knows no values; leave v out"
             )
-        return _split.attention_map(
+        return split.attention_map(
             q, k, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks, lse=lse
         )
     values = k[..., :0] if v is None and isinstance(k, Tensor) else v

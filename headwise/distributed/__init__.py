@@ -4,7 +4,7 @@ Everything runs on torch.distributed: a DeviceMesh, NCCL or gloo. `attention` an
 this rank's part of a sequence; `shard` and `unshard` cut tensors that way and put them together.
 """
 
-from headwise import api
+from headwise import handover
 from headwise.distributed.layouts import (
     Layout,
     balanced,
@@ -41,4 +41,4 @@ __all__ = [
     "unshard",
 ]
 
-api.serve_sharded(DTensorCalls())  # hw.attention and hw.observe of DTensors
+handover.serve_sharded(DTensorCalls())  # hw.attention and hw.observe of DTensors

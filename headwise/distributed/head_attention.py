@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise import api
+from headwise import api, handover
 from headwise.core.observation import check_sink_keys
 from headwise.core.place import Place, four
 from headwise.core.problem import without_autocast
@@ -65,7 +65,7 @@ def _computed(
     part = options_of(whole, range(whole.batch), range(*share.queries), options)
     part |= {"bias": bias} if isinstance(bias, Tensor) else {}  # the exchange has cut it
     q = q.to(k.dtype)  # shared keys are wider
-    alone, unwatched = api.splitting(None), torch._C.DisableTorchFunction()
+    alone, unwatched = handover.splitting(None), torch._C.DisableTorchFunction()
     with alone, unwatched, without_autocast(q.device):
         if not names:
             return [api.attention(q, k, v, **part).to(dtype)]

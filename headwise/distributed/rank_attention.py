@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from headwise.api import OPTIONS, sharded
+from headwise.api import OPTIONS
 from headwise.bias import ALiBi, Bias, RelativeBuckets
 from headwise.core.intervals import Mask
 from headwise.core.observation import (
@@ -42,6 +42,7 @@ from headwise.distributed.shards import check_layout
 from headwise.distributed.transport import RankGroup
 from headwise.dropout import Dropout
 from headwise.engines.plan import choose_partial
+from headwise.handover import sharded
 from headwise.score import Score
 
 

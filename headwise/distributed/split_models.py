@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.conv import _ConvNd
 
-from headwise import api
+from headwise import handover
 from headwise.distributed.layouts import Layout
 from headwise.distributed.mesh_calls import MeshCalls
 from headwise.distributed.movement import check_move
@@ -48,7 +48,7 @@ def context_parallel(
         if for_transformers:
             own, options = placed(module, calls, given, options)
             given = ()
-        entered.append(api.splitting(own))
+        entered.append(handover.splitting(own))
         entered[-1].__enter__()
         return given, options
 

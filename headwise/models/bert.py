@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import mask as masks
-from headwise.api import held_positions
 from headwise.core.intervals import Mask
+from headwise.handover import held_positions
 from headwise.models.config import Config
 from headwise.nn.block import Block, PostNorm
 from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import mask as masks
-from headwise.api import held_positions
 from headwise.core.intervals import Mask
+from headwise.handover import held_positions
 from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
 from headwise.nn.block import Arrangement, Block, PostNorm, PreNorm, Residual

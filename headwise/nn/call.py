@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention, held_positions, reached
+from headwise.api import attention
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.problem import autocasting, describe
+from headwise.handover import held_positions, reached
 from headwise.nn.caches.cache import Cache, Memory, check_cache
 from headwise.nn.caches.cache_masks import LaterKeys
 from headwise.nn.layer_options import Widths

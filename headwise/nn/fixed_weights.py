@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.api import held_positions, observe
+from headwise.api import observe
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
 from headwise.engines.plan import check_engine
+from headwise.handover import held_positions
 from headwise.nn.caches.cache import Cache, RollbackOnError, check_cache
 from headwise.nn.call import Call, check_dtype
 from headwise.nn.checks import check_flag, check_integers, check_sizes, check_tensor

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention_map, held_positions, observe
+from headwise.api import attention_map, observe
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
+from headwise.handover import held_positions
 from headwise.maps.attention_map import AttentionMap
 from headwise.nn.caches.cache import Cache, Memory, RollbackOnError
 from headwise.nn.caches.packed_cache import Packed, WriteOnly

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.api import attention, observe, sharded, split_calls, split_padding, statistics
+from headwise.api import attention, observe, statistics
 from headwise.core.edges import Edge, hole_of, without
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
@@ -18,6 +18,7 @@ from headwise.core.place import Place
 from headwise.core.reduction import Columns
 from headwise.core.spans import PREFIX, Span, within
 from headwise.distributed.sharded_tensors import local_part
+from headwise.handover import sharded, split_calls, split_padding
 from headwise.nn.call import Call
 from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer

@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.api import SplitCalls
 from headwise.bias import ALiBi, Bias, RelativeBuckets
 from headwise.core.intervals import Both, Mask
 from headwise.core.mask_reading import PackedIntervals, TracedDense
@@ -17,6 +16,7 @@ from headwise.core.observation import Observation
 from headwise.core.patterns import Causal, Window
 from headwise.core.place import Place
 from headwise.core.versions import Versions, may_be_overwritten
+from headwise.handover import SplitCalls
 from headwise.nn.call import Call
 from headwise.score import Additive, Cosine, Dot, General, Score
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from headwise.api import attention, attention_map, held_positions, is_split, split_tokens
+from headwise.api import attention, attention_map
 from headwise.core.intervals import Mask
 from headwise.core.patterns import Dense
 from headwise.core.place import Place
+from headwise.handover import held_positions, is_split, split_tokens
 from headwise.nn.call import Call
 from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_functions import Grid, to_mask

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from headwise.api import sharded
+from headwise.handover import sharded
 from headwise.nn import MultiHeadAttention
 from headwise.watching.head_weights import SEPARATE
 

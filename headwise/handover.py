@@ -1,0 +1,137 @@
+"""Calls that other processes take over: those of a split sequence, and those of DTensors.
+
+`headwise.distributed` says who takes over. Models, modules and watches ask here, so that they need
+not know how a sequence is split.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headwise.core.observation import Observation
+from headwise.maps.attention_map import AttentionMap
+
+
+class SplitCalls(Protocol):
+    """Takes over calls whose sequence is split between processes.
+
+    `tokens` (B, N) bool is False where the whole sequence is padding, `padded_rows` is True where
+    this process's part is; both are None without padding.
+    """
+
+    @property
+    def tokens(self) -> Tensor | None: ...
+
+    @property
+    def padded_rows(self) -> Tensor | None: ...
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """`attention` of this process's rows."""
+        ...
+
+    def observe(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Tensor, Observation]:
+        """`observe` of this process's rows."""
+        ...
+
+    def every(self, number: int) -> list[int]:
+        """Return the number that each process gives."""
+        ...
+
+    def positions(self, lengths: list[int]) -> Tensor:
+        """Return this process's positions, if the processes hold parts of these lengths."""
+        ...
+
+    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
+        """`attention_map` of the whole sequence, for which every process must ask."""
+        ...
+
+
+class ShardedCalls(Protocol):
+    """Takes over calls whose tensors are DTensors."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """`attention`, a DTensor."""
+        ...
+
+    def observe(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Tensor, Observation]:
+        """`observe`, of DTensors."""
+        ...
+
+
+_split: SplitCalls | None = None
+_sharded: ShardedCalls | None = None
+
+
+@contextmanager
+def splitting(calls: SplitCalls | None) -> Iterator[None]:
+    """Hand every call of `attention` and `observe` inside the block to `calls`; None to nobody."""
+    global _split
+    before, _split = _split, calls
+    try:
+        yield
+    finally:
+        _split = before
+
+
+def serve_sharded(calls: ShardedCalls) -> None:
+    """Hand every call whose tensors are DTensors to `calls`, from now on."""
+    global _sharded
+    _sharded = calls
+
+
+def sharded(*tensors: object) -> ShardedCalls | None:
+    """Return who takes over a call with these tensors; None unless one of them is a DTensor."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # if not, there is no DTensor
+    if loaded is None or not any(isinstance(x, loaded.DTensor) for x in tensors):
+        return None
+    return _sharded
+
+
+def split_calls() -> SplitCalls | None:
+    """Return who takes over calls now, because their sequence is split between processes."""
+    return _split
+
+
+def is_split() -> bool:
+    """Return whether calls are handed to other processes too."""
+    return _split is not None
+
+
+def split_tokens() -> Tensor | None:
+    """Return (B, N) bool for the sequence of all processes, False for padding; None without."""
+    return None if _split is None else _split.tokens
+
+
+def split_padding() -> Tensor | None:
+    """Return (B, rows) bool for the rows of this process, True for padding; None without."""
+    return None if _split is None else _split.padded_rows
+
+
+def held_positions(length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return the positions (length,) of the tokens held here, and the length of the sequence.
+
+    Inside `splitting` these are this process's part of all positions, and every process must ask.
+
+    >>> held_positions(3, torch.device("cpu"))
+    (tensor([0, 1, 2]), 3)
+    """
+    if _split is None:
+        return torch.arange(length, device=device), length
+    lengths = _split.every(length)
+    return _split.positions(lengths).to(device), sum(lengths)
+
+
+def reached(positions: Tensor) -> Tensor | int | None:
+    """Return the number after the largest position, of all processes inside `splitting`."""
+    end = positions.max() + 1 if positions.numel() else None
+    return end if _split is None else max(_split.every(0 if end is None else int(end)))
