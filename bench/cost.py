@@ -233,6 +233,14 @@ def section(kept: dict[str, Any]) -> str:
         judged = "met" if each["met"] else "**missed**"
         value = f"{each['value']:.2f} {each['unit']}"
         lines.append(f"| {each['name']} | {value} | {each['target']} | {judged} |")
+    by_sheet = [
+        100 * abs(row["data_sheet"] / row["measured"] - 1)
+        for row in kept["cells"]
+        if "data_sheet" in row
+    ]
+    if by_sheet:
+        median, worst = statistics.median(by_sheet), max(by_sheet)
+        lines += ["", f"By the data sheet alone: median error {median:.1f} %, worst {worst:.1f} %."]
     return "\n".join([*lines, "", table(kept["cells"])])
 
 

@@ -1,7 +1,8 @@
-"""Times one rank's kernels of a ring alone, beside the bytes that the ring moves meanwhile.
+"""Times one rank's kernels of a ring and of Ulysses alone, beside the bytes that each moves.
 
-One GPU is enough: a step of a ring is this rank's rows over one other rank's keys. The time that a
-link needs for the step's bytes is computed from --bandwidth, and said to be.
+One GPU is enough: a step of a ring is this rank's rows over one other rank's keys, and Ulysses is a
+call of few heads over the whole sequence. The time that a link needs for the bytes is computed from
+--bandwidth, and said to be.
 
     python -m bench.distributed                        # on a GPU: 128k to 1M tokens, 2 to 64 ranks
     python -m bench.distributed --tokens 2048 --ranks 2 --device cpu
@@ -58,10 +59,44 @@ def step(tokens: int, ranks: int, device: torch.device, dtype: torch.dtype) -> d
     return {
         "tokens": tokens,
         "ranks": ranks,
+        "move": "one step of a ring",
         "engine": engine,
         "forward_ms": 1e3 * seconds(lambda: blocks.forward(given, WIDTH, [run]), device),
         "backward_ms": 1e3 * seconds(lambda: rows.of(run), device),
         "bytes": 2 * KV_HEADS * part * WIDTH * dtype.itemsize,
+    }
+
+
+def by_heads(
+    tokens: int, ranks: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, object]:
+    """All of a causal call that one rank of Ulysses computes: its heads over all positions."""
+    mask = hw.mask.causal()
+    heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
+    given = [
+        torch.randn(1, n, tokens, WIDTH, device=device, dtype=dtype, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    with torch.no_grad():
+        forward = seconds(lambda: hw.attention(*given, mask=mask), device)
+    out = hw.attention(*given, mask=mask)
+    grad = torch.randn_like(out)
+
+    def backward() -> None:
+        torch.autograd.grad(out, given, grad, retain_graph=True)
+
+    moved = hw.distributed.explain(
+        tokens, ranks, mask=mask, heads=HEADS, kv_heads=KV_HEADS, width=WIDTH, dtype=dtype,
+        move="ulysses",
+    )  # fmt: skip
+    return {
+        "tokens": tokens,
+        "ranks": ranks,
+        "move": "ulysses",
+        "engine": hw.explain(*given, mask=mask).engine,
+        "forward_ms": 1e3 * forward,
+        "backward_ms": 1e3 * seconds(backward, device),
+        "bytes": max(moved.sent),
     }
 
 
@@ -81,10 +116,11 @@ def main() -> None:
         for ranks in given.ranks:
             if tokens // ranks > given.longest:
                 continue
-            figures = step(tokens, ranks, device, dtype)
-            figures["link_ms_computed"] = 1e3 * float(str(figures["bytes"])) / given.bandwidth
-            print({n: round(x, 3) if isinstance(x, float) else x for n, x in figures.items()})
-            found.append(figures)
+            for time_one in (step, *([by_heads] if KV_HEADS % ranks == 0 else [])):
+                figures = time_one(tokens, ranks, device, dtype)
+                figures["link_ms_computed"] = 1e3 * float(str(figures["bytes"])) / given.bandwidth
+                print({n: round(x, 3) if isinstance(x, float) else x for n, x in figures.items()})
+                found.append(figures)
     if given.json:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         with open(given.json, "w", encoding="utf-8") as file:

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 from bench import described
+from bench.watch_divergence import train
 from tests.look.browser import MISSING, chromium
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
@@ -39,7 +41,12 @@ class Shot:
     click: str | None = None
 
 
+DIVERGING = "diverging"
+"""The run of bench.watch_divergence, as if it were a model."""
+
 HEAD = "#/head?layer=5&head=1"
+NORTHERN = f"{HEAD}&row=279&side=spans&first=252&last=252&zoom=16&x=252&y=279"
+"""“the Northern C” for the second time, and what followed it the first time."""
 
 SHOTS = (
     Shot("look-heads", "#/heads?layer=5&head=1", hover="[data-point='5.3']"),
@@ -49,9 +56,12 @@ SHOTS = (
     Shot("look-head-whole", f"{HEAD}&row=368"),
     Shot("look-head-whole.zh", f"{HEAD}&row=368", locale=CHINESE),
     Shot("look-head-lines", f"{HEAD}&side=lines&from=115&to=124&zoom=24&x=110&y=116&scale=linear"),
+    Shot("look-spans", NORTHERN, click="Hide these keys from head 5.1"),
+    Shot("look-spans.zh", NORTHERN, locale=CHINESE, click="让头 5.1 看不到这些键"),
     Shot("look-cost", "#/cost", height=960),
     Shot("look-why-scale", "#/why/scale?d=256&scaling=none", height=840),
     Shot("look-lab", "#/lab/scale-gradient"),
+    Shot("look-watch", "#/watch?step=20&heads=0.1,1.2", DIVERGING, height=620),
     Shot("look-head-alignment", "#/head?group=cross&layer=1&head=0", "translate"),
 )
 
@@ -59,6 +69,12 @@ SHOTS = (
 @contextmanager
 def served(model: str) -> Iterator[str]:
     """The address of a page on a model, as `headwise look` serves it."""
+    if model == DIVERGING:
+        with TemporaryDirectory() as folder:
+            train(folder=Path(folder) / DIVERGING)
+            with served(f"{folder}/{DIVERGING}") as url:
+                yield url
+        return
     command = [sys.executable, "-m", "headwise", "look", model, "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -79,13 +95,14 @@ def take(browser: Browser, shot: Shot, url: str) -> None:
     if not shot.newcomer:
         page.add_init_script("localStorage.setItem('headwise.tour', 'seen')")
     page.goto(url)
-    page.wait_for_selector("[data-head]", timeout=60_000)
+    page.wait_for_selector("[data-head], main canvas", timeout=60_000)
     page.goto(url + shot.address)
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(800)
     if shot.click:
         page.get_by_role("button", name=shot.click).click()
-        page.wait_for_timeout(400)
+        page.wait_for_load_state("networkidle")
+        page.wait_for_timeout(1500)
     if shot.hover:
         page.hover(shot.hover, force=True)
     keep(page.screenshot(), shot.name)

@@ -12,6 +12,7 @@ after each step. `--seeds 4` reports several seeds.
 import argparse
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,15 +77,20 @@ def loss_of(model: nn.Module, random: torch.Generator) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, :-BACK].flatten())
 
 
-def train(limit: float | None = None, recipe: Recipe = RECIPE, seed: int = SEED) -> Course:
-    """Train by a recipe; `limit` clips the heads whose logits exceed it."""
+def train(
+    limit: float | None = None,
+    recipe: Recipe = RECIPE,
+    seed: int = SEED,
+    folder: Path | None = None,
+) -> Course:
+    """Train by a recipe, recorded in a folder; `limit` clips heads whose logits exceed it."""
     torch.manual_seed(seed)
     model = GPT(CONFIG)
     optimizer = recipe.optimizer(model)
     random = torch.Generator().manual_seed(seed + 1)
     course = Course()
     watch = hw.watch(model, maps=False, alarms=[LogitGrowth(), EntropyCollapse()])
-    with watch:
+    with watch, nullcontext() if folder is None else watch.record(folder):
         for step in range(recipe.steps):
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(step)

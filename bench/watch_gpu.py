@@ -119,7 +119,7 @@ def compared(shape: tuple[int, ...], device: str, rounds: int) -> Results:
 
     fused = SDPBackend.CUDNN_ATTENTION if device == "cuda" else SDPBackend.FLASH_ATTENTION
     ways = {"fused": Way(plain, lambda: sdpa_kernel(fused)), "observed": Way(seeing)}
-    found = alternated(ways, rounds, 20 if device == "cuda" else 3, device)
+    found = alternated(ways, rounds, 3, device)
     plan = hw.explain(*leaves, mask=mask, observed=True)
     return found | {"engine": plan.engine, "backward": plan.backward}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from headwise.core.observation import (
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
 from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, span_weights
-from headwise.core.sums import EVERYTHING
+from headwise.core.sums import EVERYTHING, WIDE
 from headwise.dropout import Dropout, draw_seed
 from headwise.engines import calls
 from headwise.engines.contract import Engine, Results, compute
@@ -55,7 +56,17 @@ class SampledRows(NamedTuple):
 
 
 class SplitCalls(Protocol):
-    """Takes over calls whose sequence is split between processes."""
+    """Takes over calls whose sequence is split between processes.
+
+    `tokens` (B, N) bool is False where the whole sequence is padding, `padded_rows` is True where
+    this process's part is; both are None without padding.
+    """
+
+    @property
+    def tokens(self) -> Tensor | None: ...
+
+    @property
+    def padded_rows(self) -> Tensor | None: ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """`attention` of this process's rows."""
@@ -67,13 +78,40 @@ class SplitCalls(Protocol):
         """`observe` of this process's rows."""
         ...
 
+    def every(self, number: int) -> list[int]:
+        """Return the number that each process gives."""
+        ...
+
+    def positions(self, lengths: list[int]) -> Tensor:
+        """Return this process's positions, if the processes hold parts of these lengths."""
+        ...
+
+    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
+        """`attention_map` of the whole sequence, for which every process must ask."""
+        ...
+
+
+class ShardedCalls(Protocol):
+    """Takes over calls whose tensors are DTensors."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """`attention`, a DTensor."""
+        ...
+
+    def observe(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Tensor, Observation]:
+        """`observe`, of DTensors."""
+        ...
+
 
 _split: SplitCalls | None = None
+_sharded: ShardedCalls | None = None
 
 
 @contextmanager
-def splitting(calls: SplitCalls) -> Iterator[None]:
-    """Hand every call of `attention` and `observe` inside the block to `calls`."""
+def splitting(calls: SplitCalls | None) -> Iterator[None]:
+    """Hand every call of `attention` and `observe` inside the block to `calls`; None to nobody."""
     global _split
     before, _split = _split, calls
     try:
@@ -82,9 +120,58 @@ def splitting(calls: SplitCalls) -> Iterator[None]:
         _split = before
 
 
+def serve_sharded(calls: ShardedCalls) -> None:
+    """Hand every call whose tensors are DTensors to `calls`, from now on."""
+    global _sharded
+    _sharded = calls
+
+
+def sharded(*tensors: object) -> ShardedCalls | None:
+    """Return who takes over a call with these tensors; None unless one of them is a DTensor."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # if not, there is no DTensor
+    if loaded is None or not any(isinstance(x, loaded.DTensor) for x in tensors):
+        return None
+    return _sharded
+
+
+def split_calls() -> SplitCalls | None:
+    """Return who takes over calls now, because their sequence is split between processes."""
+    return _split
+
+
 def is_split() -> bool:
     """Return whether calls are handed to other processes too."""
     return _split is not None
+
+
+def split_tokens() -> Tensor | None:
+    """Return (B, N) bool for the sequence of all processes, False for padding; None without."""
+    return None if _split is None else _split.tokens
+
+
+def split_padding() -> Tensor | None:
+    """Return (B, rows) bool for the rows of this process, True for padding; None without."""
+    return None if _split is None else _split.padded_rows
+
+
+def held_positions(length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return the positions (length,) of the tokens held here, and the length of the sequence.
+
+    Inside `splitting` these are this process's part of all positions, and every process must ask.
+
+    >>> held_positions(3, torch.device("cpu"))
+    (tensor([0, 1, 2]), 3)
+    """
+    if _split is None:
+        return torch.arange(length, device=device), length
+    lengths = _split.every(length)
+    return _split.positions(lengths).to(device), sum(lengths)
+
+
+def reached(positions: Tensor) -> Tensor | int | None:
+    """Return the number after the largest position, of all processes inside `splitting`."""
+    end = positions.max() + 1 if positions.numel() else None
+    return end if _split is None else max(_split.every(0 if end is None else int(end)))
 
 
 def attention(
@@ -129,6 +216,9 @@ def attention(
         )  # fmt: skip
         return result
     options = (score, mask, bias, softcap, sinks, dropout)
+    if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
+        named = dict(zip(OPTIONS, options, strict=True))
+        return over_ranks.attention(q, k, v, engine=engine, **named)
     if _split is not None:
         named = dict(zip(OPTIONS, options, strict=True))
         return _split.attention(q, k, v, engine=engine, **named)
@@ -176,8 +266,11 @@ def observe(
     """
     if unknown:
         refuse_keywords("observe", unknown)
-    if _split is not None:
-        return _split.observe(
+    elsewhere: SplitCalls | ShardedCalls | None = _split
+    if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
+        elsewhere = over_ranks
+    if elsewhere is not None:
+        return elsewhere.observe(
             q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
             dropout=dropout, engine=engine, stats=stats, rows=rows, sink_keys=sink_keys,
             spans=spans,
@@ -367,9 +460,12 @@ def attention_map(
     torch.Size([2, 11])
     """
     if _split is not None:
-        raise ValueError(
-            "hw.attention_map needs all keys, and this sequence is split between processes; make "
-            "the map outside of the model, from tensors that hw.distributed.unshard put together"
+        if v is not None:
+            raise ValueError(
+                "the map of a sequence that is split between processes knows no values; leave v out"
+            )
+        return _split.attention_map(
+            q, k, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks, lse=lse
         )
     values = k[..., :0] if v is None and isinstance(k, Tensor) else v
     four = _batched("attention_map", q, k, values)
@@ -445,14 +541,12 @@ def partial(
     four = _batched("partial", q, k, v)
     if q.ndim != 4:
         raise ValueError(f"hw.partial needs a batch axis\n  in {restate('partial', q, k, v)}")
-    half = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
-    wide = [x.float() for x in four] if half else four
     problem = pose(
-        "partial", *wide, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
+        "partial", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
-    sums = _restating("partial", four, choose_partial, problem).run(problem, EVERYTHING)
+    sums = _restating("partial", four, choose_partial, problem).run(problem, EVERYTHING | WIDE)
     return Partial.from_sums(sums, sinks, q.dtype)
 
 

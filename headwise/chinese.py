@@ -1,4 +1,4 @@
-"""The table of translations: every message that the page may show, in 中文, by its English text.
+"""The table of translations: messages of the page and of commands, in 中文, by their English text.
 
 Messages are made by `headwise.messages.say`; the tests find every such call and check that its
 sentence is here, with the same values.
@@ -10,8 +10,8 @@ CHINESE: dict[str, str] = {
     "see docs/look.md": "参见 docs/look.md",
     "there is no input {id}": "没有输入 {id}",
     "this input has no predictions to compare": "这个输入没有可比较的预测",
-    "models that predict tokens or classes can: gpt, a ViT, a causal language model": (
-        "预测词元或类别的模型可以：gpt、ViT、因果语言模型"
+    "use a model that predicts tokens or classes; of a translator, its decoder": (
+        "请用预测词元或类别的模型；翻译模型则用其解码器"
     ),
     "{rows:,} rows by {keys:,} keys are too many at once; choose fewer keys": (
         "{rows:,} 行乘 {keys:,} 个键一次算不完；请少选一些键"
@@ -70,6 +70,14 @@ CHINESE: dict[str, str] = {
     ),
     "this model reads images; use --image FILE": "这个模型读图片；请用 --image FILE",
     "there is no word to look at in {text!r}": "{text!r} 里没有可看的词",
+    "{name} puts the image into {count} tokens that do not stand in a row, and the page draws one "
+    "image; hw.watch has its figures": (
+        "{name} 把图像放进 {count} 个不相连的词元，而页面只画一幅图像；hw.watch 有它的统计量"
+    ),
+    "{name} reads the image as {count} tokens, which are not the patches of one square; hw.watch "
+    "has its figures": (
+        "{name} 把图像读作 {count} 个词元，它们不是一个正方形的图块；hw.watch 有它的统计量"
+    ),
     "{tokens:,} tokens are too many to look at on {device}: at most {most:,}{more}": (
         "{tokens:,} 个词元太多，在 {device} 上最多看 {most:,} 个{more}"
     ),
@@ -132,6 +140,241 @@ CHINESE: dict[str, str] = {
     ),
     "{heads} heads can't share {kv_heads} key heads evenly; use a divisor of {heads}": (
         "{heads} 个头无法平均共用 {kv_heads} 个键头；请用 {heads} 的约数"
+    ),
+    # configurations whose cost can't be counted
+    "the configuration of {kind!r} has no field {name!r}, whose default only transformers knows; "
+    "add it, or pip install headwise[transformers]": (
+        "{kind!r} 的配置没有字段 {name!r}，它的默认值只有 transformers 知道；请补上，或 "
+        "pip install headwise[transformers]"
+    ),
+    " (or {names})": "（或 {names}）",
+    "the configuration of {kind!r} has no field {name!r}{others}; its cost can't be counted "
+    "without it": "{kind!r} 的配置没有字段 {name!r}{others}；没有它就无法计算开销",
+    "the configuration of {kind!r} has no {missing}; its cost can't be counted without them": (
+        "{kind!r} 的配置没有 {missing}；没有它们就无法计算开销"
+    ),
+    "{kind!r} has {name}={value!r}; it must be a positive integer": (
+        "{kind!r} 的 {name}={value!r}；它必须是正整数"
+    ),
+    "{kind!r} has {name}={value!r}; it must be from 0 to below 1": (
+        "{kind!r} 的 {name}={value!r}；它必须不小于 0 且小于 1"
+    ),
+    "{kind!r} has the activation {name!r}, which is unknown; known are {there}": (
+        "{kind!r} 的激活函数 {name!r} 未知；已知的有 {there}"
+    ),
+    "{kind!r} contradicts itself: {what}": "{kind!r} 自相矛盾：{what}",
+    "{name}={width} does not divide into {heads} heads, and there is no head_dim": (
+        "{name}={width} 不能平分给 {heads} 个头，又没有 head_dim"
+    ),
+    "{heads} heads can't share {found} key heads": "{heads} 个头无法平均共用 {found} 个键头",
+    "{count} layer_types for {layers} layers": "{layers} 层却有 {count} 个 layer_types",
+    "{name} has {wrong!r}, and there are {layers} layers": (
+        "{name} 中有 {wrong!r}，而一共只有 {layers} 层"
+    ),
+    "the head {head!r} of {kind!r} is unknown; known are {known}": (
+        "{kind!r} 的输出层 {head!r} 未知；已知的有 {known}"
+    ),
+    "{kind!r} has {layers:,} layers; at most {most:,} are counted": (
+        "{kind!r} 有 {layers:,} 层；最多只算 {most:,} 层"
+    ),
+    "{count} of {layers} layers reuse the keys of earlier ones": (
+        "{layers} 层中有 {count} 层沿用前面各层的键"
+    ),
+    "{kind!r} has layers of the type {unknown!r}, which is unknown; known are {there}": (
+        "{kind!r} 中有类型为 {unknown!r} 的层，这种类型未知；已知的有 {there}"
+    ),
+    "it has layers with sliding attention and no sliding_window": (
+        "有滑动窗口注意力的层，却没有 sliding_window"
+    ),
+    "it has layers with chunked attention and no attention_chunk_size": (
+        "有分块注意力的层，却没有 attention_chunk_size"
+    ),
+    "the configuration of {kind!r} has a sliding_window of {window} and no layer_types, which say "
+    "which layers have it": (
+        "{kind!r} 的配置有 sliding_window={window}，却没有说明哪些层使用它的 layer_types"
+    ),
+    "{kind!r} rotates {part!r} of a head; it must be from 0 to 1": (
+        "{kind!r} 旋转每个头的 {part!r}；它必须在 0 到 1 之间"
+    ),
+    "{count} widths for {layers} layers": "{layers} 层却有 {count} 个宽度",
+    "{active} experts per token of {experts}": "每个词元用 {active} 个专家，而只有 {experts} 个",
+    "{heads} heads of {width} are not the width of its Mamba layers, {inner}": (
+        "{heads} 个宽 {width} 的头不等于它的 Mamba 层的宽度 {inner}"
+    ),
+    "an image of {image} has no patch of {patch}": "边长 {image} 的图像切不出边长 {patch} 的块",
+    "the configuration has no field 'model_type', which says which architecture it is; known are "
+    "{known}": "配置没有说明架构的字段 'model_type'；已知的架构有 {known}",
+    "architectures={listed!r} must be a list of class names": (
+        "architectures={listed!r} 必须是类名的列表"
+    ),
+    "architectures={name!r} names no head: it ends in neither Model nor For…": (
+        "architectures={name!r} 没有说明输出层：它既不以 Model 结尾，也不含 For…"
+    ),
+    "architectures={name!r} is not a class of model_type={kind!r}, and its cost is not known": (
+        "architectures={name!r} 不是 model_type={kind!r} 的类，它的开销无从得知"
+    ),
+    "; it is made of several models: give one of them, such as config.{part}": (
+        "；它由几个模型组成：请给出其中一个，例如 config.{part}"
+    ),
+    "; of a plain decoder's fields it lacks {missing}": "；与普通解码器相比缺少字段 {missing}",
+    "the architecture {kind!r} is unknown, and its parts are not guessed{note}. Known are "
+    "{known}": (
+        "架构 {kind!r} 未知，也不猜测它的组成{note}。已知的有 {known}"
+    ),
+    "{kind!r} with {name}={value} is not supported": "不支持 {name}={value} 的 {kind!r}",
+    "transformers refuses this configuration of {kind!r}: {message}": (
+        "transformers 拒绝了 {kind!r} 的这份配置：{message}"
+    ),
+    "{name!r} is not a file, and finding a model by its name needs transformers: pip install "
+    "headwise[transformers]": (
+        "{name!r} 不是文件，而按名字查找模型需要 transformers：pip install headwise[transformers]"
+    ),
+    "{name!r} is neither a config.json nor a model's name": (
+        "{name!r} 既不是 config.json，也不是模型名"
+    ),
+    "{name!r} is neither a config.json nor in the local cache, and the hub can't be asked for it "
+    "({reason})": "{name!r} 既不是 config.json，也不在本地缓存里，又无法询问 hub（{reason}）",
+    "{name!r} is not on the hub: {reason}": "hub 上没有 {name!r}：{reason}",
+    "{path} is not JSON: {reason}": "{path} 不是 JSON：{reason}",
+    "{path} holds no configuration, but a {kind}": "{path} 里不是配置，而是 {kind}",
+    "mesh has no axis {name!r}; it takes dp (data), tp (tensor), cp (context) and fsdp (sharded "
+    "parameters)": (
+        "mesh 没有 {name!r} 这个轴；可以是 dp（数据）、tp（张量）、cp（上下文）和 fsdp（参数分片）"
+    ),
+    "mesh[{name!r}]={size!r} must be a positive number of ranks": (
+        "mesh[{name!r}]={size!r} 必须是正的进程数"
+    ),
+    "{what}={given!r} is not a dtype; use one of {there}": (
+        "{what}={given!r} 不是 dtype；可以是 {there}"
+    ),
+    "dtype={dtype!r} is not one that activations are computed in; use one of {there} (a cache may "
+    "be smaller: cache={dtype!r})": (
+        "激活不会用 dtype={dtype!r} 计算；可以是 {there}（缓存可以更小：cache={dtype!r}）"
+    ),
+    "{what} of {size} does not divide over {ranks} ranks ({axis}={ranks}); choose {axis} among "
+    "the divisors of {size}": (
+        "{what} {size} 不能平分给 {ranks} 个进程（{axis}={ranks}）；请在 {size} 的约数中选 {axis}"
+    ),
+    "{name}={value} is too long; at most {most:,} tokens are counted": (
+        "{name}={value} 太长；最多只算 {most:,} 个词元"
+    ),
+    "attention with heads": "注意力头数",
+    "score parameters": "打分参数",
+    "bias parameters": "偏置参数",
+    "a hidden width": "隐藏宽度",
+    "a batch": "批量",
+    "a length": "长度",
+    "a rank's length": "每个进程的长度",
+    "two parts per rank": "每个进程两段",
+    "{name} always has {tokens} tokens, not queries={asked}; leave the length out": (
+        "{name} 总是有 {tokens} 个词元，而不是 queries={asked}；请不要给出长度"
+    ),
+    "{keys} tokens are more than {name} has positions for in its {stack}, {longest}": (
+        "{keys} 个词元超过了 {name} 的{stack}所能容纳的位置数 {longest}"
+    ),
+    "{heads} key heads neither divide over {ranks} ranks (tp={ranks}) nor divide {ranks}, so that "
+    "each rank would hold one; choose another tp": (
+        "{heads} 个键头既不能平分给 {ranks} 个进程（tp={ranks}），也不能整除 {ranks}"
+        "（那样每个进程各持一个）；请换一个 tp"
+    ),
+    # questions of headwise cost that can't be answered
+    "--decode and --training are two uses; give one of them": (
+        "--decode 与 --training 是两种用法；请只给一个"
+    ),
+    "--recompute is about training; add --training": "--recompute 用于训练；请加上 --training",
+    "training keeps no KV cache; leave out --cache": "训练没有 KV 缓存；请去掉 --cache",
+    "--fit is about memory, not time; leave out --device": (
+        "--fit 问的是内存，不是时间；请去掉 --device"
+    ),
+    "--fit finds the length; leave out --length": "--fit 要求的就是长度；请去掉 --length",
+    "--sweep gives the lengths; leave out --length": "--sweep 已给出长度；请去掉 --length",
+    "{one} and {other} are two questions; ask one of them": (
+        "{one} 与 {other} 是两个问题；请一次问一个"
+    ),
+    "--plot draws a sweep; add --sweep length=1k..128k": (
+        "--plot 画的是一组取值；请加上 --sweep length=1k..128k"
+    ),
+    "heads can be swept for a decoder described by flags, and {name} is a model; use --layers, "
+    "--width and the others": (
+        "只有用选项描述的解码器才能改变头数，而 {name} 是现成的模型；请用 --layers、--width 等选项"
+    ),
+    "{name} is described already; leave out --{first}, or the model": (
+        "{name} 已经确定；请去掉 --{first}，或去掉模型"
+    ),
+    "name a model or a config.json, or describe a decoder: --layers 32 --width 4096 --heads 32; "
+    "headwise cost --help has examples": (
+        "请给出模型名或 config.json，或描述一个解码器：--layers 32 --width 4096 --heads 32；"
+        "headwise cost --help 里有例子"
+    ),
+    "a decoder described by flags also needs {flags}": "用选项描述解码器还需要 {flags}",
+    "{what} {written!r} is not a size; try 4096, 32k or 80GB": (
+        "{what} {written!r} 不是大小；可以写 4096、32k 或 80GB"
+    ),
+    "{what} {written!r} must be at least 1": "{what} {written!r} 至少应为 1",
+    "--mesh {written!r} is not a mesh; try tp=4,cp=2": (
+        "--mesh {written!r} 不是设备网格；可以写 tp=4,cp=2"
+    ),
+    "--sweep {written!r} is not an axis with values; try length=1k..128k, batch=1,8,64 or "
+    "heads=1..64": (
+        "--sweep {written!r} 不是带取值的轴；可以写 length=1k..128k、batch=1,8,64 或 heads=1..64"
+    ),
+    "--sweep {written!r} needs 2 to {most} rising values": (
+        "--sweep {written!r} 需要 2 到 {most} 个递增的值"
+    ),
+    # the tables of headwise cost
+    "parameters": "参数量",
+    "… that a token uses": "……每个词元用到的",
+    "weights": "权重",
+    "KV cache": "KV 缓存",
+    "recurrent state": "循环状态",
+    "saved for the backward": "为反向保存",
+    "memory in all": "内存合计",
+    "FLOPs, visible pairs": "FLOPs，可见的对",
+    "FLOPs, every pair": "FLOPs，所有的对",
+    "FLOPs, whole tiles": "FLOPs，整块",
+    "exponentials and the like": "指数等特殊函数",
+    "bytes moved": "访存字节",
+    "FLOPs per byte": "每字节 FLOPs",
+    "time": "时间",
+    "tokens per second": "每秒词元数",
+    "share of the peak FLOPs": "占峰值 FLOPs",
+    "length": "长度",
+    "batch": "批量",
+    "heads": "头数",
+    "training": "训练",
+    "inference": "推理",
+    "; the model has no more positions": "；模型没有更多的位置",
+    "; longer ones are not tried": "；没有试更长的",
+    "exactly": "精确值",
+    "its own": "自有长度",
+    "tokens per sequence": "每个序列的词元数",
+    "part": "部分",
+    "saved": "保存",
+    "of all": "占比",
+    "{model}: {tokens:,} tokens fit into {room} (batch {batch}, {phase}){limit}": (
+        "{model}：{room} 放得下 {tokens:,} 个词元（批量 {batch}，{phase}）{limit}"
+    ),
+    "matrix products in {dtype}": "{dtype} 矩阵乘法",
+    "memory bandwidth": "内存带宽",
+    "exponentials": "指数",
+    "memory": "内存",
+    "kept in {file}; use it with --device this": "已存入 {file}；用 --device this 使用",
+    "{name}. Source: {source}": "{name}。出处：{source}",
+    "batch {count}": "批量 {count}",
+    "cache in {dtype}": "缓存用 {dtype}",
+    "on {device}": "在 {device} 上",
+    "all tokens read at once": "一次读入所有词元",
+    "one token after the others": "其余词元之后的一个词元",
+    "a training step": "一步训练",
+    "{count:,} tokens read at once": "一次读入 {count:,} 个词元",
+    "one token after {count:,} others": "{count:,} 个词元之后的一个词元",
+    "a training step on {count:,} tokens per sequence": "每个序列 {count:,} 个词元的一步训练",
+    " on {count} key heads": "（{count} 个键头）",
+    ", window {keys:,}": "，窗口 {keys:,}",
+    "{layers} layers of {width:,}, {heads} heads{shared}, feed-forward {hidden:,}, vocabulary "
+    "{vocabulary:,}{window}": (
+        "{layers} 层，宽 {width:,}，{heads} 个头{shared}，前馈 {hidden:,}，"
+        "词表 {vocabulary:,}{window}"
     ),
     # watched runs
     "no run is being watched": "没有正在监视的运行",
@@ -245,6 +488,14 @@ CHINESE: dict[str, str] = {
         "几乎没有输出：只有本层平均的 {share:.1%}"
     ),
     "looks for something in the input": "在输入中寻找某些内容",
+    "looks for something in the input: one token at a time": (
+        "在输入中寻找某些内容：每次只看一个词元"
+    ),
+    "looks for something in the source text: about {keys:g} tokens for each one that is "
+    "written": "在原文中寻找某些内容：每写一个词元，约看 {keys:g} 个词元",
+    "looks for something in the image: about {keys:g} patches at a time": (
+        "在图像中寻找某些内容：每次约看 {keys:g} 个图块"
+    ),
     "looks for something in the input: about {keys:.0f} tokens at a time": (
         "在输入中寻找某些内容：每次约看 {keys:.0f} 个词元"
     ),
@@ -260,8 +511,8 @@ CHINESE: dict[str, str] = {
         "这段输入中重复出现的词元太少，无法判断它是不是归纳头。"
     ),
     "On this input it fits no rule.": "就这段输入而言，它不符合任何一条规则。",
-    "On this input it fits no rule; the nearest is {kind}, with {share:.0%} where {least:.0%} are "
-    "asked for.": (
+    "On this input it fits no rule; the nearest is {kind}: {share:.0%}, and that starts at "
+    "{least:.0%}.": (
         "就这段输入而言，它不符合任何一条规则；最接近的是“{kind}”：{share:.0%}，而规则要求 "
         "{least:.0%}。"
     ),

@@ -20,24 +20,49 @@ _GOLDEN = 0x9E3779B9
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """A rate and, if two calls must drop the same weights, a seed (an int or a tensor)."""
+    """A rate and, if two calls must drop the same weights, a seed (an int or a tensor).
+
+    `first` numbers the call's first batch entry and query head, where it is part of a larger one.
+
+    >>> import torch, headwise as hw
+    >>> q, k, v = torch.randn(3, 1, 4, 5, 8).unbind(0)
+    >>> whole = hw.attention(q, k, v, dropout=hw.Dropout(0.5, seed=1))
+    >>> half = [x[:, 2:] for x in (q, k, v)]
+    >>> part = hw.attention(*half, dropout=hw.Dropout(0.5, seed=1, first=(0, 2)))
+    >>> torch.allclose(part, whole[:, 2:])
+    True
+    """
 
     rate: float
     seed: int | Tensor | None = None
+    first: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
         if self.seed is not None:
             _check_seed(self.seed)
+        place: tuple[object, ...] = self.first
+        if len(place) != 2 or not all(is_integer(x) and x >= 0 for x in place):
+            raise ValueError(
+                f"hw.Dropout's first is {self.first!r}; give the numbers of the first batch entry "
+                "and query head"
+            )
 
     def seed_on(self, device: torch.device) -> Tensor:
-        """The seed as an int64 tensor (), drawn from PyTorch's generator if there is none."""
+        """The seed as int64 (), drawn from PyTorch's generator if there is none.
+
+        If the call is part of a larger one it is (3,): the seed, the first batch entry and head.
+        """
         if self.seed is None:
-            return draw_seed(device)
-        if isinstance(self.seed, Tensor):
-            return self.seed.reshape(()).to(device, torch.int64)
-        signed = (int(self.seed) + 2**63) % 2**64 - 2**63  # the same 64 bits
-        return torch.tensor(signed, device=device, dtype=torch.int64)
+            seed = draw_seed(device)
+        elif isinstance(self.seed, Tensor):
+            seed = self.seed.reshape(()).to(device, torch.int64)
+        else:
+            signed = (int(self.seed) + 2**63) % 2**64 - 2**63  # the same 64 bits
+            seed = torch.tensor(signed, device=device, dtype=torch.int64)
+        if self.first == (0, 0):
+            return seed
+        return torch.cat((seed[None], torch.tensor(self.first, device=device)))
 
 
 def check_rate(rate: float) -> None:
@@ -64,7 +89,13 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def row_hash(seed: Tensor, batch: Tensor, head: Tensor, row: Tensor) -> Tensor:
-    """The hash of a query row; arguments broadcast, int64 that holds 32 bits."""
+    """The hash of a query row; arguments broadcast, int64 that holds 32 bits.
+
+    seed: (), or (3,) with the numbers of the call's first batch entry and head.
+    """
+    if seed.ndim:
+        seed, first_batch, first_head = seed.unbind()
+        batch, head = batch + first_batch, head + first_head
     word = mix(seed & _WORD ^ mix(seed >> 32 & _WORD))  # all 64 bits of the seed
     place = mix(word ^ mix(batch * _GOLDEN & _WORD) + head & _WORD)
     return mix(place + (row * _GOLDEN & _WORD) & _WORD)

@@ -190,6 +190,27 @@ def test_a_dropped_weight_depends_on_where_it_stands_and_on_nothing_else(engine:
     torch.testing.assert_close(late, whole[:, :, 8:])
 
 
+@pytest.mark.parametrize("engine", [*ENGINES, "triton"])
+def test_a_part_of_the_batch_and_the_heads_drops_what_the_whole_drops(engine: str) -> None:
+    if engine == "triton":
+        pytest.importorskip("triton", reason="the kernels are written in Triton")
+    device = "cuda" if torch.cuda.is_available() and engine == "triton" else "cpu"
+    whole = [torch.randn(2, 4, 18, 16, device=device, requires_grad=True) for _ in range(3)]
+    part = [x.detach()[1:, 2:].requires_grad_() for x in whole]
+    out = hw.attention(*whole, dropout=hw.Dropout(0.5, 7), engine=engine)
+    some = hw.attention(*part, dropout=hw.Dropout(0.5, 7, first=(1, 2)), engine=engine)
+    close = {"rtol": 1e-2, "atol": 1e-2} if device == "cuda" else {}
+    torch.testing.assert_close(some, out[1:, 2:], **close)
+    (out[1:, 2:].square().sum() + some.square().sum()).backward()
+    for x, y in zip(part, whole, strict=True):
+        torch.testing.assert_close(x.grad, y.grad[1:, 2:], **close)
+
+
+def test_the_place_of_a_part_is_two_numbers() -> None:
+    with pytest.raises(ValueError, match="the first batch entry"):
+        hw.Dropout(0.5, first=(0, -1))
+
+
 SEEDS = (5, 5 + 2**32, 5 + 2**33, 5 - 2**32, 2**63 + 5, -5, 2**64 - 1)
 
 

@@ -1,5 +1,7 @@
 """Every notebook runs from its first cell to its last, and its assertions hold."""
 
+import re
+
 import pytest
 
 from bench.notebooks import names, read, run
@@ -27,5 +29,10 @@ def test_a_notebook_asks_a_question_or_names_its_subject_and_checks_what_it_clai
     cells = read(name)["cells"]
     assert cells[0]["cell_type"] == "markdown"
     assert cells[0]["source"][0].startswith("# ")
+    text = [cell for cell in cells if cell["cell_type"] == "markdown"]
+    for cell in text:  # in both languages, with the same headings and code
+        english, chinese = "".join(cell["source"]), "".join(cell["metadata"]["zh"])
+        assert english.count("#") == chinese.count("#")
+        assert re.findall(r"`[^`]+`", english) == re.findall(r"`[^`]+`", chinese)
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert any("assert " in source for source in code)

@@ -1,15 +1,17 @@
 """The site: every public name is in the reference, every page in the menu, every link rewritten."""
 
+import doctest
 import inspect
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import headwise
-from website import reference
+from website import contents, notebook_pages, reference, results, staging
 from website.checking import broken
-from website.contents import ROOT, menu, pages
-from website.staging import Stage
+from website.contents import ROOT, Language, menu, pages
+from website.staging import LINK, Stage
 
 PAGES = {module: reference.page(module) for module in reference.modules()}
 NAMES = [name for module in reference.modules() for name in reference.public(module)]
@@ -64,6 +66,33 @@ def test_links_lead_to_pages_files_and_the_other_language(tmp_path: Path) -> Non
     )
 
 
+def test_a_line_of_chinese_goes_on_without_a_space(tmp_path: Path) -> None:
+    text = "# 题\n\n一个头，\n看前面的词元，\n`k` 也看。\n\n- 甲\n- 乙\n"
+    linked = Stage(tmp_path / "zh", "zh", pages()).linked(text, ROOT / "docs/look.zh.md", "look")
+    assert linked == "# 题\n\n一个头，看前面的词元，\n`k` 也看。\n\n- 甲\n- 乙\n"
+
+
+def test_a_place_that_html_marks_is_linked_in_html(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "en", "en", pages())
+    file = ROOT / "docs" / "handbook" / "index.md"
+    linked = stage.linked("[a](heads.md#heads-concat) [b](../lab.md)", file, "handbook/index")
+    assert linked == '<a href="heads.html#heads-concat">a</a> [b](../lab.md)'
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_picture_is_beside_its_page(language: Language, tmp_path: Path) -> None:
+    stage = Stage(tmp_path, language, pages())
+    stage.copy()
+    shown = [
+        (tmp_path / name).parent / match["target"]
+        for name in stage.names
+        for match in LINK.finditer((tmp_path / f"{name}.md").read_text(encoding="utf-8"))
+        if match["bang"]
+    ]
+    assert len(shown) > 10
+    assert [path for path in shown if not path.is_file()] == []
+
+
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<a href="b.html#there">b</a><a href="c.html">c</a>')
     (tmp_path / "b.html").write_text('<p id="here"></p>')
@@ -90,3 +119,8 @@ def test_a_signature_stands_as_in_the_code() -> None:
     said = reference.signature(headwise.attention)
     assert said.startswith("(q: Tensor, k: Tensor, v: Tensor, *, score: Score | None = None, ")
     assert said.endswith("engine: str = 'auto') -> Tensor")
+
+
+@pytest.mark.parametrize("module", [contents, notebook_pages, reference, results, staging])
+def test_the_examples_of_the_builder_hold(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0

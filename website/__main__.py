@@ -12,7 +12,7 @@ from pathlib import Path
 
 from website import checking, reference, results
 from website.contents import ROOT, Language, pages
-from website.staging import Stage
+from website.staging import Stage, indexed
 
 BUILD = ROOT / "build" / "website"
 EXPORTS = {
@@ -26,7 +26,8 @@ def stage(language: Language) -> Stage:
     """Everything that Sphinx reads for a language."""
     made = Stage(BUILD / f"{language}.source", language, pages())
     made.copy()
-    made.write("results/lab", results.lab(language, made.folder / "results" / "lab"))
+    claims = results.lab(language, made.folder / "results" / "lab")
+    made.write("results/lab", indexed(claims))
     if language == "en":
         made.write("results/benchmarks", results.benchmarks())
         for module in reference.modules():
@@ -64,7 +65,8 @@ def main() -> None:
     given = parser.parse_args()
     began, out = time.perf_counter(), given.out
     shutil.rmtree(out, ignore_errors=True)
-    for language, folder in (("en", out), ("zh", out / "zh")):
+    places: dict[Language, Path] = {"en": out, "zh": out / "zh"}
+    for language, folder in places.items():
         staged = stage(language)
         build(staged, folder)
         if given.check_outside:

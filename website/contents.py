@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 Language = Literal["en", "zh"]
 
 PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -14,8 +15,12 @@ PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 ORDER: dict[str, list[str]] = {
     "guide": [
-        "look", "watch", "watch-models", "compute", "from-formula-to-transformer", "lab", "cost",
-        "cost-time", "training", "notebooks", "gallery",
+        "look", "gallery", "watch", "watch-models", "spans", "compute", "distributed", "cost",
+        "cost-time", "training", "lab", "notebooks",
+    ],
+    "handbook": ["from-formula-to-transformer", "handbook/index"] + [
+        f"handbook/{chapter}"
+        for chapter in ("formula", "scale", "heads", "qk", "dot", "rivals", "cost", "translation")
     ],
     "evidence": ["speed", "gpu", "numerics", "testing", "versions"],
     "inside": ["architecture"],
@@ -24,6 +29,7 @@ ORDER: dict[str, list[str]] = {
 
 CAPTIONS: dict[str, tuple[str, str]] = {
     "guide": ("Guide", "指南"),
+    "handbook": ("Handbook", "手册"),
     "evidence": ("Evidence", "实测"),
     "results": ("Results", "结果"),
     "notebooks": ("Notebooks", "笔记本"),
@@ -44,7 +50,10 @@ class SitePage:
 
 
 def pages(root: Path = ROOT) -> list[SitePage]:
-    """The pages that come from a file: docs/**/*.md and .ipynb, 中文 in *.zh.md or docs/zh/."""
+    """The pages that come from a file: docs/**/*.md and .ipynb, 中文 in *.zh.md or docs/zh/.
+
+    A notebook has its text in both languages, and so a page in each.
+    """
     docs = root / "docs"
     found = []
     for file in sorted(docs.rglob("*.md")):
@@ -55,7 +64,7 @@ def pages(root: Path = ROOT) -> list[SitePage]:
         found.append(SitePage("zh" if chinese else "en", name, file))
     for file in sorted(docs.rglob("*.ipynb")):
         name = str(file.relative_to(docs).with_suffix(""))
-        found.append(SitePage("en", name, file))
+        found += [SitePage("en", name, file), SitePage("zh", name, file)]
     for title in PROJECT:
         name = f"project/{title.removesuffix('.md').lower()}"
         found.append(SitePage("en", name, root / title))
@@ -66,7 +75,7 @@ def menu(names: list[str]) -> dict[str, list[str]]:
     """The names of a language's pages under the captions of its menu; none is left out.
 
     >>> menu(["cost", "index", "lab", "lab/scale", "new", "speed", "api/mask"])["guide"]
-    ['lab', 'lab/scale', 'cost', 'new']
+    ['cost', 'lab', 'lab/scale', 'new']
     """
     left = [name for name in names if name != "index"]
     found: dict[str, list[str]] = {caption: [] for caption in CAPTIONS}

@@ -136,7 +136,7 @@ def directive(kind: str, head: str, inside: list[str], colons: int) -> str:
 def signature(value: Callable[..., Any]) -> str:
     """The signature as the code writes it, without self.
 
-    >>> def call(q: "Tensor", *, scale: "float | None" = None) -> "Tensor": ...
+    >>> def call(q: Tensor, *, scale: float | None = None) -> Tensor: ...
     >>> signature(call)
     '(q: Tensor, *, scale: float | None = None) -> Tensor'
     """

@@ -20,8 +20,12 @@ TITLES = {
     "watch": ("Watching", "python -m bench.watch"),
     "look": ("The page of headwise look", "python -m bench.look"),
     "cost_cpu": ("Predicted times", "python -m bench.cost"),
+    "cost_cuda": ("Predicted times, on a GPU", "python -m bench.cost"),
 }
 """The files of bench/results that list figures with targets, and the commands that made them."""
+
+SPANS = ("64 keys", "a quarter", "all keys")
+"""The spans of bench.spans, by the keys that they hold."""
 
 VERDICTS = {
     "holds": "成立",
@@ -57,7 +61,19 @@ def benchmarks() -> str:
                 ],
             ),
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, "## Spans", *map(_spans, ("cpu", "gpu"))]) + "\n"
+
+
+def _spans(device: str) -> str:
+    """The time that a span adds to a call and to a watched layer, as recorded on a device."""
+    found = json.loads((ROOT / f"bench/results/spans_{device}.json").read_text(encoding="utf-8"))
+    rows = [
+        [call, f"{times['plain']:.2f} ms"]
+        + [f"+{max(0.0, times[span] - times['plain']):.2f} ms" for span in SPANS]
+        for call, times in found["ms"].items()
+    ]
+    about = f"`python -m bench.spans` on {found['machine']}, {found['keys']:,} tokens."
+    return about + "\n\n" + _table(["call", "without", *SPANS], rows)
 
 
 def lab(language: Language, folder: Path) -> str:
@@ -102,13 +118,24 @@ def _in(sentence: str, chinese: bool) -> str:
 
 
 def _machine(machine: Any) -> str:
-    return (
-        ", ".join(f"{x}" for x in machine.values()) if isinstance(machine, dict) else str(machine)
-    )
+    """A machine in words.
+
+    >>> _machine({"cpu": "EPYC", "cores": 2, "torch": "2.13", "dtype": "fp32", "quiet": False})
+    'EPYC, 2 cores, torch 2.13, fp32'
+    """
+    if not isinstance(machine, dict):
+        return str(machine)
+    words = [
+        f"{value} {name}" if isinstance(value, int) else
+        f"{name} {value}" if name in ("torch", "triton", "python") else str(value)
+        for name, value in machine.items()
+        if not isinstance(value, bool)
+    ]  # fmt: skip
+    return ", ".join(dict.fromkeys(words))
 
 
 def _named(figure: dict[str, Any]) -> str:
-    return figure["name"] + (f" ({figure['detail']})" if figure["detail"] else "")
+    return f"{figure['name']} ({figure['detail']})" if figure["detail"] else str(figure["name"])
 
 
 def _judged(figure: dict[str, Any]) -> str:

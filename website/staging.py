@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
-from website.contents import CAPTIONS, ROOT, Language, SitePage, menu
-from website.notebook_pages import notebook_page
+from website.contents import CAPTIONS, DOCS, ROOT, Language, SitePage, menu
+from website.notebook_pages import notebook_page, read_notebook
 
 LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+APART = re.compile(r"(`[^`]*`|<[^>]+>|!\[[^\]]*|\]\([^)]*\)|^#.*$)", re.MULTILINE)
+"""Parts of a text that are not prose: code, tags, names of pictures, links' targets, headings."""
+INDEXED = re.compile(r"(?<![A-Za-zα-ω_\\])([A-Za-zα-ω])_([A-Za-z0-9]+)")
+BROKEN = re.compile(r"^(?![#|>])(.*[一-鿿，。；：、！？）”])\n(?=[一-鿿（“])", re.MULTILINE)
+"""A line of 中文 that goes on in the next one; a browser would show the break as a space."""
 FRAME = re.compile(r'(<iframe[^>]* src=")(gallery/)')
+
+
+@cache
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def indexed(prose: str) -> str:
+    """Write d_k in prose as a d with an index; in headings, which are plain text, as dₖ.
+
+    >>> indexed("# Why √d_k\\nq_i and `d_k`, see [d_k](d_k.md)")
+    '# Why √dₖ\\nq<sub>i</sub> and `d_k`, see [d<sub>k</sub>](d_k.md)'
+    """
+    parts = APART.split(prose)
+    for at, part in enumerate(parts):
+        if part.startswith("#"):
+            parts[at] = part.replace("d_k", "dₖ")
+        elif at % 2 == 0:
+            parts[at] = INDEXED.sub(r"\1<sub>\2</sub>", part)
+    return "".join(parts)
 
 
 class Stage:
@@ -21,7 +48,9 @@ class Stage:
 
     def __init__(self, folder: Path, language: Language, all_pages: Sequence[SitePage]) -> None:
         self.folder, self.language = folder, language
-        self.pages = {page.file: page for page in all_pages}
+        # Of a file with a page in both languages, that of this one.
+        ordered = sorted(all_pages, key=lambda page: page.language == language)
+        self.pages = {page.file: page for page in ordered}
         self.names: list[str] = []
         self.files: set[Path] = set()  # of the repository, linked to and not pages
         shutil.rmtree(folder, ignore_errors=True)
@@ -29,7 +58,8 @@ class Stage:
 
     def copy(self) -> None:
         """Copy all pages of the language, and the pictures."""
-        shutil.copytree(ROOT / "docs" / "pictures", self.folder / "pictures")
+        for pictures in DOCS.rglob("pictures"):
+            shutil.copytree(pictures, self.folder / pictures.relative_to(DOCS))
         for page in self.pages.values():
             if page.language == self.language:
                 self.write(page.name, self.linked(self._text(page), page.file, page.name))
@@ -37,11 +67,13 @@ class Stage:
     def _text(self, page: SitePage) -> str:
         """The Markdown of a page; the pictures of a notebook are written beside it."""
         if page.file.suffix != ".ipynb":
-            return page.file.read_text(encoding="utf-8")
+            return _read(page.file)
         kept = self.folder / "_extra" / f"{page.name}.ipynb"
         kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(page.file, kept)
-        return notebook_page(page.file, (self.folder / page.name).parent)
+        notebook = read_notebook(page.file, self.language)
+        kept.write_text(json.dumps(notebook, indent=1, ensure_ascii=False), encoding="utf-8")
+        beside = (self.folder / page.name).parent
+        return notebook_page(notebook, page.file.stem, beside, self.language)
 
     def write(self, name: str, text: str) -> None:
         """Write a page; `name` is its place in the site without an ending."""
@@ -54,8 +86,10 @@ class Stage:
         """A page's text with each relative link leading where it does in the site."""
 
         def prose(part: str) -> str:
-            part = LINK.sub(lambda match: self._link(match, file, name), part)
-            return FRAME.sub(r"\1../\2", part) if self.language == "zh" else part
+            part = LINK.sub(lambda match: self._link(match, file, name), indexed(part))
+            if self.language == "en":
+                return part
+            return FRAME.sub(r"\1../\2", BROKEN.sub(r"\1", part))
 
         pieces, last = [], 0
         for match in FENCED.finditer(text):
@@ -73,10 +107,11 @@ class Stage:
         if match["bang"] and not aimed.exists():  # made for this page, beside it
             return match[0]
         if match["bang"]:
-            picture = Path("pictures") / aimed.name
-            return f"![{match['text']}]({os.path.relpath(picture, here)})"
+            return f"![{match['text']}]({os.path.relpath(aimed.relative_to(DOCS), here)})"
         page = self.pages.get(aimed)
-        if page is not None and page.language == self.language:
+        # MyST knows the places of headings; those that HTML marks are links of HTML.
+        marked = page is not None and bool(anchor) and f'<a id="{anchor[1:]}">' in _read(page.file)
+        if page is not None and page.language == self.language and not marked:
             return f"[{match['text']}]({os.path.relpath(page.name, here)}.md{anchor})"
         if page is not None:
             place = {"en": Path(), "zh": Path("zh")}

@@ -15,6 +15,7 @@ from headwise.costs.machines.hardware import DEVICES
 from headwise.costs.uses.scenario import Scenario
 from headwise.costs.uses.sketch import Sketch
 from headwise.look.readers import opening
+from headwise.messages import Sentence, say
 from headwise.training import setups
 from headwise.training.loading import ASSETS, built_in
 from headwise.training.run_folder import Run
@@ -34,14 +35,17 @@ class Model:
     @classmethod
     def drawn(cls, sketch: Sketch) -> Model:
         """The model of a sketch."""
-        return cls(str(sketch), read(sketch.config()), sketch)
+        return cls(sketch.name, read(sketch.config()), sketch)
 
     def with_heads(self, heads: int) -> Model:
         """The same sketch with another number of heads, each of them narrower or wider."""
         if self.sketch is None:
             raise ValueError(
-                f"heads can be swept for a decoder described by flags, and {self.name} is a model; "
-                "use --layers, --width and the others"
+                say(
+                    "heads can be swept for a decoder described by flags, and {name} is a model; "
+                    "use --layers, --width and the others",
+                    name=self.name,
+                )
             )
         shared = self.sketch.kv_heads
         kept = shared if shared is None else min(shared, heads)
@@ -72,11 +76,19 @@ def chosen(names: list[str], given: Mapping[str, int]) -> list[Model]:
     """The models that were named, or the decoder that flags describe; ValueError if neither."""
     if names and given:
         first = next(iter(given)).replace("_", "-")
-        raise ValueError(f"{names[0]} is described already; leave out --{first}, or the model")
+        raise ValueError(
+            say(
+                "{name} is described already; leave out --{first}, or the model",
+                name=names[0],
+                first=first,
+            )
+        )
     if not names and not given:
         raise ValueError(
-            "name a model or a config.json, or describe a decoder: --layers 32 --width 4096 "
-            "--heads 32; headwise cost --help has examples"
+            say(
+                "name a model or a config.json, or describe a decoder: --layers 32 --width 4096 "
+                "--heads 32; headwise cost --help has examples"
+            )
         )
     if given:
         return [Model.drawn(sketched(given))]
@@ -87,8 +99,9 @@ def sketched(given: Mapping[str, int]) -> Sketch:
     """The decoder of the flags; ValueError names those that are missing."""
     missing = [name for name in ("layers", "width", "heads") if name not in given]
     if missing:
-        flags = " and ".join(f"--{name}" for name in missing)
-        raise ValueError(f"a decoder described by flags also needs {flags}")
+        names = [f"--{name}" for name in missing]
+        flags = Sentence(" and ".join(names), "、".join(names))
+        raise ValueError(say("a decoder described by flags also needs {flags}", flags=flags))
     numbers: dict[str, Any] = dict(given)
     return Sketch(**numbers)
 
@@ -115,11 +128,16 @@ def parsed_size(what: str, written: str, kilo: int = 1000) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", written, re.IGNORECASE)
     if match is None or len(match[1]) > 15:
-        raise ValueError(f"{what} {written[:40]!r} is not a size; try 4096, 32k or 80GB")
+        raise ValueError(
+            say("{what} {written!r} is not a size; try 4096, 32k or 80GB", what=what,
+                written=written[:40])
+        )  # fmt: skip
     base = 1024 if match[3] else kilo
     found = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
     if found < 1:
-        raise ValueError(f"{what} {written[:40]!r} must be at least 1")
+        raise ValueError(
+            say("{what} {written!r} must be at least 1", what=what, written=written[:40])
+        )
     return found
 
 
@@ -147,7 +165,9 @@ def parsed_mesh(written: str | None) -> dict[str, int]:
     for part in written.split(","):
         name, _, size = part.partition("=")
         if not size.strip().isdigit():
-            raise ValueError(f"--mesh {written[:60]!r} is not a mesh; try tp=4,cp=2")
+            raise ValueError(
+                say("--mesh {written!r} is not a mesh; try tp=4,cp=2", written=written[:60])
+            )
         found[name.strip()] = int(size)
     return found
 
@@ -164,8 +184,11 @@ def parsed_sweep(written: str) -> Sweep:
     axis = axis.strip()
     if axis not in AXES or not values:
         raise ValueError(
-            f"--sweep {written[:60]!r} is not an axis with values; try length=1k..128k, "
-            "batch=1,8,64 or heads=1..64"
+            say(
+                "--sweep {written!r} is not an axis with values; try length=1k..128k, "
+                "batch=1,8,64 or heads=1..64",
+                written=written[:60],
+            )
         )
     kilo = 1024 if axis == "length" else 1000
     if ".." in values:
@@ -178,5 +201,8 @@ def parsed_sweep(written: str) -> Sweep:
     else:
         found = [parsed_size("--sweep", each, kilo) for each in values.split(",")]
     if len(found) > MOST_POINTS or len(found) < 2 or found != sorted(set(found)):
-        raise ValueError(f"--sweep {written[:60]!r} needs 2 to {MOST_POINTS} rising values")
+        raise ValueError(
+            say("--sweep {written!r} needs 2 to {most} rising values", written=written[:60],
+                most=MOST_POINTS)
+        )  # fmt: skip
     return Sweep(axis, tuple(found))

@@ -6,8 +6,6 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +15,7 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.cli import lab_view
+from headwise.cli.spoken import Zh, explained
 from headwise.lab import handbook, record
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import available
@@ -26,7 +25,7 @@ from headwise.lab.sessions import long_runs, pieces
 from headwise.lab.sessions.long_runs import LabSession
 from headwise.lab.sessions.pool import Ended
 from headwise.lab.sessions.side_by_side import SideBySide
-from headwise.messages import said_by, say
+from headwise.messages import say
 
 app = typer.Typer(
     name="lab",
@@ -39,9 +38,6 @@ Out = Annotated[
     typer.Option(help="The folder of your results; by default one in your cache."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Zh = Annotated[bool, typer.Option("--zh", help="In 中文.")]
-
-
 Minutes = Annotated[
     float | None, typer.Option(help="Stop after so many minutes; the same command continues.")
 ]
@@ -80,16 +76,6 @@ def session(
 
     lab = Lab(form, device_for(form, device), folder)
     return LabSession(lab, workers or devices.usable_cores(), 60 * minutes, tell, watch)
-
-
-@contextmanager
-def explained(zh: bool) -> Iterator[None]:
-    """Print an expected error as one sentence instead of a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        said = said_by(error)
-        raise typer.BadParameter(said.zh if zh else str(said)) from error
 
 
 @app.callback()

@@ -12,11 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from headwise.cli.spoken import in_language
 from headwise.lab.charts import Shown, cells
 from headwise.lab.claim import NOTES, TOPICS, VERDICTS, Claim
 from headwise.lab.record import Result
 from headwise.lab.runner import Told
-from headwise.messages import Sentence, say
+from headwise.messages import say
 
 STYLES = {
     "holds": "green",
@@ -36,10 +37,10 @@ def as_json(entries: list[dict[str, Any]]) -> str:
 def verdict_text(result: Result | None, stale: bool, zh: bool) -> Text:
     """The verdict with its sign; "not run" if there is none."""
     if result is None:
-        return Text(_in(say("not run yet"), zh), style="dim")
-    shown = Text(_in(VERDICTS[result.verdict], zh), style=STYLES[result.verdict])
+        return Text(in_language(say("not run yet"), zh), style="dim")
+    shown = Text(in_language(VERDICTS[result.verdict], zh), style=STYLES[result.verdict])
     if stale:
-        shown.append(f" ({_in(say('stale'), zh)})", style="dim")
+        shown.append(f" ({in_language(say('stale'), zh)})", style="dim")
     return shown
 
 
@@ -49,7 +50,7 @@ def show_list(console: Console, found: Sequence[tuple[Claim, Result | None]], zh
         within = [(claim, result) for claim, result in found if claim.topic == topic]
         if not within:
             continue
-        console.print(Text(f"\n{_in(title, zh)}", style="bold"))
+        console.print(Text(f"\n{in_language(title, zh)}", style="bold"))
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(width=20, style="cyan", no_wrap=True)
         grid.add_column(width=17)
@@ -57,22 +58,24 @@ def show_list(console: Console, found: Sequence[tuple[Claim, Result | None]], zh
         for claim, result in within:
             stale = result is not None and result.stale(claim)
             shown = verdict_text(result, stale, zh)
-            grid.add_row(Text(claim.id), shown, Text(_in(claim.sentence, zh)))
+            grid.add_row(Text(claim.id), shown, Text(in_language(claim.sentence, zh)))
         console.print(grid)
 
 
 def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) -> None:
     """One claim: the sentence, where it comes from, its derivation, figures and verdict."""
     console.print(Text(claim.id, style="bold cyan"))
-    console.print(Text(_in(claim.sentence, zh), style="bold"))
-    notes = "; ".join(f"{letter} ({_in(NOTES[letter], zh)})" for letter in claim.notes)
-    console.print(Text(_in(say("from notes: {notes}", notes=notes), zh), style="dim"))
-    console.print(Text(_in(say("experiment: {source}", source=claim.source), zh), style="dim"))
+    console.print(Text(in_language(claim.sentence, zh), style="bold"))
+    notes = "; ".join(f"{letter} ({in_language(NOTES[letter], zh)})" for letter in claim.notes)
+    console.print(Text(in_language(say("from notes: {notes}", notes=notes), zh), style="dim"))
+    console.print(
+        Text(in_language(say("experiment: {source}", source=claim.source), zh), style="dim")
+    )
     if claim.derivation is not None:
-        console.print(Text(f"\n{_in(claim.derivation, zh)}"))
+        console.print(Text(f"\n{in_language(claim.derivation, zh)}"))
     if result is None:
         advice = say("not run yet; run it: headwise lab run {id}", id=claim.id)
-        console.print(Text(f"\n{_in(advice, zh)}"))
+        console.print(Text(f"\n{in_language(advice, zh)}"))
         return
     stale = result.stale(claim)
     if not stale:  # the drawing of today's figures may not fit older ones
@@ -82,18 +85,18 @@ def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) 
     console.print()
     console.print(verdict_text(result, stale, zh))
     if result.condition is not None:
-        console.print(Text(_in(result.condition, zh)))
-    console.print(Text(_in(result.because, zh)))
+        console.print(Text(in_language(result.condition, zh)))
+    console.print(Text(in_language(result.because, zh)))
     origin = f"{result.command} · {result.form} · {result.machine} · {result.date}"
     console.print(Text(f"\n{origin} · {result.seconds:g} s", style="dim"))
     if stale:
         advice = say("measured by other code; run it again: headwise lab run {id}", id=claim.id)
-        console.print(Text(_in(advice, zh), style="yellow"))
+        console.print(Text(in_language(advice, zh), style="yellow"))
 
 
 def table_of(shown: Shown, zh: bool) -> Table:
     """A chart, listing or map as a table of numbers."""
-    table = Table(title=Text(_in(shown.title, zh)), title_justify="left")
+    table = Table(title=Text(in_language(shown.title, zh)), title_justify="left")
     headings, rows = cells(shown, zh)
     for number, heading in enumerate(headings):
         table.add_column(Text(heading), justify="left" if number == 0 else "right")
@@ -128,7 +131,7 @@ class LabProgress:
         line.append_text(verdict_text(result, False, zh))
         line.append(f"  {result.seconds:g} s", style="dim")
         self.console.print(line)
-        self.console.print(Text(f"    {_in(result.because, zh)}"))
+        self.console.print(Text(f"    {in_language(result.because, zh)}"))
 
 
 @contextmanager
@@ -138,7 +141,3 @@ def progress(as_json: bool) -> Iterator[LabProgress]:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         yield LabProgress(console, bar)
-
-
-def _in(sentence: Sentence, zh: bool) -> str:
-    return sentence.zh if zh else str(sentence)

@@ -24,7 +24,7 @@ from headwise.look import pictures, terminal_view
 from headwise.look import session as sessions
 from headwise.look.atlas import Atlas
 from headwise.look.readers import opening
-from headwise.look.readers.reader import SAMPLE_TEXT, Reader, Report, silent
+from headwise.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, Report, silent
 from headwise.look.scene import printable
 from headwise.look.serving import page_file
 from headwise.look.session import Session
@@ -38,7 +38,7 @@ class Asked:
     """A model, its input, the heads to show, and the device to run it on."""
 
     model: str
-    input: str | bytes | None
+    input: Given | None
     heads: tuple[str, ...] = ()
     device: str | None = None
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -70,7 +70,10 @@ def look(
     ] = None,
     image: Annotated[
         Path | None,
-        typer.Option(help="A PNG or JPEG for a vision model.", show_default=False),
+        typer.Option(
+            help="A PNG or JPEG for a vision model; with --text for one that reads both.",
+            show_default=False,
+        ),
     ] = None,
     head: Annotated[
         list[str] | None,
@@ -238,15 +241,18 @@ def shown_in(progress: Progress) -> Report:
     return report
 
 
-def given(text: str | None, file: typer.FileText | None, image: Path | None) -> str | bytes | None:
-    """The input of the command line: --text, --file, --image, or what is piped in."""
-    if sum(x is not None for x in (text, file, image)) > 1:
-        raise typer.BadParameter("give one of --text, --file and --image")
+def given(text: str | None, file: typer.FileText | None, image: Path | None) -> Given | None:
+    """The input of the command line: --text or --file, --image, both, or what is piped in."""
+    if text is not None and file is not None:
+        raise typer.BadParameter("give one of --text and --file")
     try:
+        written = text if file is None else file.read()
         if image is not None:
-            return image.read_bytes()
+            return (
+                image.read_bytes() if written is None else Illustrated(image.read_bytes(), written)
+            )
         if file is not None:
-            return file.read()
+            return written
         if text is None and piped():
             return sys.stdin.buffer.read().decode() or None
     except UnicodeDecodeError as error:

@@ -1,21 +1,24 @@
 """`headwise train`: train, score and export small models."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.train_view import explained, progress, show_result, stopping
+from headwise.cli.train_view import explained, progress, show_result, stopping, unseen
 from headwise.training import presets
 from headwise.training.data import download_cache as cache
 from headwise.training.data.corpora import CORPORA
 from headwise.training.evaluation import export as write
 from headwise.training.evaluation import judge
+from headwise.training.ranks import TrainingRanks
 from headwise.training.run_folder import Run
-from headwise.training.setups import Setup
+from headwise.training.setups import LanguageSetup, Setup
 from headwise.training.start import train
+from headwise.training.torchrun import joined, own_device
 
 app = typer.Typer(
     name="train",
@@ -47,8 +50,29 @@ Watch = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print each measurement as a line of JSON.")]
 
 
+Context = Annotated[
+    int | None, typer.Option(min=2, help="Tokens per text instead of the preset's.")
+]
+ContextRanks = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Under torchrun: split each text between so many processes, for texts that are too "
+        "long for one. The rest share the batch.",
+    ),
+]
+Sharded = Annotated[
+    bool,
+    typer.Option(
+        "--fsdp",
+        help="Under torchrun: spread parameters and optimiser over all processes (FSDP2), for "
+        "models that are too large for one. Without it each has a copy (DDP).",
+    ),
+]
+
+
 def task_command(task: str, description: str, example: str) -> None:
-    """Add the command that trains a task."""
+    """Add the command that trains a task in one process."""
 
     @app.command(task, help=f"{description}\n\n[b]Example[/b]\n\nheadwise train {task} {example}")
     def command(
@@ -64,27 +88,8 @@ def task_command(task: str, description: str, example: str) -> None:
         as_json: AsJson = False,
     ) -> None:
         with explained():
-            if resume:
-                check_resume(
-                    task, out, preset=preset, data=data, steps=steps, minutes=minutes, seed=seed
-                )
-            setup = None if resume else chosen(task, preset or "tiny", data, steps, seed)
-            with stopping() as should_stop, progress(as_json, task, out) as report:
-                model = train(
-                    setup,
-                    out,
-                    device=device,
-                    minutes=minutes,
-                    report=report,
-                    should_stop=should_stop,
-                    watch_every=watch,
-                )
-        if model is None:
-            again = f"headwise train {task} --out {out} --resume"
-            typer.echo(f"stopped; to continue: {again}", err=True)
-            raise typer.Exit(130)
-        if not as_json:
-            typer.echo(f"finished; to see its heads: headwise look {out}", err=True)
+            setup = asked(task, out, resume, minutes, preset, data, steps, seed)
+            start(task, setup, out, minutes, device, watch, as_json)
 
 
 task_command(
@@ -92,16 +97,102 @@ task_command(
     "Train a translator; --data takes lines [b]english TAB translation[/b].",
     "--data pairs.tsv --out runs/mine",
 )
-task_command(
-    "language",
+
+
+LANGUAGE = (
     "Train a language model; --data takes any UTF-8 text file.",
-    "--data book.txt --out runs/book --watch 10",
+    "torchrun trains it with many processes, which share every batch, so that the losses are those "
+    "of one process. --resume also works with another number of them.",
+    "[b]Examples[/b]",
+    "headwise train language --data book.txt --out runs/book --watch 10",
+    "torchrun --nproc-per-node 8 -m headwise train language --preset small --out runs/gpt",
+    "torchrun --nproc-per-node 8 -m headwise train language --data book.txt --context 131072 "
+    "--context-ranks 8 --fsdp --out runs/long",
 )
+
+
+@app.command(help="\n\n".join(LANGUAGE))
+def language(
+    out: Out,
+    preset: Preset = None,
+    data: Data = None,
+    resume: Resume = False,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    seed: Seed = None,
+    context: Context = None,
+    device: Device = None,
+    watch: Watch = None,
+    context_ranks: ContextRanks = 1,
+    fsdp: Sharded = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a language model, with many processes under torchrun."""
+    with explained():
+        setup = asked("language", out, resume, minutes, preset, data, steps, seed, context)
+        start("language", setup, out, minutes, device, watch, as_json, context_ranks, fsdp)
+
+
 task_command(
     "vision",
     "Train an image classifier; --data takes mnist or cifar-10.",
     "--data mnist --out runs/digits --minutes 5",
 )
+
+
+def start(
+    task: str,
+    setup: Setup | None,
+    out: Path,
+    minutes: float | None,
+    device: str | None,
+    watch: int | None,
+    as_json: bool,
+    context_ranks: int = 1,
+    fsdp: bool = False,
+) -> None:
+    """Train by a setup, or resume if it is None, with all processes of torchrun if there are any.
+
+    The first process shows the progress.
+    """
+    where = own_device(device)
+    # Signals are caught to the end: torchrun sends one to those that look for the rank that failed.
+    with (
+        stopping() as should_stop,
+        joined(where, context=context_ranks, sharded=fsdp) as ranks,
+    ):
+        first, again = ranks.first, command_to_resume(task, out, ranks)
+        with progress(as_json, task, out) if first else nullcontext(unseen) as report:
+            model = train(
+                setup,
+                out,
+                device=str(where),
+                minutes=minutes,
+                report=report,
+                should_stop=should_stop,
+                watch_every=watch,
+                ranks=ranks,
+            )
+    if model is None:
+        if first:
+            typer.echo(f"stopped; to continue: {again}", err=True)
+        raise typer.Exit(130)
+    if first and not as_json:
+        typer.echo(f"finished; to see its heads: headwise look {out}", err=True)
+
+
+def command_to_resume(task: str, out: Path, ranks: TrainingRanks) -> str:
+    """The command line that continues a run.
+
+    >>> command_to_resume("language", Path("runs/gpt"), TrainingRanks())
+    'headwise train language --out runs/gpt --resume'
+    """
+    command = f"headwise train {task} --out {out} --resume"
+    if ranks.mesh is None:
+        return command
+    options = f" --context-ranks {ranks.together}" if ranks.together > 1 else ""
+    options += " --fsdp" if ranks.sharded else ""
+    return f"torchrun --nproc-per-node {ranks.count} -m {command}{options}"
 
 
 @app.command()
@@ -161,6 +252,25 @@ def export(
     typer.echo(f"{out}: {size / 1e6:.1f} MB")
 
 
+def asked(
+    task: str,
+    out: Path,
+    resume: bool,
+    minutes: float | None,
+    preset: str | None,
+    data: str | None,
+    steps: int | None,
+    seed: int | None,
+    context: int | None = None,
+) -> Setup | None:
+    """The setup that options ask for, or None to resume; ValueError if they contradict a run."""
+    if not resume:
+        return chosen(task, preset or "tiny", data, steps, seed, context)
+    given = {"preset": preset, "data": data, "steps": steps, "minutes": minutes, "seed": seed}
+    check_resume(task, out, **given, context=context)
+    return None
+
+
 def check_resume(task: str, out: Path, **given: object) -> None:
     """ValueError if a run can't be resumed as this task, or with these options."""
     if more := [f"--{name}" for name, value in given.items() if value is not None]:
@@ -172,10 +282,19 @@ def check_resume(task: str, out: Path, **given: object) -> None:
         )
 
 
-def chosen(task: str, preset: str, data: str | None, steps: int | None, seed: int | None) -> Setup:
+def chosen(
+    task: str,
+    preset: str,
+    data: str | None,
+    steps: int | None,
+    seed: int | None,
+    context: int | None = None,
+) -> Setup:
     """The preset, with the options that replace parts of it."""
     setup = presets.preset(task, preset)
     recipe = setup.recipe
     recipe = recipe if steps is None else replace(recipe, steps=steps)
     recipe = recipe if seed is None else replace(recipe, seed=seed)
+    if context is not None and isinstance(setup, LanguageSetup):
+        setup = replace(setup, model=replace(setup.model, context=context))
     return replace(setup, recipe=recipe, data=setup.data if data is None else data)

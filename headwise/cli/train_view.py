@@ -1,6 +1,7 @@
 """The output of `headwise train`: a progress bar, plain lines, or lines of JSON."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from headwise.look.scene import printable
+from headwise.training.torchrun import launched
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -31,7 +33,8 @@ def explained() -> Iterator[None]:
     except (ValueError, OSError, RuntimeError) as error:
         if type(error) is RuntimeError:  # torch's own: the traceback says more
             raise
-        typer.echo(f"headwise train: {error}", err=True)
+        rank = f" (rank {os.environ['RANK']})" if launched() else ""
+        typer.echo(f"headwise train{rank}: {error}", err=True)
         raise typer.Exit(2) from error
 
 
@@ -67,6 +70,10 @@ def progress(as_json: bool, task: str, out: Path) -> Iterator[Report]:
         yield TrainView(task, out, console, bar)
 
 
+def unseen(measured: dict[str, Any]) -> None:
+    """Show nothing: another process shows the measurements."""
+
+
 class TrainView:
     """Measurements for a reader; called with one measurement at a time."""
 
@@ -91,7 +98,9 @@ class TrainView:
         size, device = started["parameters"], started["device"]
         data = started["settings"]["setup"]["data"]
         resumed = f", resumed at step {started['step']:,}" if started["step"] else ""
-        self.say(f"{self.task}: {size:,} parameters, {data}, on {device}, in {self.out}{resumed}")
+        many = f" and {started['ranks'] - 1} more" if started["ranks"] > 1 else ""
+        where = f"on {device}{many}, in {self.out}{resumed}"
+        self.say(f"{self.task}: {size:,} parameters, {data}, {where}")
         self.bar.update(self.shown, completed=started["step"], total=started["steps"])
 
     def line(self, measured: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
     text.append(f"step {steps[-1]}", style="bold")
     many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}"
     text.append(f"  {many} recorded, {rows}{every}\n", style="dim")
-    if trained := trained_in(run.folder):
+    if trained := trained_in(run):
         text.append(f"{on_a_line(trained)}\n", style="dim")
     text.append(figure, style="bold cyan")
     if run.unread:
@@ -98,8 +98,10 @@ def on_a_line(trained: dict[str, float]) -> str:
     >>> on_a_line({"loss": 3.14159, "per_second": 1234.5, "mfu": 0.123})
     'loss 3.142, 1,234 per second, MFU 12.3 %'
     """
-    parts = [f"loss {trained['loss']:.3f}", f"{trained['per_second']:,.0f} per second"]
-    return ", ".join([*parts, *([f"MFU {100 * trained['mfu']:.3g} %"] if "mfu" in trained else [])])
+    parts = [f"loss {trained['loss']:.3f}"] if "loss" in trained else []
+    parts += [f"{trained['per_second']:,.0f} per second"] if "per_second" in trained else []
+    parts += [f"MFU {100 * trained['mfu']:.3g} %"] if "mfu" in trained else []
+    return ", ".join(parts)
 
 
 def grid(run: WatchedRun, figure: str, width: int) -> Grid:
@@ -228,7 +230,7 @@ def as_dictionary(run: WatchedRun, statistic: str) -> dict[str, Any]:
         "scalars": scalars(table),
         "heads": list(table),
         "alarms": [alarm.to_dict() for alarm in run.alarms],
-        "training": trained_in(run.folder),
+        "training": trained_in(run),
         "unread": run.unread,
         "maps": [vars(kept) for kept in run.kept],
         "damaged": run.damaged,

@@ -31,7 +31,7 @@ class Terms(NamedTuple):
     slopes: Tensor | None  # (Hq,): -slope · |i - j|
     relative: Tensor | None  # (Hq, 2R + 1): indexed by clamp(i - j, -R, R) + R
     sinks: Tensor | None  # (Hq,)
-    seed: Tensor | None  # () int64
+    seed: Tensor | None  # int64 (), or (3,) with the first batch entry and head
     scale: float
     softcap: float  # 0 for none
     dropout: float

@@ -9,6 +9,7 @@ from torch import Tensor
 
 # A call's requests besides out, lse and max_logit. Plain ints, because operators take no flags.
 ENTROPY, DISTANCE, MOMENTS, LOG_TOTAL = 1, 2, 4, 8
+WIDE = 16  # out in float32 or wider, because results of other keys are still to be merged
 COARSE = 64.0  # an lse beyond this is rounded so much that it shows in the weights
 EVERYTHING = ENTROPY | DISTANCE | MOMENTS | LOG_TOTAL
 
@@ -80,7 +81,7 @@ def room(q: Tensor, v: Tensor, wants: int) -> Sums:
         return q.new_empty(rows, dtype=wide) if asked else nothing
 
     return Sums(
-        q.new_empty(*rows, v.shape[-1]),
+        q.new_empty(*rows, v.shape[-1], dtype=wide if wants & WIDE else q.dtype),
         statistic(1),
         statistic(1),
         # not shared, because it has a gradient

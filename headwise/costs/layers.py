@@ -45,7 +45,6 @@ class EmbeddingLayer:
     label: str
     rows: int
     width: int
-    looked_up: bool = True  # False: a slice of the table is added, without indices
     per_batch: bool = True  # False: the same rows for every batch entry
     tied: bool = False
     split: bool = False  # over the ranks of tensor parallelism

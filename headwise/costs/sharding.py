@@ -14,6 +14,7 @@ from headwise.costs.layers import (
     LinearLayer,
 )
 from headwise.costs.workload import share
+from headwise.messages import say
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ def _part(layer: object, ranks: int) -> object:
 
 @_part.register
 def _(layer: AttentionLayer, ranks: int) -> AttentionLayer:
-    heads = share("attention with heads", layer.heads, ranks, "tp")
+    heads = share(say("attention with heads"), layer.heads, ranks, "tp")
     kv_heads = layer.kv_heads
     if kv_heads % ranks == 0:
         kv_heads //= ranks
@@ -46,21 +47,25 @@ def _(layer: AttentionLayer, ranks: int) -> AttentionLayer:
         kv_heads = 1
     else:
         raise ValueError(
-            f"{kv_heads} key heads neither divide over {ranks} ranks (tp={ranks}) nor divide "
-            f"{ranks}, so that each rank would hold one; choose another tp"
+            say(
+                "{heads} key heads neither divide over {ranks} ranks (tp={ranks}) nor divide "
+                "{ranks}, so that each rank would hold one; choose another tp",
+                heads=kv_heads,
+                ranks=ranks,
+            )
         )
     return replace(
         layer,
         heads=heads,
         kv_heads=kv_heads,
-        score_params=share("score parameters", layer.score_params, ranks, "tp"),
-        bias_params=share("bias parameters", layer.bias_params, ranks, "tp"),
+        score_params=share(say("score parameters"), layer.score_params, ranks, "tp"),
+        bias_params=share(say("bias parameters"), layer.bias_params, ranks, "tp"),
     )
 
 
 @_part.register
 def _(layer: FeedForwardLayer, ranks: int) -> FeedForwardLayer:
-    return replace(layer, hidden=share("a hidden width", layer.hidden, ranks, "tp"))
+    return replace(layer, hidden=share(say("a hidden width"), layer.hidden, ranks, "tp"))
 
 
 @_part.register

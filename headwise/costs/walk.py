@@ -30,7 +30,9 @@ from headwise.costs.layers import (
 from headwise.costs.letters import Tokens
 from headwise.costs.sharding import sharded
 from headwise.costs.tape import Flow, Tape
+from headwise.costs.words import translated
 from headwise.costs.workload import Workload, share
+from headwise.messages import Sentence, say
 
 DEFAULT_LENGTH = 4096
 
@@ -63,8 +65,13 @@ def _lengths(architecture: Architecture, work: Workload) -> list[tuple[int, int]
         if stack.tokens is not None:
             if final and asked not in (None, stack.tokens):
                 raise ValueError(
-                    f"{architecture.name} always has {stack.tokens} tokens, not queries={asked}; "
-                    "leave queries= out"
+                    say(
+                        "{name} always has {tokens} tokens, not queries={asked}; leave the length "
+                        "out",
+                        name=architecture.name,
+                        tokens=stack.tokens,
+                        asked=asked,
+                    )
                 )
             asked = stack.tokens
         if asked is None:
@@ -72,8 +79,14 @@ def _lengths(architecture: Architecture, work: Workload) -> list[tuple[int, int]
         keys = asked if not final or work.keys is None else work.keys
         if stack.longest is not None and keys > stack.longest:
             raise ValueError(
-                f"{keys} tokens are more than {architecture.name} has positions for in its "
-                f"{stack.name}, {stack.longest}"
+                say(
+                    "{keys} tokens are more than {name} has positions for in its {stack}, "
+                    "{longest}",
+                    keys=keys,
+                    name=architecture.name,
+                    stack=Sentence(stack.name, translated(stack.name)),
+                    longest=stack.longest,
+                )
             )
         found.append((asked, keys))
     return found
@@ -82,10 +95,10 @@ def _lengths(architecture: Architecture, work: Workload) -> list[tuple[int, int]
 def _tokens(work: Workload, queries: int, keys: int) -> Tokens:
     """The tokens of one rank."""
     ranks = work.ranks
-    batch = share("a batch", work.batch, ranks.dp * ranks.fsdp, "dp·fsdp")
-    local = share("a length", queries, ranks.cp, "cp")
+    batch = share(say("a batch"), work.batch, ranks.dp * ranks.fsdp, "dp·fsdp")
+    local = share(say("a length"), queries, ranks.cp, "cp")
     if work.layout == "head_tail" and ranks.cp > 1:
-        share("a rank's length", local, 2, "two parts per rank")
+        share(say("a rank's length"), local, 2, say("two parts per rank"))
     return Tokens(batch, local, keys, queries, cached=keys > queries)
 
 
@@ -142,8 +155,7 @@ class Walk:
         if not step.tied:
             tape.weight(step.label, size(letter, step.rows), width)
         rows = tokens.rows if step.per_batch else tokens.s
-        if step.looked_up:
-            tape.keep(f"indices of {step.label}", rows, 8)
+        tape.keep(f"indices of {step.label}", rows, 8)
         moved = (rows * width).value * tape.element
         tape.run(Kernel(step.label, "embedding", 0, moved, moved))
         tape.run(Kernel(step.label, "embedding", 0, moved, moved), True)

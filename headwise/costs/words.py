@@ -38,6 +38,7 @@ LETTERS = {
 PARTS = {
     "LSTM": "LSTM",
     "attention": "注意力",
+    "attention and Mamba 2 layers": "注意力与 Mamba 2 层",
     "cell": "单元",
     "class token": "类别词元",
     "classifier": "分类层",
@@ -49,6 +50,7 @@ PARTS = {
     "embedding": "词嵌入",
     "encoder": "编码器",
     "feed-forward": "前馈层",
+    "feed-forward layers": "前馈各层",
     "first cell": "初始细胞状态",
     "first convolution": "第一层卷积",
     "first hidden": "初始隐藏状态",

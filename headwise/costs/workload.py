@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from headwise.core.intervals import Mask
 from headwise.costs.visible import Tile
+from headwise.messages import say
 
 BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 ALIASES = {
@@ -93,11 +94,17 @@ class Ranks:
         for name, size in mesh.items():
             if name not in known:
                 raise ValueError(
-                    f"mesh has no axis {name!r}; it takes dp (data), tp (tensor), cp (context) "
-                    "and fsdp (sharded parameters)"
+                    say(
+                        "mesh has no axis {name!r}; it takes dp (data), tp (tensor), cp (context) "
+                        "and fsdp (sharded parameters)",
+                        name=name,
+                    )
                 )
             if type(size) is not int or size < 1:
-                raise ValueError(f"mesh[{name!r}]={size!r} must be a positive number of ranks")
+                raise ValueError(
+                    say("mesh[{name!r}]={size!r} must be a positive number of ranks", name=name,
+                        size=size)
+                )  # fmt: skip
         return cls(**mesh)
 
     @property
@@ -152,8 +159,15 @@ def dtype_name(what: str, given: Any) -> str:
     name = str(given).removeprefix("torch.")
     name = ALIASES.get(name, name)
     if name not in BITS:
-        raise ValueError(f"{what}={given!r} is not a dtype; use one of {', '.join(BITS)}")
+        raise ValueError(
+            say("{what}={given!r} is not a dtype; use one of {there}", what=what, given=given,
+                there=", ".join(BITS))
+        )  # fmt: skip
     return name
+
+
+MOST_TOKENS = 1 << 24
+"""The longest sequence: the pairs of a mask are counted row by row."""
 
 
 def check_workload(work: Workload) -> None:
@@ -162,10 +176,19 @@ def check_workload(work: Workload) -> None:
         value = getattr(work, name)
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} must be a positive integer")
+        if value is not None and name != "batch" and value > MOST_TOKENS:
+            raise ValueError(
+                say("{name}={value} is too long; at most {most:,} tokens are counted", name=name,
+                    value=value, most=MOST_TOKENS)
+            )  # fmt: skip
     if work.dtype not in COMPUTED:
         raise ValueError(
-            f"dtype={work.dtype!r} is not one that activations are computed in; use one of "
-            f"{', '.join(COMPUTED)} (a cache may be smaller: cache={work.dtype!r})"
+            say(
+                "dtype={dtype!r} is not one that activations are computed in; use one of {there} "
+                "(a cache may be smaller: cache={dtype!r})",
+                dtype=work.dtype,
+                there=", ".join(COMPUTED),
+            )
         )
     choices = {
         "device": ("cuda", "cpu"),
@@ -190,7 +213,13 @@ def share(what: str, size: int, ranks: int, axis: str) -> int:
     """One rank's part of a size; ValueError if it does not divide."""
     if size % ranks:
         raise ValueError(
-            f"{what} of {size} does not divide over {ranks} ranks ({axis}={ranks}); choose "
-            f"{axis} among the divisors of {size}"
+            say(
+                "{what} of {size} does not divide over {ranks} ranks ({axis}={ranks}); choose "
+                "{axis} among the divisors of {size}",
+                what=what,
+                size=size,
+                ranks=ranks,
+                axis=axis,
+            )
         )
     return size // ranks

@@ -4,6 +4,7 @@ Everything runs on torch.distributed: a DeviceMesh, NCCL or gloo. `attention` an
 this rank's part of a sequence; `shard` and `unshard` cut tensors that way and put them together.
 """
 
+from headwise import api
 from headwise.distributed.layouts import (
     Layout,
     balanced,
@@ -14,7 +15,9 @@ from headwise.distributed.layouts import (
 )
 from headwise.distributed.movement import Movement, explain
 from headwise.distributed.rank_attention import attention, observe
+from headwise.distributed.sharded_tensors import DTensorCalls
 from headwise.distributed.shards import shard, unshard
+from headwise.distributed.split_maps import attention_map
 from headwise.distributed.split_models import context_parallel
 from headwise.distributed.transport import RankError, Traffic, traffic
 
@@ -24,6 +27,7 @@ __all__ = [
     "RankError",
     "Traffic",
     "attention",
+    "attention_map",
     "balanced",
     "context_parallel",
     "contiguous",
@@ -36,3 +40,5 @@ __all__ = [
     "traffic",
     "unshard",
 ]
+
+api.serve_sharded(DTensorCalls())  # hw.attention and hw.observe of DTensors

@@ -77,19 +77,15 @@ def geometry(
     place = Place(batch, heads, queries, total, offset=total - queries)
     if mask is not None:
         mask.check(place)
-    key = ("geometry", versions(mask), batch, heads, rows, keys, layout)
-    known = None if mask is None else _known.setdefault(mask, {})
-    if known is not None and key in known:
-        found: Geometry = known[key]
-        return found
-    held = layout.of_lengths(rows), layout.of_lengths(keys)
-    needs = _needed(mask, place, held[0])
-    made = Geometry(mask, place, *held, needs)
-    if known is not None:
+    key = ("geometry", versions(mask), batch, heads, rows, keys, described_layout(layout))
+    known: dict[object, Any] = {} if mask is None else _known.setdefault(mask, {})
+    if key not in known:
+        held = layout.of_lengths(rows), layout.of_lengths(keys)
         if len(known) > 64:
             known.clear()
-        known[key] = made
-    return made
+        # Without the mask: a value that held it would keep it, and itself, forever.
+        known[key] = (*held, _needed(mask, place, held[0]), {})
+    return Geometry(mask, place, *known[key])
 
 
 def described(mask: Mask | None) -> str:

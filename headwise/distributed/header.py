@@ -18,7 +18,7 @@ from torch import Tensor
 from headwise.distributed.transport import RankError, RankGroup, packed, unpacked
 
 SIZE = 64  # int64 numbers
-KINDS = ("attention", "observe", "backward", "unshard", "heads", "figures")
+KINDS = ("attention", "observe", "backward", "unshard", "heads", "figures", "positions", "map")
 _START = 4  # the numbers before the fields: failed, kind, call, fields
 
 _calls: Counter[str] = Counter()  # how many calls each group has seen

@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.core.partial import Partial, merge
 from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import single_weights
-from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, Sums
+from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, WIDE, Sums
 from headwise.distributed.geometry import Geometry
 from headwise.distributed.key_exchange import KeyRun, Pair
 from headwise.distributed.ranges import Range, numbers, union
@@ -60,13 +60,13 @@ class KeyBlocks:
         return self._finished(part, width, given.q.dtype)
 
     def _part(self, given: Learnable, run: KeyRun) -> Partial:
-        q, k, v = (_wide(x) for x in (given.q, run.k, run.v))
+        q, k, v = given.q, run.k, run.v
         terms = self.terms(given, (run.first, run.last))
         forward, _ = PARTS[self.engine]
-        sums = Sums(*forward(q, k, v, *terms, self.wants | LOG_TOTAL))
+        sums = Sums(*forward(q, k, v, *terms, self.wants | LOG_TOTAL | WIDE))
         if self.singles:
             found = single_weights(
-                q, k, terms, sums.totals(), sums.max_logit, set(self.singles),
+                _wide(q), _wide(k), terms, sums.totals(), sums.max_logit, set(self.singles),
                 self._start(run.first), self.sink_keys,
             )  # fmt: skip
             extra = torch.stack([found[name] for name in self.singles], -1)
@@ -159,7 +159,7 @@ class RunGradients:
         self.blocks, self.given, self.sums = blocks, given, sums
         wide = sums.lse.dtype
         out = _wide(sums.out)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(out.dtype)
+        grad_out = torch.zeros_like(sums.out) if grad_out is None else grad_out
         self.grads = grad_out.contiguous(), grad_lse, grad_entropy
         share = None if given.sinks is None else sink_share(given.sinks, sums.totals())
         # A block's backward takes no sinks; with them the row's entropy has their share added.
@@ -172,7 +172,7 @@ class RunGradients:
         )
         self.bias_learns = bias_learns
         if share is not None:
-            constant = (grad_out * out).sum(-1)
+            constant = (grad_out.to(wide) * out).sum(-1)
             constant = constant if grad_lse is None else constant - grad_lse
             if grad_entropy is not None:
                 constant = constant + grad_entropy * self.entropy
@@ -180,13 +180,12 @@ class RunGradients:
 
     def of(self, run: KeyRun) -> Pair:
         """Add a run's share to every gradient, and return that of its keys and values."""
-        q, k, v = (_wide(x) for x in (self.given.q, run.k, run.v))
         terms = self.blocks.terms(self.given, (run.first, run.last))
         _, backward = PARTS[self.blocks.engine]
         sums = self.sums
         found = backward(
-            q, k, v, *terms, self.out, sums.lse, sums.max_logit, sums.log_total, self.entropy,
-            *self.grads, self.bias_learns,
+            self.given.q, run.k, run.v, *terms, self.out, sums.lse, sums.max_logit, sums.log_total,
+            self.entropy, *self.grads, self.bias_learns,
         )  # fmt: skip
         grads = _named(found, terms, self.bias_learns)
         total = self.total

@@ -1,10 +1,11 @@
-"""Layouts: the positions of a sequence that each rank holds, and how evenly they share the work."""
+"""Layouts: the positions, or the heads, that each rank has, and how evenly they share the work."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,3 +184,32 @@ def equal_parts(length: int, parts: int) -> tuple[Range, ...]:
 
 def _work(work: Tensor, ranges: Ranges) -> int:
     return sum(int(work[first:last].sum()) for first, last in ranges)
+
+
+class HeadShare(NamedTuple):
+    """The query heads of one rank, and the key heads that they use."""
+
+    queries: Range
+    keys: Range
+
+
+def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
+    """The heads of each rank, as equal as whole groups allow: a rank has whole groups or one part.
+
+    With fewer key heads than ranks, several ranks use one key head.
+
+    >>> [share.queries for share in head_shares(8, 8, 3)]
+    [(0, 3), (3, 6), (6, 8)]
+    >>> head_shares(6, 2, 4)[1:3]
+    (HeadShare(queries=(2, 3), keys=(0, 1)), HeadShare(queries=(3, 5), keys=(1, 2)))
+    """
+    group = heads // kv_heads
+    if kv_heads >= ranks:
+        keys = equal_parts(kv_heads, ranks)
+        return tuple(HeadShare((group * i, group * j), (i, j)) for i, j in keys)
+    found = []
+    for key, (first, last) in enumerate(equal_parts(ranks, kv_heads)):
+        for i, j in equal_parts(group, last - first):
+            queries = (key * group + i, key * group + j)
+            found.append(HeadShare(queries, (key, key + (i < j))))
+    return tuple(found)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from headwise.api import OPTIONS, sharded
 from headwise.bias import ALiBi, Bias, RelativeBuckets
 from headwise.core.intervals import Mask
 from headwise.core.observation import (
@@ -26,6 +27,7 @@ from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, span_w
 from headwise.core.statistics import complete, named, wanted
 from headwise.core.sums import Sums
 from headwise.distributed.geometry import described, described_layout, geometry
+from headwise.distributed.head_attention import attend_by_heads
 from headwise.distributed.header import Header, agree
 from headwise.distributed.key_blocks import (
     SINGLES,
@@ -35,9 +37,9 @@ from headwise.distributed.key_blocks import (
 )
 from headwise.distributed.key_exchange import KeyExchange, RangeExchange, RingExchange
 from headwise.distributed.layouts import Layout
-from headwise.distributed.movement import check_move, choose_move
+from headwise.distributed.movement import CallWidths, check_move, choose_move
 from headwise.distributed.shards import check_layout
-from headwise.distributed.transport import RankGroup, check_mesh
+from headwise.distributed.transport import RankGroup
 from headwise.dropout import Dropout
 from headwise.engines.plan import choose_partial
 from headwise.score import Score
@@ -67,15 +69,23 @@ def attention(
 
     - layout: the positions that each rank holds: `contiguous()`, `head_tail()`, `balanced(mask)`
     - move: how keys reach the rows that see them: "ranges" moves only those, "ring" passes all of
-      them around in little memory, "gather" sends all at once; "auto" chooses
+      them around in little memory, "gather" sends all at once, "ulysses" exchanges positions for
+      heads and back; "auto" chooses
     - mask, `hw.ALiBi`, `hw.RelativeBuckets`: as for the whole sequence
     - a bias tensor: this rank's rows, all keys: broadcasts to (B, Hq, N, keys of all ranks)
     - dropout without a seed takes the one that the first rank draws
 
+    q, k and v may be DTensors whose axis 2 is sharded over `mesh`, and other axes over other
+    dimensions of theirs; then masks and options are those of the whole call, and so is the result.
+
     Gradients of k and v come from the rows of every rank. Those of sinks, slopes, tables and
-    weights are of this rank's rows: sum them over ranks, as for every replicated parameter.
+    weights are this rank's share: sum them over ranks, as for every replicated parameter.
     """
     options = (score, mask, bias, softcap, sinks, dropout, engine)
+    over_ranks = sharded(q, k, v)
+    if over_ranks is not None:
+        named = dict(zip((*OPTIONS, "engine"), options, strict=True))
+        return over_ranks.attention(q, k, v, mesh=mesh, layout=layout, move=move, **named)
     out, _ = _call("attention", (q, k, v), mesh, layout, move, options, (), 1)
     return out
 
@@ -106,6 +116,13 @@ def observe(
     sequence's keys; each is one more exchange of those keys.
     """
     options = (score, mask, bias, softcap, sinks, dropout, engine)
+    over_ranks = sharded(q, k, v)
+    if over_ranks is not None:
+        named = dict(zip((*OPTIONS, "engine"), options, strict=True))
+        return over_ranks.observe(
+            q, k, v, mesh=mesh, layout=layout, move=move, **named, stats=stats, rows=rows,
+            sink_keys=sink_keys, spans=spans,
+        )  # fmt: skip
     names: tuple[str, ...] = ()
     marked: dict[str, Span] = {}
     sampled, failure = None, None
@@ -157,7 +174,7 @@ def _call(
     failure: Exception | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Agree on a call, make it, and return out and the named statistics."""
-    ranks = RankGroup(check_mesh(mesh))
+    ranks = RankGroup.of(mesh)
     _, mask, bias, *_, engine = options
     problem, header = None, Header(kind)
     if failure is None:
@@ -165,16 +182,15 @@ def _call(
             layout = check_layout(layout)
             check_move(move)
             problem = _posed(kind, tensors, options)
-            engine = choose_partial(problem, engine).name
+            if move != "ulysses":  # there any engine serves
+                engine = choose_partial(problem, engine).name
             header = _header(kind, problem, tensors, layout, move, options, engine, names)
         except Exception as error:  # the others wait: they hear of it first
             failure = error
     every = agree(ranks, header, failure)
     assert problem is not None and layout is not None
     lengths = tuple(own[0] for own in every), tuple(own[1] for own in every)
-    if problem.dropout:
-        seed = torch.tensor(every[0][2], dtype=torch.int64, device=problem.q.device)
-        problem = replace(problem, seed=seed)
+    problem, dropout = _same_seed(problem, options[5], every[0][2])
     place = problem.place
     found = geometry(mask, place.batch, place.heads, *lengths, layout)
     if isinstance(bias, Tensor) and four(bias).shape[3] not in (1, found.whole.keys):
@@ -182,7 +198,13 @@ def _call(
             f"bias has shape {tuple(bias.shape)}; its last axis is 1 or the {found.whole.keys} "
             f"keys of all ranks together\n  in hw.distributed.{kind} on {ranks.count} ranks"
         )
-    chosen, _ = choose_move(found, move)
+    widths = CallWidths.of(*tensors)
+    chosen, _ = choose_move(found, move, widths, problem.q.dtype, isinstance(bias, Tensor))
+    if chosen == "ulysses":
+        options = (*options[:5], dropout, options[6])
+        named = dict(zip((*OPTIONS, "engine"), options, strict=True))
+        q, k, v = (x.to(problem.v.dtype) for x in tensors)  # as autocast asks
+        return attend_by_heads(ranks, found, (q, k, v), named, names, sink_keys)
     found = found.everything() if chosen == "gather" else found
     exchange = (RingExchange if chosen == "ring" else RangeExchange)(ranks, found)
     singles = tuple(name for name in SINGLES if name in names)
@@ -195,6 +217,17 @@ def _call(
         RankCall(ranks, exchange, blocks), *given, *rest, problem.sinks
     )
     return sums[0], _statistics(problem, Sums(*sums), weights, singles, names)
+
+
+def _same_seed(
+    problem: Problem, dropout: float | Dropout, drawn: int
+) -> tuple[Problem, float | Dropout]:
+    """The problem and the option with the first rank's seed."""
+    if not problem.dropout:
+        return problem, 0.0
+    first = dropout.first if isinstance(dropout, Dropout) else (0, 0)
+    agreed = Dropout(problem.dropout, drawn, first)
+    return replace(problem, seed=agreed.seed_on(problem.q.device)), agreed
 
 
 def _posed(kind: str, tensors: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Problem:
@@ -236,8 +269,9 @@ def _header(
     q, k, v = tensors
     rows = four(bias) if isinstance(bias, Tensor) else None
     learned = getattr(score, "weight", getattr(score, "temperature", None))
-    learns = [x.requires_grad for x in tensors] if torch.is_grad_enabled() else []
-    seed = 0 if problem.seed is None else int(problem.seed)
+    learnable = (*tensors, *([] if rows is None else [rows]))
+    learns = [x.requires_grad for x in learnable] if torch.is_grad_enabled() else []
+    seed = 0 if problem.seed is None else int(problem.seed.flatten()[0])
     given = dropout.seed if isinstance(dropout, Dropout) else None
     sizes = {
         "the batch": q.shape[0], "query heads": q.shape[1], "key heads": k.shape[1],

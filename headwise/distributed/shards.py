@@ -15,7 +15,7 @@ from headwise.distributed.geometry import described_layout
 from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Contiguous, Layout
 from headwise.distributed.ranges import Ranges, cut, numbers
-from headwise.distributed.transport import RankGroup, check_mesh, packed, unpacked
+from headwise.distributed.transport import RankGroup, packed, unpacked
 
 
 def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | None = None) -> Tensor:
@@ -24,7 +24,7 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | None = None
     `dim` is the axis of the sequence. The length need not be a multiple of the number of ranks. The
     positions that a rank holds are `shard(torch.arange(length), mesh, dim=0, layout=layout)`.
     """
-    ranks = RankGroup(check_mesh(mesh))
+    ranks = RankGroup.of(mesh)
     dim = _axis(x, dim)
     return cut(x, dim, check_layout(layout).pieces(x.shape[dim], ranks.count)[ranks.own])
 
@@ -34,7 +34,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | None = No
 
     The gradient of a part is the sum over ranks of what they return for it.
     """
-    ranks = RankGroup(check_mesh(mesh))
+    ranks = RankGroup.of(mesh)
     header, failure = Header("unshard"), None
     try:
         dim, layout = _axis(x, dim), check_layout(layout)

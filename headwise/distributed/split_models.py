@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.conv import _ConvNd
 
 from headwise import api
-from headwise.core.observation import Observation
 from headwise.distributed.layouts import Layout
+from headwise.distributed.mesh_calls import MeshCalls
 from headwise.distributed.movement import check_move
-from headwise.distributed.rank_attention import attention, observe
 from headwise.distributed.shards import check_layout
+from headwise.distributed.transformers_inputs import placed
 from headwise.distributed.transport import check_mesh
 
-
-@dataclass(frozen=True, eq=False)
-class MeshCalls:
-    """Calls of `hw.attention` and `hw.observe` on a mesh."""
-
-    mesh: DeviceMesh
-    layout: Layout
-    move: str
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """`hw.distributed.attention` on the mesh."""
-        return attention(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **options)
-
-    def observe(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
-    ) -> tuple[Tensor, Observation]:
-        """`hw.distributed.observe` on the mesh."""
-        return observe(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **options)
+MIXING = (nn.RNNBase, nn.RNNCellBase, _ConvNd, nn.MultiheadAttention)
+"""Modules that mix positions by themselves, and would do so within each rank only."""
 
 
 def context_parallel(
@@ -47,32 +29,26 @@ def context_parallel(
 
     From now on the model takes this rank's part of its inputs, from `shard`, and returns this
     rank's part of its outputs. Its attention sees the whole sequence, with the model's own masks,
-    sinks, caps and biases. It must be headwise's: `hw.nn`, or a model of transformers with
-    attn_implementation="headwise". Everything else in it must work on each position by itself.
+    sinks, caps and biases. It must be headwise's: `hw.nn`, `hw.models`, or a model of transformers
+    with attn_implementation="headwise". Everything else in it must work on each position by itself.
 
-    A model of transformers needs `position_ids`, also from `shard`, and takes no `attention_mask`:
-    put sequences of one length, or packed documents, into a batch. Labels must be shifted before
-    they are cut, so compute the loss from the logits.
+    Masks and lengths given to `hw.nn` and `hw.models` are those of the whole sequence. A model of
+    transformers takes this rank's part of `attention_mask` (B, N), of `position_ids` and of
+    `labels`. Labels are shifted as in one process, and the loss is this rank's share of it: the sum
+    over ranks is the loss of one process. A cache is refused.
     """
     calls = MeshCalls(check_mesh(mesh), check_layout(layout), move)
     check_move(move)
-    for_transformers = hasattr(getattr(model, "config", None), "_attn_implementation")
-    if for_transformers:
-        kind = model.config._attn_implementation  # type: ignore[union-attr]
-        if kind != "headwise":
-            raise ValueError(
-                f"this {type(model).__name__} has attn_implementation={kind!r}, which would attend "
-                "within each rank only; import headwise.transformers and load the model with "
-                'attn_implementation="headwise"'
-            )
-    takes = inspect.signature(model.forward).parameters
+    for_transformers = _check_model(model)
     entered: list[AbstractContextManager[None]] = []
 
     # Hooks, not another forward: what replaces the forward, such as a watch, still does.
     def enter(module: nn.Module, given: Any, options: Any) -> tuple[Any, Any]:
+        own = calls
         if for_transformers:
-            options = _placed(module, given, options, takes)
-        entered.append(api.splitting(calls))
+            own, options = placed(module, calls, given, options)
+            given = ()
+        entered.append(api.splitting(own))
         entered[-1].__enter__()
         return given, options
 
@@ -92,26 +68,20 @@ def context_parallel(
     return undo
 
 
-def _placed(
-    model: nn.Module, given: tuple[Any, ...], options: dict[str, Any], takes: Any
-) -> dict[str, Any]:
-    """The options of a transformers model: without them it would take its part for the whole."""
-    name = type(model).__name__
-    if options.get("position_ids") is None:
+def _check_model(model: nn.Module) -> bool:
+    """True for a model of transformers; ValueError if positions meet outside of our attention."""
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if kind not in (None, "headwise"):
         raise ValueError(
-            f"{name} with context_parallel needs position_ids, or each rank would count from 0; "
-            "give hw.distributed.shard(torch.arange(length)[None], mesh, dim=1, layout=layout)"
+            f"this {type(model).__name__} has attn_implementation={kind!r}, which would attend "
+            "within each rank only; import headwise.transformers and load the model with "
+            'attn_implementation="headwise"'
         )
-    for refused in ("attention_mask", "past_key_values", "labels"):
-        if options.get(refused) is not None:
+    for name, module in model.named_modules():
+        if isinstance(module, MIXING):
             raise ValueError(
-                f"{name} with context_parallel takes no {refused}, which would be read as that of "
-                "this rank's part alone"
+                f"{name} of this {type(model).__name__} is a {type(module).__name__}, which would "
+                "mix the positions of each rank only; context_parallel takes models whose "
+                "positions meet in headwise's attention and nowhere else"
             )
-    ids = given[0] if given else options.get("input_ids", options.get("inputs_embeds"))
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"{name} with context_parallel takes input_ids or inputs_embeds")
-    # Without padding, or transformers takes a jump of the positions for a new document.
-    whole = torch.ones(ids.shape[:2], dtype=torch.int64, device=ids.device)
-    options = options | {"attention_mask": whole}
-    return options | ({"use_cache": False} if "use_cache" in takes else {})
+    return kind is not None

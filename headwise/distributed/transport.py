@@ -51,15 +51,20 @@ def traffic() -> Iterator[Traffic]:
 
 
 class RankGroup:
-    """The ranks of a one-dimensional mesh, numbered from 0, as this process reaches them."""
+    """The ranks of a process group, numbered from 0, as this process reaches them."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.group = mesh.get_group()
+    def __init__(self, of: DeviceMesh | dist.ProcessGroup) -> None:
+        self.group = of.get_group() if isinstance(of, DeviceMesh) else of
         self.members = dist.get_process_group_ranks(self.group)
         self.count, self.own = len(self.members), dist.get_rank(self.group)
         self.name: str = self.group.group_name
         config = dist.get_backend_config(self.group)  # such as "cpu:gloo,cuda:nccl"
         self.backends = dict(each.split(":") for each in config.split(","))
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> RankGroup:
+        """The ranks of a one-dimensional mesh; ValueError if it has more dimensions."""
+        return cls(check_mesh(mesh))
 
     @property
     def others(self) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,8 @@ SAFE = "streaming"  # the engine that takes over in a compiled graph or a backwa
 _RUNS: dict[str, tuple[Forward, Backward]] = {}  # by engine
 PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """The forward and backward behind each engine's operators, for callers with gradients of their own:
-both take any part of the keys, and the backward any forward's out and lse."""
+both take any part of the keys. The backward takes any forward's out and lse, and its gradients are
+as wide as out, since those of other keys are to be added."""
 
 
 def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
@@ -134,19 +136,20 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
         return sums
 
     def backward(
-        library: LibraryBackward, q: Tensor, k: Tensor, v: Tensor, *given: Any
+        library: LibraryBackward | None, q: Tensor, k: Tensor, v: Tensor, *given: Any
     ) -> list[Tensor]:
         terms = Terms(*given[:_TERMS])
         out, lse, max_logit, log_total, entropy, grad_out, *others = given[_TERMS:]
         with without_autocast(q.device):
-            if others[0] is None and others[1] is None:  # out has a gradient, nothing else
+            alone = others[0] is None and others[1] is None  # only out has a gradient
+            if library is not None and alone and out.dtype == q.dtype:
                 three = library.gradients(q, k, v, terms, out, lse, grad_out)
                 if three is not None:
                     return list(three)
             totals = RowTotals.known(lse, max_logit, log_total)
             found = differentiate(q, k, v, terms, out, totals, entropy, grad_out, *others)
         return [
-            grad.to(x.dtype)
+            grad.to(x.dtype if library is not None else torch.promote_types(x.dtype, out.dtype))
             for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
             if grad is not None and x is not None
         ]
@@ -154,7 +157,7 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
     def backward_anew(*given: Any) -> list[Tensor]:
         return backward(LibraryBackward(library_on), *given)
 
-    PARTS[engine] = forward, backward_anew
+    PARTS[engine] = forward, partial(backward, None)
 
     def packed_backward(*given: Any) -> list[Tensor]:
         return [grad.contiguous() for grad in backward_anew(*given)]  # as `_backward_shapes` says

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
+from headwise.look.scene import Group, Input
 from headwise.messages import Sentence, say
 from headwise.watching.head_types import LEAST, NEAR, QUIET
 
 Numbers = Mapping[str, float]
+Seen = Literal["past", "text", "source", "image"]
+"""What a head looks at: the text before a token, all of it, another text, or an image."""
 
 
-def sentence(kind: str | None, scores: Numbers, figures: Numbers, causal: bool = True) -> Sentence:
+def seen_by(read: Input, group: Group) -> Seen:
+    """The things that a group's heads look at."""
+    if read.kind == "image":
+        return "image"
+    if not group.square:
+        return "source"
+    return "past" if group.causal else "text"
+
+
+def sentence(kind: str | None, scores: Numbers, figures: Numbers, seen: Seen = "past") -> Sentence:
     """Describe a head by the pattern that it follows, and how much of its weight does.
 
     `scores` are those of its rules, by type; a head of no pattern is described by its figures.
@@ -48,38 +61,58 @@ def sentence(kind: str | None, scores: Numbers, figures: Numbers, causal: bool =
             return say("spreads evenly, over {share:.0%} of the tokens that it sees", share=share)
         case "dormant":
             return say("outputs almost nothing: {share:.1%} of its layer's mean", share=share)
-    return _searching(figures, causal)
+    return _searching(figures, seen)
 
 
-def reason(kind: str | None, scores: Numbers, square: bool = True) -> Sentence:
+def reason(kind: str | None, scores: Numbers, seen: Seen = "past") -> Sentence:
     """Explain the type of a head: its threshold, or the rule that it comes nearest to.
 
     >>> reason("content", {"induction": 0.24, "sink": 0.1})
-    'On this input it fits no rule; the nearest is induction, with 24% where 30% are asked for.'
+    'On this input it fits no rule; the nearest is induction: 24%, and that starts at 30%.'
     """
     if kind == "dormant":
         return say("On this input; a dormant head is below {least:.0%}.", least=QUIET)
     if kind in LEAST:
         return say("On this input; its type starts at {least:.0%}.", least=LEAST[kind])
-    if square and "induction" not in scores:
+    if seen in ("past", "text") and "induction" not in scores:
         return say("Too few tokens return in this input to tell whether it is an induction head.")
     shares = {name: scores[name] / least for name, least in LEAST.items() if name in scores}
     if not shares:
         return say("On this input it fits no rule.")
     near = max(shares, key=lambda name: shares[name])
     return say(
-        "On this input it fits no rule; the nearest is {kind}, with {share:.0%} where {least:.0%} "
-        "are asked for.",
+        "On this input it fits no rule; the nearest is {kind}: {share:.0%}, and that starts at "
+        "{least:.0%}.",
         kind=_named(near), share=scores[near], least=LEAST[near],
     )  # fmt: skip
 
 
-def _searching(figures: Numbers, causal: bool) -> Sentence:
-    """A head of no simple pattern: how many tokens it takes at a time, and how far back."""
+def _searching(figures: Numbers, seen: Seen) -> Sentence:
+    """A head of no simple pattern: how many tokens it takes at a time, and how far back.
+
+    >>> _searching({"effective_keys_mean": 1.41}, "source")
+    'looks for something in the source text: about 1.4 tokens for each one that is written'
+    >>> _searching({"effective_keys_mean": 1.41}, "text")
+    'looks for something in the input: one token at a time'
+    """
     keys, distance = figures.get("effective_keys_mean"), figures.get("distance_mean")
     if keys is None:
         return say("looks for something in the input")
-    if distance is None or not causal:
+    rounded = round(keys, 1) if keys < 10 else round(keys)
+    match seen:
+        case "source":
+            return say(
+                "looks for something in the source text: about {keys:g} tokens for each one that "
+                "is written",
+                keys=rounded,
+            )
+        case "image":
+            return say(
+                "looks for something in the image: about {keys:g} patches at a time", keys=rounded
+            )
+    if keys < 1.5:
+        return say("looks for something in the input: one token at a time")
+    if distance is None or seen == "text":
         return say("looks for something in the input: about {keys:.0f} tokens at a time", keys=keys)
     return say(
         "looks for something in the input: about {keys:.0f} tokens at a time, {distance:.0f} back "

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from headwise.core.edges import Edge
 from headwise.watching import knock_out
+
+Predicted = Literal["next", "same", "class"]
+"""What a row predicts: the token after it, the token in its own place, or the class of an image."""
 
 SHOWN = 8
 """The most probable outcomes that are listed, of each of the two predictions."""
@@ -27,11 +30,13 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """Predicts an input's next tokens, or the class of an image, by running its model again."""
+    """Predicts an input's tokens, or the class of an image, by running its model again."""
 
     model: nn.Module
     logits: Callable[[int], Tensor]  # of a row, (V,)
     name: Callable[[int], str]  # of a token or class
+    predicts: Predicted = "next"
+    groups: tuple[str, ...] = ("self",)  # those whose rows are the rows of the logits
 
     def compare(self, row: int, edges: list[Edge]) -> tuple[list[Outcome], float]:
         """The most probable outcomes with and without edges, and how far the two are apart.

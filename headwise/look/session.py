@@ -14,7 +14,7 @@ from headwise.look.atlas import Atlas
 from headwise.look.background import Background, BusyError
 from headwise.look.lab_job import LabJob
 from headwise.look.predictions import Outcome, Predictor
-from headwise.look.readers.reader import Reader, check_length, most_tokens
+from headwise.look.readers.reader import Given, Reader, check_length, most_tokens
 from headwise.look.scene import Group
 from headwise.look.watched_folder import WatchedFolder
 from headwise.messages import Sentence, said_by, say
@@ -63,7 +63,7 @@ class Session:
     _count: int = 0
     _work: Background = field(default_factory=lambda: Background("reading"))
 
-    def start(self, opened: Callable[[], Reader], what: str | bytes | None) -> None:
+    def start(self, opened: Callable[[], Reader], what: Given | None) -> None:
         """Load a model and let it read in the background; `progress` says how far it is."""
 
         def work() -> None:
@@ -82,7 +82,7 @@ class Session:
 
         self._work.begin(work)
 
-    def add(self, what: str | bytes) -> str:
+    def add(self, what: Given) -> str:
         """Let the model read one more input in the background; returns its id.
 
         ValueError if it is a text of too many tokens.
@@ -148,7 +148,7 @@ class Session:
         self._count += 1
         return str(self._count - 1)
 
-    def _read(self, id: str, what: str | bytes) -> None:
+    def _read(self, id: str, what: Given) -> None:
         assert self.reader is not None
         read = self.reader.read(what, self._report).marked(self.spans)
         atlas = Atlas(read).prepare(self._report)
@@ -202,7 +202,7 @@ class Session:
         }
 
 
-def given(reader: Reader, what: str | bytes | None) -> str | bytes:
+def given(reader: Reader, what: Given | None) -> Given:
     """The input to read; the model's sample if nothing is given."""
     if what is not None:
         return what
@@ -229,20 +229,21 @@ def _input(id: str, atlas: Atlas) -> dict[str, Any]:
         "rows": len(main.rows),
         "columns": len(main.columns),
         "notes": list(read.notes),
-        "predicts": read.predictor is not None,
         "image": None
         if read.image is None
         else {"grid": list(read.image.grid), "first": read.image.first},
-        "groups": [_group(group) for group in read.groups],
+        "groups": [_group(group, read.predictor) for group in read.groups],
     }
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: Group, predictor: Predictor | None) -> dict[str, Any]:
+    predicts = predictor is not None and group.id in predictor.groups
     return {
         "id": group.id,
         "name": group.name,
         "causal": group.causal,
         "square": group.square,
+        "predicts": predictor.predicts if predictor is not None and predicts else None,
         "rows": len(group.rows),
         "columns": len(group.columns),
         "layers": [

@@ -12,7 +12,7 @@ from typing import Any
 
 from headwise.look.atlas import Atlas
 from headwise.look.head_groups import Axes, groups, mapped, side
-from headwise.look.readers.reader import Report
+from headwise.look.readers.reader import Given, Report
 from headwise.look.scene import Description, Input
 from headwise.look.session import Progress, Session
 from headwise.messages import say
@@ -64,7 +64,7 @@ class RecordedReader:
     def count(self, text: str) -> int:
         return 0
 
-    def read(self, what: str | bytes, report: Report) -> Input:
+    def read(self, what: Given, report: Report) -> Input:
         said = say("this is a recording: run the model again to look at something else")
         raise ValueError(said)
 

@@ -63,7 +63,7 @@ class WatchedFolder:
                     for layer in run.layers
                 ],
                 "statistics": run.figures,
-                "training": trained_in(run.folder),
+                "training": trained_in(run),
                 "alarms": [asdict(alarm) for alarm in run.alarms],
                 "rules": run.manifest.get("rules", []),
             }
@@ -96,11 +96,11 @@ class WatchedFolder:
         }
 
 
-def trained_in(folder: Path) -> dict[str, float] | None:
-    """Loss, speed and utilisation of the training that a watched run is inside; None if of none."""
-    found = Run(folder.parent).progress() if folder.name == INSIDE else None
-    names = ("loss", "per_second", "mfu")
-    return None if found is None else {name: found[name] for name in names if name in found}
+def trained_in(run: WatchedRun) -> dict[str, float] | None:
+    """Loss, speed and utilisation of the training that a run watches, as far as they are known."""
+    measured = Run(run.folder.parent).progress() if run.folder.name == INSIDE else None
+    found = {**run.manifest.get("mfu", {}), **(measured or {})}
+    return {name: found[name] for name in ("loss", "per_second", "mfu") if name in found} or None
 
 
 def stride(steps: int, heads: int) -> int:

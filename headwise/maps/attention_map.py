@@ -194,7 +194,7 @@ class AttentionMap:
         >>> hw.attention_map(q, q, mask=hw.mask.causal()).received()
         tensor([[[1.5000, 0.5000]]])
         """
-        return self._over(self._region.box, backend_for(self._region).received)
+        return self._received(self._region.box)
 
     def eviction_scores(self, recent: int | None = None, smooth: int = 1) -> Tensor:
         """A score for each key of a cache, (B, Hkv, M): evict the keys that have the lowest.
@@ -260,9 +260,7 @@ class AttentionMap:
         """
         if not is_integer(k) or k < 1:
             raise self._error("k must be an integer, at least 1", f".top({k!r})")
-        region = self.region
-        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
-            return backend_for(region).top(region, self._totals.at(region.box), k)
+        return self._top(k)
 
     @property
     def levels(self) -> int:
@@ -324,7 +322,20 @@ class AttentionMap:
                 call,
             )
         kept = [len(part) for part in parts if isinstance(part, range)]
-        return self._over(box, backend_for(self._region).fill).reshape(kept)
+        return self._fill(box).reshape(kept)
+
+    def _fill(self, box: Box) -> Tensor:
+        """The weights of a rectangle."""
+        return self._over(box, backend_for(self._region).fill)
+
+    def _received(self, box: Box) -> Tensor:
+        """The sums of a rectangle's columns, (B, Hq, keys)."""
+        return self._over(box, backend_for(self._region).received)
+
+    def _top(self, k: int) -> tuple[Tensor, Tensor]:
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            return backend_for(region).top(region, self._totals.at(region.box), k)
 
     def _pool(self, box: Box, rows: Cells, keys: Cells, how: How) -> Tensor:
         pool = backend_for(self._region).pool

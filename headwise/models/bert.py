@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import mask as masks
+from headwise.api import held_positions
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.nn.block import Block, PostNorm
@@ -102,7 +103,8 @@ class Bert(nn.Module):
     ) -> Tensor:
         """The output of the last block for tokens (B, N): (B, N, d_model)."""
         check_integers("tokens", tokens, 0, self.config.vocabulary - 1, "batch", "length")
-        count, context = tokens.shape[1], self.config.context
+        at, count = held_positions(tokens.shape[1], tokens.device)
+        context = self.config.context
         if count > context:
             raise ValueError(
                 f"{count} tokens are more than this model takes; its config has context={context}"
@@ -112,7 +114,7 @@ class Bert(nn.Module):
             mask = unpadded if mask is None else unpadded & mask
         part = torch.zeros_like(tokens) if segments is None else segments
         check_integers("segments", part, 0, self.config.segments - 1, *tokens.shape)
-        x = self.embedding(tokens) + self.positions.weight[:count] + self.segments(part)
+        x = self.embedding(tokens) + self.positions(at) + self.segments(part)
         x = self.dropout(self.norm(x))
         for block in self.blocks:
             x = block(x, mask=mask)

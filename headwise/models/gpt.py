@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import mask as masks
+from headwise.api import held_positions
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
@@ -178,7 +179,7 @@ class GPT(nn.Module):
         if self.position is not None:
             if positions is None:
                 start = 0 if not caches else caches[0].length
-                positions = torch.arange(tokens.shape[1], device=tokens.device) + start
+                positions = held_positions(tokens.shape[1], tokens.device)[0] + start
             check_positions(self.position, x, positions)
             x, positions = self.position.add(x, positions), None
         x = self.dropout(x)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import mask as masks
+from headwise.api import held_positions
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
@@ -210,7 +211,7 @@ class Transformer(nn.Module):
     def _embedded(self, tokens: Tensor, embedding: nn.Embedding, start: int | Tensor) -> Tensor:
         x = embedding(tokens) * self.config.d_model**0.5
         if self.position is not None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device) + start
+            positions = held_positions(tokens.shape[1], tokens.device)[0] + start
             x = self.position.add(x, positions)
         out: Tensor = self.dropout(x)
         return out

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention
+from headwise.api import attention, held_positions, reached
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.problem import autocasting, describe
@@ -58,7 +58,7 @@ def position_and_cache(
     if position is None or not position.rotates:
         return (q, k, v) if cache is None else (q, *cache.append(k, v))
     assert at is not None
-    length = at.max() + 1 if position.rotates_late and at.numel() else None
+    length = reached(at) if position.rotates_late else None
     waves = position.waves(at, length)
     q = position.rotate(q, waves)
     if cache is not None and position.rotates_late:
@@ -67,17 +67,17 @@ def position_and_cache(
     if context is None:
         k = position.rotate(k, waves)
     elif isinstance(context, Tensor):
-        k = position.rotate(k, position.waves(indices(k), k.shape[-2]))
+        k = position.rotate(k, position.waves(*held_positions(k.shape[-2], k.device)))
     return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
 
 def indices(x: Tensor) -> Tensor:
-    """0, 1, … for the tokens of x (..., N, width).
+    """The positions of the tokens of x (..., N, width): 0, 1, …, or a rank's part of them.
 
     >>> indices(torch.zeros(2, 3, 8))
     tensor([0, 1, 2])
     """
-    return torch.arange(x.shape[-2], device=x.device)
+    return held_positions(x.shape[-2], x.device)[0]
 
 
 def check_inputs(

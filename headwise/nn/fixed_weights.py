@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.api import observe
+from headwise.api import held_positions, observe
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
@@ -101,14 +101,15 @@ class FixedAttention(nn.Module):
         v = self.value(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, N, D)
         zeros = v.new_zeros(()).expand(*v.shape[:3], 1)
         start, queries = 0 if cache is None else cache.length, x.shape[1]
-        columns = start + queries if isinstance(start, int) else self.length
+        at, whole = held_positions(queries, x.device)
+        columns = start + whole if isinstance(start, int) else self.length
         if columns > self.length:
             raise ValueError(
                 f"{columns} positions are more than the {self.length} that have learned weights; "
                 f"use FixedAttention(..., length={columns})"
             )
         if positions is None:
-            positions = torch.arange(queries, device=x.device) + start
+            positions = at + start
         check_integers("positions", positions, 0, self.length - 1, queries)
         bias = self.logits.index_select(1, positions)[None, ..., :columns]  # (1, H, N, M)
         mask = self.mask if mask is None else mask if self.mask is None else self.mask & mask

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention_map, observe
+from headwise.api import attention_map, held_positions, observe
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
@@ -229,7 +229,8 @@ class MultiHeadAttention(nn.Module):
         k = self._compared(projection(context), self.key_norm)
         v = _split(self.value(context if values is None else values), self.value_dim)
         if self.position is not None and self.position.rotates:
-            k = self.position.rotate(k, self.position.waves(indices(k), k.shape[-2]))
+            at, length = held_positions(k.shape[-2], k.device)
+            k = self.position.rotate(k, self.position.waves(at, length))
         return Memory(k, v)
 
     def drop_heads(self, heads: int | Iterable[int] | Tensor) -> DroppedHeads:

@@ -87,7 +87,7 @@ class RotaryPosition(PositionModule):
         return cosine, sine
 
     def rotate(self, x: Tensor, waves: Waves) -> Tensor:
-        cosine, sine = waves
+        cosine, sine = (_beside(wave, x) for wave in waves)
         part = x if self.width == x.shape[-1] else x[..., : self.width]
         if self.rotary.layout == "halves":
             a, b = part.chunk(2, -1)
@@ -100,3 +100,14 @@ class RotaryPosition(PositionModule):
 
     def extra_repr(self) -> str:
         return f"{self.rotary}, width={self.width}"
+
+
+def _beside(wave: Tensor, x: Tensor) -> Tensor:
+    """A wave that can be multiplied with x: on every rank of its mesh if x is a DTensor."""
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is None:
+        return wave
+    from torch.distributed.tensor import DTensor, Replicate  # which x has imported
+
+    everywhere: Tensor = DTensor.from_local(wave, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere

@@ -8,6 +8,7 @@
 from headwise.training.data.tokenisers import Tokeniser
 from headwise.training.evaluation import export, judge
 from headwise.training.presets import PRESETS, preset
+from headwise.training.ranks import TrainingRanks
 from headwise.training.recipe import Recipe
 from headwise.training.setups import LanguageSetup, TranslateSetup, VisionSetup
 from headwise.training.start import train
@@ -17,6 +18,7 @@ __all__ = [
     "LanguageSetup",
     "Recipe",
     "Tokeniser",
+    "TrainingRanks",
     "TranslateSetup",
     "VisionSetup",
     "export",

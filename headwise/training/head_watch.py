@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from headwise.files import write_whole
+from headwise.training.ranks import ALONE, TrainingRanks
 from headwise.training.run_folder import Run
 from headwise.watching import Watch, watch
 from headwise.watching.runs.run_writer import RunWriter
@@ -24,7 +25,10 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class HeadWatch:
-    """The watch of a run and the writer of its folder; both None if the run is not watched."""
+    """The watch of a run and the writer of its folder; both None if the run is not watched.
+
+    Of many ranks, the first has a writer.
+    """
 
     every: int = 1
     watch: Watch | None = None
@@ -62,16 +66,24 @@ class HeadWatch:
 
 
 @contextmanager
-def watched(model: nn.Module, run: Run, every: int | None, start: int) -> Iterator[HeadWatch]:
-    """Watch every `every`-th step from step `start` on, into the run's folder; none if None."""
+def watched(
+    model: nn.Module, run: Run, every: int | None, start: int, ranks: TrainingRanks = ALONE
+) -> Iterator[HeadWatch]:
+    """Watch every `every`-th step from step `start` on, into the run's folder; none if None.
+
+    The figures are those of all ranks.
+    """
     if every is None:
         yield HeadWatch()
         return
-    watching = watch(model, rows=ROWS, every=every, alarms=True)
+    watching = watch(model, rows=ROWS, every=every, alarms=True, mesh=ranks.mesh)
     folder = run.folder / "watch"
     if (state := _state(folder / STATE, start)) is not None:
         watching.load_state_dict(state)
     watching.steps = start
+    if not ranks.first:
+        yield HeadWatch(every, watching)
+        return
     with watching.record(folder, resume=True) as writer:
         yield HeadWatch(every, watching, writer)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.models import GPT, Greedy, Strategy, Transformer, ViT
-from headwise.training import checkpoints, setups
+from headwise.training import checkpoints, setups, sharded_checkpoints
 from headwise.training.data.tokenisers import Tokeniser
 from headwise.training.run_folder import Run
 from headwise.training.tasks.translating import translate
@@ -118,13 +118,15 @@ def load(what: str | Path, device: Device = "cpu") -> LanguageModel | Translator
         config = setups.CONFIGS[task].from_dict(settings["model"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{run.config} does not describe a model: {error!r}") from error
-    if run.model.exists():
-        origin, tensors = run.model, checkpoints.load(run.model)[0]
-    else:
-        origin = run.state
-        tensors = checkpoints.below("model/", checkpoints.load(run.state)[0])
     model = setups.build(config)
-    checkpoints.put_weights(model, tensors, origin)
+    shared = sharded_checkpoints.newest(run.shared_state)
+    if run.model.exists():
+        checkpoints.put_weights(model, checkpoints.load(run.model)[0], run.model)
+    elif shared is not None and not run.state.exists():
+        sharded_checkpoints.restore_weights(shared, model)
+    else:
+        tensors = checkpoints.below("model/", checkpoints.load(run.state)[0])
+        checkpoints.put_weights(model, tensors, run.state)
     model.to(device).eval()
     return _ready(model, run)
 

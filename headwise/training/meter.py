@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from headwise.training.utilisation import Utilisation
+from headwise.costs.uses.utilisation import Utilisation
+from headwise.training.ranks import ALONE, TrainingRanks
 
 
 class DivergedError(RuntimeError):
@@ -18,11 +19,17 @@ class DivergedError(RuntimeError):
 class Meter:
     """Loss and speed since the last reading; the device is waited for only when it is read.
 
-    With a `utilisation`, batches are added to it, and a reading has the share of the peak FLOPs.
+    With a `utilisation`, batches are added to it, and a reading has the share of the peak FLOPs. A
+    loss is the mean over `ranks`, all of which must read.
     """
 
-    def __init__(self, device: torch.device, utilisation: Utilisation | None = None) -> None:
-        self.utilisation = utilisation
+    def __init__(
+        self,
+        device: torch.device,
+        utilisation: Utilisation | None = None,
+        ranks: TrainingRanks = ALONE,
+    ) -> None:
+        self.utilisation, self.ranks = utilisation, ranks
         self.loss = self.norm = torch.zeros((), device=device)
         self.steps = self.count = 0
         self.since = time.perf_counter()
@@ -39,18 +46,19 @@ class Meter:
         yield
         self.since += time.perf_counter() - begun
 
-    def check(self, saved: int) -> None:
-        """Raise DivergedError if the loss is not finite: such a state must never be saved."""
-        if not math.isfinite(float(self.loss)):
+    def check(self, saved: int) -> float:
+        """Return the summed loss; DivergedError if not finite: such a state must not be saved."""
+        loss = float(self.ranks.mean(self.loss))
+        if not math.isfinite(loss):
             raise DivergedError(
                 "the loss is no longer finite; try a lower learning rate or a longer warm-up "
                 f"(the last checkpoint, of step {saved}, is untouched)"
             )
+        return loss
 
     def read(self, saved: int) -> dict[str, float]:
         """Means since the last reading; the next reading starts here."""
-        self.check(saved)
-        loss, norm = float(self.loss) / self.steps, float(self.norm)
+        loss, norm = self.check(saved) / self.steps, float(self.norm)
         now = time.perf_counter()
         seconds = now - self.since
         found = {"loss": loss, "gradient_norm": norm}

@@ -18,11 +18,15 @@ class Run:
     config.json       the settings: task, data, model, recipe
     tokenizer.json    the subwords, if the task has any
     last.safetensors  the whole state, to resume from
+    last/             instead of it, if many processes train: a folder that they write together
     model.safetensors the weights alone, once the run has finished
     metrics.jsonl     the measurements, one per line
+
+    Of many processes that train together one `writes`; the others only read.
     """
 
     folder: Path
+    writes: bool = True
 
     @property
     def config(self) -> Path:
@@ -40,6 +44,11 @@ class Run:
         return self.folder / "last.safetensors"
 
     @property
+    def shared_state(self) -> Path:
+        """The folder of the state that many processes wrote."""
+        return self.folder / "last"
+
+    @property
     def model(self) -> Path:
         """The weights alone."""
         return self.folder / "model.safetensors"
@@ -51,6 +60,8 @@ class Run:
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Write the settings into a new folder; ValueError if it already holds a run."""
+        if not self.writes:
+            return
         if self.config.exists() or self.state.exists():
             raise ValueError(
                 f"{self.folder} already holds a run; use --resume to continue it, or another --out"
@@ -72,6 +83,8 @@ class Run:
 
     def record(self, measured: dict[str, Any]) -> None:
         """Append a measurement."""
+        if not self.writes:
+            return
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(measured, ensure_ascii=False) + "\n")
 
@@ -91,6 +104,8 @@ class Run:
 
     def forget_after(self, step: int) -> None:
         """Drop the measurements that a run resuming at this step will make again."""
+        if not self.writes:
+            return
         kept = [line for line in self.measured() if line["step"] <= step]
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in kept]
         if self.metrics.exists():
@@ -100,6 +115,9 @@ class Run:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep a second process out of the folder; the lock ends with the process."""
+        if not self.writes:
+            yield
+            return
         try:
             import fcntl
         except ImportError:  # Windows

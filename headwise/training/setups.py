@@ -138,7 +138,7 @@ def of_run(run: Run) -> Setup:
 
 def subwords(run: Run, texts: Iterator[str], size: int) -> Tokeniser:
     """The run's tokeniser, learnt from these texts when the run begins."""
-    if run.config.exists():
+    if run.config.exists() or not run.writes:  # the process that writes has learnt it
         return Tokeniser.load(run.tokeniser)
     tokeniser = Tokeniser.learn(texts, size)
     run.folder.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,10 @@ from torch import nn
 
 from headwise import devices
 from headwise.training import setups
+from headwise.training.ranks import ALONE, TrainingRanks
 from headwise.training.run_folder import Run
-from headwise.training.setups import Setup
+from headwise.training.setups import LanguageSetup, Setup
+from headwise.training.tasks.language import Language
 from headwise.training.tasks.vision import Vision
 from headwise.training.trainer import Trainer, steps_within
 
@@ -25,32 +27,77 @@ def train(
     report: Callable[[dict[str, Any]], None] = lambda measured: None,
     should_stop: Callable[[], bool] = lambda: False,
     watch_every: int | None = None,
+    ranks: TrainingRanks = ALONE,
 ) -> nn.Module | None:
     """Train by a setup in a folder, or resume the folder's run if the setup is None.
 
     `minutes` replaces the setup's number of steps by as many as fit into this time. Returns the
     trained model, or None if `should_stop` ended the run early; both leave a checkpoint.
     `watch_every` watches the heads at every so many steps, for `headwise watch`.
+
+    With several `ranks`, every process calls this with the same arguments and a folder that all of
+    them share; the first writes and reports. Those of torchrun come from `torchrun.joined`.
     """
-    run, where = Run(Path(out)), devices.chosen(device)
+    run, where = Run(Path(out), ranks.first), devices.chosen(device)
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueError(f"minutes={minutes:g} must be positive and finite; try minutes=10")
     beginning = setup is not None
     setup = setups.of_run(run) if setup is None else setup
+    check_ranks(setup, ranks)
     with run.locked():
         if beginning and run.config.exists():
             run.begin({})  # raises: the folder already holds a run
-        task: Any = setup.prepare(run)
+        task = prepared(setup, run, ranks)
         trainer: Trainer[Any] = Trainer(
-            task, setup.recipe, run, {}, where, report, should_stop, watch_every
+            task,
+            setup.recipe,
+            run,
+            {},
+            where,
+            report if ranks.first else lambda measured: None,
+            should_stop,
+            watch_every,
+            ranks,
         )
-        task.batch(0, where)  # useless data is refused before anything is written
+        first = task.batch(0, where)  # useless data is refused before anything is written
+        if ranks.mesh is not None:
+            check_share(len(first[0]), ranks)
         if beginning:
             if minutes is not None:
                 steps = steps_within(trainer, minutes)
                 setup = replace(setup, recipe=replace(setup.recipe, steps=steps))
             run.begin(settings(setup, task) | measured(task))
         return replace(trainer, recipe=setup.recipe, settings=settings(setup, task)).train()
+
+
+def check_ranks(setup: Setup, ranks: TrainingRanks) -> None:
+    """Raise ValueError if many ranks were started for a task that one process trains."""
+    if ranks.mesh is not None and not isinstance(setup, LanguageSetup):
+        raise ValueError(
+            f"{setup.task} is trained by one process, and {ranks.count} were started; leave out "
+            "torchrun"
+        )
+
+
+def prepared(setup: Setup, run: Run, ranks: TrainingRanks) -> Any:
+    """The task of a setup; the first rank reads its data and learns its subwords before others."""
+    task: Any = setup.prepare(run) if ranks.first else None
+    ranks.largest(0)
+    if task is None:
+        task = setup.prepare(run)
+    if isinstance(task, Language):
+        task.ranks = ranks
+    return task
+
+
+def check_share(texts: int, ranks: TrainingRanks) -> None:
+    """Raise ValueError unless every rank gets one of so many texts, or a part of one."""
+    if texts < ranks.rows:
+        raise ValueError(
+            f"a batch of {texts} texts can't be dealt to {ranks.count} processes, of which "
+            f"{ranks.together} share each text; let at least {-(-ranks.count // texts)} share it "
+            "(--context-ranks)"
+        )
 
 
 def settings(setup: Setup, task: Any) -> dict[str, Any]:

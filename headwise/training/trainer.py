@@ -4,17 +4,20 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from headwise.training import checkpoints
+from headwise.costs.uses.utilisation import Utilisation
+from headwise.training import checkpoints, sharded_checkpoints
+from headwise.training.data.batches import mixed
 from headwise.training.head_watch import HeadWatch, watched
 from headwise.training.meter import Meter
+from headwise.training.ranks import ALONE, TrainingRanks
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import Run
-from headwise.training.utilisation import Utilisation
 
 Batch = TypeVar("Batch")
 Answer = TypeVar("Answer")
@@ -43,7 +46,7 @@ class Task(Protocol[Batch]):
         ...
 
     def loss(self, model: nn.Module, batch: Batch, smoothing: float) -> Tensor:
-        """The sum of the losses of these predictions."""
+        """The sum of the losses of these predictions, or of this rank's part of them."""
         ...
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
@@ -65,7 +68,10 @@ def _silent(measured: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Trainer(Generic[Batch]):
-    """One run of a task by a recipe, in a folder; `settings` are those a resumed run must share."""
+    """One run of a task by a recipe, in a folder; `settings` are those a resumed run must share.
+
+    Of several `ranks`, each has a trainer, and all take the same steps.
+    """
 
     task: Task[Batch]
     recipe: Recipe
@@ -75,6 +81,7 @@ class Trainer(Generic[Batch]):
     report: Callable[[dict[str, Any]], None] = _silent
     should_stop: Callable[[], bool] = _never
     watch_every: int | None = None
+    ranks: TrainingRanks = ALONE
 
     def train(self) -> nn.Module | None:
         """Train from the run's last checkpoint, or from the start, to the end of the recipe.
@@ -82,7 +89,7 @@ class Trainer(Generic[Batch]):
         None if `should_stop` ended the run early; its checkpoint can be resumed from.
         """
         model, optimizer, start = self.begin()
-        utilisation = Utilisation.of(model, self.device)
+        utilisation = known_utilisation(model, self.device, self.ranks.count)
         self.report(
             {
                 "step": start,
@@ -90,12 +97,14 @@ class Trainer(Generic[Batch]):
                 "parameters": sum(each.numel() for each in model.parameters()),
                 "unit": self.task.unit,
                 "device": str(self.device),
+                "ranks": self.ranks.count,
                 **({} if utilisation is None else {"peak": utilisation.peak}),
                 "settings": self.settings,
             }
         )
-        with watched(model, self.run, self.watch_every, start) as heads:
-            return self.steps(model, optimizer, start, heads, Meter(self.device, utilisation))
+        meter = Meter(self.device, utilisation, self.ranks)
+        with watched(model, self.run, self.watch_every, start, self.ranks) as heads:
+            return self.steps(model, optimizer, start, heads, meter)
 
     def steps(
         self,
@@ -106,17 +115,16 @@ class Trainer(Generic[Batch]):
         meter: Meter,
     ) -> nn.Module | None:
         """Take the steps from `start` to the end of the recipe."""
-        call = torch.compile(model) if self.recipe.compile else model
-        assert isinstance(call, nn.Module)
+        plain, call = self.callable(model)
         saved = start
         for step in range(start, self.recipe.steps):
             with heads.step() as watched_now:
-                used = model if watched_now else call
+                used = plain if watched_now else call
                 taken = self.step(used, optimizer, step, meter.utilisation)
             meter.add(*taken)
             done = step + 1
             last = done == self.recipe.steps
-            stopping = self.should_stop()
+            stopping = bool(self.ranks.largest(int(self.should_stop())))
             if done % self.recipe.log_every == 0 or last or stopping:
                 self.measured(done, {**meter.read(saved), "rate": self.recipe.rate(step)})
             if done % self.recipe.evaluate_every == 0 or last:
@@ -135,17 +143,48 @@ class Trainer(Generic[Batch]):
 
     def begin(self) -> tuple[nn.Module, torch.optim.Optimizer, int]:
         """The model, its optimiser, and the step to start from."""
+        model, optimizer = self.made()
+        step, shared = 0, sharded_checkpoints.newest(self.run.shared_state)
+        if self.run.state.exists():
+            tensors, about = checkpoints.load(self.run.state)
+            step = int(about["step"])
+            if shared is None or int(shared.name) < step:
+                refuse_another_run(self.settings, about["asked"], self.run.state)
+                checkpoints.restore(model, optimizer, tensors, self.run.state)
+                shared = None
+        optimizer = sharded_checkpoints.spread(model, optimizer, self.recipe.optimizer, self.ranks)
+        if shared is not None:
+            about = sharded_checkpoints.about(shared)
+            step = int(about["step"])
+            refuse_another_run(self.settings, about["asked"], shared)
+            sharded_checkpoints.restore(shared, model, optimizer, self.ranks)
+        if step != self.ranks.largest(step):
+            raise ValueError(
+                f"this rank sees a checkpoint of step {step} and another one a later step: "
+                f"{self.run.folder} must be a folder that all ranks share"
+            )
+        self.run.forget_after(step)  # a run killed before its first checkpoint starts again
+        return model, optimizer, step
+
+    def made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """A new model and its optimiser, the same on every rank."""
         torch.manual_seed(self.recipe.seed)
-        model = self.task.build().to(self.device)
-        optimizer = self.recipe.optimizer(model)
-        if not self.run.state.exists():
-            self.run.forget_after(0)  # a run killed before its first checkpoint starts again
-            return model, optimizer, 0
-        tensors, about = checkpoints.load(self.run.state)
-        refuse_another_run(self.settings, about["asked"], self.run)
-        checkpoints.restore(model, optimizer, tensors, self.run.state)
-        self.run.forget_after(about["step"])
-        return model, optimizer, int(about["step"])
+        model = self.task.build()
+        if not self.ranks.sharded:  # else a device gets its part only, which is all it may hold
+            model = model.to(self.device)
+        return model, self.recipe.optimizer(model)
+
+    def callable(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        """The module that a step calls, plain and compiled if the recipe says so.
+
+        Attention across ranks can't be compiled.
+        """
+        plain = self.ranks.trainable(model)
+        if not self.recipe.compile or self.ranks.sequence is not None:
+            return plain, plain
+        compiled = torch.compile(plain)
+        assert isinstance(compiled, nn.Module)
+        return plain, compiled
 
     def step(
         self,
@@ -154,7 +193,12 @@ class Trainer(Generic[Batch]):
         step: int,
         utilisation: Utilisation | None = None,
     ) -> tuple[Tensor, Tensor, int]:
-        """One update: the mean loss, the gradient norm before clipping, the predictions made."""
+        """One update: the mean loss, the gradient norm before clipping, the predictions made.
+
+        The mean over ranks of this loss is that of the whole batch, as are the gradients.
+        """
+        if self.ranks.mesh is not None:  # a step depends on its number, not on those before
+            torch.manual_seed(mixed(self.recipe.seed, step, self.ranks.own))
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = self.recipe.rate(step)
@@ -162,6 +206,7 @@ class Trainer(Generic[Batch]):
         numbers = range(first, first + self.recipe.accumulate)
         batches = [self.task.batch(number, self.device) for number in numbers]
         count = sum(self.task.count(batch) for batch in batches)
+        share = count / self.ranks.count
         if utilisation is not None:
             for batch in batches:
                 utilisation.add(self.task.sizes(batch))
@@ -169,13 +214,13 @@ class Trainer(Generic[Batch]):
         for batch in batches:
             with autocast(self.device):
                 # Divided by the count of all batches: accumulating equals one large batch.
-                loss = self.task.loss(model, batch, self.recipe.label_smoothing) / count
+                loss = self.task.loss(model, batch, self.recipe.label_smoothing) / share
             loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return total, norm, count
+        return total, self.ranks.whole(norm), count
 
     def evaluated(self, model: nn.Module) -> dict[str, Any]:
         """Evaluate the model without any effect on training."""
@@ -187,19 +232,30 @@ class Trainer(Generic[Batch]):
         self.report({"step": step, "steps": self.recipe.steps, **values})
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Write a checkpoint."""
-        tensors = checkpoints.capture(model, optimizer)
-        checkpoints.save(self.run.state, tensors, {"step": step, "asked": self.settings})
+        """Write a checkpoint; one of the other kind, if there is any, is older and not needed."""
+        about = {"step": step, "asked": self.settings}
+        if self.ranks.mesh is None:
+            checkpoints.save(self.run.state, checkpoints.capture(model, optimizer), about)
+            sharded_checkpoints.remove(self.run.shared_state)
+        else:
+            sharded_checkpoints.save(self.run.shared_state, model, optimizer, about, self.ranks)
+            if self.ranks.first:
+                self.run.state.unlink(missing_ok=True)
 
     def finish(self, model: nn.Module) -> None:
         """Write the weights alone and score the model; a run that was finished is only reported."""
         steps = self.recipe.steps
         finished = [line for line in self.run.measured() if "test" in line]
-        if finished and self.run.model.exists():
-            self.report({"steps": steps, **finished[-1]})
+        ended = self.ranks.first and bool(finished) and self.run.model.exists()
+        if self.ranks.largest(int(ended)):
+            if finished:
+                self.report({"steps": steps, **finished[-1]})
             return
         about = {"step": steps, "asked": self.settings}
-        checkpoints.save(self.run.model, checkpoints.weights(model), about)
+        alone = self.ranks.mesh is None
+        tensors = checkpoints.weights(model) if alone else sharded_checkpoints.whole_weights(model)
+        if self.ranks.first:
+            checkpoints.save(self.run.model, tensors, about)
         judged = undisturbed(lambda: self.task.judge(model, self.device), model, self.device)
         self.measured(steps, {"test": judged})
 
@@ -216,6 +272,15 @@ def undisturbed(ask: Callable[[], Answer], model: nn.Module, device: torch.devic
             model.train(training)
 
 
+def known_utilisation(model: nn.Module, device: torch.device, count: int) -> Utilisation | None:
+    """The utilisation of a training; None if the device's peak or the model's cost is not known."""
+    half = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    try:
+        return Utilisation.of(model, device, "bf16" if half else "fp32", count)
+    except ValueError:
+        return None
+
+
 def autocast(device: torch.device) -> AbstractContextManager[object]:
     """bf16 on a GPU that has it, float32 elsewhere."""
     if device.type == "cuda" and torch.cuda.is_bf16_supported():
@@ -223,14 +288,14 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def refuse_another_run(settings: dict[str, Any], before: dict[str, Any], run: Run) -> None:
+def refuse_another_run(settings: dict[str, Any], before: dict[str, Any], origin: Path) -> None:
     """Raise ValueError unless a checkpoint was made with exactly these settings."""
     if settings == before:
         return
     flat, other = flatten(settings), flatten(before)
     names = [name for name in sorted(flat | other) if flat.get(name) != other.get(name)]
     some = "; ".join(f"{name} was {other.get(name)} and is {flat.get(name)}" for name in names[:3])
-    raise ValueError(f"{run.state} is a checkpoint of another run: {some}")
+    raise ValueError(f"{origin} is a checkpoint of another run: {some}")
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -254,11 +319,11 @@ def steps_within(trainer: Trainer[Batch], minutes: float, warm: int = 20, timed:
     A tenth of the time is reserved for evaluation and checkpoints.
     """
     started = time.perf_counter()
-    torch.manual_seed(trainer.recipe.seed)
-    model = trainer.task.build().to(trainer.device)
-    optimizer = trainer.recipe.optimizer(model)
-    call = torch.compile(model) if trainer.recipe.compile else model
-    assert isinstance(call, nn.Module)
+    model, optimizer = trainer.made()
+    optimizer = sharded_checkpoints.spread(
+        model, optimizer, trainer.recipe.optimizer, trainer.ranks
+    )
+    _, call = trainer.callable(model)
     trial = replace(trainer, recipe=replace(trainer.recipe, steps=warm + timed))
     for step in range(warm + timed):
         if step == warm:
@@ -266,7 +331,7 @@ def steps_within(trainer: Trainer[Batch], minutes: float, warm: int = 20, timed:
         trial.step(call, optimizer, step)
     seconds = (_now(trainer.device) - begun) / timed
     left = minutes * 60 - (time.perf_counter() - started)
-    return max(1, int(0.9 * left / seconds))
+    return trainer.ranks.largest(max(1, int(0.9 * left / seconds)))
 
 
 def _now(device: torch.device) -> float:

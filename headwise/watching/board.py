@@ -17,7 +17,6 @@ from torch import Tensor
 from headwise.core.observation import Observation
 from headwise.core.problem import without_autocast
 from headwise.core.reduction import Columns, reduce_rows
-from headwise.distributed.figures import JoinedFigures
 from headwise.engines.operators import define, noticed
 from headwise.engines.triton.board_call import add_by_kernel
 
@@ -68,17 +67,18 @@ class Board:
         self.used += 1
         return Slot(self, self.used - 1, heads)
 
-    def take(self, ranks: JoinedFigures | None = None) -> HostCopy:
-        """End a step: copy all figures to the processor, without waiting, and start anew.
+    def take(self) -> HostCopy:
+        """End a step: copy all figures to the processor, without waiting, and start anew."""
+        self.restart()
+        return HostCopy.of(self.ended[: self.used])
 
-        With `ranks` they are the figures of all ranks.
-        """
+    def restart(self, keep: Sequence[int] = ()) -> None:
+        """Start anew, but keep the figures of some slots; `ended` has those of the step before."""
         with torch.no_grad():
             self.ended.copy_(self.now)
             _empty(self.now, self.columns)
-            if ranks is not None:
-                ranks.join(self.ended[: self.used], self.columns.sums)
-            return HostCopy.of(self.ended[: self.used])
+            for number in keep:
+                self.now[number] = self.ended[number]
 
     def copy(self) -> HostCopy:
         """The figures of the step that has not ended."""

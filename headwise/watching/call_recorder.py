@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.api import attention, is_split, observe, statistics
+from headwise.api import attention, observe, sharded, split_calls, split_padding, statistics
 from headwise.core.edges import Edge, hole_of, without
 from headwise.core.intervals import Mask
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.place import Place
 from headwise.core.reduction import Columns
 from headwise.core.spans import PREFIX, Span, within
+from headwise.distributed.sharded_tensors import local_part
 from headwise.nn.call import Call
 from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer
@@ -28,7 +29,9 @@ from headwise.watching.seen_call import (
     bent,
     first_position,
     newest_key,
+    owned,
     padding_rows,
+    versions_of,
 )
 from headwise.watching.unread import UnreadModules
 
@@ -68,6 +71,7 @@ class CallRecorder:
     cut_proofs: Proofs = field(default_factory=lambda: Proofs(strict=True))  # of knocked-out calls
     passes: int = 0  # of the model, whether or not any attention was seen
     numbered: bool = False  # a step has ended: layers keep their numbers
+    some_layers: bool = False  # other ranks have other layers of the model, which shift its numbers
     attended: dict[str, int] = field(default_factory=dict)  # modules asked about edges, in order
     _observed: set[str] = field(
         default_factory=set
@@ -196,6 +200,10 @@ class CallRecorder:
         """
         if recomputing():
             return
+        share = None
+        if sharded(*call[:3]) is not None:  # this rank's heads, under the numbers of all
+            part, given, share = local_part(*call[:3], call.options())
+            call, out = Call(*part, **given), None if out is None else out.to_local()  # type: ignore[attr-defined]
         q, k, v = (x.detach() for x in call[:3])
         options = call._replace(q=q, k=k, v=v).options()
         look = self._look(kind, k.shape[2], forgotten)
@@ -214,7 +222,7 @@ class CallRecorder:
                 seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
             elif out is not None:
                 seen.values[stat] = norms(out.detach(), seen)
-        self._keep(name, call, kind, padding, seen, maps, forgotten, proof)
+        self._keep(name, call, kind, padding, seen, maps, forgotten, proof, share)
 
     def inside(
         self,
@@ -226,11 +234,13 @@ class CallRecorder:
     ) -> Tensor:
         """Compute a call's output (B, Hq, N, Dv), and observe it in the same pass.
 
-        Three cases are observed beside the output instead: a sample of the rows needs no pass over
-        all of them; an engine that was asked for by name must compute the output; and with dropout,
-        the output's norm would be that of what is left of it.
+        Some cases are observed beside the output instead: a sample of the rows needs no pass over
+        all of them; an engine that was asked for by name must compute the output; with dropout, the
+        output's norm would be that of what is left of it; and of DTensors, this rank's heads are
+        observed.
         """
-        if self.options.rows is not None or call.engine != "auto" or call.dropout:
+        beside = self.options.rows is not None or call.engine != "auto" or bool(call.dropout)
+        if beside or sharded(*call[:3]) is not None:
             out = attention(call.q, call.k, call.v, **call.options())
             with self.unread.reading(name):
                 self.beside(name, call, kind, padding, out, forgotten=forgotten)
@@ -315,8 +325,9 @@ class CallRecorder:
         maps: bool = True,
         forgotten: int | None = None,
         proof: Tensor | None = None,
+        share: tuple[int, int] | None = None,
     ) -> None:
-        options, whole, divided = self.options, call, is_split()
+        options, whole, divided = self.options, call, split_calls()
         if self._cut is not None and call.mask is self._cut[0]:
             whole = call._replace(mask=self._cut[1])  # which tells positions and padding
         first = first_position(whole) if kind == "self" else 0
@@ -326,13 +337,19 @@ class CallRecorder:
         layer = self._layer(self._resolved(name, kind), call, kind)
         if layer is None:
             return
-        if padding is None and kind == "self" and not divided:
-            padding = self._padding(whole)
+        if share is not None:
+            layer.share, layer.first_head = share, share[0]
+        if padding is None and kind == "self":
+            padding = self._padding(whole) if divided is None else split_padding()
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)
-        kept = None
-        if options.maps and maps and not divided:  # most keys of a split call are elsewhere
+        kept = split = None
+        if options.maps and maps and divided is not None:  # most of its keys are elsewhere
+            none = call.v.new_empty(*call.v.shape[:3], 0)
+            part = call._replace(q=call.q.detach(), k=call.k.detach(), v=none)
+            split = (divided, owned(part))
+        elif options.maps and maps:
             k = call.k.detach()
             if kind == "self" and k.shape[2] > first + call.q.shape[2]:
                 k = k.clone()  # a cache with room to spare, which it will write into
@@ -355,6 +372,8 @@ class CallRecorder:
             call.k.shape[2],
             newest_key(call, first + call.q.shape[2] - 1) if kind == "self" else None,
             address(call.k),
+            kept=None if split is None else versions_of(split[1]),
+            split=split,
         )
         layer.add(found, continues)
         assert layer.slot is not None
@@ -401,23 +420,25 @@ class CallRecorder:
     def _layer(self, name: str, call: Call, kind: Kind) -> WatchedLayer | None:
         """The layer of this name, a new one if need be; None if it was not asked for."""
         if name not in self._selected:
-            self._select(name, kind, call.q.shape[1])
+            self._select(name, kind, call.q.shape[1], width=call.q.shape[3])
         layer = self.layers.get(name)
         if layer is not None and (layer.slot is None or layer.slot.board.device != call.q.device):
             board, slot = self.board(call.q.device), layer.slot
             layer.slot = board.slot(layer.heads) if slot is None else slot.moved(board)
         return layer
 
-    def _select(self, name: str, kind: Kind, heads: int, known: bool = True) -> None:
+    def _select(
+        self, name: str, kind: Kind, heads: int, known: bool = True, width: int = 0
+    ) -> None:
         """Number a layer that is seen for the first time, and keep it if it was asked for.
 
         While its number is not known for certain, every layer is kept.
         """
         number = len(self._selected)
-        self._selected[name] = self.matches(number, name) or not known
+        self._selected[name] = self.matches(number, name) or not known or self.some_layers
         if self._selected[name]:
             sampled, stats = self.options.rows is not None, self._stats(kind)
-            self.layers[name] = WatchedLayer(number, name, kind, heads, sampled, stats)
+            self.layers[name] = WatchedLayer(number, name, kind, heads, sampled, stats, width=width)
 
     def _stats(self, kind: Kind) -> tuple[str, ...]:
         """The statistics that are seen of a layer of this kind."""

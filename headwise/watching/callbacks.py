@@ -78,6 +78,8 @@ class LoopFollower:
             return {}
         self._told = entry.step
         found = scalars(entry.table, self.figures)
+        if entry.mfu is not None:
+            found["attn/mfu"] = entry.mfu
         return {"attn/step": float(entry.step), **found} if found else {}
 
     def end(self) -> None:

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from headwise.watching.board import HostCopy
 from headwise.watching.head_weights import QueryKeyWeights, query_key_weights
 from headwise.watching.layer import WatchedLayer
+from headwise.watching.ranks.head_places import head_place
+from headwise.watching.ranks.sharded_weights import OutputFactors, reshard
 from headwise.watching.recording import Recording
+from headwise.watching.training_steps import SteppedRecording
 
 HARMLESS = ("out", "o_", "v_", "value", "post", "final", "pre_", "input", "attn_sub", "inner_attn")
 """Prefixes of norms that come before the queries and keys, or after the output."""
@@ -45,8 +48,10 @@ class Clips(Sequence[Clip]):
     ValueError if a logit was infinite or NaN: then no head was clipped.
     """
 
-    def __init__(self, step: int, layers: Sequence[WatchedLayer], found: Tensor) -> None:
-        self.step, self._layers = step, layers  # found: (2, heads of all layers)
+    def __init__(
+        self, step: int, layers: Sequence[tuple[WatchedLayer, int]], found: Tensor
+    ) -> None:
+        self.step, self._layers = step, layers  # each with all of its heads; found: (2, heads)
         self._copy = HostCopy.of(found)
         self._read: list[Clip] | None = None
 
@@ -59,8 +64,8 @@ class Clips(Sequence[Clip]):
         if self._read is None:
             largest, factors = (iter(x) for x in self._copy.read().tolist())
             found = []
-            for layer in self._layers:
-                for head in range(layer.heads):
+            for layer, heads in self._layers:
+                for head in range(heads):
                     value, factor = next(largest), next(factors)
                     if value == math.inf:
                         raise ValueError(
@@ -108,6 +113,10 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence
     for a GPU: the largest logits are read there, and what was clipped when somebody looks.
 
     With torch.distributed the processes agree on the largest logits, so all of them must call it.
+    Parameters may be DTensors, of FSDP2 or of a tensor-parallel plan: each process scales its part.
+    If `seen` has a mesh, it is the largest logits of its last step that count, and processes may
+    have different layers; each returns the clips of its own.
+
     ValueError if scaling the weights does not scale the logits (QK-norm, cosine or additive scores,
     a softcap, a position bias), or if the weights are not known. Nothing is changed then.
 
@@ -132,19 +141,24 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence
     layers: dict[str, list[WatchedLayer]] = {}
     for layer in seen.layers if step >= 0 else ():
         layers.setdefault(layer.module, []).append(layer)
+    reshard(model)
     made = {path: _made(model, path, each) for path, each in layers.items()}  # or nothing changes
     if not made:
         return []
-    largest = _agreed({path: _largest(seen, each) for path, each in layers.items()})
+    largest = _largest(seen, layers, made)
+    if not largest:
+        return []
     device = next(iter(largest.values())).device
     together = torch.cat([x.to(device, non_blocking=True) for x in largest.values()])
     factors = torch.where(together > limit, limit / together, 1.0)
-    factors = torch.where((together == torch.inf).any(), 1.0, factors)  # then none is clipped
-    for weights, factor in zip(
-        made.values(), factors.split([len(x) for x in largest.values()]), strict=True
-    ):
-        scale(weights, factor)
-    first = [each[0] for each in layers.values()]
+    broken = (together == torch.inf).any()  # then none is clipped, on any process
+    if isinstance(seen, SteppedRecording) and seen.ranks is not None:
+        broken = broken | seen.ranks.infinite("max_logit").to(device)
+    factors = torch.where(broken, 1.0, factors)
+    parts = factors.split([len(x) for x in largest.values()])
+    for path, factor in zip(largest, parts, strict=True):
+        made[path].scale(factor)
+    first = [(layers[path][0], len(found)) for path, found in largest.items()]
     clips = Clips(step, first, torch.stack((together, factors)))
     if clips.arrived:
         len(clips)
@@ -187,57 +201,103 @@ def _multiply(parameters: list[Tensor], factor: Tensor) -> None:
 
 def _step(seen: Recording) -> int:
     """The number of the step whose figures the recording holds now."""
-    if any(layer.recorded for layer in seen.layers):
+    running = any(layer.recorded for layer in seen.layers)
+    if isinstance(seen, SteppedRecording) and seen.ranks is not None:
+        if running and seen.last_step is None:
+            raise ValueError(
+                "hw.qk_clip: the figures of a watch with a mesh are joined when a step ends; call "
+                "it after the optimiser's step, or after watch.step()"
+            )
+    elif running:
         return int(getattr(seen, "steps", 0))
     return -1 if seen.last_step is None else seen.last_step
 
 
-def _largest(seen: Recording, layers: Sequence[WatchedLayer]) -> Tensor:
-    """The largest logit of a module's heads, (heads,), on its device; -inf where none is wanted.
+@dataclass(frozen=True, eq=False)
+class ClippedWeights:
+    """The weights of a layer's queries and keys, and the heads that this process has of them."""
 
-    NaN becomes infinite, so that no other process's logit hides it.
+    weights: QueryKeyWeights | OutputFactors
+    own: slice  # of all heads of the layer
+    heads: int  # all of them
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the logits of all heads by factors (heads,)."""
+        if isinstance(self.weights, OutputFactors):
+            scale(self.weights.by_head, factor)
+            self.weights.apply()
+        else:
+            scale(self.weights, factor[self.own])
+
+
+def _largest(
+    seen: Recording, layers: dict[str, list[WatchedLayer]], made: dict[str, ClippedWeights]
+) -> dict[str, Tensor]:
+    """The largest logit of each module's heads, (heads,), on its device, over all processes.
+
+    -inf where none is wanted. NaN becomes infinite, so that no other process's logit hides it.
     """
-    found = []
-    for layer in layers:
-        assert layer.slot is not None
-        columns = layer.slot.board.columns
-        if "max_logit" not in columns.stats:
-            raise ValueError(
-                "hw.qk_clip reads max_logit, which was not recorded; name it in stats="
-            )
-        recorded = any(layer.recorded for layer in seen.layers)
-        values = layer.slot.read() if recorded else layer.slot.ended()
-        found.append(values[columns.largest("max_logit")].nan_to_num(torch.inf, torch.inf))
-    largest = torch.stack(found).amax(0)
-    wanted = getattr(seen, "options", None)
-    if wanted is not None and wanted.heads is not None:
-        for head in set(range(layers[0].heads)) - set(wanted.heads):
+    joined = seen.ranks.columns() if isinstance(seen, SteppedRecording) and seen.ranks else None
+    recorded = any(layer.recorded for each in layers.values() for layer in each)
+    found = {}
+    for path, each in layers.items():
+        parts = []
+        for layer in each:
+            assert layer.slot is not None
+            columns = layer.slot.board.columns
+            if "max_logit" not in columns.stats:
+                raise ValueError(
+                    "hw.qk_clip reads max_logit, which was not recorded; name it in stats="
+                )
+            if joined is not None and layer.name not in joined:
+                continue  # it was seen for the first time, and joins the others in the next step
+            if joined is not None:
+                values = joined[layer.name]
+            else:
+                values = layer.slot.read() if recorded else layer.slot.ended()
+            parts.append(values[columns.largest("max_logit")].nan_to_num(torch.inf, torch.inf))
+        if parts:
+            found[path] = torch.stack(parts).amax(0)
+    if joined is None:
+        found = _agreed(found, made)
+    wanted = getattr(getattr(seen, "options", None), "heads", None)
+    for largest in found.values() if wanted is not None else ():
+        for head in set(range(len(largest))) - set(wanted or ()):
             largest[head] = -torch.inf
-    return largest
+    return found
 
 
-def _agreed(largest: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same over all processes, so that their weights stay equal and they fail together."""
+def _agreed(largest: dict[str, Tensor], made: dict[str, ClippedWeights]) -> dict[str, Tensor]:
+    """The same of all heads over all processes, whose weights stay equal and who fail together."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return largest
     home = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    together = torch.cat([x.to(home) for x in largest.values()])
+    whole = {}
+    for path, x in largest.items():
+        whole[path] = x.new_full((made[path].heads,), -torch.inf)
+        whole[path][made[path].own] = x
+    together = torch.cat([x.to(home) for x in whole.values()])
     distributed.all_reduce(together, op=distributed.ReduceOp.MAX)
-    parts = together.split([len(x) for x in largest.values()])
+    parts = together.split([len(x) for x in whole.values()])
     return {path: x.to(largest[path].device) for path, x in zip(largest, parts, strict=True)}
 
 
-def _made(model: nn.Module, path: str, layers: Sequence[WatchedLayer]) -> QueryKeyWeights:
+def _made(model: nn.Module, path: str, layers: Sequence[WatchedLayer]) -> ClippedWeights:
     """The weights of a module's queries and keys; ValueError if they do not set the logits."""
-    module = find(model, path)
-    reasons = [reason for layer in layers if (reason := why_not(module, layer)) is not None]
+    module, layer = find(model, path), layers[0]
+    reasons = [reason for each in layers if (reason := why_not(module, each)) is not None]
     if reasons:
         raise ValueError(f"hw.qk_clip can't clip {path or 'the model'}: {reasons[0]}")
+    first, heads = head_place(module, layer.heads, layer.width) or (0, layer.heads)
     try:
-        return query_key_weights(module, path, layers[0].heads)
+        factors = OutputFactors.of(module, path, heads)
+        weights = factors or query_key_weights(module, path, layer.heads)
     except ValueError as unknown:
         raise ValueError(f"hw.qk_clip can't clip {unknown}") from unknown
+    if factors is None:
+        first = layer.first_head  # of a watch with a mesh
+    return ClippedWeights(weights, slice(first, first + layer.heads), heads)
 
 
 def why_not(module: nn.Module, layer: WatchedLayer) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,25 @@ class QueryKeyWeights(NamedTuple):
     queries: list[Tensor]
     keys: list[Tensor]
     shared: bool = False
+
+
+@contextmanager
+def replaced_parameters(
+    module: nn.Module, replace: Callable[[nn.Module, nn.Parameter], Tensor | None]
+) -> Iterator[None]:
+    """Let other tensors stand for a module's parameters; None keeps the parameter."""
+    before = []
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            found = None if parameter is None else replace(part, parameter)
+            if parameter is not None and found is not None:
+                before.append((part, name, parameter))
+                part._parameters[name] = nn.Parameter(found, requires_grad=False)
+    try:
+        yield
+    finally:
+        for part, name, parameter in before:
+            part._parameters[name] = parameter
 
 
 SEPARATE = (

@@ -12,8 +12,10 @@ from torch import Tensor
 from headwise import mask as masks
 from headwise.api import attention_map
 from headwise.core.intervals import Mask
+from headwise.core.mask_parts import PartOfMask
 from headwise.core.observation import Observation
 from headwise.core.place import Place, four
+from headwise.distributed.head_options import options_of
 from headwise.maps.attention_map import AttentionMap
 from headwise.nn.call import Call
 from headwise.watching.board import Slot
@@ -43,6 +45,10 @@ class WatchedLayer:
     compiled: bool = False  # its rows are recorded by compiled code, which does not tell when
     late: Callable[[tuple[str, ...]], SeenCall | None] | None = field(default=None, repr=False)
     """The call that compiled code ran last, with these statistics; None if it ran none since."""
+    width: int = 0  # of its queries; 0 if that is not known
+    first_head: int = 0  # the number of its first head, if other ranks have the ones before
+    share: tuple[int, int] | None = field(default=None, repr=False)
+    """The first and the number of all heads by its weights, once somebody asked; 0 if unknown."""
     ended: bool = False  # the next call begins a new pass, whatever it looks like
     _ran: bool = False  # in compiled code, since the last step
     _calls: list[SeenCall] = field(default_factory=list, repr=False)
@@ -144,21 +150,50 @@ class WatchedLayer:
             raise ValueError(
                 f"no map of {self.title} was kept: hw.watch(..., maps=True) keeps maps, except for "
                 "a model that takes tokens back while it generates, for a sequence that is split "
-                "between ranks, and for attention that is written out and has more than "
-                f"{LARGEST:,} weights per call"
+                "between ranks, of which seen.map(layer, head) on every rank has maps, and for "
+                f"attention that is written out and has more than {LARGEST:,} weights per call"
             )
-        if any(part.lost for part in self._calls):
-            raise ValueError(
-                f"the queries or keys of {self.title} were written over: the model computes in "
-                "place, or a cache was used again. Read the map earlier, or copy the weights that "
-                "you need"
-            )
+        self._refuse_lost()
         sums = [part.lse for part in self._calls if part.lse is not None]
         lse = torch.cat(sums, 2) if len(sums) == len(calls) else None
         call = calls[0] if len(calls) == 1 else self._joined(calls)
         options = call.options()
         del options["dropout"], options["engine"]
         return attention_map(call.q, call.k, **options, lse=lse)
+
+    @property
+    def split(self) -> bool:
+        """True if its last pass was over a sequence that is split between ranks."""
+        last = self.last
+        return last is not None and last.split is not None
+
+    def split_map(self, batch: int, head: int) -> AttentionMap:
+        """The map of one head over the whole of a split sequence; every rank must ask for it."""
+        last = self.last
+        assert last is not None
+        assert last.split is not None
+        self._refuse_lost()
+        calls, call = last.split
+        entry, own = slice(batch, batch + 1), range(head, head + 1)
+        key_head = head // (call.q.shape[1] // call.k.shape[1])
+        options = call.options() | {"mask": None, "dropout": 0.0}
+        options = options_of(Place.of(call.q, call.k), range(len(call.q))[entry], own, options)
+        del options["dropout"], options["engine"]
+        if call.mask is not None:  # it is of the whole sequence, whose length is not known here
+            entries = range(len(call.q))
+            mask = PartOfMask(call.mask, entries[entry], own, len(entries), call.q.shape[1])
+            options |= {"mask": mask}
+        lse = None if last.lse is None else last.lse[entry, head : head + 1]
+        q, k = call.q[entry, head : head + 1], call.k[entry, key_head : key_head + 1]
+        return calls.attention_map(q, k, **options, lse=lse)
+
+    def _refuse_lost(self) -> None:
+        if any(part.lost for part in self._calls):
+            raise ValueError(
+                f"the queries or keys of {self.title} were written over: the model computes in "
+                "place, or a cache was used again. Read the map earlier, or copy the weights that "
+                "you need"
+            )
 
     def _joined(self, calls: list[Call]) -> Call:
         """The calls of a model that generates as one: all queries against all keys."""
@@ -194,8 +229,21 @@ class WatchedLayer:
         return last._replace(q=torch.cat([call.q for call in calls], 2), k=k, mask=mask, bias=bias)
 
     def place(self, head: int) -> dict[str, Value]:
-        """The columns of a table that say which head a row is of."""
-        return {"layer": self.number, "name": self.name, "kind": self.kind, "head": head}
+        """The columns of a table that say which head a row is of; `head` counts this rank's."""
+        number = self.first_head + head
+        return {"layer": self.number, "name": self.name, "kind": self.kind, "head": number}
+
+    def own_head(self, head: int) -> int:
+        """The place of a head among this rank's, -1 being the last; ValueError if it has not it."""
+        place = head - self.first_head if head >= 0 else head
+        if not -self.heads <= place < self.heads or (head >= 0 and place < 0):
+            first, last = self.first_head, self.first_head + self.heads - 1
+            here = " on this rank" if self.share is not None else ""
+            raise ValueError(
+                f"there is no head {head} in layer {self.number} ({self.name}); its heads{here} "
+                f"are {first} to {last}"
+            )
+        return place % self.heads
 
     def figures(self) -> dict[str, Tensor]:
         """One value per head, (Hq,), for each figure, over every pass since the last step."""

@@ -23,22 +23,27 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Entry:
-    """One step of a series: its number and its table of heads."""
+    """One step of a series: its number, its table of heads, and its model FLOPs utilisation.
+
+    `mfu` is None where it is not known; `seen.utilisation` says why.
+    """
 
     step: int
     table: Table
+    mfu: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The step as plain lists."""
         rows = [list(row.values()) for row in self.table]
-        return {"step": self.step, "columns": self.table.columns, "rows": rows}
+        found = {"step": self.step, "columns": self.table.columns, "rows": rows}
+        return found if self.mfu is None else {**found, "mfu": self.mfu}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Entry:
         """The step that `to_dict` returned."""
         columns = list(content["columns"])
         rows = [dict(zip(columns, row, strict=True)) for row in content["rows"]]
-        return cls(int(content["step"]), Table(rows, columns))
+        return cls(int(content["step"]), Table(rows, columns), content.get("mfu"))
 
 
 class Recording:
@@ -95,14 +100,16 @@ class Recording:
         raise ValueError(f"there is no layer {which!r}; there are {there or 'none yet'}")
 
     def map(self, layer: int | str, head: int, batch: int = 0) -> AttentionMap:
-        """The map of one head in the last pass, (1, 1, N, M): exact on demand, never stored."""
+        """The map of one head in the last pass, (1, 1, N, M): exact on demand, never stored.
+
+        Of a sequence that is split between ranks, every rank asks for the same map and the same of
+        it, and each computes the weights of its own keys.
+        """
         found = self.layer(layer)
-        if not -found.heads <= head < found.heads:
-            raise ValueError(
-                f"there is no head {head} in layer {layer!r} ({found.name}); its heads are 0 to "
-                f"{found.heads - 1}"
-            )
-        return found.map().head(batch, head % found.heads)
+        own = found.own_head(head)
+        if found.split:
+            return found.split_map(batch, own)
+        return found.map().head(batch, own)
 
     @property
     def spans(self) -> dict[str, dict[int, Tensor]]:

@@ -257,7 +257,7 @@ class DuplicatedHeads:
             pairs = (alike & able & able[:, None]).triu(1).nonzero().tolist()
             for first, second in pairs:
                 said = say("it weights the keys as head {first} does", first=first)
-                yield Finding(layer.number, second, said)
+                yield Finding(layer.number, layer.first_head + second, said)
 
 
 RULES: tuple[Rule, ...] = (

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headwise.api import SplitCalls
 from headwise.bias import ALiBi, Bias, RelativeBuckets
 from headwise.core.intervals import Both, Mask
 from headwise.core.mask_reading import PackedIntervals, TracedDense
@@ -39,6 +40,8 @@ class SeenCall:
     newest: Tensor | None = None  # (B, Hkv, D): the key of its last query, if keys are known
     address: int = 0  # of its keys: the same keys again have the same address
     kept: Versions | None = None  # the tensors that its map is made of
+    split: tuple[SplitCalls, Call] | None = None
+    """The call of this rank's part of a split sequence, and who makes its map with the others."""
 
     @property
     def lost(self) -> bool:
@@ -47,8 +50,7 @@ class SeenCall:
 
     def keeping(self, call: Call) -> SeenCall:
         """The same with this call, and a note of what its tensors hold."""
-        tensors = {str(number): x for number, x in enumerate(_tensors(tuple(call)))}
-        return replace(self, call=call, kept=Versions(tensors))
+        return replace(self, call=call, kept=versions_of(call))
 
     def with_own_keys(self, first: bool) -> SeenCall:
         """The same with the keys of its own rows only: the next call holds the others too."""
@@ -59,8 +61,9 @@ class SeenCall:
     def emptied(self) -> SeenCall:
         """The same without tensors: where the call stood, and how its logits were made."""
         return replace(
-            self, observation=None, padding=None, call=None, lse=None, newest=None, kept=None
-        )
+            self, observation=None, padding=None, call=None, lse=None, newest=None, kept=None,
+            split=None,
+        )  # fmt: skip
 
     def cut(self, queries: int) -> SeenCall:
         """The first rows, without a map: the tokens after them were taken back."""
@@ -83,6 +86,11 @@ def _cut(seen: Observation, queries: int) -> Observation:
     values = {name: value[:, :, :kept] for name, value in seen.values.items()}
     rows = None if seen.rows is None else seen.rows[:kept]
     return Observation(values, seen.highest[:, :, :kept], rows)
+
+
+def versions_of(call: Call) -> Versions:
+    """A note of what a call's tensors hold, to know whether they were written over."""
+    return Versions({str(number): x for number, x in enumerate(_tensors(tuple(call)))})
 
 
 def owned(call: Call) -> Call:

@@ -173,15 +173,17 @@ class Table:
 
     def _check(self, column: object, error: type[Exception] = ValueError) -> None:
         if column not in self._columns:
-            there = ", ".join(self._columns)
-            there = f"there are {there}" if there else "the table is empty"
-            raise error(f"there is no column {column!r}; {there}{self._meant(str(column))}")
+            there = (
+                f"there are {', '.join(self._columns)}" if self._columns else "the table is empty"
+            )
+            meant = self._meant(str(column))
+            raise error(f"there is no column {column!r}; {meant or there}{meant and f' ({there})'}")
 
     def _meant(self, wanted: str) -> str:
         """The columns that somebody who wrote this name may have meant."""
         begin = [name for name in self._columns if name.startswith(f"{wanted}_")]
         near = begin or difflib.get_close_matches(wanted, self._columns, 2)
-        return f"; did you mean {' or '.join(near)}?" if near else ""
+        return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def _hidden(names: Sequence[str]) -> list[str]:

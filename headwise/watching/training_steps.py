@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from headwise.distributed.figures import JoinedFigures
+from headwise.costs.uses.step_meter import MeteredStep, StepMeter, StepUtilisation
 from headwise.watching.alarms import Alarm, Alarms
 from headwise.watching.board import Board, HostCopy
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.layer import WatchedLayer
+from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.recording import Entry, Recording, head_rows, overflow
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
@@ -38,6 +39,7 @@ class EndedStep:
     layers: tuple[WatchedLayer, ...]
     copies: Mapping[Board, HostCopy]
     compared: set[str]  # modules whose output was compared with what was read
+    metered: MeteredStep | None = None  # if the model learned in it
 
     @property
     def arrived(self) -> bool:
@@ -52,15 +54,20 @@ class SteppedRecording(Recording):
     the next step ends, or when somebody asks.
     """
 
-    model: nn.Module
+    utilisation: StepUtilisation | None = None
+    """The model FLOPs utilisation (MFU) of the last training step that was read, or why it is not
+    known; None before one."""
 
     def __init__(
         self,
+        model: nn.Module,
         recorder: CallRecorder,
         rules: tuple[Rule, ...] = (),
-        ranks: JoinedFigures | None = None,
+        ranks: JoinedSteps | None = None,
     ) -> None:
-        self._ranks = ranks  # the processes whose figures are joined when a step ends
+        self.model, self._meter = model, StepMeter(model)
+        self.ranks = ranks  # the processes whose figures are joined when a step ends
+        recorder.some_layers = ranks is not None and ranks.stages
         self._recorder, self._alarms = recorder, Alarms(rules)
         self._series: list[Entry] = []
         self._ended: EndedStep | None = None  # the last step, if it was not read yet
@@ -180,6 +187,8 @@ class SteppedRecording(Recording):
         Nobody sees the model run in a step that is passed over: the optimiser that ended the last
         step ends those.
         """
+        if self._recorder.active and self._is_ours(optimiser):
+            self._meter.learn()
         if self._by_hand:
             return
         last = None if self._optimiser is None else self._optimiser()
@@ -215,25 +224,34 @@ class SteppedRecording(Recording):
             with self._going_on("ending a step"):
                 if not self._recorder.unread.reasons:  # else it was reported
                     self.check()
+            with self._going_on("ending a step"):  # the other ranks wait for it
                 self._take()
             for layer in self.layers:
                 layer.close()
         self.steps += 1
         self._passes = self._recorder.passes
         looking = self.steps % self._recorder.options.every == 0
-        if looking != self._recorder.active:
+        if looking or self._recorder.active:
             with self._going_on("beginning a step"):
-                self._look(looking)
+                if looking != self._recorder.active:
+                    self._look(looking)
+                if looking:
+                    self._meter.begin()
 
     def _take(self) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""
         recorded = tuple(layer for layer in self.layers if layer.recorded)
-        if self._ranks is not None:  # what this one did not see, others may have
-            recorded = tuple(layer for layer in self.layers if layer.slot is not None)
-        elif not recorded:
+        if self.ranks is not None:
+            copies = self.ranks.take(self._recorder, self.model)
+            recorded = self.ranks.layers  # what this one did not see, others may have
+        elif recorded:
+            copies = {board: board.take() for board in self._recorder.boards.values()}
+        else:
             return
-        copies = {board: board.take(self._ranks) for board in self._recorder.boards.values()}
-        self._ended = EndedStep(self.steps, recorded, copies, self._recorder.proofs.take())
+        # With ranks, a pass may be a part of a sequence: its FLOPs are not those of its shape.
+        metered = self._meter.end() if self.ranks is None else None
+        compared = self._recorder.proofs.take()
+        self._ended = EndedStep(self.steps, recorded, copies, compared, metered)
         keeping = any(run.keeps(self.steps) for run in self._runs)
         if self._ended.arrived or self._alarms.need_maps or keeping:
             self._settle()
@@ -245,7 +263,16 @@ class SteppedRecording(Recording):
             with self._going_on("ending a step"):
                 table = self._table(ended.layers, ended.copies, ended.compared)
                 if len(table):
-                    self._close(Entry(ended.number, table))
+                    self._close(Entry(ended.number, table, self._used(ended, table)))
+
+    def _used(self, ended: EndedStep, table: Table) -> float | None:
+        """The utilisation of a step, which is noted below its table; None if it is not known."""
+        if ended.metered is None:
+            return None
+        used = self.utilisation = self._meter.read(ended.number, ended.metered)
+        if used.mfu is not None:
+            table.note = "\n".join(x for x in (table.note, f"({used})") if x)
+        return used.mfu
 
     def _table(
         self,
@@ -255,18 +282,23 @@ class SteppedRecording(Recording):
     ) -> Table:
         """The figures of some layers; those that were misread leave the recording first."""
         boards = {board: copy.read() for board, copy in copies.items()}
+        joined = self.ranks is not None and self.ranks.board in boards
+        if self.ranks is not None:
+            self.ranks.read(boards)
         for module in compared:
             self._judge(module, [x for x in layers if x.module == module], boards)
         self._recorder.unread.look(boards)
         self._recorder.unread.warn()
-        left = [layer for layer in layers if layer.name in self._recorder.layers]
-        matches = self._recorder.matches
+        here, matches = self._recorder.layers, self._recorder.matches
+        misread = [name for name in self._recorder.known() if name not in here]
+        left = [layer for layer in layers if layer.name in here or joined]
         left = [
             layer
             for layer in left
-            if not (layer.compiled or self._ranks is not None)
+            if not (layer.compiled or joined)
             or (_has_rows(layer, boards) and matches(layer.number, layer.name))
         ]
+        left = [layer for layer in left if layer.name not in misread]
         rows = head_rows(left, boards, self._recorder.options.rows is not None)
         wanted = self._recorder.options.heads
         if wanted is not None:
@@ -289,7 +321,7 @@ class SteppedRecording(Recording):
         """Add a step to the series, look for alarms, and write it."""
         self._series.append(entry)
         del self._series[: -max(1, min(IN_MEMORY, ROWS_IN_MEMORY // max(1, len(entry.table))))]
-        if self._ranks is not None and not self._ranks.first:
+        if self.ranks is not None and not self.ranks.first:
             return  # the first rank reports for all
         raised: list[Alarm] = []
         with self._going_on("looking for alarms"):

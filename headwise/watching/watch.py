@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from headwise.core.edges import Edges, check_edges
 from headwise.core.observation import check_sink_keys, check_statistics
 from headwise.core.spans import PREFIX, Spans, check_spans
-from headwise.distributed.figures import JoinedFigures
 from headwise.watching.adapters import (
     flash_calls,
     flex_calls,
@@ -27,11 +26,14 @@ from headwise.watching.adapters import (
     transformers_calls,
 )
 from headwise.watching.adapters.module_forwards import Follower, find_module, follow
-from headwise.watching.adapters.patching import Undo
+from headwise.watching.adapters.patching import Undo, uncompiled
 from headwise.watching.alarms import chosen
-from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches
+from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches, recomputing
 from headwise.watching.experiments.importance import importance
-from headwise.watching.head_weights import query_key_weights, symmetry
+from headwise.watching.head_weights import symmetry
+from headwise.watching.ranks.head_places import head_place
+from headwise.watching.ranks.joined_steps import JoinedSteps
+from headwise.watching.ranks.sharded_weights import whole_weights
 from headwise.watching.rules import Rule
 from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
@@ -69,9 +71,11 @@ def watch(
     the rules of `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in
     the log.
 
-    With `mesh`, a one-dimensional DeviceMesh, the figures of a step are those of all its ranks.
-    They are joined when a step ends, so every rank must end the same steps; until then they are
-    this rank's own. The first rank looks for alarms and writes folders.
+    With `mesh`, a DeviceMesh, the figures of a step are those of all its ranks. They are joined
+    when a step ends, so every rank must end the same steps; until then they are this rank's own.
+    Ranks along a dimension named "tp" have other heads of the same layers, along "pp" other layers,
+    and the table has the numbers of the whole model. The first rank looks for alarms and writes
+    folders.
 
     The model's own attention still computes its output; headwise observes beside it. headwise's own
     attention is observed in the same pass. Whatever goes wrong while looking is reported once, and
@@ -113,7 +117,7 @@ def watch(
         strict,
         marked,
     )
-    ranks = None if mesh is None else JoinedFigures(mesh)
+    ranks = None if mesh is None else JoinedSteps(mesh)
     return Watch(model, options, chosen(alarms, options.stats, maps), ranks)
 
 
@@ -122,9 +126,10 @@ def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
     """Hide chosen keys from chosen heads of any model while the block runs.
 
     `edges` are tuples (layer, head, keys) or (layer, head, keys, queries); see `hw.Edge`. Their
-    layers are computed by headwise, on a fused engine; a row without keys gives 0. Gradients flow
-    if backward runs inside the block. ValueError where keys can't be hidden, and at the end of the
-    block if an edge has hidden nothing. A watched model has `seen.knock_out(edges)`.
+    layers are computed by headwise, on a fused engine; a row without keys gives 0. A compiled model
+    runs as it would without torch.compile. Gradients flow if backward runs inside the block.
+    ValueError where keys can't be hidden, and at the end of the block if an edge has hidden
+    nothing. A watched model has `seen.knock_out(edges)`.
 
     >>> import headwise as hw
     >>> gpt = hw.load("gpt")
@@ -137,7 +142,6 @@ def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
     wanted = check_edges(edges)
     if not isinstance(model, nn.Module):
         raise ValueError(f"hw.knock_out takes a torch.nn.Module, not {type(model).__name__}")
-    _refuse_compiled(model)
     if set(model.modules()) & set(_watched):
         raise ValueError(
             f"this {type(model).__name__} is being watched already; use knock_out(edges) of its "
@@ -150,14 +154,6 @@ def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
             yield
     finally:
         watch.detach()
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    if torch_calls.is_compiled(model):
-        raise ValueError(
-            f"keys can't be hidden in this {type(model).__name__}: it runs compiled code. Use the "
-            "model before torch.compile"
-        )
 
 
 def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:
@@ -178,10 +174,10 @@ class Watch(SteppedRecording):
         model: nn.Module,
         options: WatchOptions,
         rules: tuple[Rule, ...] = (),
-        ranks: JoinedFigures | None = None,
+        ranks: JoinedSteps | None = None,
     ) -> None:
-        super().__init__(CallRecorder(options), rules, ranks)
-        self.model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        super().__init__(model, CallRecorder(options), rules, ranks)
         self.options = options
         self._undo: list[Undo] = []  # takes off what lets the watch see the model
         self._unfollow: Undo | None = None  # ends following the optimisers
@@ -206,6 +202,7 @@ class Watch(SteppedRecording):
         try:
             self._reserve()
             self._look(self.steps % self.options.every == 0)
+            self._meter.begin()
         except BaseException:
             self.detach()
             raise
@@ -235,16 +232,18 @@ class Watch(SteppedRecording):
         # First the forwards that are computed in another way; around them, those that are followed.
         self._undo += headwise_calls.attach(self.model, recorder)
         self._undo += multi_head_calls.attach(self.model, listener)
-        whole = Follower(
-            {id(self.model)},
-            lambda _, given, options: recorder.begin(given, options),
-            lambda _: recorder.end(),
-        )
+        whole = Follower({id(self.model)}, self._enter, lambda _: recorder.end())
         self._undo += follow(self.model, whole)
         self._undo += traced_calls.attach(self.model, listener)
         for adapter in (torch_calls, flex_calls, flash_calls):
             self._undo += adapter.attach(self.model, listener)
         self._undo += transformers_calls.attach(self.model, recorder)
+
+    def _enter(self, _: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A pass of the whole model begins."""
+        self._recorder.begin(given, options)
+        if not recomputing():
+            self._meter.add(given, options)
 
     def _unhook(self) -> None:
         while self._undo:
@@ -317,7 +316,9 @@ class Watch(SteppedRecording):
         rows: list[dict[str, Value]] = []
         for layer in self.layers:
             module = find_module(self.model, layer.module)
-            found = symmetry(query_key_weights(module, layer.module, layer.heads))
+            first, heads = head_place(module, layer.heads, layer.width) or (0, layer.heads)
+            whole = symmetry(whole_weights(module, layer.module, heads))
+            found = whole[first : first + layer.heads]
             rows += [layer.place(head) | {"symmetry": x} for head, x in enumerate(found.tolist())]
         return Table(rows)
 
@@ -343,10 +344,11 @@ class Watch(SteppedRecording):
         looking = self._recorder.active
         self._look(True)
         try:
-            if not self._recorder.layers:
-                measure()  # shows the layers
-            self.check()
-            return importance(self.model, self._recorder, measure)
+            with uncompiled():
+                if not self._recorder.layers:
+                    measure()  # shows the layers
+                self.check()
+                return importance(self.model, self._recorder, measure)
         finally:
             self._look(looking)
 
@@ -360,14 +362,14 @@ class Watch(SteppedRecording):
         if not self.attached or recorder.edges:
             state = "is not watched" if not self.attached else "has edges knocked out already"
             raise ValueError(f"this {type(self.model).__name__} {state}")
-        _refuse_compiled(self.model)
         if not self._undo:
             self._hook()  # this step is passed over
         fast, passes = torch.backends.mha.get_fastpath_enabled(), recorder.passes
         torch.backends.mha.set_fastpath_enabled(False)  # it does not call its attention
         recorder.edges, recorder.cut_edges = wanted, set()
         try:
-            yield
+            with uncompiled():
+                yield
             missed = [edge for edge in wanted if edge not in recorder.cut_edges]
             if missed and recorder.passes > passes:
                 there = ", ".join(f"{n} {name}" for name, n in list(recorder.attended.items())[:40])
@@ -398,6 +400,9 @@ class Watch(SteppedRecording):
                 "multiplied with values"
             )
         most = max((layer.heads for layer in self.layers), default=0)
+        if self.ranks is not None:  # other ranks may have what is missing here
+            most = max((layer.heads for layer in self.ranks.layers), default=0)
+            known = self.ranks.names
         for head in self.options.heads or () if most else ():
             if not 0 <= head < most:
                 raise ValueError(f"there is no head {head}; heads are 0 to {most - 1}")

@@ -184,7 +184,53 @@ def test_help_teaches_by_example() -> None:
         ([*DECODER, "--fit", "1kB"], "not even one token fits"),
         ([*DECODER, "--device", "z80"], "there is no device 'z80'"),
         ([*DECODER[:4], "--heads", "3"], "not divisible by 3 heads"),
+        ([*DECODER, "--length", "99999999k"], "is too long; at most 16,777,216 tokens"),
+        ([*DECODER, "--sweep", "batch=1,2", "--plot", "x.gif"], "x.gif is not a picture"),
+        ([*DECODER, "--recompute"], "--recompute is about training; add --training"),
+        ([*DECODER, "--training", "--cache", "int8"], "training keeps no KV cache"),
+        ([*DECODER, "--fit", "1GB", "--length", "1k"], "--fit finds the length"),
+        ([*DECODER, "--fit", "1GB", "--device", "h100"], "--fit is about memory, not time"),
+        ([*DECODER, "--sweep", "length=1,2", "--length", "1k"], "--sweep gives the lengths"),
+        ([*DECODER, "--fit", "1GB", "--explain"], "--fit and --explain are two questions"),
     ],
 )
 def test_a_wrong_question_is_refused_with_what_works(words: list[str], said: str) -> None:
     assert said in refused(*words)
+
+
+def chinese(text: str) -> bool:
+    return any("\u4e00" <= letter <= "\u9fff" for letter in text)
+
+
+def test_everything_that_is_printed_has_its_chinese() -> None:
+    """No line of words stays English, apart from names of devices and documents."""
+    decoder = [*DECODER, "--kv-heads", "2", "--window", "9"]
+    more = ["--decode", "--cache", "int8", "--device", "h100", "--mesh", "tp=2"]
+    for words in (decoder, [*decoder, *more], [*decoder, "--training", "--recompute"]):
+        for line in run(*words, "--zh").splitlines():
+            assert chinese(line) or not line.strip(), line
+    assert "放得下" in run(*decoder, "--fit", "1GB", "--zh")
+    swept = run(*decoder, "--sweep", "heads=2,4", "--zh")
+    assert "头数" in swept
+    assert "exactly" not in swept
+    assert "参数量" in run("gpt", "translate", "--zh")
+    assert run("--devices", "--zh").count("出处：") == run("--devices").count("Source:")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--layers", "2"],
+        [*DECODER, "--length", "many"],
+        [*DECODER, "--sweep", "depth=1..4"],
+        [*DECODER, "--mesh", "tp=3"],
+        [*DECODER, "--dtype", "fp7"],
+        [*DECODER, "--cache", "fp7"],
+        [*DECODER, "--fit", "1kB"],
+        [*DECODER, "--device", "z80"],
+    ],
+)
+def test_a_wrong_question_is_refused_in_chinese(words: list[str]) -> None:
+    box = refused(*words, "--zh").split("Invalid value:")[1]
+    assert chinese(box)

@@ -50,7 +50,8 @@ def test_a_head_of_another_group_can_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--text", "a", "--image", __file__), "give one of --text, --file and --image"),
+        (("--text", "a", "--file", __file__), "give one of --text and --file"),
+        (("--text", "a", "--image", __file__, "--terminal"), "this model reads text, and an image"),
         (("--image", "no/such.png", "--terminal"), "No such file"),
         (("--text", "a", "--terminal", "--head", "nine"), "no head 'nine'; heads are layer.number"),
         (("--text", "a", "--terminal", "--head", "up:0.0"), "no group 'up'; there are self"),

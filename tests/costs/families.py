@@ -61,6 +61,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, "bos_token_id": 0, "eos_token_id": 0},
     ),
     "Jamba": ("jamba", {"num_hidden_layers": 8}),
+    "Falcon-H1": (
+        "falcon_h1",
+        {"num_hidden_layers": 3, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1000,
+         "num_attention_heads": 8, "num_key_value_heads": 2, "mamba_d_ssm": 768,
+         "mamba_n_heads": 12, "mamba_d_head": 64},
+    ),
+    "Falcon-H1, normed": (
+        "falcon_h1",
+        {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000,
+         "num_attention_heads": 8, "mamba_d_ssm": None, "mamba_n_heads": 8, "mamba_d_head": 64,
+         "mamba_rms_norm": True, "projectors_bias": True, "attention_bias": True},
+    ),
+    "Qwen3 MoE, window": (
+        "qwen3_moe", {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 16},
+    ),
+    "XLM-RoBERTa": ("xlm-roberta", {"num_hidden_layers": 2, "vocab_size": 1000}),
+    "mT5": ("mt5", {"num_layers": 2, "vocab_size": 1000}),
     "Bamba": ("bamba", {"num_hidden_layers": 4, "attn_layer_indices": [2]}),
 }  # fmt: skip
 """The architectures whose parameters are compared, by name: a model type and its fields."""

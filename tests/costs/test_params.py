@@ -73,10 +73,10 @@ def built(name: str) -> Any:
     """The model of a configuration, on the meta device."""
     kind, fields = CONFIGS[name]
     config = transformers.AutoConfig.for_model(kind, **fields)
-    if kind in ("t5", "whisper"):
+    if kind in ("t5", "mt5", "whisper"):
         factory = transformers.AutoModelForSeq2SeqLM
-        factory = factory if kind == "t5" else transformers.AutoModelForSpeechSeq2Seq
-    elif kind in ("bert", "roberta", "distilbert", "vit"):
+        factory = factory if kind != "whisper" else transformers.AutoModelForSpeechSeq2Seq
+    elif kind in ("bert", "roberta", "xlm-roberta", "distilbert", "vit"):
         factory = transformers.AutoModel
     else:
         factory = transformers.AutoModelForCausalLM
@@ -100,6 +100,7 @@ def test_every_architecture_that_is_read_is_compared() -> None:
 HEADS = {
     "bert": ("MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"),
     "roberta": ("MaskedLM", "SequenceClassification", "TokenClassification"),
+    "xlm-roberta": ("MaskedLM", "SequenceClassification"),
     "distilbert": ("MaskedLM", "SequenceClassification", "QuestionAnswering"),
     "vit": ("ImageClassification",),
     "llama": ("SequenceClassification",),

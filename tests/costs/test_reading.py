@@ -15,7 +15,7 @@ import headwise as hw
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100, "hidden_act": "silu",
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
 
 
@@ -102,7 +102,46 @@ WRONG: dict[str, tuple[Any, str]] = {
     "Mamba heads": (
         {**LLAMA, "model_type": "bamba", "mamba_n_heads": 3, "mamba_d_head": 64,
          "mamba_expand": 2, "mamba_d_state": 4},
-        "3 heads of 64 are not mamba_expand",
+        "3 heads of 64 are not the width of its Mamba layers, 128",
+    ),
+    "no head width": ({**LLAMA, "head_dim": 0}, "head_dim=0; it must be a positive integer"),
+    "many layers": ({**LLAMA, "num_hidden_layers": 10**9}, "1,000,000,000 layers; at most 10,000"),
+    "negative window": (
+        {**LLAMA, "model_type": "mistral", "sliding_window": -5},
+        "sliding_window=-5; it must be a positive integer",
+    ),
+    "layers of an unknown type": (
+        {**LLAMA, "model_type": "qwen2", "layer_types": ["full_attention", "wobbly"],
+         "sliding_window": None},
+        "layers of the type 'wobbly', which is unknown",
+    ),
+    "another class": (
+        {**LLAMA, "architectures": ["GPT2LMHeadModel"]}, "not a class of model_type='llama'",
+    ),
+    "two heads": (
+        {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9,
+         "n_positions": 5, "activation_function": "gelu", "tie_word_embeddings": True,
+         "num_key_value_heads": None, "architectures": ["GPT2DoubleHeadsModel"]},
+        "not a class of model_type='gpt2'",
+    ),
+    "attention layers": (
+        {**LLAMA, "model_type": "bamba", "mamba_n_heads": 2, "mamba_d_head": 64, "mamba_expand": 2,
+         "mamba_d_state": 4, "mamba_d_conv": 4, "mamba_n_groups": 1, "mamba_proj_bias": False,
+         "mamba_conv_bias": True, "attn_layer_indices": [7]},
+        "attn_layer_indices has 7, and there are 2 layers",
+    ),
+    "sparse layers": (
+        {**LLAMA, "model_type": "llama4_text", "moe_layers": [5], "intermediate_size_mlp": 96,
+         "num_local_experts": 2, "num_experts_per_tok": 1},
+        "moe_layers has 5, and there are 2 layers",
+    ),
+    "rotation": ({**LLAMA, "partial_rotary_factor": 3.0}, "rotates 3.0 of a head"),
+    "dropout": ({**LLAMA, "attention_dropout": 2.0}, "attention_dropout=2.0; it must be from 0"),
+    "patches": (
+        {"model_type": "vit", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
+         "intermediate_size": 8, "image_size": 8, "patch_size": 16, "num_channels": 3,
+         "qkv_bias": True, "hidden_act": "gelu"},
+        "an image of 8 has no patch of 16",
     ),
     "a list": ([1, 2], "has no cost"),
     "a module": (nn.GRU(3, 3), "GRU can't be read"),
@@ -154,6 +193,31 @@ def test_a_missing_field_is_named(missing: str) -> None:
         hw.cost(fields, queries=8)
 
 
+@pytest.mark.parametrize(
+    "missing", ["num_key_value_heads", "attention_bias", "mlp_bias", "tie_word_embeddings"]
+)
+@pytest.mark.usefixtures("alone")
+def test_a_default_that_only_transformers_knows_is_not_guessed(missing: str) -> None:
+    fields = {k: v for k, v in LLAMA.items() if k != missing}
+    message = rf"no field '{missing}', whose default only transformers knows; add it, or pip"
+    with pytest.raises(ValueError, match=message):
+        hw.cost(fields, queries=8)
+    with pytest.raises(ValueError, match="no field 'sliding_window', whose default"):
+        hw.cost({**LLAMA, "model_type": "mistral"}, queries=8)
+
+
+def test_a_class_derived_from_one_of_transformers_is_read() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"})
+
+    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        pass
+
+    with torch.device("meta"):
+        model = Mine(config)
+    assert hw.cost(model, queries=8).params == hw.cost(LLAMA, queries=8).params
+
+
 def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text("{", encoding="utf-8")
@@ -169,6 +233,7 @@ def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
     [
         ({"batch": 0}, "batch=0 must be a positive integer"),
         ({"queries": 1.5}, "queries=1.5 must be a positive integer"),
+        ({"queries": 1 << 40}, "is too long; at most 16,777,216 tokens are counted"),
         ({"queries": 8, "keys": 4}, "keys=4 are fewer than queries=8"),
         ({"dtype": "bf17"}, "dtype='bf17' is not a dtype"),
         ({"dtype": "int8"}, "activations are computed in"),

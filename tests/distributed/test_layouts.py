@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
+from headwise.distributed.geometry import geometry
 from headwise.distributed.ranges import numbers, size
 from tests.distributed.processes import Processes
 
@@ -84,3 +88,14 @@ def empty_parts(mesh: DeviceMesh) -> Tensor:
 
 def test_a_sequence_may_be_shorter_than_the_ranks(processes: Processes) -> None:
     assert [x.tolist() for x in processes.run(empty_parts, 4)] == [[0, 1]] * 4
+
+
+def test_a_mask_is_forgotten_with_the_batch_it_belongs_to() -> None:
+    mask = hw.mask.causal() & hw.mask.documents(torch.tensor([[0] * 5 + [1] * 11]))
+    gone = weakref.ref(mask)
+    for layout in (hw.distributed.contiguous(), hw.distributed.balanced(mask)):
+        found = geometry(mask, 1, 2, (8, 8), (8, 8), layout)
+        assert geometry(mask, 1, 2, (8, 8), (8, 8), layout).needs is found.needs
+    del mask, found, layout
+    gc.collect()
+    assert gone() is None

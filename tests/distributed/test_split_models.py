@@ -95,45 +95,92 @@ def family(name: str) -> nn.Module:
     return model
 
 
+def texts() -> dict[str, Tensor]:
+    """Two sequences, padded on the left and on the right, and the labels of what is not padding."""
+    ids = torch.stack([torch.arange(LENGTH) * 7 % 99, torch.arange(LENGTH) * 5 % 99])
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :3], mask[1, -5:] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def reads(model: nn.Module, given: dict[str, Tensor], **watching: object) -> dict[str, object]:
+    with hw.watch(model, maps=False, **watching) as seen:
+        found = model(**given)
+        if watching:
+            seen.step()
+    found.loss.backward()
+    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    heads = list(seen.heads())
+    return {"logits": found.logits.detach(), "loss": found.loss.detach(), "grads": grads} | {
+        name: [row[name] for row in heads] for name in ("entropy_mean", "max_logit_max")
+    }
+
+
 def read(mesh: DeviceMesh, name: str, layout: str) -> dict[str, object]:
     made = getattr(hw.distributed, layout)()
     model = family(name)
     hw.distributed.context_parallel(model, mesh, layout=made)
-    ids = torch.arange(LENGTH)[None] * 7 % 99
-    positions = hw.distributed.shard(torch.arange(LENGTH)[None], mesh, dim=1, layout=made)
-    part = hw.distributed.shard(ids, mesh, dim=1, layout=made)
-    logits = model(part, position_ids=positions).logits
-    logits.square().mean(-1).sum().backward()
-    grad = sum(x.grad.double().square().sum() for x in model.parameters() if x.grad is not None)
+    given = texts()
+    part = {
+        key: hw.distributed.shard(x, mesh, dim=1, layout=made).clone() for key, x in given.items()
+    }
+    found = reads(model, part, mesh=mesh)
     refused = []
-    for wrong in ({}, {"position_ids": positions, "attention_mask": torch.ones_like(part)}):
+    for wrong in ({"past_key_values": object()}, {"logits_to_keep": 1}, {"attention_mask": whole}):
         try:
-            model(part, **wrong)
+            model(part["input_ids"], **wrong)
         except ValueError as error:
             refused.append(str(error))
-    embedding = model.get_input_embeddings().weight.grad
-    return {
-        "logits": logits.detach(), "embedding": embedding, "refused": refused, "some": float(grad)
-    }  # fmt: skip
+    return found | {"refused": refused}
 
 
-@pytest.mark.slow
+whole = torch.ones(2, LENGTH)
+
+
+@pytest.mark.slow  # four processes import transformers
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3Text", "GptOss"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
 def test_models_that_others_refuse(processes: Processes, name: str, layout: str) -> None:
-    found = processes.run(read, 2, name, layout)
-    model = family(name)
-    logits = model(torch.arange(LENGTH)[None] * 7 % 99).logits
-    logits.square().mean(-1).sum().backward()
-    pieces = getattr(hw.distributed, layout)().pieces(LENGTH, 2)
+    """With padding on both sides, labels, and windows longer than a rank's part."""
+    found = processes.run(read, 4, name, layout)  # windows of 7, parts of 5 and 6
+    alone = reads(family(name), texts())
+    pieces = getattr(hw.distributed, layout)().pieces(LENGTH, 4)
     order = torch.cat([numbers(ranges) for ranges in pieces]).argsort()
     joined = torch.cat([part["logits"] for part in found], 1)[:, order]
-    torch.testing.assert_close(joined, logits.detach(), rtol=1e-4, atol=1e-4)
-    total = sum(part["embedding"] for part in found)
-    whole = model.get_input_embeddings().weight.grad
-    torch.testing.assert_close(total, whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
-    assert "needs position_ids" in found[0]["refused"][0]
-    assert "takes no attention_mask" in found[0]["refused"][1]
+    real = texts()["attention_mask"].bool()
+    torch.testing.assert_close(joined[real], alone["logits"][real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sum(part["loss"] for part in found), alone["loss"])
+    for parameter, grad in alone["grads"].items():
+        total = sum(part["grads"].get(parameter, 0) for part in found)
+        torch.testing.assert_close(total, grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max()))
+    for part in found:
+        assert part["entropy_mean"] == pytest.approx(alone["entropy_mean"], rel=1e-4)  # no padding
+        assert part["max_logit_max"] == pytest.approx(alone["max_logit_max"], rel=1e-4)
+        cache, kept, mask = part["refused"]
+        assert "takes no past_key_values" in cache
+        assert "takes no logits_to_keep" in kept
+        assert "it is this rank's part (2, " in mask
+
+
+class Convolved(nn.Module):
+    """Attention after a convolution, which sees the neighbours of a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around, self.attention = nn.Conv1d(32, 32, 3), layer()
+
+
+def convolved(mesh: DeviceMesh) -> str:
+    try:
+        hw.distributed.context_parallel(Convolved(), mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_mixes_positions_elsewhere_is_refused(processes: Processes) -> None:
+    (said, _) = processes.run(convolved, 2)
+    assert "around of this Convolved is a Conv1d, which would mix the positions" in said
 
 
 def two_dimensions(mesh: DeviceMesh) -> dict[str, object]:

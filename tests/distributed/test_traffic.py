@@ -44,7 +44,7 @@ def moved(mesh: DeviceMesh, mask: str, layout: str, move: str) -> tuple[int, int
 def test_the_bytes_that_move_are_those_of_the_formula(processes: Processes, mask: str) -> None:
     cases = [
         ("contiguous", "auto", 4), ("head_tail", "ranges", 3), ("contiguous", "ring", 3),
-        ("head_tail", "gather", 2),
+        ("head_tail", "gather", 2), ("head_tail", "ulysses", 2), ("contiguous", "ulysses", 3),
     ]  # fmt: skip
     for layout, move, ranks in cases:
         found = processes.run(moved, ranks, mask, layout, move)
@@ -72,6 +72,24 @@ def test_windows_and_documents_move_what_they_need() -> None:
     assert causal.move == "ring"
     assert max(causal.sent) == 7 * (1 << 14) * each
     assert max(causal.kept) == 2 * (1 << 14) * each
+
+
+def test_heads_are_exchanged_where_that_moves_less_than_a_ring() -> None:
+    def chosen(ranks: int, heads: int, kv_heads: int) -> hw.distributed.Movement:
+        return hw.distributed.explain(
+            1 << 17, ranks, mask=hw.mask.causal(), heads=heads, kv_heads=kv_heads
+        )
+
+    many = chosen(8, 32, 8)
+    assert many.move == "ulysses"
+    assert many.steps == 2
+    assert hw.distributed.imbalance(many.pairs) == 1  # in any layout
+    each = (1 << 14) * 128 * 2  # a rank's positions of one head, in bfloat16
+    assert many.sent == (7 * each * (4 + 1 + 1 + 4),) * 8  # queries, keys, values and results
+    assert max(many.sent) < 7 * each * 8 * 2  # what the ring sends
+    assert chosen(4, 64, 4).move == "ring"  # sixteen queries would move for each key
+    assert chosen(16, 32, 8).move == "ring"  # ranks would have to share key heads
+    assert chosen(8, 1, 1).move == "ring"
 
 
 def test_the_plan_explains_itself() -> None:

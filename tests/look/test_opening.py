@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.core.edges import Edge
 from headwise.look.readers import opening
 from headwise.look.readers.builtin import ImageReader
 from headwise.look.readers.image_bytes import MOST_PIXELS, pixels
-from headwise.look.readers.reader import silent
+from headwise.look.readers.reader import Illustrated, silent
+from headwise.look.readers.transformers_reader import pieces
 from headwise.look.scene import Input
 from headwise.models import ViT, ViTConfig
 from headwise.training import checkpoints
@@ -132,6 +134,104 @@ def test_a_vision_model_sees_an_image_as_patches(tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(read.image.png)).size == (32, 32)
     with pytest.raises(ValueError, match="a text was given"):
         reader.read("hello", silent)
+
+
+def test_classifiers_masked_models_and_translators_predict(tmp_path: Path) -> None:
+    small = {"vocab_size": 4200, "intermediate_size": 32} | SMALL
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**small))
+    read = opening.opened(saved(tmp_path / "bert", bert), "cpu").read(TEXT, silent)
+    assert read.predictor is not None
+    assert (read.predictor.predicts, read.predictor.groups) == ("same", ("self",))
+    outcomes, moved = read.predictor.compare(3, [Edge(read.main.heads[0].module, 0, (0, 9))])
+    assert len(outcomes) >= 8
+    assert moved > 0
+
+    vit = transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            image_size=32,
+            patch_size=8,
+            intermediate_size=32,
+            id2label={0: "cat", 1: "dog"},
+            **SMALL,
+        )
+    )
+    vit.save_pretrained(tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "ViTImageProcessor", "size": [32, 32]})
+    )
+    read = opening.opened(str(tmp_path / "vit"), "cpu").read(picture(32, 32), silent)
+    assert read.predictor is not None
+    assert read.predictor.predicts == "class"
+    outcomes, _ = read.predictor.compare(0, [Edge(read.main.heads[0].module, 0, (0, 9))])
+    assert {outcome.name for outcome in outcomes} == {"cat", "dog"}
+
+    read = opening.opened("translate", "cpu").read("The cat is black.", silent)
+    assert read.predictor is not None
+    assert read.predictor.groups == ("decoder", "cross")
+    module = read.groups[2].head("1.0").module
+    outcomes, moved = read.predictor.compare(0, [Edge(module, None, (0, 2))])
+    assert moved > 0
+    assert outcomes[0].name.strip() == "Le"
+
+
+def save_llava(folder: Path, patches: int = 4) -> str:
+    """A small LLaVA: a CLIP of some patches by some patches, a Llama, and their processor."""
+    side, small = 8 * patches, {"intermediate_size": 32, "hidden_size": 16}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            image_size=side, patch_size=8, num_hidden_layers=2, num_attention_heads=2, **small
+        ),
+        text_config=transformers.LlamaConfig(
+            vocab_size=4300, num_hidden_layers=2, num_attention_heads=4, **small
+        ),
+        image_token_index=4200,
+    )
+    torch.manual_seed(0)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    tokeniser = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(ASSETS / "gpt" / "tokenizer.json"), pad_token="!", eos_token="."
+    )
+    missing = 4200 - len(tokeniser)
+    tokeniser.add_tokens([f"<{number}>" for number in range(missing)])
+    tokeniser.add_tokens(["<image>"], special_tokens=True)
+    sizes = {"height": side, "width": side}
+    transformers.LlavaProcessor(
+        transformers.CLIPImageProcessor(size={"shortest_edge": side}, crop_size=sizes),
+        tokeniser,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_language_model_sees_an_image_among_its_tokens(tmp_path: Path) -> None:
+    reader = opening.opened(save_llava(tmp_path), "cpu")
+    read = reader.read(Illustrated(picture(40, 30), "What is round?"), silent)
+    assert read.image is not None
+    assert read.image.grid == (4, 4)
+    rows, first = read.main.rows, read.image.first
+    assert [name.strip() for name in rows[first : first + 5]] == ["0,0", "0,1", "0,2", "0,3", "1,0"]
+    assert "".join(rows[first + 16 :]).strip() == "What is round?"
+    assert len(read.main.heads) == 8  # those of the language model
+    assert read.main.causal
+    assert read.predictor is not None
+    edge = Edge(read.main.heads[0].module, None, (first, first + 16))
+    assert read.predictor.compare(len(rows) - 1, [edge])[1] > 0
+    assert len(reader.read(picture(40, 30), silent).main.rows) != len(rows)  # another question
+    with pytest.raises(ValueError, match="a text was given; use --image"):
+        reader.read("hello", silent)
+
+
+def test_pieces_of_words_stand_with_their_spaces(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[UNK]", "light", "##house", "the", "."]
+    made = Tokenizer(models.WordPiece({x: i for i, x in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokeniser = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
+    ids = tokeniser("the lighthouse .")["input_ids"]
+    assert pieces(tokeniser, ids) == ["the", " light", "house", " ."]
 
 
 def test_a_vit_that_was_trained_here_sees_an_image(tmp_path: Path) -> None:

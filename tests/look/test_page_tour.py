@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import expect
 
-from headwise.look.head_sentences import sentence
+from headwise.look.head_sentences import seen_by, sentence
 from tests.look.conftest import Served, Visits
 
 TOUR = "A short tour"
@@ -14,9 +14,9 @@ TOUR = "A short tour"
 
 def said_of(served: Served, name: str) -> str:
     """The sentence about a head."""
-    group = served.session.atlases["0"].input.main
-    head = group.head(name)
-    return sentence(head.type, head.scores, head.figures, group.causal)
+    read = served.session.atlases["0"].input
+    head = read.main.head(name)
+    return sentence(head.type, head.scores, head.figures, seen_by(read, read.main))
 
 
 def test_the_tour_opens_once_and_leads_to_a_head(visit: Visits) -> None:

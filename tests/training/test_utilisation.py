@@ -13,13 +13,15 @@ from headwise.cli.watch_view import on_a_line
 from headwise.costs.calculate import cost
 from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import Device
+from headwise.costs.uses.utilisation import Utilisation
 from headwise.look.watched_folder import trained_in
 from headwise.models import GPT, GPTConfig
 from headwise.training.meter import Meter
 from headwise.training.presets import preset
 from headwise.training.run_folder import Run
 from headwise.training.start import train
-from headwise.training.utilisation import Utilisation
+from headwise.training.trainer import known_utilisation
+from headwise.watching.runs.run_reader import open_run
 
 CPU = torch.device("cpu")
 TINY = GPTConfig(vocabulary=50, d_model=32, layers=2, heads=2, feed_forward=hw.nn.SwiGLU(64))
@@ -35,8 +37,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_model_flops_over_time_and_peak(known: Device) -> None:
-    used = Utilisation.of(GPT(TINY), CPU)
-    assert used is not None
+    used = Utilisation.of(GPT(TINY), CPU, "fp32")
     used.add({"batch": 4, "queries": 16})
     used.add({"batch": 4, "queries": 16})
     used.add({"batch": 2, "queries": 8})
@@ -46,12 +47,29 @@ def test_model_flops_over_time_and_peak(known: Device) -> None:
     assert used.read(2.0) == 0  # the next reading starts anew
 
 
-def test_an_unknown_device_or_model_has_none(
+def test_an_unknown_device_or_model_says_why(
     known: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Utilisation.of(nn.LSTM(3, 3), CPU) is None
+    with pytest.raises(ValueError, match="LSTM can't be read"):
+        Utilisation.of(nn.LSTM(3, 3), CPU, "fp32")
+    half = GPT(TINY)
+    half.embedding.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"some of its parameters do not learn, such as embedding\.weight"
+    ):
+        Utilisation.of(half, CPU, "fp32")
+    more = GPT(TINY)
+    more.adapter = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="changed after it was built"):
+        Utilisation.of(more, CPU, "fp32")
+    split = GPT(TINY)
+    split.norm.to("meta")
+    with pytest.raises(ValueError, match="its parameters are on several devices"):
+        Utilisation.of(split, CPU, "fp32")
+    with pytest.raises(ValueError, match=r"the peak of .* in bf16 is not known; headwise cost"):
+        Utilisation.of(GPT(TINY), CPU, "bf16")
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "empty"))
-    assert Utilisation.of(GPT(TINY), CPU) is None
+    assert known_utilisation(GPT(TINY), CPU, 1) is None
 
 
 def test_a_meter_without_a_known_peak_leaves_it_out() -> None:
@@ -72,7 +90,8 @@ def test_a_run_records_it_and_its_watch_shows_it(known: Device, tmp_path: Path) 
     assert all(isinstance(share, float) and share > 0 for share in shares)
     last = Run(tmp_path / "run").progress()
     assert last is not None
-    trained = trained_in(tmp_path / "run" / "watch")
+    trained = trained_in(open_run(tmp_path / "run" / "watch"))
+    assert trained is not None
     assert trained == {name: last[name] for name in ("loss", "per_second", "mfu")}
     assert f"MFU {100 * last['mfu']:.3g} %" in on_a_line(trained)
     json.dumps(trained)

@@ -34,6 +34,19 @@ def test_a_head_that_is_switched_off_is_one_that_was_dropped() -> None:
         assert row["importance"] == pytest.approx(row["without"] - whole)
 
 
+def test_heads_of_a_compiled_model_are_switched_off_too() -> None:
+    torch.manual_seed(0)
+    model, ids = GPT(CONFIG).eval(), torch.randint(0, 20, (1, 12))
+    fast = torch.compile(model, backend="eager")
+    tables = []
+    for one in (model, fast):
+        with hw.watch(one) as seen:
+            one(ids)
+            tables.append(seen.importance(lambda one=one: one(ids).square().mean()))
+    assert all(tables[0]["importance"])
+    assert tables[1]["importance"] == pytest.approx(tables[0]["importance"])
+
+
 def test_heads_come_back_after_an_error() -> None:
     model, ids = GPT(CONFIG).eval(), torch.randint(0, 20, (1, 12))
     before = model(ids)

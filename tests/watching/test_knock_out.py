@@ -184,6 +184,28 @@ def test_while_generating_a_key_stays_hidden() -> None:
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["whole", "in place", "block by block"])
+def test_a_compiled_model_loses_the_same_edges(way: str) -> None:
+    plain, x = Stack(by_torch), torch.randn(2, 12, 32)
+    with hw.knock_out(plain, EDGES):
+        wanted = plain(x)
+    model: nn.Module = plain
+    if way == "whole":
+        model = torch.compile(plain, backend="eager", fullgraph=True)
+    for part in (plain,) if way == "in place" else plain.layers if way != "whole" else ():
+        part.compile(backend="eager")
+    before = model(x)
+    with hw.knock_out(model, EDGES):
+        assert torch.equal(model(x), wanted)
+    with hw.watch(model, spans={"cut": (2, 5)}) as seen:
+        with seen.knock_out((1, 2, (2, 5))):
+            model(x)
+        assert seen.heads().where(layer=1, head=2)["span_cut_mean"] == [0]
+        assert torch.equal(model(x), before)  # compiled again, and watched
+    assert not seen.unread
+
+
 def test_a_watch_records_what_is_left() -> None:
     model, x = Stack(by_torch), torch.randn(2, 12, 32)
     with hw.watch(model, spans={"cut": (2, 5)}) as seen, seen.knock_out((1, 2, (2, 5))):
@@ -264,7 +286,6 @@ class WrittenOut(Layer):
         (Stack(by_torch), (1, 0, 99), "hid nothing"),
         (WrittenOut(by_torch), (0, 0, 0), "its attention is written out"),
         (nn.MultiheadAttention(32, 4), (0, 0, (0, 12)), "a row .* would see no key"),
-        (torch.compile(Stack(by_torch), backend="eager"), (0, 0, 0), "it runs compiled code"),
         (Stack(by_torch), [], "there is no edge"),
         (Stack(by_torch), "x", "a list of"),
         (Stack(by_torch), (1, 2), "not an edge"),

@@ -14,15 +14,18 @@ from headwise.costs.layers import Architecture, LayerStack, LinearLayer, Step
 from headwise.costs.readers.decoders import read_decoder
 from headwise.costs.readers.encoders import Head, read_bert, read_t5, read_vit, read_whisper
 from headwise.costs.readers.families import FAMILIES
-from headwise.costs.readers.fields import Fields
+from headwise.costs.readers.fields import Fields, unknown_head
 from headwise.hub import unreachable
+from headwise.messages import Sentence, say
 
 OTHERS: dict[str, tuple[Callable[[Fields, Head], tuple[LayerStack, ...]], Head]] = {
     "bert": (read_bert, "Model"),
     "roberta": (read_bert, "Model"),
+    "xlm-roberta": (read_bert, "Model"),
     "distilbert": (read_bert, "Model"),
     "vit": (read_vit, "Model"),
     "t5": (read_t5, "ForConditionalGeneration"),
+    "mt5": (read_t5, "ForConditionalGeneration"),
     "whisper": (read_whisper, "ForConditionalGeneration"),
 }
 """Readers of models that are not decoders, and the head that a config without one has."""
@@ -35,10 +38,14 @@ def read_fields(given: Mapping[str, Any]) -> Architecture:
     """The architecture of a configuration's fields, by its `model_type` and `architectures`."""
     if given.get("model_type") is None:
         raise ValueError(
-            "the configuration has no field 'model_type', which says which architecture it is; "
-            f"known are {', '.join(sorted(KNOWN))}"
+            say(
+                "the configuration has no field 'model_type', which says which architecture it "
+                "is; known are {known}",
+                known=", ".join(sorted(KNOWN)),
+            )
         )
-    return _read(Fields(_complete(given)))
+    completed = _complete(given)
+    return _read(Fields(completed or given, completed is not None))
 
 
 def _read(fields: Fields) -> Architecture:
@@ -47,12 +54,12 @@ def _read(fields: Fields) -> Architecture:
     name = _class_name(fields)
     if kind in OTHERS:
         reader, usual = OTHERS[kind]
-        head = usual if name is None else _head(name)
+        head = usual if name is None else _head(fields, name)
         return Architecture(name or kind, reader(fields, head))
     if kind not in FAMILIES:
         raise ValueError(_unknown(fields))
     stack = read_decoder(fields, FAMILIES[kind])
-    head = LANGUAGE_HEADS[0] if name is None else _head(name)
+    head = LANGUAGE_HEADS[0] if name is None else _head(fields, name)
     after = (*stack.after, *_language_head(fields, head, stack.width))
     return Architecture(name or kind, (replace(stack, after=after),))
 
@@ -63,17 +70,35 @@ def _class_name(fields: Fields) -> str | None:
     if not listed:
         return None
     if not isinstance(listed, list | tuple) or not isinstance(listed[0], str):
-        raise ValueError(f"architectures={listed!r} must be a list of class names")
+        raise ValueError(
+            say("architectures={listed!r} must be a list of class names", listed=listed)
+        )
     return listed[0]
 
 
-def _head(name: str) -> Head:
-    """The end of a class's name: LlamaForCausalLM → ForCausalLM, BertModel → Model."""
-    for mark in ("For", "LMHead", "EncoderModel", "Model"):
-        place = name.find(mark, 1)
-        if place > 0:
-            return name[place:]
-    raise ValueError(f"architectures={name!r} names no head: it ends in neither Model nor For…")
+def _head(fields: Fields, name: str) -> Head:
+    """The end of a class's name: LlamaForCausalLM → ForCausalLM, BertModel → Model.
+
+    ValueError if its beginning is not the architecture's.
+    """
+    places = (name.find(mark, 1) for mark in ("For", "LMHead", "EncoderModel", "Model"))
+    place = next((place for place in places if place > 0), None)
+    if place is None:
+        raise ValueError(
+            say("architectures={name!r} names no head: it ends in neither Model nor For…",
+                name=name)
+        )  # fmt: skip
+    letters = fields.kind.removesuffix("_text").replace("_", "").replace("-", "").lower()
+    if name[:place].lower() not in (letters, f"{letters}text"):
+        raise ValueError(
+            say(
+                "architectures={name!r} is not a class of model_type={kind!r}, and its cost is "
+                "not known",
+                name=name,
+                kind=fields.kind,
+            )
+        )
+    return name[place:]
 
 
 def _language_head(fields: Fields, head: Head, width: int) -> tuple[Step, ...]:
@@ -86,23 +111,27 @@ def _language_head(fields: Fields, head: Head, width: int) -> tuple[Step, ...]:
     if head == "ForSequenceClassification":
         labels = fields.get("num_labels") or len(fields.get("id2label") or {}) or 2
         return (LinearLayer("score", width, labels, False),)
-    raise ValueError(
-        f"the head {head!r} of {fields.kind!r} is unknown; known are Model, "
-        f"{', '.join(LANGUAGE_HEADS)} and ForSequenceClassification"
-    )
+    known = ("Model", *LANGUAGE_HEADS, "ForSequenceClassification")
+    raise unknown_head(fields, head, ", ".join(known))
 
 
-def _unknown(fields: Fields) -> str:
+def _unknown(fields: Fields) -> Sentence:
     """An error for an architecture without a reader, with what it would take to count it."""
     wanted = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
     missing = [name for name in (*wanted, "vocab_size") if fields.get(name) is None]
-    note = f"; of a plain decoder's fields it lacks {', '.join(missing)}" if missing else ""
     parts = [name for name in ("text_config", "vision_config", "decoder") if fields.get(name)]
+    note = Sentence("")
     if parts:
-        note = f"; it is made of several models: give one of them, such as config.{parts[0]}"
-    return (
-        f"the architecture {fields.kind!r} is unknown, and its parts are not guessed{note}. "
-        f"Known are {', '.join(sorted(KNOWN))}"
+        note = say("; it is made of several models: give one of them, such as config.{part}",
+                   part=parts[0])  # fmt: skip
+    elif missing:
+        note = say("; of a plain decoder's fields it lacks {missing}", missing=", ".join(missing))
+    return say(
+        "the architecture {kind!r} is unknown, and its parts are not guessed{note}. Known are "
+        "{known}",
+        kind=fields.kind,
+        note=note,
+        known=", ".join(sorted(KNOWN)),
     )
 
 
@@ -110,29 +139,33 @@ def _check_contents(fields: Fields) -> None:
     """Refuse options that change the architecture and are not read."""
     for name, wrong in (("add_cross_attention", True), ("qk_layernorm", True)):
         if fields.get(name) == wrong and not (name == "qk_layernorm" and fields.kind == "phi"):
-            raise ValueError(f"{fields.kind!r} with {name}={wrong} is not supported")
+            raise ValueError(
+                say("{kind!r} with {name}={value} is not supported", kind=fields.kind, name=name,
+                    value=wrong)
+            )  # fmt: skip
 
 
-def _complete(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields with the defaults of transformers' config class, if transformers is installed.
+def _complete(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The fields with the defaults of transformers' config class; None if they are not known.
 
     A config.json leaves out what its class has by default.
     """
     kind = given.get("model_type")
     if kind not in KNOWN:
-        return given
+        return None
     try:
         from transformers import AutoConfig
     except ImportError:
-        return given
+        return None
     fields = {name: value for name, value in given.items() if name != "model_type"}
     try:
         config = AutoConfig.for_model(kind, **fields)
     except Exception as error:  # each class has checks of its own
         message = " ".join(str(error).split())
         raise ValueError(
-            f"transformers refuses this configuration of {kind!r}: {message}"
-        ) from None
+            say("transformers refuses this configuration of {kind!r}: {message}", kind=kind,
+                message=message)
+        ) from None  # fmt: skip
     return {**_fields(config), "architectures": given.get("architectures")}
 
 
@@ -157,8 +190,9 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def read_transformers_model(model: nn.Module) -> Architecture:
-    """The architecture of a transformers model."""
-    return read_configuration(model.config, type(model).__name__)
+    """The architecture of a transformers model, also of a class derived from one."""
+    kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
+    return read_configuration(model.config, (kinds or [type(model)])[0].__name__)
 
 
 def read_name(name: str) -> Architecture:
@@ -177,32 +211,47 @@ def read_name(name: str) -> Architecture:
         from transformers import AutoConfig
     except ImportError:
         raise ValueError(
-            f"{name!r} is not a file, and finding a model by its name needs transformers: "
-            "pip install headwise[transformers]"
+            say(
+                "{name!r} is not a file, and finding a model by its name needs transformers: "
+                "pip install headwise[transformers]",
+                name=name,
+            )
         ) from None
     try:
         found = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
-        raise ValueError(f"{name!r} is neither a config.json nor a model's name") from None
+        raise ValueError(
+            say("{name!r} is neither a config.json nor a model's name", name=name)
+        ) from None
     if isinstance(found, str):
         return read_fields(_from_file(Path(found)))
     reason = unreachable()
     if reason:
         raise ValueError(
-            f"{name!r} is neither a config.json nor in the local cache, and the hub can't be asked "
-            f"for it ({reason})"
+            say(
+                "{name!r} is neither a config.json nor in the local cache, and the hub can't be "
+                "asked for it ({reason})",
+                name=name,
+                reason=reason,
+            )
         )
     try:
         return read_configuration(AutoConfig.from_pretrained(name))
     except OSError as error:
-        raise ValueError(f"{name!r} is not on the hub: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            say("{name!r} is not on the hub: {reason}", name=name,
+                reason=str(error).splitlines()[0])
+        ) from None  # fmt: skip
 
 
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(say("{path} is not JSON: {reason}", path=path, reason=error)) from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no configuration, but a {type(fields).__name__}")
+        raise ValueError(
+            say("{path} holds no configuration, but a {kind}", path=path,
+                kind=type(fields).__name__)
+        )  # fmt: skip
     return fields

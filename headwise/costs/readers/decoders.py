@@ -21,6 +21,11 @@ from headwise.costs.layers import (
     SubLayer,
 )
 from headwise.costs.readers.fields import HEADS, HIDDEN, LAYERS, WIDTH, Fields
+from headwise.messages import say
+
+MOST_LAYERS = 10_000
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
+"""The types of layers that `layer_types` may list."""
 
 Flag = bool | str  # a constant, or the name of a field
 
@@ -51,6 +56,7 @@ class DecoderFamily:
     mixer: Callable[[Fields, int], list[Body | None]] | None = None
     attention: Callable[[Fields, AttentionLayer], AttentionLayer] | None = None
     shared_keys: str | None = None  # the field with the number of last layers that reuse keys
+    alongside: Callable[[Fields], MatrixLayer] | None = None  # on the same input as attention
     beside: Callable[[Fields], tuple[SubLayer, ...]] | None = None  # further sublayers
     steps: Callable[[Fields], tuple[tuple[Step, ...], tuple[Step, ...]]] | None = None
 
@@ -59,10 +65,19 @@ def read_decoder(fields: Fields, family: DecoderFamily) -> LayerStack:
     """The stack of a decoder, without its output layer."""
     fields.needs(WIDTH, HEADS, LAYERS, ("vocab_size",))
     width, layers = fields.size(*WIDTH), fields.size(*LAYERS)
+    if layers > MOST_LAYERS:
+        raise ValueError(
+            say("{kind!r} has {layers:,} layers; at most {most:,} are counted", kind=fields.kind,
+                layers=layers, most=MOST_LAYERS)
+        )  # fmt: skip
     bodies = _feed_forwards(fields, family, layers)
     mixers = _mixers(fields, family, layers)
-    found = []
+    found: list[StackedLayer] = []
     for number in range(layers):
+        if family.alongside is not None:
+            other = family.alongside(fields)
+            found += _side_by_side(family, mixers[number], other, bodies[number], width)
+            continue
         layer = _layer(fields, family, mixers[number], bodies[number], width)
         if family.beside is not None:
             layer = replace(layer, sublayers=layer.sublayers + family.beside(fields))
@@ -105,6 +120,18 @@ def _layer(
     return StackedLayer(plain, parallel=True, shared_norm=norm, label=name)
 
 
+def _side_by_side(
+    family: DecoderFamily, mixer: Body, other: MatrixLayer, body: Body, width: int
+) -> tuple[StackedLayer, StackedLayer]:
+    """A layer in two: attention and another mixer on the same input, then the feed-forward."""
+    norm = _norm(family, width)
+    both = (SubLayer("attention", mixer), SubLayer("recurrence", other))
+    return (
+        StackedLayer(both, True, norm, label=f"attention and {other.label} layers"),
+        StackedLayer((SubLayer("feed-forward", body, norm),), label="feed-forward layers"),
+    )
+
+
 def _sublayer(mixer: Body) -> str:
     return "recurrence" if isinstance(mixer, MatrixLayer) else "attention"
 
@@ -132,10 +159,10 @@ def _mixers(fields: Fields, family: DecoderFamily, layers: int) -> list[Body]:
     if family.shared_keys is not None:
         shared -= int(fields.get(family.shared_keys) or 0)
         if not 0 < shared <= layers:
-            raise ValueError(
-                f"{fields.kind!r} contradicts itself: {layers - shared} of {layers} layers reuse "
-                "the keys of earlier ones"
-            )
+            raise fields.contradiction(
+                say("{count} of {layers} layers reuse the keys of earlier ones",
+                    count=layers - shared, layers=layers)
+            )  # fmt: skip
     others = family.mixer(fields, layers) if family.mixer is not None else [None] * layers
     for number, (window, chunk) in enumerate(windows):
         other = others[number]
@@ -151,17 +178,21 @@ def _windows(
 ) -> list[tuple[int | None, int | None]]:
     """The window and the chunk of every layer."""
     kinds = fields.kinds(layers)
-    window, chunk = fields.get("sliding_window"), fields.get("attention_chunk_size")
-    if kinds and family.windows != "all":
+    window, chunk = _span(fields, family), fields.get("attention_chunk_size")
+    unknown = sorted(set(kinds) - KINDS)
+    if unknown:
+        raise ValueError(
+            say("{kind!r} has layers of the type {unknown!r}, which is unknown; known are {there}",
+                kind=fields.kind, unknown=unknown[0], there=", ".join(sorted(KINDS)))
+        )  # fmt: skip
+    if kinds and family.windows == "types":
         if "sliding_attention" in kinds and not window:
-            raise ValueError(
-                f"{fields.kind!r} contradicts itself: it has layers with sliding attention and no "
-                "sliding_window"
+            raise fields.contradiction(
+                say("it has layers with sliding attention and no sliding_window")
             )
         if "chunked_attention" in kinds and not chunk:
-            raise ValueError(
-                f"{fields.kind!r} contradicts itself: it has layers with chunked attention and no "
-                "attention_chunk_size"
+            raise fields.contradiction(
+                say("it has layers with chunked attention and no attention_chunk_size")
             )
         return [
             (
@@ -174,10 +205,22 @@ def _windows(
         return [(None, None)] * layers
     if family.windows == "types":
         raise ValueError(
-            f"the configuration of {fields.kind!r} has a sliding_window of {window} and no "
-            "layer_types, which say which layers have it"
+            say(
+                "the configuration of {kind!r} has a sliding_window of {window} and no "
+                "layer_types, which say which layers have it",
+                kind=fields.kind,
+                window=window,
+            )
         )
     return [(window, None)] * layers
+
+
+def _span(fields: Fields, family: DecoderFamily) -> int | None:
+    """The keys of a window; None if there is none."""
+    if family.windows == "none":
+        return None
+    # Some classes write 0 for no window.
+    return fields.size("sliding_window") if fields.chosen("sliding_window") else None
 
 
 def read_attention_fields(fields: Fields, family: DecoderFamily) -> AttentionLayer:
@@ -217,7 +260,13 @@ def _rotary(fields: Fields, head_dim: int) -> int:
     part = fields.get("partial_rotary_factor", "rotary_pct")
     if part is None and isinstance(rope, dict):
         part = rope.get("partial_rotary_factor")
-    return int(head_dim * (1.0 if part is None else part)) // 2 * 2
+    part = 1.0 if part is None else part
+    if not isinstance(part, int | float) or not 0 <= part <= 1:
+        raise ValueError(
+            say("{kind!r} rotates {part!r} of a head; it must be from 0 to 1", kind=fields.kind,
+                part=part)
+        )  # fmt: skip
+    return int(head_dim * part) // 2 * 2
 
 
 def _feed_forwards(fields: Fields, family: DecoderFamily, layers: int) -> list[Body]:
@@ -227,8 +276,8 @@ def _feed_forwards(fields: Fields, family: DecoderFamily, layers: int) -> list[B
         hidden = fields.need(*HIDDEN)
     listed = hidden if isinstance(hidden, list | tuple) else [hidden] * layers
     if len(listed) != layers:
-        raise ValueError(
-            f"{fields.kind!r} contradicts itself: {len(listed)} widths for {layers} layers"
+        raise fields.contradiction(
+            say("{count} widths for {layers} layers", count=len(listed), layers=layers)
         )
     plain = [
         FeedForwardLayer(

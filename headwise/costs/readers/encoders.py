@@ -18,17 +18,18 @@ from headwise.costs.layers import (
     Step,
     SubLayer,
 )
-from headwise.costs.readers.fields import HEADS, HIDDEN, LAYERS, WIDTH, Fields
+from headwise.costs.readers.fields import HEADS, HIDDEN, LAYERS, WIDTH, Fields, unknown_head
+from headwise.messages import say
 
 Head = str  # the end of a class name: Model, ForMaskedLM, …
 
 
 def read_bert(fields: Fields, head: Head) -> tuple[LayerStack, ...]:
-    """BERT, RoBERTa and DistilBERT."""
+    """BERT, RoBERTa, XLM-R and DistilBERT."""
     fields.needs(WIDTH, HEADS, LAYERS, HIDDEN, ("vocab_size",), ("max_position_embeddings",))
     width, rows = fields.size(*WIDTH), fields.size("max_position_embeddings")
     longest = rows
-    if fields.kind == "roberta":
+    if fields.kind in ("roberta", "xlm-roberta"):
         longest = rows - int(fields.need("pad_token_id")) - 1  # positions start after the padding
     norm = NormLayer(width)
     before: list[Step] = [
@@ -67,17 +68,17 @@ def bert_head(fields: Fields, head: Head, width: int, dropout: float) -> tuple[S
             LinearLayer("head", width, vocabulary, True, tied, split="columns"),
         )
     first = LinearLayer("classifier", width, labels, True, first_only=True)
-    pooled: dict[str, Step] = {"roberta": dense, "bert": dense, "distilbert": relu}
     if head == "ForSequenceClassification":
-        return (pooled[fields.kind], DropoutStep(dropout), first)
+        pooled = relu if fields.kind == "distilbert" else dense
+        return (pooled, DropoutStep(dropout), first)
     if head in ("ForTokenClassification", "ForQuestionAnswering"):
         return (LinearLayer("classifier", width, labels, True),)
     if head == "Model":
         return () if fields.kind == "distilbert" else (dense,)
-    raise ValueError(
-        f"the head of {fields.kind!r} ending in {head!r} is unknown; known are Model, ForMaskedLM, "
-        "ForSequenceClassification, ForTokenClassification and ForQuestionAnswering"
-    )
+    raise unknown_head(
+        fields, head, "Model, ForMaskedLM, ForSequenceClassification, ForTokenClassification, "
+        "ForQuestionAnswering",
+    )  # fmt: skip
 
 
 def _attention(
@@ -127,7 +128,11 @@ def read_vit(fields: Fields, head: Head) -> tuple[LayerStack, ...]:
         "ForImageClassification": LinearLayer("classifier", width, labels, True, first_only=True),
     }  # fmt: skip
     if head not in last:
-        raise ValueError(f"the head {head!r} of a ViT is unknown; known are {', '.join(last)}")
+        raise unknown_head(fields, head, ", ".join(last))
+    if image < patch:
+        raise fields.contradiction(
+            say("an image of {image} has no patch of {patch}", image=image, patch=patch)
+        )
     patches = ConvolutionLayer(
         "patches", channels, width, patch**2, tokens - 1, channels * image**2, learns_input=False
     )
@@ -193,10 +198,7 @@ def seq2seq_head(fields: Fields, head: Head, width: int) -> tuple[Step, ...]:
     if head == "Model":
         return ()
     if head != "ForConditionalGeneration":
-        raise ValueError(
-            f"the head {head!r} of {fields.kind!r} is unknown; known are Model and "
-            "ForConditionalGeneration"
-        )
+        raise unknown_head(fields, head, "Model, ForConditionalGeneration")
     tied = fields.flag("tie_word_embeddings")
     vocabulary = fields.size("vocab_size")
     return (LinearLayer("head", width, vocabulary, False, tied, split="columns"),)

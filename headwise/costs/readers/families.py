@@ -42,7 +42,7 @@ FAMILIES: dict[str, DecoderFamily] = {
     "qwen2": QWEN2,
     "qwen2_moe": replace(QWEN2, qkv_bias="qkv_bias", mixture=mixtures.qwen_shared),
     "qwen3": QWEN3,
-    "qwen3_moe": replace(QWEN3, windows="none", mixture=mixtures.qwen),
+    "qwen3_moe": replace(QWEN3, windows="all", mixture=mixtures.qwen),
     "qwen3_next": replace(
         QWEN3,
         mixture=mixtures.qwen_shared,
@@ -125,4 +125,5 @@ FAMILIES: dict[str, DecoderFamily] = {
         windows="none",
         mixer=hybrids.bamba,
     ),
+    "falcon_h1": replace(LLAMA, alongside=hybrids.falcon_h1),
 }

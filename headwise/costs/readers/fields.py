@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwise.costs.layers import Activation
+from headwise.messages import Sentence, say
 
 ACTIVATION_NAMES: dict[str, Activation] = {
     "gelu": "gelu",
@@ -31,10 +32,13 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class Fields:
-    """A configuration's fields; what is missing is named, in one error, with its other names."""
+    """A configuration's fields; what is missing is named, in one error, with its other names.
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
+    They are `complete` if transformers' class has filled in what a file leaves out.
+    """
+
+    def __init__(self, given: Mapping[str, Any], complete: bool = True) -> None:
+        self.given, self.complete = given, complete
         self.kind = str(given.get("model_type", "?"))
 
     def get(self, *names: str) -> Any:
@@ -44,14 +48,34 @@ class Fields:
                 return self.given[name]
         return None
 
+    def chosen(self, *names: str) -> Any:
+        """The same for a field whose default differs between architectures: it must be known."""
+        if not self.complete and not any(name in self.given for name in names):
+            raise ValueError(
+                say(
+                    "the configuration of {kind!r} has no field {name!r}, whose default only "
+                    "transformers knows; add it, or pip install headwise[transformers]",
+                    kind=self.kind,
+                    name=names[0],
+                )
+            )
+        return self.get(*names)
+
     def need(self, *names: str) -> Any:
         """The first of these fields that is there; ValueError that names it if none is."""
         found = self.get(*names)
         if found is None:
-            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+            others = Sentence("")
+            if names[1:]:
+                others = say(" (or {names})", names=", ".join(names[1:]))
             raise ValueError(
-                f"the configuration of {self.kind!r} has no field {names[0]!r}{others}; its cost "
-                "can't be counted without it"
+                say(
+                    "the configuration of {kind!r} has no field {name!r}{others}; its cost can't "
+                    "be counted without it",
+                    kind=self.kind,
+                    name=names[0],
+                    others=others,
+                )
             )
         return found
 
@@ -60,8 +84,12 @@ class Fields:
         missing = [names[0] for names in fields if self.get(*names) is None]
         if missing:
             raise ValueError(
-                f"the configuration of {self.kind!r} has no {', '.join(missing)}; its cost can't "
-                "be counted without them"
+                say(
+                    "the configuration of {kind!r} has no {missing}; its cost can't be counted "
+                    "without them",
+                    kind=self.kind,
+                    missing=", ".join(missing),
+                )
             )
 
     def size(self, *names: str) -> int:
@@ -69,48 +97,73 @@ class Fields:
         value = self.need(*names)
         if type(value) is not int or value < 1:
             raise ValueError(
-                f"{self.kind!r} has {names[0]}={value!r}; it must be a positive integer"
+                say(
+                    "{kind!r} has {name}={value!r}; it must be a positive integer",
+                    kind=self.kind,
+                    name=names[0],
+                    value=value,
+                )
             )
         return value
 
     def rate(self, *names: str) -> float:
         """A dropout rate, 0 if there is none."""
-        return float(self.get(*names) or 0.0)
+        value = self.get(*names) or 0.0
+        if not isinstance(value, int | float) or not 0 <= value < 1:
+            raise ValueError(
+                say(
+                    "{kind!r} has {name}={value!r}; it must be from 0 to below 1",
+                    kind=self.kind,
+                    name=names[0],
+                    value=value,
+                )
+            )
+        return float(value)
 
     def flag(self, name: str | bool) -> bool:
-        """A constant, or the field of this name, False if it is not there."""
-        return name if isinstance(name, bool) else bool(self.get(name))
+        """A constant, or the field of this name, False if its class has none."""
+        return name if isinstance(name, bool) else bool(self.chosen(name))
 
     def activation(self, *names: str) -> Activation:
         """An activation function by its name."""
         name = self.need(*(names or ACTIVATION))
         if name not in ACTIVATION_NAMES:
             raise ValueError(
-                f"{self.kind!r} has the activation {name!r}, which is unknown; known are "
-                f"{', '.join(ACTIVATION_NAMES)}"
+                say(
+                    "{kind!r} has the activation {name!r}, which is unknown; known are {there}",
+                    kind=self.kind,
+                    name=name,
+                    there=", ".join(ACTIVATION_NAMES),
+                )
             )
         return ACTIVATION_NAMES[name]
 
     def head_dim(self, width: int, heads: int) -> int:
         """The width of a head: its field, or width / heads if that divides."""
-        given = self.get("head_dim", "d_kv", "attention_head_dim")
-        if given is not None:
-            return int(given)
+        names = ("head_dim", "d_kv", "attention_head_dim")
+        if self.get(*names) is not None:
+            return self.size(*names)
         if width % heads:
-            raise ValueError(
-                f"{self.kind!r} contradicts itself: {WIDTH[0]}={width} does not divide into "
-                f"{heads} heads, and there is no head_dim"
+            raise self.contradiction(
+                say(
+                    "{name}={width} does not divide into {heads} heads, and there is no head_dim",
+                    name=WIDTH[0],
+                    width=width,
+                    heads=heads,
+                )
             )
         return width // heads
 
     def key_heads(self, heads: int) -> int:
-        """Key heads, as many as query heads if there is no field; they must divide them."""
-        found = self.get(*KEY_HEADS) or heads
+        """Key heads, as many as query heads if the field is empty; they must divide them."""
+        if self.chosen(*KEY_HEADS) is None:
+            return heads
+        found = self.size(*KEY_HEADS)
         if heads % found:
-            raise ValueError(
-                f"{self.kind!r} contradicts itself: {heads} heads can't share {found} key heads"
+            raise self.contradiction(
+                say("{heads} heads can't share {found} key heads", heads=heads, found=found)
             )
-        return int(found)
+        return found
 
     def kinds(self, layers: int) -> tuple[str, ...]:
         """The kind of each layer's attention, as `layer_types` lists them."""
@@ -118,7 +171,30 @@ class Fields:
         if listed is None:
             return ()
         if len(listed) != layers:
-            raise ValueError(
-                f"{self.kind!r} contradicts itself: {len(listed)} layer_types for {layers} layers"
+            raise self.contradiction(
+                say("{count} layer_types for {layers} layers", count=len(listed), layers=layers)
             )
         return tuple(listed)
+
+    def numbers(self, name: str, layers: int) -> set[int]:
+        """The numbers of some layers; none if there is no such field."""
+        found = set(self.get(name) or ())
+        wrong = [x for x in found if type(x) is not int or not 0 <= x < layers]
+        if wrong:
+            raise self.contradiction(
+                say("{name} has {wrong!r}, and there are {layers} layers", name=name,
+                    wrong=wrong[0], layers=layers)
+            )  # fmt: skip
+        return found
+
+    def contradiction(self, what: Sentence) -> ValueError:
+        """The error of fields that exclude each other."""
+        return ValueError(say("{kind!r} contradicts itself: {what}", kind=self.kind, what=what))
+
+
+def unknown_head(fields: Fields, head: str, known: str) -> ValueError:
+    """The error of a class whose end is not known."""
+    return ValueError(
+        say("the head {head!r} of {kind!r} is unknown; known are {known}", head=head,
+            kind=fields.kind, known=known)
+    )  # fmt: skip

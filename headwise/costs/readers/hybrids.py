@@ -15,6 +15,7 @@ from headwise.costs.layers import (
     SubLayer,
 )
 from headwise.costs.readers.fields import LAYERS, WIDTH, Fields
+from headwise.messages import say
 
 
 def gated_attention(fields: Fields, layer: AttentionLayer) -> AttentionLayer:
@@ -86,39 +87,53 @@ def jamba(fields: Fields, layers: int) -> list[Body | None]:
 
 def bamba(fields: Fields, layers: int) -> list[Body | None]:
     """Mamba 2 layers except those in `attn_layer_indices`."""
-    width = fields.size(*WIDTH)
+    layer = _mamba2(fields, fields.size("mamba_expand") * fields.size(*WIDTH), "mamba_proj_bias")
+    attention = fields.numbers("attn_layer_indices", layers)
+    return [None if number in attention else layer for number in range(layers)]
+
+
+def falcon_h1(fields: Fields) -> MatrixLayer:
+    """The Mamba 2 layer beside every attention; its width and its norm are optional."""
+    inner = fields.chosen("mamba_d_ssm")
+    inner = fields.size("mamba_expand") * fields.size(*WIDTH) if inner is None else inner
+    return _mamba2(fields, inner, "projectors_bias", fields.flag("mamba_rms_norm"))
+
+
+def _mamba2(fields: Fields, inner: int, out_bias: str, norm: bool = True) -> MatrixLayer:
+    width, states = fields.size(*WIDTH), fields.size("mamba_d_state")
     heads, head_dim = fields.size("mamba_n_heads"), fields.size("mamba_d_head")
-    inner, states = fields.size("mamba_expand") * width, fields.size("mamba_d_state")
     if heads * head_dim != inner:
-        raise ValueError(
-            f"{fields.kind!r} contradicts itself: {heads} heads of {head_dim} are not "
-            f"mamba_expand · hidden_size = {inner}"
+        raise fields.contradiction(
+            say(
+                "{heads} heads of {width} are not the width of its Mamba layers, {inner}",
+                heads=heads,
+                width=head_dim,
+                inner=inner,
+            )
         )
     kernel, groups = fields.size("mamba_d_conv"), fields.size("mamba_n_groups")
     mixed = inner + 2 * groups * states
-    bias = fields.flag("mamba_proj_bias")
     others = [
         LooseWeight("convolution", (mixed, 1, kernel)),
         LooseWeight("step bias", (heads,)),
         LooseWeight("decay", (heads,)),
         LooseWeight("skip", (heads,)),
-        LooseWeight("norm", (inner,)),
     ]
+    if norm:
+        others.append(LooseWeight("norm", (inner,)))
     if fields.flag("mamba_conv_bias"):
         others.append(LooseWeight("convolution bias", (mixed,)))
-    layer = MatrixLayer(
+    return MatrixLayer(
         "Mamba 2",
         width,
         (
-            LinearLayer("in", width, inner + mixed + heads, bias),
-            LinearLayer("out", inner, width, bias),
+            LinearLayer("in", width, inner + mixed + heads, fields.flag("mamba_proj_bias")),
+            LinearLayer("out", inner, width, fields.flag(out_bias)),
         ),
         tuple(others),
         state=mixed * kernel,
         wide_state=heads * head_dim * states,
     )
-    attention = set(fields.get("attn_layer_indices") or ())
-    return [None if number in attention else layer for number in range(layers)]
 
 
 def gemma3n_sublayers(fields: Fields) -> tuple[SubLayer, ...]:

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from headwise.costs.layers import AttentionLayer, Body, ExpertsLayer, FeedForwardLayer, Latent
 from headwise.costs.readers.fields import EXPERTS, LAYERS, Fields
+from headwise.messages import say
 
 
 def _experts(fields: Fields, expert: FeedForwardLayer, **others: object) -> ExpertsLayer:
     experts, active = fields.size(*EXPERTS), fields.size("num_experts_per_tok")
     if active > experts:
-        raise ValueError(
-            f"{fields.kind!r} contradicts itself: {active} experts per token of {experts}"
+        raise fields.contradiction(
+            say("{active} experts per token of {experts}", active=active, experts=experts)
         )
     return ExpertsLayer(expert, experts, active, **others)  # type: ignore[arg-type]
 
@@ -43,7 +44,7 @@ def qwen_shared(fields: Fields, plain: FeedForwardLayer) -> list[Body]:
 
 def _sparse(fields: Fields, plain: FeedForwardLayer, experts: ExpertsLayer) -> list[Body]:
     step = int(fields.get("decoder_sparse_step") or 1)
-    dense = set(fields.get("mlp_only_layers") or ())
+    dense = fields.numbers("mlp_only_layers", fields.size(*LAYERS))
     return [
         experts if number not in dense and (number + 1) % step == 0 else plain
         for number in range(fields.size(*LAYERS))
@@ -53,7 +54,8 @@ def _sparse(fields: Fields, plain: FeedForwardLayer, experts: ExpertsLayer) -> l
 def llama4(fields: Fields, plain: FeedForwardLayer) -> list[Body]:
     """Experts, one of which sees every token, in `moe_layers`; wider dense layers elsewhere."""
     dense = replace(plain, hidden=fields.size("intermediate_size_mlp"))
-    sparse = set(fields.need("moe_layers"))
+    fields.need("moe_layers")
+    sparse = fields.numbers("moe_layers", fields.size(*LAYERS))
     experts = _experts(fields, plain, shared=plain)
     layers = range(fields.size(*LAYERS))
     return [experts if number in sparse else dense for number in layers]

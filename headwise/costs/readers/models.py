@@ -102,7 +102,7 @@ def _bert(model: models.Bert) -> Architecture:
         "encoder",
         (
             _embedding(model.embedding),
-            EmbeddingLayer("positions", config.context, width, looked_up=False, per_batch=False),
+            EmbeddingLayer("positions", config.context, width, per_batch=False),
             EmbeddingLayer("segments", config.segments, width),
             read_norm(model.norm),
             DropoutStep(config.dropout),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headwise import nn
-from headwise.messages import say
+from headwise.messages import Sentence, say
 from headwise.models.gpt import GPTConfig
 
 
@@ -67,10 +67,19 @@ class Sketch:
             tied=self.tied,
         )
 
-    def __str__(self) -> str:
-        shared = f" on {self.kv_heads} key heads" if self.kv_heads else ""
-        window = f", window {self.window:,}" if self.window else ""
-        return (
-            f"{self.layers} layers of {self.width:,}, {self.heads} heads{shared}, feed-forward "
-            f"{self.feed_forward:,}, vocabulary {self.vocabulary:,}{window}"
+    @property
+    def name(self) -> Sentence:
+        """Its numbers in a line."""
+        shared = say(" on {count} key heads", count=self.kv_heads) if self.kv_heads else ""
+        window = say(", window {keys:,}", keys=self.window) if self.window else ""
+        return say(
+            "{layers} layers of {width:,}, {heads} heads{shared}, feed-forward {hidden:,}, "
+            "vocabulary {vocabulary:,}{window}",
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            shared=shared,
+            hidden=self.feed_forward,
+            vocabulary=self.vocabulary,
+            window=window,
         )

@@ -45,7 +45,7 @@ class Backward(Loop):
         self.grad_sinks = None
         if share is not None:
             self.grad_sinks = sinks_gradient(share, self.row, grad_entropy)
-        self.grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.grad_q = q.new_empty(q.shape, dtype=torch.promote_types(q.dtype, out.dtype))
         self.grad_k = torch.zeros_like(k, dtype=wide)
         self.grad_v = torch.zeros_like(v, dtype=wide)
         self.grad_additive = _zeros(terms.additive, wide)

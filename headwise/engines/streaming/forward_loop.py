@@ -9,7 +9,7 @@ from headwise.core.blocks import Unit
 from headwise.core.partial import Moments, Partial, join_moments, merge
 from headwise.core.problem import Terms
 from headwise.core.schedule import Segment
-from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, RowTotals, Sums
+from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, WIDE, RowTotals, Sums
 from headwise.engines.streaming.key_moments import KeyMoments, logit_moments
 from headwise.engines.streaming.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
 
@@ -24,14 +24,14 @@ class Forward(Loop):
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> None:
         super().__init__(q, k, v, terms)
-        self.wants, self.dtype = wants, q.dtype
+        self.wants, self.dtype = wants, self.blocks.wide if wants & WIDE else q.dtype
         self.names = ["base", "maximum", "total"]
         self.names += ["shifted"] * bool(wants & ENTROPY) + ["reach"] * bool(wants & DISTANCE)
         self.names += ["count", "mean", "spread"] * bool(wants & MOMENTS)
         self.table = self.nothing.new_zeros(len(self.names), *q.shape[:-1])
         self.table[1] = -torch.inf
         # With sinks the division comes at the end, and until then needs full precision.
-        dtype = q.dtype if terms.sinks is None else self.blocks.wide
+        dtype = self.dtype if terms.sinks is None else self.blocks.wide
         self.out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
         shape = (self.blocks.heads, self.blocks.group)
         self.places = self.table.unflatten(2, shape), self.out.unflatten(1, shape)

@@ -13,6 +13,7 @@ from headwise.look.readers import image_bytes as images
 from headwise.look.readers.reader import (
     SAMPLE_SENTENCE,
     SAMPLE_TEXT,
+    Given,
     Report,
     check_length,
     checked_text,
@@ -49,7 +50,7 @@ class TextReader:
     def count(self, text: str) -> int:
         return len(self.loaded.tokeniser.encode(text)) + 1  # the start
 
-    def read(self, what: str | bytes, report: Report = silent) -> Input:
+    def read(self, what: Given, report: Report = silent) -> Input:
         """Run the model on a text.
 
         >>> import headwise as hw
@@ -97,7 +98,7 @@ class TranslationReader:
     def count(self, text: str) -> int:
         return len(self.loaded.tokeniser.encode(text)) + 1  # the end
 
-    def read(self, what: str | bytes, report: Report = silent) -> Input:
+    def read(self, what: Given, report: Report = silent) -> Input:
         """Translate a text and run the model on both sides of it.
 
         >>> import headwise as hw
@@ -115,7 +116,18 @@ class TranslationReader:
             loaded.model(source, target)
         theirs, ours = (loaded.tokeniser.pieces(x[0].tolist()) for x in (target, source))
         axes = {"encoder": (ours, ours), "decoder": (theirs, theirs), "cross": (theirs, ours)}
-        return Input(title(text), "translation", groups(seen, axes), (f"→ {said}",))
+
+        def logits(row: int) -> Tensor:
+            return loaded.model(source, target)[0, row]  # type: ignore[no-any-return]
+
+        predictor = Predictor(
+            loaded.model,
+            logits,
+            lambda id: loaded.tokeniser.pieces([id])[0],
+            groups=("decoder", "cross"),
+        )
+        made = groups(seen, axes)
+        return Input(title(text), "translation", made, (f"→ {said}",), predictor=predictor)
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,7 @@ class ImageReader:
     def count(self, text: str) -> int:
         return 0
 
-    def read(self, what: str | bytes, report: Report = silent) -> Input:
+    def read(self, what: Given, report: Report = silent) -> Input:
         """Run the model on an image, cropped and scaled to the size it was trained on."""
         model, config = self.loaded.model, self.loaded.model.config
         pixels = images.pixels(what, config.image, config.channels)  # (C, H, W), 0 to 1
@@ -153,7 +165,7 @@ class ImageReader:
             "pixels are scaled by this image's own mean and deviation: the run has saved no others"
         )
         notes = () if self.loaded.mean else (own,)
-        predictor = Predictor(model, lambda row: model(given)[0], str)
+        predictor = Predictor(model, lambda row: model(given)[0], str, "class")
         made = groups(seen, {"self": (tokens, tokens)})
         return Input("image", "image", made, notes, shown, predictor)
 

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.look.readers.reader import Illustrated
 from headwise.messages import say
 
 MOST_PIXELS = 1 << 25
 """A larger image is refused before it is decoded."""
 
 
-def opened(what: str | bytes) -> Any:
+def opened(what: str | bytes | Illustrated) -> Any:
     """The Pillow image of a PNG or JPEG file's bytes; ValueError if they are not one."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError as missing:
         said = say("reading an image needs Pillow: pip install 'headwise[look]'")
         raise ValueError(said) from missing
-    if isinstance(what, str):
+    if not isinstance(what, bytes):
         said = say("this model reads images, and a text was given; use --image")
         raise ValueError(said)
     try:
@@ -41,7 +42,7 @@ def opened(what: str | bytes) -> Any:
         raise ValueError(said) from error
 
 
-def pixels(what: str | bytes, side: int, channels: int) -> Tensor:
+def pixels(what: str | bytes | Illustrated, side: int, channels: int) -> Tensor:
     """The middle square of an image, scaled to a model's size: (channels, side, side), 0 to 1."""
     from PIL import Image
 
@@ -51,8 +52,13 @@ def pixels(what: str | bytes, side: int, channels: int) -> Tensor:
     image = image.crop((left, top, left + edge, top + edge))
     image = image.resize((side, side), Image.Resampling.BICUBIC)
     image = image.convert("L" if channels == 1 else "RGB")
+    return tensor(image)
+
+
+def tensor(image: Any) -> Tensor:
+    """The pixels of a Pillow image in RGB or grey, (C, H, W), 0 to 1."""
     content = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return content.reshape(side, side, channels).permute(2, 0, 1).float() / 255
+    return content.reshape(image.height, image.width, -1).permute(2, 0, 1).float() / 255
 
 
 def centred(image: Tensor) -> Tensor:

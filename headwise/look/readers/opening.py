@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headwise import devices
 from headwise.hub import unreachable
-from headwise.look.readers import transformers_reader
+from headwise.look.readers import transformers_opening
 from headwise.look.readers.builtin import ImageReader, TextReader, TranslationReader
 from headwise.look.readers.reader import Reader
 from headwise.look.watched_folder import WatchedFolder
@@ -30,7 +30,7 @@ def opened(what: str, device: str | None = None) -> Reader:
                 f"{what} is a watched run without its model: headwise look {what} shows it in the "
                 f"browser, and headwise watch {what} in the terminal"
             )
-        return transformers_reader.opened(what, place, _here(what))
+        return transformers_opening.opened(what, place, _here(what))
     loaded, name = load(what, place), Path(what).name
     if isinstance(loaded, LanguageModel):
         return TextReader(name, loaded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -54,6 +54,17 @@ SAMPLE_SENTENCE = "She has never seen such a big black dog in her life."
 """The default text of a translator: its French has another word order."""
 
 
+class Illustrated(NamedTuple):
+    """An image file's bytes and a text about it, for models that read both."""
+
+    image: bytes
+    text: str
+
+
+Given = str | bytes | Illustrated
+"""An input: a text, the bytes of an image, or both."""
+
+
 class Reader(Protocol):
     """A loaded model that reads inputs while its heads are watched."""
 
@@ -72,8 +83,8 @@ class Reader(Protocol):
     def count(self, text: str) -> int:
         """The number of tokens that a text has for this model; 0 if it reads no text."""
 
-    def read(self, what: str | bytes, report: Report) -> Input:
-        """Read a text, or the bytes of an image."""
+    def read(self, what: Given, report: Report) -> Input:
+        """Read a text, an image, or both."""
 
 
 def silent(stage: str, done: float | None) -> None:
@@ -112,9 +123,9 @@ def described(
     return Description(name, count, layers, layers * heads, context, device)
 
 
-def checked_text(what: str | bytes) -> str:
-    """The text; ValueError if it is an image or has no word in it."""
-    if isinstance(what, bytes):
+def checked_text(what: Given) -> str:
+    """The text; ValueError if there is an image or no word in it."""
+    if not isinstance(what, str):
         raise ValueError(say("this model reads text, and an image was given; use --text"))
     if not what.strip():
         raise ValueError(say("there is no word to look at in {text!r}", text=what[:20]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from headwise.look.readers import image_bytes as images
 from headwise.look.readers.reader import (
     SAMPLE_SENTENCE,
     SAMPLE_TEXT,
-    Reader,
+    Given,
     Report,
     check_length,
     checked_text,
@@ -34,45 +33,6 @@ from headwise.watching import watch
 
 MOST_ANSWER = 128
 """The most tokens that an encoder–decoder answers with."""
-
-
-def opened(what: str, device: torch.device, local: bool) -> Reader:
-    """Load a transformers model by its folder or name on the hub; ValueError says what is wrong.
-
-    Only safetensors are read, and no code that comes with the model is run. `local` means that it
-    is on this machine, and that the hub is not asked.
-    """
-    try:
-        import transformers
-    except ModuleNotFoundError as missing:
-        raise ValueError(
-            f"{what} is read by transformers, which is not installed: pip install transformers"
-        ) from missing
-    auto: Any = transformers  # whose classes are partly untyped
-    here = {"local_files_only": local}
-    talk = auto.utils.logging.get_verbosity()
-    auto.utils.logging.set_verbosity_error()  # an unused output head is not worth a warning
-    try:
-        config = auto.AutoConfig.from_pretrained(what, **here)
-        both = bool(config.is_encoder_decoder)
-        predicts = any(x.endswith("ForCausalLM") for x in config.architectures or ())
-        kind = auto.AutoModelForCausalLM if predicts else auto.AutoModel
-        kind = auto.AutoModelForSeq2SeqLM if both else kind
-        model = kind.from_pretrained(what, use_safetensors=True, dtype=torch.float32, **here)
-        name, model = Path(what).name, model.to(device).eval()
-        if hasattr(config, "patch_size"):
-            processor = auto.AutoImageProcessor.from_pretrained(what, **here)
-            return TransformersImageReader(name, model, processor)
-        tokeniser = auto.AutoTokenizer.from_pretrained(what, **here)
-        if both:
-            return TransformersTranslationReader(name, model, tokeniser)
-        return TransformersTextReader(name, model.base_model, tokeniser, model)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        said = say("transformers can't load {what}: {reason}", what=what, reason=reason)
-        raise ValueError(said) from error
-    finally:
-        auto.utils.logging.set_verbosity(talk)
 
 
 @dataclass(frozen=True)
@@ -96,7 +56,7 @@ class TransformersTextReader:
         )
         return tokens if places is None else min(tokens, places)
 
-    def read(self, what: str | bytes, report: Report = silent) -> Input:
+    def read(self, what: Given, report: Report = silent) -> Input:
         """Run the model on a text, or on its beginning if there are no positions for the rest."""
         text = checked_text(what)
         ids = self.tokeniser(text, verbose=False)["input_ids"]
@@ -121,7 +81,7 @@ class TransformersTextReader:
         return Input(title(text), "text", made, notes, predictor=self._predictor(given))
 
     def _predictor(self, ids: torch.Tensor) -> Predictor | None:
-        """The predictions of the next tokens; None if the model has no output layer."""
+        """The predictions of tokens; None if the model has no output layer."""
         if self.whole is None or self.whole is self.model:
             return None
         kept = "logits_to_keep" in inspect.signature(self.whole.forward).parameters
@@ -132,7 +92,8 @@ class TransformersTextReader:
             rows = torch.tensor([row], device=ids.device)
             return self.whole(ids, logits_to_keep=rows).logits[0, 0]  # type: ignore[no-any-return]
 
-        return Predictor(self.model, logits, lambda id: pieces(self.tokeniser, [id])[0])
+        masked = type(self.whole).__name__.endswith("ForMaskedLM")
+        return Predictor(self.model, logits, naming(self.tokeniser), "same" if masked else "next")
 
 
 @dataclass(frozen=True)
@@ -151,7 +112,7 @@ class TransformersTranslationReader:
     def count(self, text: str) -> int:
         return len(self.tokeniser(text, verbose=False)["input_ids"])
 
-    def read(self, what: str | bytes, report: Report = silent) -> Input:
+    def read(self, what: Given, report: Report = silent) -> Input:
         """Let the model answer and run it on both sides."""
         text = checked_text(what)
         source = self.tokeniser(text, return_tensors="pt", verbose=False)["input_ids"]
@@ -167,7 +128,15 @@ class TransformersTranslationReader:
         theirs, ours = (pieces(self.tokeniser, x[0].tolist()) for x in (target, source))
         axes = {"encoder": (ours, ours), "decoder": (theirs, theirs), "cross": (theirs, ours)}
         said = self.tokeniser.decode(target[0], skip_special_tokens=True)
-        return Input(title(text), "translation", groups(seen, axes), (f"→ {said}",))
+
+        def logits(row: int) -> torch.Tensor:
+            return self.model(source, decoder_input_ids=target).logits[0, row]  # type: ignore[no-any-return]
+
+        predictor = Predictor(
+            self.model, logits, naming(self.tokeniser), groups=("decoder", "cross")
+        )
+        made = groups(seen, axes)
+        return Input(title(text), "translation", made, (f"→ {said}",), predictor=predictor)
 
 
 @dataclass(frozen=True)
@@ -177,6 +146,7 @@ class TransformersImageReader:
     name: str
     model: Any
     processor: Any
+    whole: Any = None  # the model with its output layer, if it tells classes
     sample: None = None
 
     @property
@@ -186,11 +156,12 @@ class TransformersImageReader:
     def count(self, text: str) -> int:
         return 0
 
-    def read(self, what: str | bytes, report: Report = silent) -> Input:
+    def read(self, what: Given, report: Report = silent) -> Input:
         """Run the model on an image, cropped and scaled by its processor."""
         values = self.processor(images=images.opened(what), return_tensors="pt")["pixel_values"]
+        given = values.to(self.model.device)
         with watch(self.model) as seen, running(self.model, report):
-            self.model(values.to(self.model.device))
+            self.model(given)
         patch = self.model.config.patch_size
         high, wide = (patch, patch) if isinstance(patch, int) else patch
         grid = values.shape[2] // high, values.shape[3] // wide
@@ -205,15 +176,26 @@ class TransformersImageReader:
                 )
             )
         tokens = images.patch_names(first, *grid)
-        shown = Image(images.png(self._pixels(values[0])), grid, first)
-        return Input("image", "image", groups(seen, {"self": (tokens, tokens)}), (), shown)
+        shown = Image(images.png(unscaled(self.processor, values[0])), grid, first)
+        made = groups(seen, {"self": (tokens, tokens)})
+        return Input("image", "image", made, (), shown, self._predictor(given))
 
-    def _pixels(self, values: torch.Tensor) -> torch.Tensor:
-        """The pixels that the model was given, before they were normalised."""
-        if not getattr(self.processor, "do_normalize", False):
-            return values
-        mean, deviation = self.processor.image_mean, self.processor.image_std
-        return values * torch.tensor(deviation)[:, None, None] + torch.tensor(mean)[:, None, None]
+    def _predictor(self, values: torch.Tensor) -> Predictor | None:
+        """The predictions of the image's class; None if the model has no output layer."""
+        if self.whole is None or self.whole is self.model:
+            return None
+        names = self.whole.config.id2label
+        return Predictor(
+            self.model, lambda row: self.whole(values).logits[0], lambda id: names[id], "class"
+        )
+
+
+def unscaled(processor: Any, values: torch.Tensor) -> torch.Tensor:
+    """The pixels (C, H, W) that a model was given, before its processor normalised them."""
+    if not getattr(processor, "do_normalize", False):
+        return values
+    mean, deviation = processor.image_mean, processor.image_std
+    return values * torch.tensor(deviation)[:, None, None] + torch.tensor(mean)[:, None, None]
 
 
 def from_config(name: str, model: Any) -> Description:
@@ -239,14 +221,25 @@ def positions(model: nn.Module) -> int | None:
     return None
 
 
+def naming(tokeniser: Any) -> Callable[[int], str]:
+    """The names of single tokens; a model may have more of them than its tokeniser."""
+    return lambda id: pieces(tokeniser, [id])[0] or f"⟨{id}⟩"
+
+
 def pieces(tokeniser: Any, ids: Sequence[int]) -> list[str]:
     """Each token as people read it: a tokeniser's sign for a space becomes a space."""
     decode: Callable[[list[int]], str] = tokeniser.decode
-    raw = tokeniser.convert_ids_to_tokens(ids)
-    # SentencePiece's sign for a space, WordPiece's for the lack of one
-    if any(x.startswith(("▁", "##")) for x in raw):
+    raw = [token or "" for token in tokeniser.convert_ids_to_tokens(ids)]
+    if any(x.startswith("▁") for x in raw):  # SentencePiece's sign for a space
         return [
-            x.replace("▁", " ") if x.startswith(("▁", "##")) else decode([id]) or x
+            x.replace("▁", " ") if x.startswith("▁") else decode([id]) or x
             for id, x in zip(ids, raw, strict=True)
+        ]
+    backend = getattr(tokeniser, "backend_tokenizer", None)
+    if type(getattr(backend, "model", None)).__name__ == "WordPiece":
+        # It marks the pieces that continue a word: all others but the first come after a space.
+        return [
+            x.removeprefix("##") if x.startswith("##") or at == 0 else f" {x}"
+            for at, x in enumerate(raw)
         ]
     return whole_characters(ids, decode)

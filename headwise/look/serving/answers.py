@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.core.edges import Edge
 from headwise.look.atlas import Atlas, PackedCells
 from headwise.look.background import BusyError
-from headwise.look.head_sentences import reason, sentence
+from headwise.look.head_sentences import reason, seen_by, sentence
 from headwise.look.scene import Group, Head
 from headwise.look.serving import cost_answers, lab_answers
 from headwise.look.serving import why_answers as why
@@ -105,8 +105,8 @@ def heads(session: Session, query: Query, id: str) -> Answer:
             "head": head.number,
             "type": head.type,
             "score": number(head.scores.get(head.type or "", math.nan)),
-            "says": sentence(head.type, head.scores, head.figures, group.causal),
-            "why": reason(head.type, head.scores, group.square),
+            "says": sentence(head.type, head.scores, head.figures, seen_by(read, group)),
+            "why": reason(head.type, head.scores, seen_by(read, group)),
             "figures": {name: number(value) for name, value in head.figures.items()},
         }
         for group in read.groups
@@ -186,8 +186,8 @@ def without(session: Session, query: Query, id: str, *where: str) -> Answer:
     """The predictions of a row if a head did not see a span of keys."""
     atlas, group, head = _head(session, id, *where)
     predictor = atlas.input.predictor
-    if predictor is None:
-        hint = say("models that predict tokens or classes can: gpt, a ViT, a causal language model")
+    if predictor is None or group.id not in predictor.groups:
+        hint = say("use a model that predicts tokens or classes; of a translator, its decoder")
         raise Refusal(404, say("this input has no predictions to compare"), hint)
     keys = _keys(query, group)
     edge = Edge(head.module.partition("#")[0], head.number, (keys.start, keys.stop))

@@ -7,12 +7,17 @@ import torch
 from torch import Tensor
 
 
-def generator(*numbers: int) -> torch.Generator:
-    """A random generator seeded by these numbers."""
+def mixed(*numbers: int) -> int:
+    """A seed made of these numbers."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63
-    return torch.Generator().manual_seed(seed)
+    return seed
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """A random generator seeded by these numbers."""
+    return torch.Generator().manual_seed(mixed(*numbers))
 
 
 @dataclass

@@ -13,13 +13,15 @@ from headwise.models import GPT, GPTConfig
 from headwise.training.data.batches import Shuffled, generator
 from headwise.training.data.texts import Text
 from headwise.training.data.tokenisers import Tokeniser, chunks
+from headwise.training.ranks import ALONE, TrainingRanks
 from headwise.training.tasks.metrics import bits_per_byte
 
 
 class TextBatch(NamedTuple):
-    """tokens (B, context + 1): all but the last are inputs, all but the first are targets."""
+    """Windows of a text: inputs (B, context), and for each the token after it, (B, context)."""
 
-    tokens: Tensor
+    inputs: Tensor
+    targets: Tensor
 
 
 def numbers(text: str, tokeniser: Tokeniser, together: int = 256) -> Tensor:
@@ -42,7 +44,10 @@ def _flat(lists: list[list[int]]) -> Tensor:
 
 @dataclass
 class Language:
-    """Learn to continue this text; a batch is `size` windows of `context` tokens."""
+    """Learn to continue this text; a batch is `size` windows of `context` tokens.
+
+    Of several `ranks`, each computes a part of every batch, in training and in evaluation.
+    """
 
     text: Text
     tokeniser: Tokeniser
@@ -50,6 +55,7 @@ class Language:
     context: int
     size: int
     seed: int
+    ranks: TrainingRanks = ALONE
     unit: ClassVar[str] = "tokens"
 
     @cached_property
@@ -80,22 +86,23 @@ class Language:
         first = int(torch.randint(self.context, (), generator=shift))
         starts = self.order.batch(number) * self.context + first  # (B,)
         index = starts[:, None] + torch.arange(self.context + 1)  # (B, context + 1)
-        return TextBatch(self.tokens[index.to(device, non_blocking=True)].long())
+        windows = self.tokens[index.to(device, non_blocking=True)].long()
+        return TextBatch(windows[:, :-1], windows[:, 1:])
 
     def count(self, batch: TextBatch) -> int:
         """One prediction per token."""
-        return batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
+        return batch.inputs.numel()
 
     def sizes(self, batch: TextBatch) -> dict[str, int]:
         """All windows are full."""
-        return {"batch": batch.tokens.shape[0], "queries": batch.tokens.shape[1] - 1}
+        return {"batch": batch.inputs.shape[0], "queries": batch.inputs.shape[1]}
 
     def loss(self, model: nn.Module, batch: TextBatch, smoothing: float) -> Tensor:
-        """Cross-entropy in nats, summed."""
-        logits = model(batch.tokens[:, :-1])  # (B, context, vocabulary)
+        """Cross-entropy in nats, summed over this rank's part of the batch."""
+        logits = model(self.ranks.part(batch.inputs))  # (B, context, vocabulary)
         return F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            batch.tokens[:, 1:].flatten(),
+            at_least_float(logits.flatten(0, 1)),
+            self.ranks.part(batch.targets).flatten(),
             label_smoothing=smoothing,
             reduction="sum",
         )
@@ -104,7 +111,7 @@ class Language:
         """Bits per byte of the first part of the validation text."""
         text = self.text.valid[: max(100_000, 16 * self.context)]
         tokens = numbers(text, self.tokeniser)
-        nats = text_loss(model, tokens.to(device), self.context, stride=self.context)
+        nats = text_loss(model, tokens.to(device), self.context, self.context, self.ranks)
         return {
             "valid_loss": nats / (len(tokens) - 1),
             "valid_bits_per_byte": bits_per_byte(nats, text),
@@ -113,7 +120,8 @@ class Language:
     def judge(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
         """Bits per byte of the test text; each token is predicted from at least half a context."""
         tokens = numbers(self.text.test, self.tokeniser)
-        nats = text_loss(model, tokens.to(device), self.context, stride=max(1, self.context // 2))
+        stride = max(1, self.context // 2)
+        nats = text_loss(model, tokens.to(device), self.context, stride, self.ranks)
         return {
             "bits_per_byte": bits_per_byte(nats, self.text.test),
             "loss": nats / (len(tokens) - 1),
@@ -125,7 +133,12 @@ class Language:
 
 
 def text_loss(
-    model: nn.Module, tokens: Tensor, context: int, stride: int, together: int = 8
+    model: nn.Module,
+    tokens: Tensor,
+    context: int,
+    stride: int,
+    ranks: TrainingRanks = ALONE,
+    together: int = 8,
 ) -> float:
     """The summed loss, in nats, of all tokens (N,) but the first, by windows of `context` tokens.
 
@@ -139,18 +152,27 @@ def text_loss(
     for number, first in enumerate(firsts):
         window = tokens[first : first + context + 1].long()
         rows.append((window, 0 if number == 0 else context - stride))
-        full = len(rows) == together or number == len(firsts) - 1
+        full = len(rows) == together * ranks.rows or number == len(firsts) - 1
         next_is_short = not full and last - firsts[number + 1] < context
         if full or next_is_short or len(window) <= context:
-            total += _window_loss(model, rows)
+            total += _window_loss(model, rows, ranks)
             rows = []
-    return total
+    return ranks.total(total)
 
 
-def _window_loss(model: nn.Module, rows: list[tuple[Tensor, int]]) -> float:
+def _window_loss(model: nn.Module, rows: list[tuple[Tensor, int]], ranks: TrainingRanks) -> float:
+    """The loss of this rank's part of windows; of each, the tokens from a number on are counted."""
+    length = len(rows[0][0]) - 1
+    rows = rows + [(rows[0][0], length)] * (-len(rows) % ranks.rows)  # every rank has a window
     windows = torch.stack([window for window, _ in rows])
-    logits = model(windows[:, :-1]).float()
-    nats = F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none")  # (B, N)
-    return sum(
-        float(row[counted:].double().sum()) for row, (_, counted) in zip(nats, rows, strict=True)
-    )
+    counted = torch.tensor([number for _, number in rows], device=windows.device)
+    kept = ranks.part(torch.arange(length, device=windows.device) >= counted[:, None])  # (B, N)
+    logits = at_least_float(model(ranks.part(windows[:, :-1])))
+    targets = ranks.part(windows[:, 1:])
+    nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")  # (B, N)
+    return float(nats.double().masked_fill(~kept, 0.0).sum())
+
+
+def at_least_float(x: Tensor) -> Tensor:
+    """A tensor in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from headwise.api import attention, attention_map
+from headwise.api import attention, attention_map, held_positions, is_split, split_tokens
 from headwise.core.intervals import Mask
 from headwise.core.patterns import Dense
 from headwise.core.place import Place
@@ -122,6 +122,8 @@ def mask(
     Before transformers 5.4 `cache_position` (N,) numbered the queries; since then `q_length` and
     `q_offset` do. Nothing is dropped: an unknown rule is asked about every pair.
 
+    If the sequence is split between processes, the mask is that of the whole sequence.
+
     Compiled code can't look into a tensor, and a static cache, whose `q_offset` is one, is there to
     be compiled: both get the tensor that PyTorch's attention gets, or None where that needs none.
     """
@@ -148,7 +150,10 @@ def mask(
             **{key: value for key, value in given.items() if value is not None},
             **options,
         )
-    if cache_position is not None:
+    if is_split():
+        attention_mask, (_, kv_length) = split_tokens(), held_positions(kv_length, _where(device))
+        queries = torch.arange(kv_length, device=device)
+    elif cache_position is not None:
         queries = cache_position
     else:
         where = attention_mask.device if device is None and attention_mask is not None else device
@@ -178,6 +183,10 @@ def mask(
 
     found = to_mask(rule, padding, Grid(batch_size, queries, kv_offset, kv_length), tile)
     return MaskTensor(found, (batch_size, 1, len(queries), kv_length), queries.device)
+
+
+def _where(device: torch.device | str | None) -> torch.device:
+    return torch.device("cpu" if device is None else device)
 
 
 def _long_enough(padding: Tensor, tokens: int) -> Tensor:

@@ -139,3 +139,13 @@ def _top_mode() -> TorchFunctionMode | None:
 def is_taken() -> bool:
     """True inside a call that is already looked at."""
     return getattr(_local, "depth", 0) > 0
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what was compiled as plain Python while the block runs: only that can be changed."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and it takes long to import
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

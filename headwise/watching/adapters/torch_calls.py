@@ -120,12 +120,14 @@ class Listener(ModelMode):
             return
         self.refuse_other_threads(name)
         recorder = self.recorder
-        needed = recorder.active or bool(recorder.silenced) or bool(recorder.edges)
+        changes = bool(recorder.silenced) or bool(recorder.edges)  # and nothing runs compiled
+        needed = recorder.active or changes
         if not self.frames and self.recorder.passes % AGAIN == 0:
             self.heard_nothing.clear()
         on, silent = self.on, self.heard_nothing.get(id(module), 0) >= ENOUGH
         # The compiler can't trace through a mode: modules that hold compiled ones go without.
-        listening = not quiet and needed and not on and not silent and not is_compiled(module)
+        heard = changes or not is_compiled(module)
+        listening = not quiet and needed and not on and not silent and heard
         sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
         self.frames.append(Frame(module, name, quiet, listening, on or listening, sizes))
         self.recorder.begin()

@@ -72,6 +72,7 @@ class RunWriter:
         self._waiting: list[dict[str, Any]] = []
         self._entries = 0  # steps that wait
         self._alarms: list[Alarm] = []  # alarms that wait
+        self._metered = False  # the last utilisation waits, which the manifest has
         self._flushed_at = time.monotonic()
         self._failing: set[str] = set()  # what could not be done, until it can
         self._resuming = self._begin(about, resume)
@@ -109,6 +110,8 @@ class RunWriter:
             self._try("", lambda: self._forget(entry.step))
         self._waiting += [{"step": entry.step, "rank": self.rank, **row} for row in entry.table]
         self._entries += 1
+        if entry.mfu is not None:
+            self._about["mfu"], self._metered = {"step": entry.step, "mfu": entry.mfu}, True
         self._alarms += alarms
         if alarms:
             self._try("", self._write_alarms)
@@ -131,6 +134,8 @@ class RunWriter:
         """Keep the map of one head in the last pass."""
         (self.folder / FOLDER).mkdir(exist_ok=True)
         found = seen.layer(layer)
+        if found.split:
+            raise ValueError("its sequence is split between ranks, and one of them writes the run")
         kept = MapFile(step, found.number, head % found.heads, self.rank)
         write_map(self.folder / FOLDER / kept.name, seen.map(layer, head))
 
@@ -142,6 +147,9 @@ class RunWriter:
             self._try("", self._write)
         if self._alarms:
             self._try("", self._write_alarms)
+        if self._metered:
+            self._metered = False
+            self._try("", lambda: self._write_manifest(self._about))
 
     def _write(self) -> None:
         part = SeriesPart(self.rank, self._next, self._next)

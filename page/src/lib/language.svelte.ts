@@ -48,10 +48,18 @@ export function dictionary<Words extends object>(en: Words, zh: NoInfer<Words>):
 export function written(value: number | null | undefined, digits = 3): string {
   if (value === null || value === undefined || Number.isNaN(value)) return '—';
   if (!Number.isFinite(value)) return value > 0 ? '∞' : '−∞';
-  if (Number.isInteger(value)) return value.toLocaleString('en');
+  if (Number.isInteger(value)) return value.toLocaleString('en').replace('-', '−');
   const size = Math.abs(value);
   if (size < 1e-3 || size >= 1e6) return value.toExponential(digits - 1).replace('-', '−');
   return value
     .toLocaleString('en', { maximumSignificantDigits: size >= 10 ** digits ? 6 : digits })
     .replace('-', '−');
+}
+
+/** A share as a percentage: 4.2% of a weight; never more digits than it has. */
+export function percent(share: number): string {
+  const value = 100 * share;
+  return value !== 0 && Math.abs(value) < 0.01
+    ? '<0.01%'
+    : `${written(Number(value.toFixed(2)), 3)}%`;
 }

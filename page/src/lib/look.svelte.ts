@@ -64,7 +64,7 @@ export class Look {
 
   /** The kind of input that the model reads. */
   get reads(): 'text' | 'image' {
-    if (this.input) return this.input.kind === 'image' ? 'image' : 'text';
+    if (this.input) return this.input.image ? 'image' : 'text';
     return this.state?.model?.reads ?? 'text';
   }
 

@@ -43,8 +43,6 @@ export interface Input {
   columns: number;
   notes: string[];
   groups: Group[];
-  /** Its model can be run again, to compare predictions. */
-  predicts: boolean;
   /** Of image inputs: patches down and across, and how many tokens come before them. */
   image: { grid: [number, number]; first: number } | null;
 }
@@ -58,6 +56,8 @@ export interface Group {
   causal: boolean;
   /** Rows and columns are the same tokens. */
   square: boolean;
+  /** What a row predicts: the token after it, that in its place, or a class; null for nothing. */
+  predicts: 'next' | 'same' | 'class' | null;
   rows: number;
   columns: number;
   layers: { layer: number; name: string; heads: number }[];
@@ -167,10 +167,17 @@ export interface Shares extends KeySpan {
 }
 
 /** Predictions with all keys, and with some hidden from a head. */
+/** A token or a class, and its probability before and after keys were hidden. */
+export interface Outcome {
+  name: string;
+  before: number;
+  after: number;
+}
+
 export interface Prediction {
   /** The share of probability that has moved. */
   moved: number;
-  outcomes: { name: string; before: number; after: number }[];
+  outcomes: Outcome[];
 }
 
 export interface TopKeys {
@@ -197,7 +204,7 @@ export interface WatchState {
   statistics: string[];
   alarms: Alarm[];
   /** Of a run of headwise train: its loss, its speed, and the share of the device's peak FLOPs. */
-  training: { loss: number; per_second: number; mfu?: number } | null;
+  training: { loss?: number; per_second?: number; mfu?: number } | null;
   /** The alarms' rules and their sources. */
   rules: { rule: string; says: string; source: string }[];
   /** Seconds since something was written. */

@@ -95,6 +95,7 @@ const en = {
   imageHintReceives: 'Click a patch: the patches that look at it stay clear, the rest fades.',
   imageLabel: 'The image, its patches coloured by attention',
   imageFirst: 'class token',
+  imageLast: 'the last token of the text',
   strength: 'Dimming',
 
   loading: 'Opening the head',
@@ -207,6 +208,7 @@ const zh: typeof en = {
   imageHintReceives: '点击一个图块：看向它的图块保持清晰，其余变淡。',
   imageLabel: '图像，图块按注意力着色',
   imageFirst: '分类词元',
+  imageLast: '文本的最后一个词元',
   strength: '遮罩',
 
   loading: '正在打开这个头',

@@ -1,5 +1,15 @@
 import { dictionary } from '../lib/language.svelte';
 
+type Training = { loss?: number; mfu?: number };
+
+function training(word: string, { loss, mfu }: Training): string {
+  const known = [
+    loss && `${word} ${loss.toFixed(3)}`,
+    mfu && `MFU ${(100 * mfu).toPrecision(3)} %`,
+  ];
+  return known.filter(Boolean).join(' · ');
+}
+
 const en = {
   keys: [
     ['P', 'play the run'],
@@ -11,8 +21,7 @@ const en = {
   waitingHint: 'The run appears here as soon as its first step is recorded.',
   broken: 'The run can’t be read',
   loading: 'Reading the run',
-  training: ({ loss, mfu }: { loss: number; mfu?: number }) =>
-    `loss ${loss.toFixed(3)}${mfu === undefined ? '' : ` · MFU ${(100 * mfu).toPrecision(3)} %`}`,
+  training: (known: Training) => training('loss', known),
   written: (ago: string) => `last written ${ago} ago`,
   units: [
     (count: number) => `${count} d`,
@@ -64,8 +73,7 @@ const zh: typeof en = {
   waitingHint: '记录第一步之后，这里会自动显示。',
   broken: '无法读取这次运行',
   loading: '正在读取',
-  training: ({ loss, mfu }) =>
-    `损失 ${loss.toFixed(3)}${mfu === undefined ? '' : ` · MFU ${(100 * mfu).toPrecision(3)} %`}`,
+  training: (known) => training('损失', known),
   written: (ago) => `${ago}前写入`,
   units: [
     (count) => `${count} 天`,

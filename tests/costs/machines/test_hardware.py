@@ -1,5 +1,7 @@
 """Devices: the table, the speeds derived from it, and names that drivers give."""
 
+import re
+
 import pytest
 
 from headwise.costs.machines.hardware import DEVICES, device, named
@@ -10,7 +12,7 @@ from headwise.costs.machines.speeds import AttentionSpeed, Speeds
 def test_every_device_has_a_source_and_plausible_rates(id: str) -> None:
     found = DEVICES[id]
     assert found.id == id
-    assert len(found.source) > 10
+    assert found.cpu or re.search(r"(sheet|whitepaper|Brief), 20\d\d", found.source)
     assert found.matrix.get("bf16", found.matrix["fp32"]) >= found.matrix["fp32"] / 2
     assert 5e10 <= found.bandwidth <= 1e13
     assert 1e10 <= found.memory <= 1e12

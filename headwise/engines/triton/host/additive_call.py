@@ -143,18 +143,18 @@ def differentiate_additive(
     rest = totals.log_total * LOG2E.value
     rows = Rows(totals.safe_base(), rest, shared.contiguous(), grad_entropy)
     call = operands(q, k, v, terms)
-    grad_q, grad_k, grad_v, grad_weight = _launch(call, rows, grad_out)
+    grad_q, grad_k, grad_v, grad_weight = _launch(call, rows, grad_out, out.dtype)
     sinks = None if share is None else sinks_gradient(share, shared, grad_entropy)
     return Gradients(grad_q, grad_k, grad_v, grad_weight, None, None, None, sinks)
 
 
-def _launch(call: Operands, rows: Rows, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _launch(
+    call: Operands, rows: Rows, grad_out: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward kernels; return the gradients of q, k, v and the weight."""
     batch, heads, queries, width = call.q.shape
     key_heads, keys = call.k.shape[1:3]
-    grad_q, grad_k, grad_v = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
-    )
+    grad_q, grad_k, grad_v = (x.new_empty(x.shape, dtype=dtype) for x in (call.q, call.k, call.v))
     block, other, warps = (16, 32, 4) if INTERPRETING else GRADIENT_TILE
     blocks, key_blocks = -(-queries // block), -(-keys // other)
     grad_weight = rows.shared.new_empty(batch, heads, blocks, width)
@@ -166,7 +166,7 @@ def _launch(call: Operands, rows: Rows, grad_out: Tensor) -> tuple[Tensor, Tenso
     weight = _weight(call.terms)
     programs = batch * max(heads * blocks, key_heads * key_blocks)
     room = rows.shared.new_empty(programs * block * other)  # a tile for each program
-    kind = _kind(call, (weight, grad_out, *rows), strides)
+    kind = _kind(call, (weight, grad_out, *rows), strides, dtype)
     flags = _flags(call) | {"ROWS": block, "KEYS": other, "WARPS": warps}
     # With 128 registers per thread two programs fit on a multiprocessor, which is worth the spills,
     # except in float32, where each product takes three passes.

@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.core import statistics
 from headwise.core.problem import Problem, Terms
 from headwise.core.statistics import wanted
-from headwise.core.sums import ENTROPY, LOG_TOTAL, Sums
+from headwise.core.sums import ENTROPY, LOG_TOTAL, WIDE, Sums
 from headwise.engines.contract import Results
 from headwise.engines.learning import (
     TENSORS,
@@ -56,7 +56,7 @@ def run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants
         out = q.new_empty(*q.shape[:3], 0)
         sums = kernels(launches, wide, k, k, terms, wants)._replace(out=out)
         launches.allocated(out)
-    return sums if wide is q else sums._replace(out=sums.out.to(q.dtype))
+    return sums if wide is q or wants & WIDE else sums._replace(out=sums.out.to(q.dtype))
 
 
 def differentiate(
@@ -68,7 +68,7 @@ def differentiate(
         none = torch.zeros_like(q)
         found = differentiate(q, k, k, terms, none, totals, entropy, none, *others)
         return found._replace(v=torch.empty_like(v))
-    q, k, v, out, grad_out = widened(q, k, v, out, grad_out)
+    q, k, v, out, grad_out = widened(q, k, v, out, grad_out.to(q.dtype))
     kernels = differentiate_dot if terms.additive is None else differentiate_additive
     return kernels(q, k, v, terms, out, totals, entropy, grad_out, *others)
 

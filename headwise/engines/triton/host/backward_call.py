@@ -85,6 +85,7 @@ class BackwardCall:
         self.flags = {name: x for name, x in self.operands.flags().items() if name != "PLAIN"}
         self.batch, self.heads, self.rows = q.shape[:3]
         self.wide = max(self.operands.padded)
+        self.dtype = out.dtype  # of the gradients: wider than q's if more are to be added
 
     def numbers(self, out: Tensor, totals: RowTotals) -> Rows:
         """Compute the constants of every row but the entropy's, padded to WHOLE blocks of rows."""
@@ -131,12 +132,12 @@ class BackwardCall:
         """Return the `kind_of` the two large kernels, or None if only Triton can tell."""
         if self.steps[1] is None:
             return None
-        return kind_of(self.operands, rows)
+        return kind_of(self.operands, rows, self.dtype)
 
     def queries(self, rows: Rows) -> tuple[Tensor, RowSums]:
         """Return q's gradient, and the row sums for those of ALiBi slopes and relative table."""
         terms, q = self.operands.terms, self.operands.q
-        grad = torch.empty_like(q, memory_format=torch.contiguous_format)
+        grad = q.new_empty(q.shape, dtype=self.dtype)
         empty, size = rows.shared.new_empty, q.shape[:3]
         slopes = None if terms.slopes is None else empty(size)
         ends = [None if terms.relative is None else empty(size) for _ in range(2)]
@@ -157,8 +158,7 @@ class BackwardCall:
     def keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the gradients of k and v."""
         k, v = self.operands.k, self.operands.v
-        grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
-        grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
+        grad_k, grad_v = (x.new_empty(x.shape, dtype=self.dtype) for x in (k, v))
         if self.rows == 0:
             return grad_k.zero_(), grad_v.zero_()
 

@@ -112,6 +112,9 @@ def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
     position = terms.position.contiguous() if terms.band is None else None
     shift, low, high = (*(terms.band or [0]), -FURTHEST, FURTHEST)[:3]
     dense = None if terms.dense is None else terms.dense.view(torch.int8)
+    seed, origin = terms.seed, None
+    if seed is not None and seed.ndim:  # the call is part of a larger one
+        seed, origin = seed[0], seed[1:]
     given = Given(
         intervals,
         dense,
@@ -122,7 +125,8 @@ def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
         None if terms.slopes is None else terms.slopes.contiguous(),
         None if terms.relative is None else terms.relative.contiguous(),
         None if terms.sinks is None else terms.sinks.contiguous(),
-        terms.seed,
+        seed,
+        origin,
     )
     sizes = Sizes(
         q.shape[2],

@@ -211,7 +211,7 @@ def forward(
     position = positions(t, z, b, i)
     hashed = position
     if t.seed is not None:
-        hashed = row_hash(t.seed, b, h, position)
+        hashed = row_hash(t, b, h, position)
 
     # Starts before the rows' bounds, on which it does not depend.
     rows = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)

@@ -120,7 +120,7 @@ def step(
     if t.slopes is not None or t.relative is not None or t.seed is not None:
         position = positions(t, z, b, i)
     if t.seed is not None:
-        hashed = row_hash(t.seed, b, h, position)
+        hashed = row_hash(t, b, h, position)
     s, bent = logits(
         s, t, z, b, h, i[None, :], j[:, None], position[None, :], j[:, None], j[:, None],
         False, CAP, t.dense is not None, i0, j0, bias, dense, True,

@@ -97,7 +97,7 @@ def grad_queries(
     position = positions(t, z, b, i)
     hashed = position
     if t.seed is not None:
-        hashed = row_hash(t.seed, b, h, position)
+        hashed = row_hash(t, b, h, position)
     one, two, dirty, counts = met(t, z, b, h, i, KEYS, PIECES)
     edges, all_edges, middle, all_middle = counts
     here_q = load_tile(q, qs, b, h, i0, z.queries, ROWS, WIDTH, PADDED, TMA)

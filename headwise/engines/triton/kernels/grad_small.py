@@ -82,7 +82,7 @@ def grad_bias(
         position = positions(t, z, b, i)
         hashed = position
         if t.seed is not None:
-            hashed = row_hash(t.seed, b, h, position)
+            hashed = row_hash(t, b, h, position)
         line = whole_rows(z, b, heads, h)
         base, rest, shared, entropy = row_numbers(rows, line, i)
         seen = visible(t, z, b, h, i[:, None], j[None, :], i[:, None], PIECES)
@@ -145,7 +145,7 @@ def grad_distance(
         dp = tl.sum(left * right, 1)
         hashed = position
         if t.seed is not None:
-            hashed = row_hash(t.seed, b, h, position)
+            hashed = row_hash(t, b, h, position)
         base, rest, shared, entropy = row_numbers(rows, line, i)
         s, _ = bend(s, t, z, b, h, i, tl.maximum(j, 0), position, CAP)
         s = tl.where(seen, s, NOTHING)

@@ -257,7 +257,7 @@ def split_step(
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch,
         scale_head, page_batch,
     )  # fmt: skip
-    given = Given(None, None, None, None, None, None, None, None, None, None)
+    given = Given(None, None, None, None, None, None, None, None, None, None, None)
     maximum = mixed + size * WIDTH
     parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
     share(

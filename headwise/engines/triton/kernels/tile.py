@@ -35,6 +35,7 @@ class Given(NamedTuple):
     relative: Tensor | None  # (Hq, 2R + 1)
     sinks: Tensor | None  # (Hq,)
     seed: Tensor | None  # () int64
+    origin: Tensor | None  # (2,) int64: the numbers of the first batch entry and head, if not 0
 
 
 class Sizes(NamedTuple):
@@ -270,10 +271,13 @@ def mix(x):
 
 
 @triton.jit
-def row_hash(seed, b, h, position):
+def row_hash(t, b, h, position):
     """headwise.dropout.row_hash for the rows at these positions."""
     golden = tl.full([], GOLDEN, tl.uint32)
-    whole = tl.load(seed)
+    whole = tl.load(t.seed)
+    if t.origin is not None:
+        b = b + tl.load(t.origin)
+        h = h + tl.load(t.origin + 1)
     word = mix(whole.to(tl.uint32) ^ mix((whole >> 32).to(tl.uint32)))
     place = mix(word ^ (mix(b.to(tl.uint32) * golden) + h.to(tl.uint32)))
     return mix(place + position.to(tl.uint32) * golden)

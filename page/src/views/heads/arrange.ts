@@ -44,15 +44,12 @@ export function telling(columns: readonly string[]): [first: string[], rest: str
 /** The types to show a newcomer, the most remarkable first. */
 const REMARKABLE = ['induction', 'previous-token', 'local', 'sink', 'self', 'content', 'uniform'];
 
-/** A few heads worth a look: the clearest of each type, the most remarkable type first. */
+/** A few heads worth a look: the clearest of each type, the most remarkable first, then others. */
 export function examples(heads: readonly HeadFigures[], most = 3): HeadFigures[] {
   const clarity = (head: HeadFigures) => head.score ?? -(head.figures.entropy_mean ?? 0);
-  return REMARKABLE.flatMap((type) => {
-    const [first] = heads
-      .filter((head) => head.type === type)
-      .sort((a, b) => clarity(b) - clarity(a));
-    return first ? [first] : [];
-  }).slice(0, most);
+  const clear = [...heads].sort((a, b) => clarity(b) - clarity(a));
+  const firsts = REMARKABLE.flatMap((type) => clear.find((head) => head.type === type) ?? []);
+  return [...firsts, ...clear.filter((head) => !firsts.includes(head))].slice(0, most);
 }
 
 /** The smallest and the largest of a figure. */

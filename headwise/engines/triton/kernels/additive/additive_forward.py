@@ -53,7 +53,7 @@ def additive_forward(
     position = positions(t, z, b, i)
     hashed = position
     if t.seed is not None:
-        hashed = row_hash(t.seed, b, h, position)
+        hashed = row_hash(t, b, h, position)
 
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     zero = tl.zeros([ROWS // (WARPS * ROW_LANES), WARPS, ROW_LANES], tl.float32)

@@ -73,7 +73,7 @@ def additive_grad_queries(
     position = positions(t, z, b, row)
     hashed = position
     if t.seed is not None:
-        hashed = row_hash(t.seed, b, h, position)
+        hashed = row_hash(t, b, h, position)
     place = (b * heads + h).to(tl.int64)
     numbers = row_numbers(rows, place * queries, row)
     grads = load_tile(do, dos, b, h, block * ROWS, queries, ROWS, VALUES, PADDED_VALUES, False)
@@ -159,7 +159,7 @@ def additive_grad_keys(
                 position = positions(t, z, b, row)
                 hashed = position
                 if t.seed is not None:
-                    hashed = row_hash(t.seed, b, h, position)
+                    hashed = row_hash(t, b, h, position)
                 s = scores(
                     q, k, qs, ks, weight, powers, z, b, h, heads, n, block, ROWS, KEYS, WARPS,
                     WIDTH, FOURS,

@@ -1,0 +1,74 @@
+"""The options of a call, cut to some of its batch entries and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from headwise.bias import ALiBi, Bias, RelativeBuckets
+from headwise.core.mask_parts import part_of
+from headwise.core.place import Place, four
+from headwise.dropout import Dropout
+from headwise.score import Additive, Cosine, General, Score
+
+
+def options_of(place: Place, batch: range, heads: range, options: dict[str, Any]) -> dict[str, Any]:
+    """The options score, mask, bias, sinks and dropout of part of the call at `place`.
+
+    Dropout drops what it drops in the whole call.
+    """
+    sinks, dropout = options["sinks"], options["dropout"]
+    found = {
+        "score": _score(options["score"], heads),
+        "mask": part_of(options["mask"], place, batch, heads),
+        "bias": _bias(options["bias"], batch, heads),
+        "sinks": None if sinks is None else sinks[heads.start : heads.stop],
+    }
+    if isinstance(dropout, Dropout):
+        entry, head = dropout.first
+        found["dropout"] = replace(dropout, first=(entry + batch.start, head + heads.start))
+    return options | found
+
+
+def learnt(options: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors of a call's options that may have a gradient: on a rank without heads, zeros."""
+    score, bias = options["score"], options["bias"]
+    for owner, name in (
+        (score, "weight"),
+        (score, "temperature"),
+        (bias, "slopes"),
+        (bias, "table"),
+    ):
+        found = getattr(owner, name, None)
+        if isinstance(found, Tensor):
+            yield found
+    if options["sinks"] is not None:
+        yield options["sinks"]
+
+
+def _score(score: Score | None, heads: range) -> Score | None:
+    part = slice(heads.start, heads.stop)
+    if isinstance(score, Additive) and score.weight.ndim == 2:
+        return Additive(score.weight[part])
+    if isinstance(score, General) and score.weight.ndim == 3:
+        return General(score.weight[part])
+    if isinstance(score, Cosine) and isinstance(score.temperature, Tensor):
+        many = score.temperature.ndim == 1
+        return Cosine(score.temperature[part]) if many else score
+    return score
+
+
+def _bias(bias: Bias | None, batch: range, heads: range) -> Bias | None:
+    part = slice(heads.start, heads.stop)
+    if isinstance(bias, ALiBi):
+        return ALiBi(bias.slopes[part])
+    if isinstance(bias, RelativeBuckets):
+        return replace(bias, table=bias.table[:, part])
+    if not isinstance(bias, Tensor):
+        return bias
+    bias = four(bias)
+    bias = bias if bias.shape[0] == 1 else bias[batch.start : batch.stop]
+    return bias if bias.shape[1] == 1 else bias[:, part]

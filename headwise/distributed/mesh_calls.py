@@ -1,0 +1,56 @@
+"""Calls of a model that are handed to all ranks of a mesh, and what they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from headwise.core.observation import Observation
+from headwise.distributed.header import Header, agree
+from headwise.distributed.layouts import Layout
+from headwise.distributed.ranges import numbers
+from headwise.distributed.rank_attention import attention, observe
+from headwise.distributed.split_maps import attention_map
+from headwise.distributed.transport import RankGroup
+from headwise.maps.attention_map import AttentionMap
+
+
+@dataclass(frozen=True, eq=False)
+class MeshCalls:
+    """Calls of `hw.attention` and `hw.observe` on a mesh.
+
+    `tokens` (B, N) bool is False where the whole sequence is padding, and `padded_rows` is True
+    where this rank's part is.
+    """
+
+    mesh: DeviceMesh
+    layout: Layout
+    move: str
+    tokens: Tensor | None = None
+    padded_rows: Tensor | None = None
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """`hw.distributed.attention` on the mesh."""
+        return attention(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **options)
+
+    def observe(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Tensor, Observation]:
+        """`hw.distributed.observe` on the mesh."""
+        return observe(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **options)
+
+    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
+        """`hw.distributed.attention_map` on the mesh."""
+        return attention_map(q, k, mesh=self.mesh, layout=self.layout, **options)
+
+    def every(self, number: int) -> list[int]:
+        """The number that each rank of the mesh gives."""
+        found = agree(RankGroup(self.mesh), Header("positions", own=(number,)))
+        return [own[0] for own in found]
+
+    def positions(self, lengths: list[int]) -> Tensor:
+        """This rank's positions, if the ranks hold parts of these lengths."""
+        return numbers(self.layout.of_lengths(lengths)[self.mesh.get_local_rank()])

@@ -1,0 +1,122 @@
+"""Attention of DTensors is that of the whole tensors, whichever axes are sharded."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import headwise as hw
+from tests.distributed.cases import distances
+from tests.distributed.processes import Processes
+
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
+
+BATCH, LENGTH, WIDTH = 4, 10, 8
+B, H, N = Shard(0), Shard(1), Shard(2)
+PER_HEAD = torch.arange(24)[None, :, None] % 5 + 3
+
+
+@lru_cache
+def grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+
+
+def whole(heads: int, kv_heads: int) -> list[Tensor]:
+    torch.manual_seed(1)
+    made = [torch.randn(BATCH, n, LENGTH, WIDTH, dtype=torch.float64)
+            for n in (heads, kv_heads, kv_heads)]  # fmt: skip
+    return [*made, torch.randn(heads, dtype=torch.float64)]  # and sinks
+
+
+def options(kind: str, heads: int, sinks: object) -> dict[str, object]:
+    """Options that depend on the head, on the batch entry and on the row."""
+    numbers = torch.Generator().manual_seed(5)
+    if kind == "alibi":
+        slopes = hw.ALiBi(heads).slopes.double()
+        return {"mask": hw.mask.causal(), "bias": hw.ALiBi(slopes), "sinks": sinks,
+                "dropout": hw.Dropout(0.3, 11)}  # fmt: skip
+    if kind == "tensor":
+        bias = torch.randn(BATCH, heads, LENGTH, LENGTH, generator=numbers, dtype=torch.float64)
+        return {"mask": hw.mask.lengths([10, 7, 9, 4]), "bias": bias, "sinks": sinks}
+    weight = torch.randn(heads, WIDTH, generator=numbers, dtype=torch.float64)
+    per_head = hw.mask.between(torch.zeros(1).int(), PER_HEAD[:, :heads])
+    return {"mask": per_head, "score": hw.Additive(weight), "sinks": sinks}
+
+
+def loss(out: object, seen: hw.Observation) -> object:
+    weights = torch.arange(out.shape[1], dtype=torch.float64)[:, None]
+    if isinstance(out, DTensor):
+        flat = [Replicate()] * out.device_mesh.ndim
+        out, entropy, lse = (
+            x.redistribute(placements=flat).to_local() for x in (out, seen.entropy, seen.lse)
+        )
+    else:
+        entropy, lse = seen.entropy, seen.lse
+    return (out.square().sum(-1) * weights).sum() + (entropy * weights).sum() + lse.sum()
+
+
+def sharded(
+    mesh: DeviceMesh, kind: str, heads: int, kv_heads: int, placements: tuple[object, ...],
+    move: str | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    mesh = grid() if len(placements) == 2 else mesh
+    q, k, v, sinks = whole(heads, kv_heads)
+    given = [distribute_tensor(x, mesh, placements).requires_grad_() for x in (q, k, v)]
+    sinks = distribute_tensor(sinks, mesh, [Replicate()] * mesh.ndim).requires_grad_()
+    chosen = options(kind, heads, sinks)
+    if move is None:
+        out, seen = hw.observe(*given, **chosen)
+        plain = hw.attention(*given, **chosen)
+    else:
+        where = {"mesh": mesh["cp"], "move": move}
+        out, seen = hw.distributed.observe(*given, **chosen, **where)
+        plain = hw.distributed.attention(*given, **chosen, **where)
+    assert isinstance(out, DTensor)
+    assert out.placements == tuple(placements)
+    assert out.shape == given[0].shape
+    loss(out, seen).backward()
+    found = {"out": out, "plain": plain} | seen.values
+    found |= {f"grad of {n}": x.grad for n, x in zip("qkvs", (*given, sinks), strict=True)}
+    return {name: x.full_tensor().detach() for name, x in found.items()}
+
+
+def alone(kind: str, heads: int, kv_heads: int) -> dict[str, Tensor]:
+    given = [x.requires_grad_() for x in whole(heads, kv_heads)]
+    out, seen = hw.observe(*given[:3], **options(kind, heads, given[3]))
+    loss(out, seen).backward()
+    found = {"out": out, "plain": out} | seen.values
+    found |= {f"grad of {n}": x.grad for n, x in zip("qkvs", given, strict=True)}
+    return {name: x.detach() for name, x in found.items()}
+
+
+CASES = [
+    ("alibi", 8, 4, 4, (H,), None),
+    ("additive", 8, 4, 3, (H,), None),  # groups that are not whole: 3, 3 and 2 heads
+    ("tensor", 4, 2, 4, (H,), None),  # fewer key heads than ranks
+    ("alibi", 5, 1, 4, (H,), None),  # a rank without heads
+    ("alibi", 4, 2, 4, (B,), None),
+    ("tensor", 4, 2, 3, (N,), None),
+    ("alibi", 4, 2, 4, (H, N), None),
+    ("additive", 4, 2, 4, (H, N), "ring"),
+    ("tensor", 4, 2, 4, (H, N), "ulysses"),
+    ("alibi", 8, 2, 4, (H, N), "ulysses"),
+    ("tensor", 4, 4, 4, (B, H), None),
+    ("alibi", 8, 4, 4, (H, H), None),
+    ("additive", 4, 4, 4, (Replicate(), H), None),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1:4]} {case[4]}")
+def test_sharded_heads_and_positions_are_those_of_one_process(
+    processes: Processes, case: tuple[object, ...]
+) -> None:
+    kind, heads, kv_heads, ranks, placements, move = case
+    truth = alone(kind, heads, kv_heads)
+    for found in processes.run(sharded, ranks, kind, heads, kv_heads, placements, move):
+        far = distances(found, truth)
+        assert max(far.values()) <= 1e-9, far

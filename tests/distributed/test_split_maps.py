@@ -1,0 +1,96 @@
+"""Maps of split sequences are those of one process, each rank computing the weights of its keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import headwise as hw
+from tests.distributed.processes import Processes
+from tests.distributed.test_split_models import LENGTH, inputs, layer
+
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
+
+IDS = torch.tensor([[0] * 9 + [1] * 13, [0] * 15 + [1] * 7])
+
+
+def asked(amap: hw.AttentionMap) -> dict[str, Tensor]:
+    """Everything that a map tells."""
+    weights, keys = amap.top(3)
+    return {
+        "all": amap.to_tensor(), "some": amap[0, 0, 5:9, 3:17], "one": amap[0, 0, 20],
+        "mean": amap.pool(5), "max": amap.pool(7, how="max"), "received": amap.received(),
+        "mass": amap.mass(2, 11), "top": weights, "keys": keys, "lse": amap.lse,
+        "tile": amap.head(0, 0).tile(0, 0, 0),
+    }  # fmt: skip
+
+
+def watched(mesh: DeviceMesh, name: str) -> dict[str, object]:
+    layout = getattr(hw.distributed, name)()
+    attn = layer()
+    hw.distributed.context_parallel(attn, mesh, layout=layout)
+    positions = hw.distributed.shard(torch.arange(LENGTH), mesh, dim=0, layout=layout)
+    with hw.watch(attn) as seen:
+        attn(
+            hw.distributed.shard(inputs(), mesh, dim=1, layout=layout), positions=positions,
+            mask=hw.mask.documents(IDS),
+        )  # fmt: skip
+    found = {"map": asked(seen.map(0, 3, batch=1))}
+    try:
+        seen.types()  # looks at maps on each rank alone
+    except ValueError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def same(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("contiguous", 2), ("head_tail", 3)])
+def test_a_watched_head_of_a_split_sequence(processes: Processes, name: str, ranks: int) -> None:
+    attn = layer()
+    with hw.watch(attn) as seen:
+        attn(inputs(), mask=hw.mask.documents(IDS))
+    truth = asked(seen.map(0, 3, batch=1))
+    for part in processes.run(watched, ranks, name):
+        same(part["map"], truth)
+        assert "seen.map(layer, head) on every rank" in part["refused"]
+
+
+def call() -> tuple[Tensor, Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(1, n, LENGTH, 8, generator=numbers, dtype=torch.float64) for n in (4, 2))
+    return q, k, torch.randn(4, LENGTH, LENGTH, generator=numbers, dtype=torch.float64)
+
+
+def made(mesh: DeviceMesh) -> dict[str, object]:
+    q, k, bias = call()
+    layout = hw.distributed.balanced(hw.mask.causal())
+    parts = [
+        hw.distributed.shard(x, mesh, dim=d, layout=layout) for x, d in ((q, 2), (k, 2), (bias, 1))
+    ]
+    options = {"mask": hw.mask.causal(), "sinks": torch.ones(4).double(), "score": hw.Cosine(3.0)}
+    amap = hw.distributed.attention_map(
+        *parts[:2], mesh=mesh, layout=layout, bias=parts[2], **options
+    )
+    found = {"map": asked(amap)}
+    for name in ("eviction_scores", "weighted"):
+        try:
+            getattr(amap, name)()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_map_with_every_option(processes: Processes) -> None:
+    q, k, bias = call()
+    options = {"mask": hw.mask.causal(), "sinks": torch.ones(4).double(), "score": hw.Cosine(3.0)}
+    truth = asked(hw.attention_map(q, k, bias=bias, **options))
+    for part in processes.run(made, 4):
+        same(part["map"], truth)
+        assert "use .received()" in part["eviction_scores"]
+        assert "has no values" in part["weighted"]
