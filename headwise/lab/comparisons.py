@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from headwise.lab.ablations import Run, scores
@@ -14,6 +15,7 @@ from headwise.messages import Sentence
 YES, NO = both("yes", "是"), both("no", "否")
 UNCERTAIN = both("not certain", "不确定")
 CHANCE = both("the interval contains zero", "区间含零")
+FEW = both("too few runs", "次数太少")
 
 FEW_HEADS = (
     both("one wide head follows one pattern a layer", "一个宽的头每层只能跟随一种模式"),
@@ -76,7 +78,9 @@ def beside_the_paper(runs: Sequence[Run]) -> Listing:
         base = sum(groups["base"]) / len(groups["base"])
         ours = difference(groups, variant, "base").scaled(100 / base)
         same, why = UNCERTAIN, CHANCE
-        if certain(ours):
+        if not math.isfinite(ours.high):
+            why = FEW
+        elif certain(ours):
             # where the paper sees no difference, one that is certain here is another direction
             same, why = (YES, alike) if ours.mean * theirs > 0 else (NO, otherwise)
             why = alike if ours.mean < 0 else why

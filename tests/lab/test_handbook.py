@@ -141,6 +141,8 @@ def test_the_table_stands_beside_the_paper_and_the_notes() -> None:
     assert paper["32 heads"][1:] == ("no", "short sentences have few keys to tell apart")
     assert paper["keys half as wide"][1:] == ("not certain", "the interval contains zero")
     assert paper["4 heads"] == (None, None, None)  # not trained
+    single = [run("base", 0, 30.0), run("heads-16", 0, 20.0)]
+    assert comparisons.beside_the_paper(single).rows[2][4:] == ("not certain", "too few runs")
     notes = {str(row[0]): row[1:] for row in comparisons.beside_the_notes(runs).rows}
     assert notes["many heads gain 1–2 % over one"][1:] == ("yes", "yes")
     assert notes["a shared matrix for Q and K costs 1–2 %"][1:] == ("yes", "no")
