@@ -96,7 +96,8 @@ def attention(
         )  # fmt: skip
         return result
     options = (score, mask, bias, softcap, sinks, dropout)
-    if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
+    plain = type(q) is type(k) is type(v) is Tensor
+    if not plain and (over_ranks := sharded(q, k, v)) is not None:
         named = dict(zip(OPTIONS, options, strict=True))
         return over_ranks.attention(q, k, v, engine=engine, **named)
     if (split := split_calls()) is not None:
@@ -147,7 +148,8 @@ def observe(
     if unknown:
         refuse_keywords("observe", unknown)
     elsewhere: SplitCalls | ShardedCalls | None = split_calls()
-    if type(q) is not Tensor and (over_ranks := sharded(q, k, v)) is not None:
+    plain = type(q) is type(k) is type(v) is Tensor
+    if not plain and (over_ranks := sharded(q, k, v)) is not None:
         elsewhere = over_ranks
     if elsewhere is not None:
         return elsewhere.observe(
@@ -347,6 +349,11 @@ def attention_map(
         return split.attention_map(
             q, k, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks, lse=lse
         )
+    if sharded(q, k) is not None:
+        raise ValueError(
+            "hw.attention_map takes plain tensors; give it this rank's heads, q.to_local()\n"
+            f"  in {restate('attention_map', q, k, v)}"
+        )
     values = k[..., :0] if v is None and isinstance(k, Tensor) else v
     four = _batched("attention_map", q, k, values)
     problem = pose(
@@ -418,6 +425,11 @@ def partial(
     >>> torch.allclose(hw.merge(*parts).finish(), hw.attention(q, k, v, mask=hw.mask.causal()))
     True
     """
+    if sharded(q, k, v) is not None:
+        raise ValueError(
+            "hw.partial takes plain tensors; hw.distributed.attention takes DTensors\n"
+            f"  in {restate('partial', q, k, v)}"
+        )
     four = _batched("partial", q, k, v)
     if q.ndim != 4:
         raise ValueError(f"hw.partial needs a batch axis\n  in {restate('partial', q, k, v)}")

@@ -65,6 +65,9 @@ CHINESE: dict[str, str] = {
     "this model reads text, and an image was given; use --text": (
         "这个模型读文本，给的却是图片；请用 --text"
     ),
+    "the text holds {token}, which stands for the image; leave it out": (
+        "文本里有代表图像的 {token}；请去掉它"
+    ),
     "this model reads images, and a text was given; use --image": (
         "这个模型读图片，给的却是文本；请用 --image"
     ),
@@ -288,6 +291,11 @@ CHINESE: dict[str, str] = {
     ),
     "--fit finds the length; leave out --length": "--fit 要求的就是长度；请去掉 --length",
     "--sweep gives the lengths; leave out --length": "--sweep 已给出长度；请去掉 --length",
+    "--sweep gives the batches; leave out --batch": "--sweep 已给出批大小；请去掉 --batch",
+    "--explain has no times; leave out --device": "--explain 不含时间；请去掉 --device",
+    "--measure and --devices are about machines; leave out models": (
+        "--measure 与 --devices 只涉及机器；请去掉模型和它的选项"
+    ),
     "{one} and {other} are two questions; ask one of them": (
         "{one} 与 {other} 是两个问题；请一次问一个"
     ),

@@ -60,8 +60,8 @@ ROWS = {
         ),
         Row(
             "mixed",
-            "the oldest PyTorch, a newer transformers",
-            ("torch==2.11.*", "triton==3.6.*", "transformers==5.17.*", "numpy==2.3.*"),
+            "the oldest PyTorch, the newest transformers",
+            ("torch==2.11.*", "triton==3.6.*", "transformers", "numpy==2.3.*"),
         ),
         Row("pinned", "constraints.txt", None),
         Row("newest", "the newest on the registry", ("torch", "triton", "transformers")),

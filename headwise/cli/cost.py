@@ -37,7 +37,7 @@ app = typer.Typer()
 def cost(
     models: options.Models = None,
     length: options.Length = None,
-    batch: options.Batch = 1,
+    batch: options.Batch = None,
     decode: options.Decode = False,
     training: options.Training = False,
     recompute: options.Recompute = False,
@@ -95,12 +95,16 @@ def cost(
     output = Output(Console(), plot, fit, explain, zh, as_json)
     with explained(zh):
         if measure or devices:
+            if models or any(x is not None for x in (*given.values(), length, batch, sweep, fit)):
+                raise ValueError(
+                    say("--measure and --devices are about machines; leave out models")
+                )
             show_machines(output, measure)
             return
         use = Scenario(
             phase(decode, training),
             Scenario.length if length is None else parsed_size("--length", length, 1024),
-            batch,
+            batch or 1,
             dtype,
             cache,
             parsed_mesh(mesh),
@@ -108,6 +112,10 @@ def cost(
             None if device is None else this_machine.find(device),
         )
         check_use(use, length, sweep, fit)
+        if batch is not None and sweep is not None and sweep.strip().startswith("batch"):
+            raise ValueError(say("--sweep gives the batches; leave out --batch"))
+        if explain and device is not None:
+            raise ValueError(say("--explain has no times; leave out --device"))
         asked = chosen(models or [], {name: x for name, x in given.items() if x is not None})
         uses = [use.within(each.architecture) if length is None else use for each in asked]
         swept = None if sweep is None else parsed_sweep(sweep)

@@ -31,7 +31,7 @@ Length = Annotated[
     str | None,
     typer.Option(help="Tokens per sequence: 8192, 32k; 4096, or as many as the model takes."),
 ]
-Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
+Batch = Annotated[int | None, typer.Option(help="Sequences at once; 1 by default.", min=1)]
 Decode = Annotated[bool, _flag("--decode", "One more token, the others in the KV cache.")]
 Training = Annotated[bool, _flag("--training", "A forward and a backward, and Adam's memory.")]
 Recompute = Annotated[bool, _flag("--recompute", "In training, keep only the inputs of layers.")]

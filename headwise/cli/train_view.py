@@ -30,6 +30,8 @@ def explained() -> Iterator[None]:
         known = "pip install" in str(error)  # the message already names the extra
         message = str(error) if known else f"{error.name} is missing: pip install 'headwise[train]'"
         raise typer.BadParameter(message) from error
+    except typer.Exit:  # a RuntimeError too: the command has ended as it meant to
+        raise
     except (ValueError, OSError, RuntimeError) as error:
         if type(error) is RuntimeError:  # torch's own: the traceback says more
             raise

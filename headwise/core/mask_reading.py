@@ -33,12 +33,15 @@ class PlacedIntervals(Between):
         return super().start(place) if self.begins is None else self.begins.to(place.device)
 
 
-def read_mask(seen: Tensor, stands: bool | int = True, begins: Tensor | None = None) -> Mask:
+def read_mask(
+    seen: Tensor, stands: bool | int = True, begins: Tensor | None = None, packed: bool = False
+) -> Mask:
     """Read (B|1, Hq|1, N, M) bool, True = may attend, as intervals; dense where rows have gaps.
 
     `stands` is the key beside which the first query stands, or True if queries and keys are of one
     sequence: if each query sees one key further than the last, it is its own. `begins` is that of
-    `PlacedIntervals`.
+    `PlacedIntervals`. If sequences may be `packed`, a row that sees no key before its own begins
+    one; in attention over chunks such a row begins a chunk.
 
     >>> read_mask(torch.ones(4, 4, dtype=torch.bool).tril())
     causal(offset=0)
@@ -47,10 +50,16 @@ def read_mask(seen: Tensor, stands: bool | int = True, begins: Tensor | None = N
     """
     seen = four(seen)
     bounds = row_bounds(seen)
-    return Dense(seen) if bounds is None else interval_mask(*bounds, stands, begins)
+    return Dense(seen) if bounds is None else interval_mask(*bounds, stands, begins, packed)
 
 
-def interval_mask(first: Tensor, last: Tensor, stands: bool | int, begins: Tensor | None) -> Mask:
+def interval_mask(
+    first: Tensor,
+    last: Tensor,
+    stands: bool | int,
+    begins: Tensor | None,
+    packed: bool = False,
+) -> Mask:
     """The mask of these bounds (B|1, Hq|1, N), by its shortest name."""
     if isinstance(stands, bool):
         offset = _offset(first, last) if stands else None
@@ -64,7 +73,7 @@ def interval_mask(first: Tensor, last: Tensor, stands: bool | int, begins: Tenso
             width = int((own - first).max())
             if bool((first == (own - width).clamp_min(0)).all()):
                 return Causal(offset) & Window(width, 0, offset)
-        if first.shape[1] == 1:
+        if packed and first.shape[1] == 1:
             begins = _begins(first, last, own, begins)
     return PlacedIntervals(first, last, offset, begins)
 

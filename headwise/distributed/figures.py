@@ -154,21 +154,31 @@ def numbered(
         stages.setdefault(place.get(LAYERS, 0), []).append(rank)
     mine = dict(zip(dimensions, own, strict=False))
     found: list[JoinedLayer] = []
-    for stage, ranks in sorted(stages.items()):
+    for stage, some in sorted(stages.items()):
+        names = max(([part.name for part in parts] for *_, parts in some), key=len)
+        ranks = [(number, share, _filled(parts, names)) for number, share, parts in some]
         _check_layers(ranks, len(everyone))
-        here = mine.get(LAYERS, 0) == stage
+        here, known = mine.get(LAYERS, 0) == stage, _filled(everyone[own], names)
         for layer, part in enumerate(ranks[0][2]):
             shares = [(share, rank[layer]) for _, share, rank in ranks if rank[layer].heads]
             total, firsts = _heads(part.name, shares)
             heads = range(0)
             if here:
-                held = everyone[own][layer]
+                held = known[layer]
                 first = held.first if held.total else firsts.get(mine.get(HEADS, 0), 0)
                 heads = range(first, first + held.heads)
             stats = dict.fromkeys(name for _, each in shares for name in each.stats)
             kind = shares[0][1].kind if shares else ""
             found.append(JoinedLayer(stage, part.name, kind, total, tuple(stats), heads, part.name))
     return _in_order(found)
+
+
+def _filled(parts: Sequence[LayerPart], names: Sequence[str]) -> tuple[LayerPart, ...]:
+    """The parts, with empty ones for the layers that a rank has not run; as they are if others."""
+    known = {part.name: part for part in parts}
+    if len(set(names)) < len(names) or not set(known) <= set(names):
+        return tuple(parts)
+    return tuple(known.get(name, LayerPart(name, "", 0)) for name in names)
 
 
 def _check_layers(ranks: Sequence[Rank], count: int) -> None:

@@ -93,6 +93,8 @@ def explain(
     """
     check_move(move)
     check_mask(mask)
+    if heads % (kv_heads or heads):
+        raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}")
     layout, keys = layout or Contiguous(), length if keys is None else keys
     lengths = [
         tuple(size(ranges) for ranges in layout.pieces(total, ranks)) for total in (length, keys)

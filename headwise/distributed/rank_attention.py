@@ -41,7 +41,7 @@ from headwise.distributed.movement import CallWidths, check_move, choose_move
 from headwise.distributed.shards import check_layout
 from headwise.distributed.transport import RankGroup
 from headwise.dropout import Dropout
-from headwise.engines.plan import choose_partial
+from headwise.engines.plan import choose, choose_partial
 from headwise.handover import sharded
 from headwise.score import Score
 
@@ -183,7 +183,9 @@ def _call(
             layout = check_layout(layout)
             check_move(move)
             problem = _posed(kind, tensors, options)
-            if move != "ulysses":  # there any engine serves
+            if move == "ulysses":  # any engine serves, on every rank, also one without heads
+                choose(problem, engine, bool(names))
+            else:
                 engine = choose_partial(problem, engine).name
             header = _header(kind, problem, tensors, layout, move, options, engine, names)
         except Exception as error:  # the others wait: they hear of it first

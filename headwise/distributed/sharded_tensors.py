@@ -18,10 +18,12 @@ from headwise import api
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.core.observation import Observation, check_statistics, sample_rows
 from headwise.core.place import Place, four
-from headwise.core.problem import restate
-from headwise.core.spans import PREFIX, Spans
+from headwise.core.problem import pose, restate
+from headwise.core.spans import PREFIX, Spans, check_spans
 from headwise.distributed import rank_attention
 from headwise.distributed.head_options import learnt, options_of
+from headwise.distributed.ranges import cut
+from headwise.distributed.shards import check_layout
 from headwise.dropout import Dropout
 from headwise.score import Additive, Cosine, General
 
@@ -139,6 +141,7 @@ class ShardedCall:
         batch, heads, queries, _ = q.shape
         place = Place(batch, heads, queries, k.shape[2], offset=k.shape[2] - queries)
         given = dict(options) | self._replicated(options)
+        self._check(given)
         rate = given["dropout"]
         if rate and (not isinstance(rate, Dropout) or rate.seed is None):
             given["dropout"] = self._seeded(rate)
@@ -150,20 +153,32 @@ class ShardedCall:
         k, v = (self._keys(x, heads) for x in (k, v))
         return (q, k, v), given
 
+    def _check(self, given: dict[str, Any]) -> None:
+        """Raise ValueError for options that do not fit the whole call, before they are cut."""
+        like = [
+            torch.empty((), dtype=x.dtype, device=x.to_local().device).expand(x.shape)
+            for x in self.tensors
+        ]
+        checked = {name: given[name] for name in ("mask", "bias", "softcap", "sinks")}
+        pose(self.kind, *like, **checked)
+        pose(self.kind, *(x[:, :, :1] for x in like), score=given["score"])  # it may widen q
+        if given.get("spans"):
+            check_spans(given["spans"], len(like[0]))
+
     def _keys(self, x: Any, heads: int) -> Tensor:
         """This rank's keys or values: those of its query heads."""
         from torch.distributed.tensor import Partial
 
         kv_heads: int = x.shape[1]
-        cut = self.key_placements != self.placements
+        apart = self.key_placements != self.placements
         grads = [
-            Partial() if cut and p.is_shard(HEADS) else own
+            Partial() if apart and p.is_shard(HEADS) else own
             for p, own in zip(self.placements, self.key_placements, strict=True)
         ]
         local: Tensor = x.redistribute(placements=self.key_placements).to_local(
             grad_placements=grads
         )
-        if not cut or len(self.heads) == heads:
+        if not apart or len(self.heads) == heads:
             return local
         group = heads // kv_heads
         first, last = self.heads.start // group, -(-self.heads.stop // group)
@@ -193,7 +208,11 @@ class ShardedCall:
             raise self.error("mesh= must be the dimension over which the positions are sharded")
         bias = given["bias"]
         if isinstance(bias, Tensor) and four(bias).shape[2] > 1:
-            bias = four(bias)[:, :, self.rows.start : self.rows.stop]
+            length, count = self.tensors[0].shape[2], self.mesh.size(self.sequence)
+            chunk = -(-length // count)  # as DTensor cuts it
+            lengths = [max(0, min(chunk, length - chunk * rank)) for rank in range(count)]
+            held = check_layout(asked.get("layout")).of_lengths(lengths)
+            bias = cut(four(bias), 2, held[self.mesh.get_local_rank(self.sequence)])
         return asked | {"mesh": mesh, "bias": bias}
 
     def _seeded(self, dropout: float | Dropout) -> Dropout:

@@ -122,7 +122,7 @@ def load(what: str | Path, device: Device = "cpu") -> LanguageModel | Translator
     shared = sharded_checkpoints.newest(run.shared_state)
     if run.model.exists():
         checkpoints.put_weights(model, checkpoints.load(run.model)[0], run.model)
-    elif shared is not None and not run.state.exists():
+    elif shared is not None and not sharded_checkpoints.is_older(shared, run.state):
         sharded_checkpoints.restore_weights(shared, model)
     else:
         tensors = checkpoints.below("model/", checkpoints.load(run.state)[0])

@@ -33,6 +33,11 @@ def newest(folder: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name), default=None)
 
 
+def is_older(checkpoint: Path, state: Path) -> bool:
+    """True if there is a checkpoint of one process, `state`, and it is of a later step."""
+    return state.exists() and int(checkpoints.load(state)[1]["step"]) > int(checkpoint.name)
+
+
 def about(checkpoint: Path) -> dict[str, Any]:
     """The description of a checkpoint: its step and the settings of its run."""
     found: dict[str, Any] = json.loads((checkpoint / ABOUT).read_text(encoding="utf-8"))

@@ -44,7 +44,8 @@ class EndedStep:
     @property
     def arrived(self) -> bool:
         """True if reading it waits for nothing."""
-        return all(copy.arrived for copy in self.copies.values())
+        metered = self.metered is None or self.metered.ended.passed
+        return metered and all(copy.arrived for copy in self.copies.values())
 
 
 class SteppedRecording(Recording):

@@ -243,7 +243,8 @@ class Watch(SteppedRecording):
         """A pass of the whole model begins."""
         self._recorder.begin(given, options)
         if not recomputing():
-            self._meter.add(given, options)
+            with self._going_on("noting a pass"):
+                self._meter.add(given, options)
 
     def _unhook(self) -> None:
         while self._undo:

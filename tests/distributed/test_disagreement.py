@@ -86,6 +86,18 @@ def test_a_bias_without_the_keys_of_the_others_is_refused_everywhere(processes: 
         assert "its last axis is 1 or the 10 keys of all ranks together" in error
 
 
+def by_heads(mesh: DeviceMesh) -> object:
+    """One head for two ranks, by an engine that is not here."""
+    q = torch.randn(1, 1, 4, 8)
+    return hw.distributed.attention(q, q, q, mesh=mesh, move="ulysses", engine="hopper")
+
+
+def test_a_rank_without_heads_hears_of_an_engine_that_can_not_serve(processes: Processes) -> None:
+    for fine, error in processes.attempt(by_heads, 2):
+        assert not fine
+        assert "engine='hopper' can't serve this call" in error
+
+
 def test_the_ranks_go_on_after_an_error(processes: Processes) -> None:
     processes.attempt(attend, 3, 1, "softcap")
     assert processes.run(attend, 3, 1, "") == [None] * 3

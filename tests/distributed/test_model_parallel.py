@@ -214,6 +214,11 @@ def test_a_rank_may_not_watch_a_layer_that_others_watch() -> None:
     for own, heads in (((0,), range(0)), ((1,), range(2))):
         (layer,) = numbered((), everyone, own)
         assert (layer.heads, layer.own, layer.kind, layer.stats) == (2, heads, "self", ("lse",))
+    unknown = {
+        (0,): [LayerPart("b", "self", 2)],
+        (1,): [everyone[(1,)][0], LayerPart("b", "self", 2)],
+    }
+    assert [x.heads for x in numbered(("dp",), unknown, (0,))] == [2, 2]  # the first never ran a
     with pytest.raises(ValueError, match="rank 1 differs in watched layers: 2 there, 1 elsewhere"):
         numbered(("dp",), everyone | {(1,): 2 * everyone[(1,)], (2,): everyone[(0,)]}, (0,))
 

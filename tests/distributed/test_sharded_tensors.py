@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 import pytest
@@ -120,3 +121,49 @@ def test_sharded_heads_and_positions_are_those_of_one_process(
     for found in processes.run(sharded, ranks, kind, heads, kv_heads, placements, move):
         far = distances(found, truth)
         assert max(far.values()) <= 1e-9, far
+
+
+WRONG = {  # options that do not fit the whole call, though a part of them may fit a rank's
+    "sinks": ({"sinks": torch.zeros(3)}, "sinks has shape \\(3,\\)"),
+    "bias": ({"bias": torch.zeros(1, 8, LENGTH, LENGTH)}, "bias has shape"),
+    "spans": ({"spans": {"a": (0, torch.arange(5))}}, "the span 'a' has 5 bounds"),
+    "mask": ({"mask": 3}, "mask= takes a headwise mask"),
+}
+
+
+def refused(mesh: DeviceMesh) -> list[str]:
+    """The errors of wrong options, and the distance of a bias under a layout."""
+    given = [distribute_tensor(x, mesh, [H]) for x in whole(4, 4)[:3]]
+    said = []
+    for wrong, _ in WRONG.values():
+        with pytest.raises(ValueError) as error:
+            hw.observe(*given, **wrong)
+        said.append(str(error.value))
+    for call in (lambda: hw.attention_map(*given[:2]), lambda: hw.partial(*given)):
+        with pytest.raises(ValueError, match="takes plain tensors"):
+            call()
+    return said
+
+
+def test_options_that_do_not_fit_the_whole_are_refused_on_every_rank(processes: Processes) -> None:
+    for said in processes.run(refused, 2):
+        for found, (_, message) in zip(said, WRONG.values(), strict=True):
+            assert re.search(message, found)
+
+
+def laid_out(mesh: DeviceMesh) -> float:
+    """The distance of a call under another layout than DTensor's, with a bias for every row."""
+    q, k, v, _ = whole(4, 4)
+    chosen = {"mask": hw.mask.causal(), "bias": torch.randn(LENGTH, LENGTH).double()}
+    layout = hw.distributed.head_tail()
+    given = [
+        DTensor.from_local(hw.distributed.shard(x, mesh, dim=2, layout=layout), mesh, [N])
+        for x in (q, k, v)
+    ]
+    out = hw.distributed.attention(*given, mesh=mesh, layout=layout, **chosen).to_local()
+    truth = hw.distributed.shard(hw.attention(q, k, v, **chosen), mesh, dim=2, layout=layout)
+    return float((out - truth).abs().max())
+
+
+def test_a_bias_has_the_rows_of_the_layout(processes: Processes) -> None:
+    assert max(processes.run(laid_out, 2)) <= 1e-9

@@ -98,3 +98,5 @@ def test_the_plan_explains_itself() -> None:
     assert "the busiest rank has 1.75 times the mean of pairs" in said
     with pytest.raises(ValueError, match="move='tree' is unknown"):
         hw.distributed.explain(4096, 4, move="tree")
+    with pytest.raises(ValueError, match="heads=12 is not a multiple of kv_heads=8"):
+        hw.distributed.explain(4096, 4, heads=12, kv_heads=8)

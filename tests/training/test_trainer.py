@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
 
+from headwise.cli.train_view import explained
 from headwise.training import checkpoints
 from headwise.training.data.batches import generator
 from headwise.training.meter import DivergedError
@@ -271,3 +273,9 @@ def test_a_recipe_survives_json_and_refuses_nonsense() -> None:
             Recipe(steps=1, **wrong)  # type: ignore[arg-type]
     one = Recipe(steps=1, warmup=100)
     assert one.rate(0) > 0
+
+
+def test_a_command_ends_as_it_means_to() -> None:
+    with pytest.raises(typer.Exit) as ended, explained():
+        raise typer.Exit(130)  # a RuntimeError, which is no error here
+    assert ended.value.exit_code == 130

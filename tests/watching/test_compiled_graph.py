@@ -81,6 +81,20 @@ def test_a_watched_layer_adds_few_nodes_and_reads_no_mask(
     assert not any("searchsorted" in str(node.target) for node in watched)  # one sequence, causal
 
 
+class Numbered(nn.Module):
+    """A model whose positions are an arange; written to `in_place`, they number two sequences."""
+
+    def __init__(self, model: nn.Module, in_place: bool) -> None:
+        super().__init__()
+        self.model, self.in_place = model, in_place
+
+    def forward(self, input_ids: Tensor) -> Any:
+        places = torch.arange(input_ids.shape[1])
+        if self.in_place:
+            places[12:] -= 12
+        return self.model(input_ids, position_ids=places[None])
+
+
 @tells_positions
 def test_positions_from_outside_may_number_packed_sequences() -> None:
     config = transformers.LlamaConfig(
@@ -89,12 +103,16 @@ def test_positions_from_outside_may_number_packed_sequences() -> None:
     )  # fmt: skip
     model: nn.Module = transformers.LlamaModel(config).requires_grad_(False)
     ids = torch.randint(0, 99, (1, 30))
-    fast: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for places in (torch.arange(30), torch.cat((torch.arange(12), torch.arange(18)))):
-        given = {"input_ids": ids, "position_ids": places[None]}
-        with hw.watch(model, maps=False) as expected:
-            model(**given)
+    whole, written = Numbered(model, in_place=False), Numbered(model, in_place=True)
+    for one, places in (
+        (model, {"position_ids": torch.cat((torch.arange(12), torch.arange(18)))[None]}),
+        (whole, {}),
+        (written, {}),
+    ):
+        fast: Any = torch.compile(one, fullgraph=True, backend="aot_eager")
+        with hw.watch(one, maps=False) as expected:
+            one(input_ids=ids, **places)
         with hw.watch(fast, maps=False) as found:
-            fast(**given)
+            fast(input_ids=ids, **places)
         for name in expected.heads().columns[4:]:
             assert found.heads()[name] == pytest.approx(expected.heads()[name], rel=1e-4, abs=1e-5)

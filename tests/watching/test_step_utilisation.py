@@ -171,3 +171,23 @@ def test_a_gpu_is_timed_by_its_own_clock() -> None:
         learn(model, ids().cuda(), steps=3)
     assert seen.utilisation is not None
     assert 0 < seen.utilisation.seconds < 10
+
+
+def test_a_step_that_is_not_known_leaves_the_next_one_alone() -> None:
+    model = GPT(TINY)
+    with hw.watch(model, maps=False) as seen:
+        learn(model, ids(batch=0), ids())
+        assert seen.utilisation is not None
+        assert "batch=0" in str(seen.utilisation.why)
+        learn(model, ids())
+        assert flops(seen) == pytest.approx(STEP)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_ends_nothing() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    given = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+    with torch.no_grad(), hw.watch(model) as seen:
+        assert model(given).size(0) == 2
+    assert len(seen.layers) == 1

@@ -80,7 +80,12 @@ class Mark(NamedTuple):
             return cls(None, time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(where))
-        return cls(event, 0.0)
+        return cls(event, time.perf_counter())
+
+    @property
+    def passed(self) -> bool:
+        """True if the device has come as far."""
+        return self.event is None or self.event.query()
 
     def until(self, later: Mark) -> float:
         """Seconds up to a later mark, once it has passed."""
@@ -107,7 +112,7 @@ class StepMeter:
         self._passes: Counter[ModelPass] = Counter()
         self._begun: Mark | None = None
         self._learned = False
-        self._known: dict[str, Utilisation] = {}
+        self._known: dict[tuple[str, int], Utilisation | ValueError] = {}
 
     def begin(self) -> None:
         """A step begins that is looked at."""
@@ -124,7 +129,7 @@ class StepMeter:
         shapes = tuple(
             GivenShape(name, tuple(x.shape), x.is_floating_point())
             for name, x in named.items()
-            if isinstance(x, Tensor)
+            if isinstance(x, Tensor) and not x.is_nested  # whose sizes are not one shape
         )
         kind, dtype = self._weight.device.type, self._weight.dtype
         if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
@@ -141,20 +146,32 @@ class StepMeter:
 
     def read(self, number: int, step: MeteredStep) -> StepUtilisation:
         """The utilisation of a step that ended."""
-        seconds = step.begun.until(step.ended)
+        seconds = 0.0
         try:
+            seconds = step.begun.until(step.ended)
             if any(each.cached for each in step.passes):
                 raise ValueError("a pass continued from a KV cache")
             dtype = self._dtype(step.passes)
-            if dtype not in self._known:
-                self._known[dtype] = Utilisation.of(self.model, self._weight.device, dtype)
-            used = self._known[dtype]
+            used = self._used(dtype)
             sizes = {each: sizes_of(used.architecture, each.given) for each in step.passes}
             for each, count in step.passes.items():
                 used.add(sizes[each], each.learning, count)
             return StepUtilisation(number, used.read(seconds), seconds, used.device, dtype)
         except Exception as error:  # whatever it is, the step itself was recorded
             return StepUtilisation(number, None, seconds, why=str(error))
+
+    def _used(self, dtype: str) -> Utilisation:
+        """The utilisation of what learns now; ValueError, found out once, if it is not known."""
+        key = dtype, sum(each.requires_grad for each in self.model.parameters())
+        if key not in self._known:
+            try:
+                self._known[key] = Utilisation.of(self.model, self._weight.device, dtype)
+            except ValueError as error:
+                self._known[key] = error
+        known = self._known[key]
+        if isinstance(known, ValueError):
+            raise known
+        return known
 
     def _dtype(self, passes: Iterable[ModelPass]) -> str:
         kinds = {DTYPES.get(each.dtype, str(each.dtype)) for each in passes}

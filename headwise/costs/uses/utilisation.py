@@ -66,8 +66,8 @@ class Utilisation:
 
     def read(self, seconds: float) -> float:
         """The share of the peak that was used since the last reading; the next starts here."""
-        flops = sum(count * self._flops(*batch) for batch, count in self.batches.items())
-        self.batches.clear()
+        batches, self.batches = self.batches, Counter()
+        flops = sum(count * self._flops(*batch) for batch, count in batches.items())
         return flops / max(seconds, 1e-9) / self.peak
 
     def _flops(self, sizes: Sizes, learning: bool) -> int:

@@ -54,7 +54,17 @@ class TransformersImageTextReader:
         """Run the model on an image and a question about it."""
         image, question = what if isinstance(what, Illustrated) else (what, QUESTION)
         opened = images.opened(image)
-        given = self.processor(images=opened, text=self._prompt(question), return_tensors="pt")
+        if self.processor.image_token in question:
+            raise ValueError(
+                say(
+                    "the text holds {token}, which stands for the image; leave it out",
+                    token=self.processor.image_token,
+                )
+            )
+        prompt, begin = self._prompt(question), self.processor.tokenizer.bos_token
+        # A template that writes the token that begins a sequence leaves none to be added.
+        own = {"add_special_tokens": False} if begin and prompt.startswith(begin) else {}
+        given = self.processor(images=opened, text=prompt, return_tensors="pt", **own)
         given = given.to(self.whole.device)
         ids = given["input_ids"][0].tolist()
         check_length(len(ids), self.whole.device.type)

@@ -138,7 +138,8 @@ def _mask_and_bias(
             if seen is None:
                 return _all_seen(given.q, k, stands, begins), bias
             seen = seen.expand(*seen.shape[:2], given.q.shape[2], k.shape[2])
-            return read_mask(seen, stands, _edge(begins, k)), bias
+            chunks = getattr(getattr(given.module, "config", None), "attention_chunk_size", None)
+            return read_mask(seen, stands, _edge(begins, k), packed=chunks is None), bias
 
         return memo.recall(made, tensor, k.shape[2], stands if kind == "self" else kind)
     if given.mask is None or isinstance(given.mask, Tensor):

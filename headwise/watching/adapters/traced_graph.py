@@ -79,18 +79,17 @@ def counts_by_one() -> bool:
     nodes = () if output is None else reversed(output.graph.nodes)
     node: Any = next((x.args[0] for x in nodes if _name(x) == "diff"), None)
     while isinstance(node, Node):
-        name, others = _name(node), node.all_input_nodes[1:]
+        value = node.meta.get("example_value")
+        if not isinstance(value, Tensor) or value._version:  # written to since it was made
+            return False
+        name, others = _name(node), (*node.args[1:], *node.kwargs.values())
         if name == "arange":
-            return len(node.args) < 3 and "step" not in node.kwargs and not _floats(node)
+            counted = len(node.args) < 3 and "step" not in node.kwargs
+            return counted and not value.dtype.is_floating_point
         if name not in ("unsqueeze", "expand", "add") or any(_axes(x) is not None for x in others):
             return False
         node = node.args[0]
     return False
-
-
-def _floats(node: Node) -> bool:
-    value = node.meta.get("example_value")
-    return not isinstance(value, Tensor) or value.dtype.is_floating_point
 
 
 def _output() -> Any:
