@@ -30,7 +30,7 @@ from headwise.engines.contract import Engine, Results, compute
 from headwise.engines.failures import KernelError, record, replanned
 from headwise.engines.plan import Plan, choose, choose_partial, family
 from headwise.engines.plan import plan as _plan
-from headwise.handover import ShardedCalls, SplitCalls, sharded, split_calls
+from headwise.handover import sharded, split_calls, taken_over
 from headwise.maps.attention_map import AttentionMap
 from headwise.score import Score
 
@@ -96,13 +96,9 @@ def attention(
         )  # fmt: skip
         return result
     options = (score, mask, bias, softcap, sinks, dropout)
-    plain = type(q) is type(k) is type(v) is Tensor
-    if not plain and (over_ranks := sharded(q, k, v)) is not None:
+    if (elsewhere := taken_over(q, k, v)) is not None:
         named = dict(zip(OPTIONS, options, strict=True))
-        return over_ranks.attention(q, k, v, engine=engine, **named)
-    if (split := split_calls()) is not None:
-        named = dict(zip(OPTIONS, options, strict=True))
-        return split.attention(q, k, v, engine=engine, **named)
+        return elsewhere.attention(q, k, v, engine=engine, **named)
     (out,) = _serve("attention", _batched("attention", q, k, v), options, engine)
     return out if q.ndim == 4 else out[0]
 
@@ -147,11 +143,7 @@ def observe(
     """
     if unknown:
         refuse_keywords("observe", unknown)
-    elsewhere: SplitCalls | ShardedCalls | None = split_calls()
-    plain = type(q) is type(k) is type(v) is Tensor
-    if not plain and (over_ranks := sharded(q, k, v)) is not None:
-        elsewhere = over_ranks
-    if elsewhere is not None:
+    if (elsewhere := taken_over(q, k, v)) is not None:
         return elsewhere.observe(
             q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
             dropout=dropout, engine=engine, stats=stats, rows=rows, sink_keys=sink_keys,

@@ -91,30 +91,22 @@ def serve_sharded(calls: ShardedCalls) -> None:
 
 def sharded(*tensors: object) -> ShardedCalls | None:
     """Return who takes over a call with these tensors; None unless one of them is a DTensor."""
+    if all([type(x) is Tensor for x in tensors]):
+        return None
     loaded = sys.modules.get("torch.distributed.tensor")  # if not, there is no DTensor
     if loaded is None or not any(isinstance(x, loaded.DTensor) for x in tensors):
         return None
     return _sharded
 
 
+def taken_over(*tensors: object) -> SplitCalls | ShardedCalls | None:
+    """Return who takes over a call with these tensors; None if it is computed here."""
+    return sharded(*tensors) or _split
+
+
 def split_calls() -> SplitCalls | None:
     """Return who takes over calls now, because their sequence is split between processes."""
     return _split
-
-
-def is_split() -> bool:
-    """Return whether calls are handed to other processes too."""
-    return _split is not None
-
-
-def split_tokens() -> Tensor | None:
-    """Return (B, N) bool for the sequence of all processes, False for padding; None without."""
-    return None if _split is None else _split.tokens
-
-
-def split_padding() -> Tensor | None:
-    """Return (B, rows) bool for the rows of this process, True for padding; None without."""
-    return None if _split is None else _split.padded_rows
 
 
 def held_positions(length: int, device: torch.device) -> tuple[Tensor, int]:

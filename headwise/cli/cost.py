@@ -111,11 +111,7 @@ def cost(
             "layers" if recompute else None,
             None if device is None else this_machine.find(device),
         )
-        check_use(use, length, sweep, fit)
-        if batch is not None and sweep is not None and sweep.strip().startswith("batch"):
-            raise ValueError(say("--sweep gives the batches; leave out --batch"))
-        if explain and device is not None:
-            raise ValueError(say("--explain has no times; leave out --device"))
+        check_use(use, length, batch, sweep, output)
         asked = chosen(models or [], {name: x for name, x in given.items() if x is not None})
         uses = [use.within(each.architecture) if length is None else use for each in asked]
         swept = None if sweep is None else parsed_sweep(sweep)
@@ -146,8 +142,11 @@ def show_machines(output: Output, measure: bool) -> None:
     cost_view.say_or_show(table, output.as_json, show)
 
 
-def check_use(use: Scenario, length: str | None, sweep: str | None, fit: str | None) -> None:
+def check_use(
+    use: Scenario, length: str | None, batch: int | None, sweep: str | None, output: Output
+) -> None:
     """Raise ValueError for options that would be ignored."""
+    fit = output.fit
     if use.recompute is not None and use.phase != "training":
         raise ValueError(say("--recompute is about training; add --training"))
     if use.cache is not None and use.phase == "training":
@@ -158,6 +157,10 @@ def check_use(use: Scenario, length: str | None, sweep: str | None, fit: str | N
         raise ValueError(say("--fit finds the length; leave out --length"))
     if length is not None and sweep is not None and sweep.strip().startswith("length"):
         raise ValueError(say("--sweep gives the lengths; leave out --length"))
+    if batch is not None and sweep is not None and sweep.strip().startswith("batch"):
+        raise ValueError(say("--sweep gives the batches; leave out --batch"))
+    if output.explain and use.device is not None:
+        raise ValueError(say("--explain has no times; leave out --device"))
 
 
 def answer(asked: list[tuple[Model, Scenario]], sweep: Sweep | None, output: Output) -> None:

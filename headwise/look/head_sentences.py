@@ -11,7 +11,7 @@ from headwise.watching.head_types import LEAST, NEAR, QUIET
 
 Numbers = Mapping[str, float]
 Seen = Literal["past", "text", "source", "image"]
-"""What a head looks at: the text before a token, all of it, another text, or an image."""
+"""Where a head may look: the text before a token, all of it, another text, or an image."""
 
 
 def seen_by(read: Input, group: Group) -> Seen:

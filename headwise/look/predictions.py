@@ -14,7 +14,7 @@ from headwise.core.edges import Edge
 from headwise.watching import knock_out
 
 Predicted = Literal["next", "same", "class"]
-"""What a row predicts: the token after it, the token in its own place, or the class of an image."""
+"""The prediction of a row: the token after it, the one in its own place, or an image's class."""
 
 SHOWN = 8
 """The most probable outcomes that are listed, of each of the two predictions."""

@@ -13,7 +13,7 @@ from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
-from headwise.handover import held_positions, is_split
+from headwise.handover import held_positions, split_calls
 from headwise.maps.attention_map import AttentionMap
 from headwise.nn.caches.cache import Cache, Memory, RollbackOnError
 from headwise.nn.caches.packed_cache import Packed, WriteOnly
@@ -213,7 +213,7 @@ class MultiHeadAttention(nn.Module):
         call = self.prepare(x, context, mask=mask, bias=bias, positions=positions)
         options = call.options()
         del options["dropout"], options["engine"]  # a map shows the weights before dropout
-        values = None if is_split() else call.v  # the map of a split sequence knows no values
+        values = call.v if split_calls() is None else None  # a split map knows no values
         return attention_map(call.q, call.k, values, **options)
 
     def remember(self, context: Tensor, values: Tensor | None = None) -> Memory:

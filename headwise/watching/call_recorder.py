@@ -18,7 +18,7 @@ from headwise.core.place import Place
 from headwise.core.reduction import Columns
 from headwise.core.spans import PREFIX, Span, within
 from headwise.distributed.sharded_tensors import local_part
-from headwise.handover import sharded, split_calls, split_padding
+from headwise.handover import sharded, split_calls
 from headwise.nn.call import Call
 from headwise.watching.board import Board
 from headwise.watching.layer import WatchedLayer
@@ -341,7 +341,7 @@ class CallRecorder:
         if share is not None:
             layer.share, layer.first_head = share, share[0]
         if padding is None and kind == "self":
-            padding = self._padding(whole) if divided is None else split_padding()
+            padding = self._padding(whole) if divided is None else divided.padded_rows
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None
         if "lse" not in options.stats:
             seen.values.pop("lse", None)

@@ -21,7 +21,7 @@ SCALARS = (
 """The figures that are written by default, beside those of spans: few enough for every layer."""
 
 PLACES = ("layer", "name", "kind", "head")
-"""The columns that say which head a row is of."""
+"""The columns that tell a row's head."""
 
 _BOUNDS = ("_lower_bound", "_upper_bound")
 

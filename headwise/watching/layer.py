@@ -229,7 +229,7 @@ class WatchedLayer:
         return last._replace(q=torch.cat([call.q for call in calls], 2), k=k, mask=mask, bias=bias)
 
     def place(self, head: int) -> dict[str, Value]:
-        """The columns of a table that say which head a row is of; `head` counts this rank's."""
+        """The columns that tell a row's head; `head` counts this rank's."""
         number = self.first_head + head
         return {"layer": self.number, "name": self.name, "kind": self.kind, "head": number}
 

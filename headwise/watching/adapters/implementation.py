@@ -14,7 +14,7 @@ from headwise.api import attention, attention_map
 from headwise.core.intervals import Mask
 from headwise.core.patterns import Dense
 from headwise.core.place import Place
-from headwise.handover import held_positions, is_split, split_tokens
+from headwise.handover import held_positions, split_calls
 from headwise.nn.call import Call
 from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_functions import Grid, to_mask
@@ -151,8 +151,8 @@ def mask(
             **{key: value for key, value in given.items() if value is not None},
             **options,
         )
-    if is_split():
-        attention_mask, (_, kv_length) = split_tokens(), held_positions(kv_length, _where(device))
+    if (split := split_calls()) is not None:
+        attention_mask, (_, kv_length) = split.tokens, held_positions(kv_length, _where(device))
         queries = torch.arange(kv_length, device=device)
     elif cache_position is not None:
         queries = cache_position

@@ -131,7 +131,7 @@ def _weights_values(node: Node) -> bool:
 
 
 def _axes(factor: Any) -> int | None:
-    """The number of a tensor's axes; None for what is no tensor."""
+    """The number of a tensor's axes; None if it is not a tensor."""
     value = factor.meta.get("example_value") if isinstance(factor, Node) else None
     return value.ndim if isinstance(value, Tensor) else None
 
