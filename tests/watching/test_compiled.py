@@ -249,6 +249,16 @@ def test_a_recomputed_forward_is_recorded_once() -> None:
     assert [int(layer.counted()[0]) for layer in watch.layers] == [2 * 17] * 2
 
 
+def test_a_fast_path_has_eager_figures() -> None:
+    layer, x = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval(), torch.randn(2, 9, 32)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), hw.watch(layer, maps=False) as seen:
+        layer(x)
+    with torch.no_grad(), hw.watch(fast, maps=False) as watch:
+        fast(x)
+    assert_same(watch.heads(), seen.heads())
+
+
 @pytest.mark.slow
 def test_inductor_records_the_same() -> None:
     model, x = stack()
