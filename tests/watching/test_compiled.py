@@ -259,6 +259,16 @@ def test_a_fast_path_has_eager_figures() -> None:
     assert_same(watch.heads(), seen.heads())
 
 
+def test_every_watch_in_inference_mode_has_the_same_graph() -> None:
+    model, x = stack()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        for _ in range(2):
+            with hw.watch(fast, maps=False):
+                fast(x)
+    assert graphs() == 1
+
+
 @pytest.mark.slow
 def test_inductor_records_the_same() -> None:
     model, x = stack()

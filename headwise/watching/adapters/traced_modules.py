@@ -182,7 +182,8 @@ def _place(slot: Slot) -> Tensor:
     """The number of a slot, (1,), always the same tensor: CUDA graphs remember its address."""
     places = _places.setdefault(slot.board, {})
     if slot.number not in places:
-        places[slot.number] = torch.tensor([slot.number], device=slot.board.device)
+        with torch.inference_mode(False):  # its graphs are for any mode
+            places[slot.number] = torch.tensor([slot.number], device=slot.board.device)
     return places[slot.number]
 
 
