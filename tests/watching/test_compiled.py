@@ -269,6 +269,15 @@ def test_every_watch_in_inference_mode_has_the_same_graph() -> None:
     assert graphs() == 1
 
 
+def test_a_compiled_layer_in_a_checkpoint_is_recorded_once() -> None:
+    model, x = Stack(checkpointed=True), torch.randn(2, 17, 32, requires_grad=True)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    with hw.watch(model, maps=False) as watch:
+        model(x).sum().backward()
+    assert [int(layer.counted()[0]) for layer in watch.layers] == [2 * 17] * 2
+
+
 @pytest.mark.slow
 def test_inductor_records_the_same() -> None:
     model, x = stack()
