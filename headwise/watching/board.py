@@ -186,7 +186,12 @@ def _add(
 
 
 def _record(board: Tensor, slot: Tensor, values: list[Tensor | None], *given: Any) -> None:
-    """Add a call's statistics (B, H, N) to the slot (1,) of a board (slots, columns, heads)."""
+    """Add a call's statistics (B, H, N) to the slot (1,) of a board (slots, columns, heads).
+
+    Inside a backward a checkpoint computes them again: they were added in the forward.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return
     if add_by_kernel(board, slot, values, *given):
         return
     with torch.no_grad(), without_autocast(board.device):

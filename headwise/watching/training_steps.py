@@ -85,7 +85,13 @@ class SteppedRecording(Recording):
 
     @property
     def layers(self) -> list[WatchedLayer]:
-        return list(self._recorder.layers.values())
+        recorder = self._recorder  # compiled code also prepares layers that may never run
+        return [
+            layer
+            for layer in recorder.layers.values()
+            if not layer.compiled
+            or (layer.last is not None and recorder.matches(layer.number, layer.name))
+        ]
 
     @property
     def tokens(self) -> Tensor | None:
@@ -162,7 +168,7 @@ class SteppedRecording(Recording):
         self._series, self._ended, self.steps = series, None, int(state["steps"])
         for board in self._recorder.boards.values():
             board.take()
-        for layer in self.layers:
+        for layer in self._recorder.layers.values():
             layer.close()
         self._passes = self._recorder.passes
         self._look(self.steps % self._recorder.options.every == 0)
@@ -193,7 +199,9 @@ class SteppedRecording(Recording):
         if self._by_hand:
             return
         last = None if self._optimiser is None else self._optimiser()
-        ran = self._passes != self._recorder.passes or any([x.has_run() for x in self.layers])
+        ran = self._passes != self._recorder.passes or any(
+            [layer.has_run() for layer in self._recorder.layers.values()]
+        )
         if ran:
             ends = self._is_ours(optimiser)
         else:
@@ -227,7 +235,7 @@ class SteppedRecording(Recording):
                     self.check()
             with self._going_on("ending a step"):  # the other ranks wait for it
                 self._take()
-            for layer in self.layers:
+            for layer in self._recorder.layers.values():
                 layer.close()
         self.steps += 1
         self._passes = self._recorder.passes
@@ -241,7 +249,7 @@ class SteppedRecording(Recording):
 
     def _take(self) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""
-        recorded = tuple(layer for layer in self.layers if layer.recorded)
+        recorded = tuple(x for x in self._recorder.layers.values() if x.recorded)
         if self.ranks is not None:
             copies = self.ranks.take(self._recorder, self.model)
             recorded = self.ranks.layers  # what this one did not see, others may have

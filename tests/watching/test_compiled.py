@@ -249,6 +249,60 @@ def test_a_recomputed_forward_is_recorded_once() -> None:
     assert [int(layer.counted()[0]) for layer in watch.layers] == [2 * 17] * 2
 
 
+def test_a_compiled_layer_in_a_checkpoint_is_recorded_once() -> None:
+    model, x = Stack(checkpointed=True), torch.randn(2, 17, 32, requires_grad=True)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    with hw.watch(model, maps=False) as watch:
+        model(x).sum().backward()
+    assert [int(layer.counted()[0]) for layer in watch.layers] == [2 * 17] * 2
+
+
+def test_a_fast_path_has_eager_figures() -> None:
+    layer, x = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval(), torch.randn(2, 9, 32)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), hw.watch(layer, maps=False) as seen:
+        layer(x)
+    with torch.no_grad(), hw.watch(fast, maps=False) as watch:
+        fast(x)
+    assert_same(watch.heads(), seen.heads())
+
+
+def test_every_watch_in_inference_mode_has_the_same_graph() -> None:
+    model, x = stack()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        for _ in range(2):
+            with hw.watch(fast, maps=False):
+                fast(x)
+    assert graphs() == 1
+
+
+class Backwards(Stack):
+    """Its last layer runs first, and the first one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(Layer())
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers[1](self.layers[2](x))
+        return found
+
+
+def test_layers_are_numbered_as_they_run() -> None:
+    model, x = Backwards(), torch.randn(2, 17, 32)
+    with hw.watch(model) as seen:
+        model(x)
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        with hw.watch(fast) as watch:
+            fast(x)
+        assert [layer.name for layer in watch.layers] == ["layers.2", "layers.1"]
+        assert_same(watch.heads(), seen.heads())
+        assert watch.types()["type"] == seen.types()["type"]
+
+
 @pytest.mark.slow
 def test_inductor_records_the_same() -> None:
     model, x = stack()
@@ -268,6 +322,7 @@ def test_layers_are_chosen_by_number_and_name() -> None:
         with hw.watch(fast, maps=False, layers=chosen) as watch:
             fast(x)
         assert {row["name"] for row in watch.heads()} == {"layers.1"}
+        assert [layer.name for layer in watch.layers] == ["layers.1"]
 
 
 def test_a_watched_model_is_not_exported() -> None:

@@ -324,10 +324,13 @@ def _projected(
     return Call(q, k, v, Dot(), mask, bias, None, None, 0.0, "auto"), across, padding
 
 
-def _turned(*inputs: Tensor) -> tuple[Tensor, ...]:
+def _turned(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, N, width) as (N, B, width); what was the same tensor still is."""
-    turned = {id(x): x.transpose(0, 1) for x in inputs}
-    return tuple(turned[id(x)] for x in inputs)
+    q = query.transpose(0, 1)  # compared by `is`: torch 2.11 can't trace id() of a tensor
+    k = q if key is query else key.transpose(0, 1)
+    if value is key:
+        return q, k, k
+    return q, k, q if value is query else value.transpose(0, 1)
 
 
 @contextmanager

@@ -18,7 +18,12 @@ from headwise.core.spans import within
 from headwise.nn.call import Call
 from headwise.watching.adapters import traced_masks, traced_modules
 from headwise.watching.adapters.last_call import LastCall
-from headwise.watching.adapters.traced_graph import UnreadCall, constant, unread_call
+from headwise.watching.adapters.traced_graph import (
+    UnreadCall,
+    constant,
+    running_paths,
+    unread_call,
+)
 from headwise.watching.adapters.traced_masks import RUNNING
 from headwise.watching.adapters.traced_modules import (
     GROUP,
@@ -215,7 +220,8 @@ def _prepare(
     group: int, again: int, across: bool, heads: int, device: str, index: int | None
 ) -> bool:
     """Prepare the modules of a group in every watched model."""
-    traced_modules.prepare(Attending(group, again, across, heads, _device(device, index)))
+    way = Attending(group, again, across, heads, _device(device, index))
+    traced_modules.prepare(way, running_paths())
     return True
 
 

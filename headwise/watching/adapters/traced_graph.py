@@ -23,6 +23,7 @@ _KEEPING = frozenset(
 """Functions after which the weights of a softmax are still weights."""
 _STEPS = 16  # back from a product to its softmax, at most
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
+_ROOT = re.compile(r"^.*?\]\.?")  # L['self'].
 _SEARCHED = "headwise_searched"  # a key of the nodes that were looked at
 
 
@@ -90,6 +91,17 @@ def counts_by_one() -> bool:
             return False
         node = node.args[0]
     return False
+
+
+def running_paths() -> list[str]:
+    """The modules that are being traced, innermost first, as "layers.0.attention".
+
+    The names begin at the module whose forward is compiled, or at what its function finds it by.
+    """
+    output = _output()
+    last = None if output is None else next(iter(reversed(output.graph.nodes)), None)
+    stack = {} if last is None else last.meta.get("nn_module_stack") or {}
+    return [_ROOT.sub("", path) for path, _ in reversed(stack.values())]
 
 
 def _output() -> Any:

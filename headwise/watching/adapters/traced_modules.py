@@ -7,6 +7,7 @@ plain Python prepares for the whole group while the first of its modules is trac
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass
 
@@ -124,7 +125,30 @@ class TracedModel:
             last = LastCall()
             setattr(module, last_name(way.key), last)
             layer.late = last.take
-        recorder.renumber(self.names.values())
+        self._renumber()
+
+    def note_order(self, group: int, paths: list[str]) -> None:
+        """Note when a module of a group runs: the one whose name ends the first of these paths.
+
+        An encoder layer's fast path is traced in the layer, around its attention.
+        """
+        mine = {self.names[module]: module for module in self._group(group)}
+        for path in paths:
+            named = [name for name in mine if f".{path}".endswith(f".{name}")]
+            within = [name for name in mine if path and name.startswith(f"{path}.")]
+            if named or len(within) == 1:
+                _order.setdefault(mine[max(named, key=len) if named else within[0]], next(_count))
+                self._renumber()
+                return
+
+    def _renumber(self) -> None:
+        """Number the layers in the order in which they were traced, or else are registered.
+
+        A block that is compiled by itself is traced once for all of its kind.
+        """
+        first = sorted((x for x in self.names if x in _order), key=lambda x: _order[x])
+        rest = [x for x in self.names if x not in _order]
+        self.recorder.renumber(self.names[module] for module in (*first, *rest))
 
     def refuse(self, group: int, call: UnreadCall) -> None:
         """Let compiled code count the calls of a group's modules that can't be read."""
@@ -160,10 +184,11 @@ class TracedModel:
         setattr(module, place_name(key), _place(slot))
 
 
-def prepare(way: Attending) -> None:
-    """Prepare the modules of a group in every watched model."""
+def prepare(way: Attending, paths: list[str]) -> None:
+    """Prepare the modules of a group in every watched model, when one of these paths attends."""
     for model in list(_attached):
         model.prepare(way)
+        model.note_order(way.group, paths)
 
 
 def refuse(group: int, call: UnreadCall) -> None:
@@ -182,13 +207,16 @@ def _place(slot: Slot) -> Tensor:
     """The number of a slot, (1,), always the same tensor: CUDA graphs remember its address."""
     places = _places.setdefault(slot.board, {})
     if slot.number not in places:
-        places[slot.number] = torch.tensor([slot.number], device=slot.board.device)
+        with torch.inference_mode(False):  # its graphs are for any mode
+            places[slot.number] = torch.tensor([slot.number], device=slot.board.device)
     return places[slot.number]
 
 
 _attached: list[TracedModel] = []
 _places: weakref.WeakKeyDictionary[Board, dict[int, Tensor]] = weakref.WeakKeyDictionary()
 _known: weakref.WeakKeyDictionary[nn.Module, dict[str, Attending]] = weakref.WeakKeyDictionary()
+_order: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_count = itertools.count()
 _refused: weakref.WeakKeyDictionary[nn.Module, UnreadCall] = weakref.WeakKeyDictionary()
 _groups: dict[object, int] = {}
 
