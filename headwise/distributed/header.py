@@ -1,7 +1,8 @@
 """The header that ranks exchange before a call: each learns what the others are about to do.
 
 A header has a fixed size, so ranks that differ still understand each other. A rank that failed
-before the call sends its error. So every rank ends a call that can't succeed, and names the rank.
+before the call sends its error, and when all have computed, another header tells who failed there.
+So every rank ends a call that can't succeed, and names the rank.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 from headwise.distributed.transport import RankError, RankGroup, packed, unpacked
 
 SIZE = 64  # int64 numbers
-KINDS = ("attention", "observe", "backward", "unshard", "heads", "figures", "positions", "map")
+KINDS = ("attention", "observe", "backward", "unshard", "finished", "figures", "positions", "map")
+_WHEN = {"finished": "while it computed", "figures": "in hw.watch"}  # a rank failed
 _START = 4  # the numbers before the fields: failed, kind, call, fields
 
 _calls: Counter[str] = Counter()  # how many calls each group has seen
@@ -68,6 +71,22 @@ def agree(ranks: RankGroup, header: Header, failure: Exception | None = None) ->
     return compare(header, every, ranks.own)
 
 
+@contextmanager
+def telling(ranks: RankGroup, kind: str = "finished") -> Iterator[None]:
+    """Compute something on every rank; if it fails on one, the others raise RankError after it.
+
+    Messages that fail are errors on both sides already.
+    """
+    failure = None
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception as error:
+        failure = error
+    agree(ranks, Header(kind), failure)
+
+
 def _failed(header: Header, call: int, failure: Exception) -> list[int]:
     text = f"{type(failure).__name__}: {failure}".encode()[: 8 * (SIZE - _START)]
     room = text.ljust(8 * (SIZE - _START), b"\0")
@@ -84,7 +103,7 @@ def compare(header: Header, every: list[list[int]], own: int) -> list[list[int]]
         if found[0]:
             raw = bytes(torch.tensor(found[_START:], dtype=torch.int64).view(torch.uint8).tolist())
             text = raw.rstrip(b"\0").decode(errors="replace")
-            when = "in hw.watch" if header.kind == "figures" else "before the call"
+            when = _WHEN.get(KINDS[found[1]], "before the call")
             raise RankError(f"rank {rank} of {len(every)} failed {when}: {text}")
     names = ["the function", "the number of calls before this one", "options"]
     names += [*header.sizes, *header.words]
