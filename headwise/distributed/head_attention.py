@@ -12,7 +12,7 @@ from headwise.core.observation import check_sink_keys
 from headwise.core.place import Place, four
 from headwise.core.problem import without_autocast
 from headwise.distributed.geometry import Geometry
-from headwise.distributed.head_exchange import Axes, to_heads, to_rows
+from headwise.distributed.head_exchange import Axes, computed_together, to_heads, to_rows
 from headwise.distributed.head_options import learnt, options_of
 from headwise.distributed.layouts import HeadShare, head_shares
 from headwise.distributed.transport import RankGroup
@@ -41,9 +41,14 @@ def attend_by_heads(
         moved.append(bias.expand(-1, -1, q.shape[2], -1))
         one = Axes(((0, 1),) * ranks.count, geometry.rows)
         axes.append(of_queries if bias.shape[1] > 1 else one)
-    q, k, v, *rest = to_heads(ranks, axes, moved)
-    options = options | {"bias": rest[0] if rest else bias}
-    results = _computed(geometry.whole, shares[ranks.own], (q, k, v), options, names, sink_keys)
+    moved = to_heads(ranks, axes, moved)
+
+    def compute() -> list[Tensor]:
+        q, k, v, *rest = moved
+        given = options | {"bias": rest[0] if rest else bias}
+        return _computed(geometry.whole, shares[ranks.own], (q, k, v), given, names, sink_keys)
+
+    results = computed_together(ranks, compute, [*moved, *learnt(options)])
     own = Axes(of_queries.heads, geometry.rows)
     out, *found = to_rows(ranks, [own] * len(results), results)
     values = dict(zip(names, found[0].unbind(-1), strict=True)) if names else {}

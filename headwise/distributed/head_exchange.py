@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headwise.distributed.header import Header, agree
+from headwise.distributed.header import Header, agree, telling
 from headwise.distributed.ranges import Range, Ranges, cut, numbers, size
 from headwise.distributed.transport import RankGroup, packed, unpacked
 
@@ -38,6 +38,56 @@ def to_heads(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) 
 def to_rows(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The opposite: this rank's positions of all heads (B, H, n, ·)."""
     return list(_ToRows.apply(ranks, axes, *tensors))  # type: ignore[no-untyped-call]
+
+
+def computed_together(
+    ranks: RankGroup, compute: Callable[[], list[Tensor]], inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """The results of a function of these inputs; if it fails on one rank, or its backward does,
+    every rank raises an error.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return list(_Together.apply(ranks, compute, *inputs))  # type: ignore[no-untyped-call]
+    with telling(ranks):
+        results = compute()
+    return results
+
+
+class _Together(torch.autograd.Function):
+    """Runs the backward of a part of the graph inside its own, where an error can be caught."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranks: RankGroup, compute: Callable[[], list[Tensor]], *inputs: Tensor
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        with telling(ranks), torch.enable_grad():
+            results = compute()
+        ctx.part = ranks, results, inputs
+        found = tuple(x.detach() for x in results)
+        constant = [x for x, y in zip(found, results, strict=True) if not y.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if ctx.part is None:
+            raise RuntimeError(
+                "a second backward through this graph needs retain_graph=True before"
+            )
+        ranks, results, inputs = ctx.part
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        wanted = [x for x, need in zip(inputs, ctx.needs_input_grad[2:], strict=True) if need]
+        with telling(ranks):
+            pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
+            outputs, given = zip(*pairs, strict=True) if pairs else ((), ())
+            found = torch.autograd.grad(
+                outputs, wanted, given, retain_graph=keep, allow_unused=True
+            )
+        ctx.part = ctx.part if keep else None
+        each = iter(found)
+        return None, None, *(next(each) if need else None for need in ctx.needs_input_grad[2:])
 
 
 class _ToHeads(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """The header that ranks exchange before a call: each learns what the others are about to do.
 
 A header has a fixed size, so ranks that differ still understand each other. A rank that failed
-before the call sends its error. So every rank ends a call that can't succeed, and names the rank.
+before the call sends its error, and when all have computed, another header tells who failed there.
+So every rank ends a call that can't succeed, and names the rank.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 from headwise.distributed.transport import RankError, RankGroup, packed, unpacked
 
 SIZE = 64  # int64 numbers
-KINDS = ("attention", "observe", "backward", "unshard", "heads", "figures", "positions", "map")
+KINDS = ("attention", "observe", "backward", "unshard", "finished", "figures", "positions", "map")
+_WHEN = {"finished": "while it computed", "figures": "in hw.watch"}  # a rank failed
 _START = 4  # the numbers before the fields: failed, kind, call, fields
 
 _calls: Counter[str] = Counter()  # how many calls each group has seen
@@ -33,8 +36,10 @@ class Header:
     words: Mapping[str, str] = field(default_factory=dict)
     own: Sequence[int] = ()
 
-    def numbers(self, call: int) -> list[int]:
-        """The header as numbers, SIZE of them."""
+    def numbers(self, call: int, failure: Exception | None = None) -> list[int]:
+        """The header as numbers, SIZE of them; if this rank failed, its error instead."""
+        if failure is not None:
+            return _failed(self, call, failure)
         fields = [*self.sizes.values(), *map(digest, self.words.values())]
         found = [0, KINDS.index(self.kind), call, len(fields), *fields, *self.own]
         return found + [0] * (SIZE - len(found))
@@ -48,7 +53,7 @@ def agree(ranks: RankGroup, header: Header, failure: Exception | None = None) ->
     """
     call = _calls[ranks.name]
     _calls[ranks.name] += 1
-    numbers = header.numbers(call) if failure is None else _failed(header, call, failure)
+    numbers = header.numbers(call, failure)
     device = ranks.quickest
     message = packed(torch.tensor(numbers, dtype=torch.int64, device=device))
     arrived = ranks.exchange(
@@ -63,9 +68,23 @@ def agree(ranks: RankGroup, header: Header, failure: Exception | None = None) ->
         else unpacked(arrived[rank], ((SIZE,), torch.int64))[0].tolist()
         for rank in range(ranks.count)
     ]
-    _compare(ranks, header, every)
-    first = _START + len(header.sizes) + len(header.words)
-    return [found[first : first + len(header.own)] for found in every]
+    return compare(header, every, ranks.own)
+
+
+@contextmanager
+def telling(ranks: RankGroup, kind: str = "finished") -> Iterator[None]:
+    """Compute something on every rank; if it fails on one, the others raise RankError after it.
+
+    Messages that fail are errors on both sides already.
+    """
+    failure = None
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception as error:
+        failure = error
+    agree(ranks, Header(kind), failure)
 
 
 def _failed(header: Header, call: int, failure: Exception) -> list[int]:
@@ -75,13 +94,17 @@ def _failed(header: Header, call: int, failure: Exception) -> list[int]:
     return [1, KINDS.index(header.kind), call, 0, *words]
 
 
-def _compare(ranks: RankGroup, header: Header, every: list[list[int]]) -> None:
-    """Raise an error that names the ranks that failed or differ."""
+def compare(header: Header, every: list[list[int]], own: int) -> list[list[int]]:
+    """Every rank's `own` numbers; `every` has the headers of all ranks, and this is rank `own`.
+
+    Raise an error that names the ranks that failed or differ.
+    """
     for rank, found in enumerate(every):
         if found[0]:
             raw = bytes(torch.tensor(found[_START:], dtype=torch.int64).view(torch.uint8).tolist())
             text = raw.rstrip(b"\0").decode(errors="replace")
-            raise RankError(f"rank {rank} of {ranks.count} failed before the call: {text}")
+            when = _WHEN.get(KINDS[found[1]], "before the call")
+            raise RankError(f"rank {rank} of {len(every)} failed {when}: {text}")
     names = ["the function", "the number of calls before this one", "options"]
     names += [*header.sizes, *header.words]
     for place, name in enumerate(names, 1):
@@ -89,24 +112,31 @@ def _compare(ranks: RankGroup, header: Header, every: list[list[int]]) -> None:
         usual = Counter(values).most_common(1)[0][0]
         others = [rank for rank, value in enumerate(values) if value != usual]
         if others:
-            raise ValueError(_difference(ranks, header, name, others, values, usual))
+            raise ValueError(_difference(header, name, others, values, usual, own))
+    first = _START + len(header.sizes) + len(header.words)
+    return [found[first : first + len(header.own)] for found in every]
 
 
 def _difference(
-    ranks: RankGroup, header: Header, name: str, others: list[int], values: list[int], usual: int
+    header: Header, name: str, others: list[int], values: list[int], usual: int, own: int
 ) -> str:
     who = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
-    call = f"hw.distributed.{header.kind} on {ranks.count} ranks"
+    call = f"{_call(header.kind)} on {len(values)} ranks"
     if name == "the function":
         found = ", ".join(KINDS[values[rank]] for rank in others)
         return (
             f"{who} differs in {name}: it is in {found}, the others in {KINDS[usual]}\n  in {call}"
         )
-    own = header.words.get(name)
-    if own is not None:
-        return f"{who} differs in {name}; here, on rank {ranks.own}, it is {own}\n  in {call}"
+    said = header.words.get(name)
+    if said is not None:
+        return f"{who} differs in {name}; here, on rank {own}, it is {said}\n  in {call}"
     found = ", ".join(str(values[rank]) for rank in others)
     return f"{who} differs in {name}: {found} there, {usual} elsewhere\n  in {call}"
+
+
+def _call(kind: str) -> str:
+    """The user's call that sends headers of a kind."""
+    return "hw.watch" if kind == "figures" else f"hw.distributed.{kind}"
 
 
 def digest(text: str) -> int:

@@ -44,7 +44,28 @@ class KeyExchange:
         raise NotImplementedError
 
     def gradients(self, k: Tensor, v: Tensor, differentiate: Differentiate) -> Pair:
-        """The gradients of this rank's keys and values, from the rows of every rank."""
+        """The gradients of this rank's keys and values, from the rows of every rank.
+
+        An error of `differentiate` is raised when all messages have moved: other ranks wait for
+        them.
+        """
+        failure: Exception | None = None
+
+        def tried(run: KeyRun) -> Pair:
+            nonlocal failure
+            if failure is None:
+                try:
+                    return differentiate(run)
+                except Exception as error:
+                    failure = error
+            return _zeros(run.k), _zeros(run.v)
+
+        total = self._gradients(k, v, tried)
+        if failure is not None:
+            raise failure
+        return total
+
+    def _gradients(self, k: Tensor, v: Tensor, differentiate: Differentiate) -> Pair:
         raise NotImplementedError
 
     def seen(self, owner: int, k: Tensor, v: Tensor) -> list[KeyRun]:
@@ -79,7 +100,7 @@ class RangeExchange(KeyExchange):
         self.far = self._arrived(arrivals.take(), k, v)
         yield from self.far
 
-    def gradients(self, k: Tensor, v: Tensor, differentiate: Differentiate) -> Pair:
+    def _gradients(self, k: Tensor, v: Tensor, differentiate: Differentiate) -> Pair:
         far = [(run, differentiate(run)) for run in self.far]
         wide = _widened(k), _widened(v)
         sends = {
@@ -134,7 +155,7 @@ class RingExchange(KeyExchange):
         for owner, pair in self._around((k, v)):
             yield from self.seen(owner, *pair)
 
-    def gradients(self, k: Tensor, v: Tensor, differentiate: Differentiate) -> Pair:
+    def _gradients(self, k: Tensor, v: Tensor, differentiate: Differentiate) -> Pair:
         # The gradients of a rank's keys follow the keys, one step behind, and end at home.
         ranks, coming = self.ranks, None
         total: Pair = _zeros(k), _zeros(v)

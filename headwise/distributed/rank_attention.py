@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,7 @@ from headwise.core.statistics import complete, named, wanted
 from headwise.core.sums import Sums
 from headwise.distributed.geometry import described, described_layout, geometry
 from headwise.distributed.head_attention import attend_by_heads
-from headwise.distributed.header import Header, agree
+from headwise.distributed.header import Header, agree, telling
 from headwise.distributed.key_blocks import (
     SINGLES,
     KeyBlocks,
@@ -326,9 +327,13 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RankCall, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        given = Learnable(q, *rest)
         runs = call.exchange.runs(k, v)
-        sums, singles = call.blocks.forward(given, v.shape[-1], runs)
+        with telling(call.ranks):
+            try:
+                sums, singles = call.blocks.forward(Learnable(q, *rest), v.shape[-1], runs)
+            except Exception:
+                deque(runs, 0)  # the others still need what this rank passes on
+                raise
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(sums.max_logit, *sums[4:], singles)
@@ -343,11 +348,12 @@ class _Attend(torch.autograd.Function):
         call: RankCall = ctx.call
         q, k, v, *others = ctx.saved_tensors
         given, sums = Learnable(q, *others[:5]), Sums(*others[5:])
-        agree(call.ranks, Header("backward"))
         grad_entropy = None if sums.entropy.ndim < 3 else grad_entropy
         learns = bool(ctx.needs_input_grad[5])
-        rows = RunGradients(call.blocks, given, sums, grad_out, grad_lse, grad_entropy, learns)
-        grad_k, grad_v = call.exchange.gradients(k, v, rows.of)
+        with telling(call.ranks, "backward"):
+            rows = RunGradients(call.blocks, given, sums, grad_out, grad_lse, grad_entropy, learns)
+        with telling(call.ranks):
+            grad_k, grad_v = call.exchange.gradients(k, v, rows.of)
         found = (rows.total.q, grad_k, grad_v, *rows.total[1:])
         inputs = (q, k, v, *given[1:])
         return None, *(

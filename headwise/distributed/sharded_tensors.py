@@ -35,7 +35,7 @@ class DTensorCalls:
 
     def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """The output as a DTensor (B, Hq, N, Dv), placed like q."""
-        call = ShardedCall.of("attention", q, k, v)
+        call = ShardedCall.of(_called("attention", options), q, k, v)
         part, given = call.local((q, k, v), options)
         if not part[0].shape[1]:
             return call.whole(_nothing(part, given, part[2].shape[-1]))
@@ -46,7 +46,7 @@ class DTensorCalls:
 
     def observe(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Observation]:
         """The output and the statistics as DTensors, placed like q."""
-        call = ShardedCall.of("observe", q, k, v)
+        call = ShardedCall.of(_called("observe", options), q, k, v)
         if call.sequence is not None and options.get("rows") is not None:
             raise call.error(
                 "rows= samples the rows of one rank, and the sequence of these DTensors is "
@@ -69,7 +69,7 @@ class DTensorCalls:
 class ShardedCall:
     """The part of a call that this rank computes."""
 
-    kind: str
+    kind: str  # the function's name in `hw`
     tensors: tuple[Any, Any, Any]
     mesh: DeviceMesh
     placements: tuple[Any, ...]  # of q and of the results
@@ -197,7 +197,8 @@ class ShardedCall:
             if asked:
                 raise self.error(
                     "hw.distributed takes DTensors whose positions (axis 2) are sharded over "
-                    f"mesh=, and q is placed {self.placements}; use hw.{self.kind}"
+                    f"mesh=, and q is placed {self.placements}; "
+                    f"use {self.kind.replace('distributed', 'hw')}"
                 )
             return {}
         group = self.mesh.get_group(self.sequence)
@@ -292,6 +293,11 @@ def held_range(length: int, mesh: DeviceMesh, dimensions: list[int]) -> range:
         start = min(length, chunk * mesh.get_local_rank(dimension))
         first, length = first + start, min(chunk, length - start)
     return range(first, first + length)
+
+
+def _called(function: str, options: Mapping[str, Any]) -> str:
+    """The function that the user called: those of hw.distributed take a mesh."""
+    return f"distributed.{function}" if "mesh" in options else function
 
 
 def _spans_of(spans: Spans, batch: range) -> dict[str, Any]:

@@ -229,12 +229,18 @@ class SteppedRecording(Recording):
     def _end_step(self) -> None:
         self._recorder.numbered = self._recorder.numbered or bool(self._recorder.layers)
         if self._recorder.active:
-            self._settle()  # the step before: its figures have arrived by now
+            failure = None
+            try:
+                self._settle()  # the step before: its figures have arrived by now
+            except Exception as error:
+                if self.ranks is None:
+                    raise
+                failure = error  # the other ranks wait: they hear of it first
             with self._going_on("ending a step"):
                 if not self._recorder.unread.reasons:  # else it was reported
                     self.check()
-            with self._going_on("ending a step"):  # the other ranks wait for it
-                self._take()
+            with self._going_on("ending a step"):
+                self._take(failure)
             for layer in self._recorder.layers.values():
                 layer.close()
         self.steps += 1
@@ -247,11 +253,11 @@ class SteppedRecording(Recording):
                 if looking:
                     self._meter.begin()
 
-    def _take(self) -> None:
+    def _take(self, failure: Exception | None) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""
         recorded = tuple(x for x in self._recorder.layers.values() if x.recorded)
         if self.ranks is not None:
-            copies = self.ranks.take(self._recorder, self.model)
+            copies = self.ranks.take(self._recorder, self.model, failure)
             recorded = self.ranks.layers  # what this one did not see, others may have
         elif recorded:
             copies = {board: board.take() for board in self._recorder.boards.values()}

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
+from headwise.distributed import head_attention
+from headwise.distributed.key_blocks import KeyBlocks, RunGradients
 from tests.distributed.processes import Processes
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
@@ -84,6 +86,51 @@ def test_a_bias_without_the_keys_of_the_others_is_refused_everywhere(processes: 
     for fine, error in processes.attempt(attend, 2, 1, "short bias"):
         assert not fine
         assert "its last axis is 1 or the 10 keys of all ranks together" in error
+
+
+def out_of_memory(*_: object) -> object:
+    raise MemoryError("no room")
+
+
+def breaking(mesh: DeviceMesh, move: str, at: str) -> tuple[str, float]:
+    """The error of a call in which the second rank fails to compute, and the sum of the next."""
+    q = torch.ones(1, 4, 5, 8, requires_grad=True)
+    given = {"mesh": mesh, "mask": hw.mask.causal(), "move": move}
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_local_rank() == 1:
+            compute = head_attention._computed
+            if at == "forward":
+                patch.setattr(KeyBlocks, "_part", out_of_memory)
+                patch.setattr(head_attention, "_computed", out_of_memory)
+            elif move != "ulysses":
+                patch.setattr(RunGradients, "of", out_of_memory)
+            else:
+
+                def hooked(*args: object) -> list[torch.Tensor]:
+                    (out,) = compute(*args)
+                    out.register_hook(out_of_memory)
+                    return [out]
+
+                patch.setattr(head_attention, "_computed", hooked)
+        with pytest.raises(Exception) as error:
+            hw.distributed.attention(q, q, q, **given).sum().backward()
+    out = hw.distributed.attention(q, q, q, **given)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    return f"{type(error.value).__name__}: {error.value}", float(q.grad.sum())
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.parametrize("move", ["ring", "ranges", "ulysses"])
+def test_a_rank_that_fails_while_it_computes_is_named(
+    processes: Processes, move: str, at: str
+) -> None:
+    found = processes.run(breaking, 3, move, at)
+    for rank, (said, _) in enumerate(found):
+        other = "RankError: rank 1 of 3 failed while it computed: MemoryError: no room"
+        assert said == ("MemoryError: no room" if rank == 1 else other)
+    # and the next call is sound: every row gives its values a gradient of one, twice
+    assert sum(total for _, total in found) == pytest.approx(2 * 3 * 4 * 5 * 8)
 
 
 def by_heads(mesh: DeviceMesh) -> object:

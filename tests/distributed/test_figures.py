@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
+from headwise.watching.ranks.joined_steps import JoinedSteps
 from tests.distributed.processes import Processes
 from tests.distributed.test_split_models import LENGTH, inputs, layer
 
@@ -118,3 +120,76 @@ def unequal(mesh: DeviceMesh) -> str:
 def test_ranks_with_different_models_are_told(processes: Processes) -> None:
     for said in processes.run(unequal, 3):
         assert "rank 0 differs in watched layers: 1 there, 2 elsewhere" in said
+
+
+class Collectives(TorchDispatchMode):
+    """The messages of torch.distributed that a block sends: collectives and single ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == "c10d":
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def counted(mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """The collectives of each step: while the model runs, and when the step ends."""
+    watched, found = model(), []
+    with hw.watch(watched, mesh=mesh) as watch:
+        for _ in range(STEPS):
+            with Collectives() as inside:
+                watched(inputs()).sum().backward()
+            with Collectives() as ending:
+                watch.step()
+            found.append((len(inside.names), len(ending.names)))
+    return found
+
+
+def test_a_step_is_one_collective_and_none_in_the_model(processes: Processes) -> None:
+    for found in processes.run(counted, 3):
+        assert found[0][0] == 0  # the first step exchanges names too
+        assert found[1:] == [(0, 1)] * (STEPS - 1)
+
+
+def failing(mesh: DeviceMesh, at: int, stats: bool) -> list[str]:
+    """One rank fails when a step ends, or watches other statistics."""
+    watched, rank, said = model(), mesh.get_local_rank(), []
+    options = {"stats": ("entropy",)} if stats and rank == 1 else {}
+    whole = JoinedSteps._parts
+    with hw.watch(watched, mesh=mesh, strict=True, **options) as watch:
+        for step in range(STEPS):
+            watched(inputs())
+            if (step, rank) == (at, 1) and not stats:
+                JoinedSteps._parts = broken
+            try:
+                watch.step()
+                said.append("")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+            finally:
+                JoinedSteps._parts = whole
+    return said
+
+
+def broken(*_: object) -> dict[str, object]:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_rank_that_fails_when_a_step_ends_is_named(processes: Processes, at: int) -> None:
+    for rank, said in enumerate(processes.run(failing, 3, at, False)):
+        for step, error in enumerate(said):
+            if step != at:
+                assert error == ""
+            elif rank == 1:
+                assert error == "MemoryError: no room"
+            else:
+                assert error == "RankError: rank 1 of 3 failed in hw.watch: MemoryError: no room"
+
+
+def test_ranks_with_other_statistics_are_named(processes: Processes) -> None:
+    for said in processes.run(failing, 3, 0, True):
+        assert all("rank 1 differs in stats: entropy there" in error for error in said)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import headwise as hw
-from headwise.distributed.figures import LayerPart, numbered
+from headwise.watching.ranks.layer_numbers import LayerPart, numbered
 from tests.distributed.processes import Processes
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes

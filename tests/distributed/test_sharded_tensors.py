@@ -142,6 +142,11 @@ def refused(mesh: DeviceMesh) -> list[str]:
     for call in (lambda: hw.attention_map(*given[:2]), lambda: hw.partial(*given)):
         with pytest.raises(ValueError, match="takes plain tensors"):
             call()
+    with pytest.raises(ValueError, match=r"use hw\.attention\n  in hw\.distributed\.attention\("):
+        hw.distributed.attention(*given, mesh=mesh)
+    rows = [distribute_tensor(x, mesh, [N]) for x in whole(4, 4)[:3]]
+    with pytest.raises(ValueError, match=r"shape \(3,\)[^$]*in hw\.distributed\.observe\("):
+        hw.distributed.observe(*rows, mesh=mesh, sinks=torch.zeros(3))
     return said
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.core.reduction import Columns
-from headwise.distributed.figures import LAYERS, JoinedFigures, LayerPart
 from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.board import Board, HostCopy, Slot
 from headwise.watching.call_recorder import CallRecorder
 from headwise.watching.layer import WatchedLayer
 from headwise.watching.ranks.head_places import head_place
+from headwise.watching.ranks.joined_figures import JoinedFigures
+from headwise.watching.ranks.layer_numbers import LAYERS, LayerPart
+
+Made = TypeVar("Made")
 
 
 class JoinedSteps:
@@ -26,6 +32,7 @@ class JoinedSteps:
         self.figures = JoinedFigures(mesh)
         self.layers: tuple[WatchedLayer, ...] = ()  # of all ranks
         self.board: Board | None = None  # that their slots are on
+        self._headers: HostCopy | None = None  # of the last step, until they are read
         self._at: dict[tuple[Board, tuple[int, ...]], Tensor] = {}  # numbers of slots
 
     @property
@@ -43,12 +50,32 @@ class JoinedSteps:
         """True if ranks have different layers, so that a rank can't number its own."""
         return LAYERS in (self.figures.mesh.mesh_dim_names or ())
 
-    def take(self, recorder: CallRecorder, model: nn.Module) -> dict[Board, HostCopy]:
-        """End a step: join the figures of all ranks, and start anew."""
-        table, waiting = self._join(recorder, model)
+    def take(
+        self, recorder: CallRecorder, model: nn.Module, failure: Exception | None = None
+    ) -> dict[Board, HostCopy]:
+        """End a step: join the figures of all ranks, and start anew.
+
+        `failure` is an error of this rank, raised when the others know.
+        """
+        try:
+            self._check()  # before, if the last step could not be read
+        except Exception as error:
+            failure = failure or error
+        columns = Columns(recorder.options.stats)
+        boards = list(recorder.boards.values())
+        device = boards[0].device if boards else torch.device(self.figures.mesh.device_type)
+        if self.figures.layers is None or self.figures.outdated:
+            self._number(recorder, model, columns, device, failure)
+        own, failure = _tried(lambda: self._own_figures(recorder, model, device), failure)
+        mine, waiting = own or ([], [])
+        table, headers = self.figures.join(mine, bool(waiting), failure)
+        if failure is not None:
+            self.figures.outdated = True  # as on the others, once they have read the headers
+            raise failure
+        self._headers = HostCopy.of(headers)
         assert self.board is not None
-        self.board.ended = table[:-1]
-        for board in recorder.boards.values():
+        self.board.ended = table
+        for board in boards:
             board.restart([slot.number for slot in waiting if slot.board is board])
         copies = {self.board: HostCopy.of(table)}
         for slot, _ in recorder.unread.compiled.values():
@@ -56,10 +83,14 @@ class JoinedSteps:
         return copies
 
     def read(self, copies: dict[Board, Tensor]) -> None:
-        """Note what a step's figures tell besides: the ranks must agree on their layers again."""
+        """Note that ranks must agree again; raise an error that names one that failed."""
         if self.board is not None and self.board in copies:
-            flag = copies[self.board][-1, self.board.columns.sums, 0]
-            self.figures.outdated = self.figures.outdated or bool(flag > 0)
+            self._check()
+
+    def _check(self) -> None:
+        headers, self._headers = self._headers, None
+        if headers is not None:
+            self.figures.check(headers.read())
 
     def columns(self) -> dict[str, Tensor]:
         """The columns (columns, heads) of all heads of this rank's layers in the last step."""
@@ -74,36 +105,34 @@ class JoinedSteps:
         found = self.board.ended[:, self.board.columns.largest(stat)]
         return ((found == torch.inf) | found.isnan()).any()
 
-    def _join(self, recorder: CallRecorder, model: nn.Module) -> tuple[Tensor, list[Slot]]:
-        """The table of all ranks, and the slots of layers that have no place in it yet."""
-        layers = {layer.name: layer for layer in recorder.layers.values() if layer.slot is not None}
-        parts = {  # those that were not asked for count too, or the others' numbers would change
+    def _parts(self, recorder: CallRecorder, model: nn.Module) -> dict[str, LayerPart]:
+        """This rank's part of every layer, by its name here."""
+        layers = _recorded(recorder)
+        return {  # those that were not asked for count too, or the others' numbers would change
             name: self._part(layers[name], model) if name in layers else LayerPart(name, "", 0)
             for name in recorder.known()
         }
-        columns = Columns(recorder.options.stats)
-        boards = list(recorder.boards.values())
-        device = boards[0].device if boards else torch.device(self.figures.mesh.device_type)
-        if self.figures.layers is None or self.figures.outdated:
-            self._number(parts, layers, columns, device, recorder)
+
+    def _own_figures(
+        self, recorder: CallRecorder, model: nn.Module, device: torch.device
+    ) -> tuple[list[tuple[list[str], Tensor]], list[Slot]]:
+        """This rank's figures, and the slots of layers on which the ranks have not agreed yet."""
+        layers, parts = _recorded(recorder), self._parts(recorder, model)
         known = [name for name in layers if self.figures.knows(parts[name])]
-        groups: dict[tuple[Board, int, int], list[str]] = {}
+        groups: dict[tuple[Board, int], list[str]] = {}
         for name in known:
             slot = layers[name].slot
             assert slot is not None
-            groups.setdefault((slot.board, slot.heads, layers[name].first_head), []).append(name)
+            groups.setdefault((slot.board, slot.heads), []).append(name)
         mine = []
-        for (board, heads, _), names in groups.items():
+        for (board, heads), names in groups.items():
             slots = tuple(layers[name].slot.number for name in names)  # type: ignore[union-attr]
             if (board, slots) not in self._at:
                 self._at[board, slots] = torch.tensor(slots, device=board.device)
             figures = board.now.index_select(0, self._at[board, slots])[:, :, :heads]
             mine.append((names, figures.to(device)))
         waiting = [layer.slot for name, layer in layers.items() if name not in known]
-        table = self.figures.join(
-            mine, columns.sums, columns.count + 1, device, outdated=bool(waiting)
-        )
-        return table, [slot for slot in waiting if slot is not None]
+        return mine, [slot for slot in waiting if slot is not None]
 
     def _part(self, layer: WatchedLayer, model: nn.Module) -> LayerPart:
         if layer.share is None:
@@ -116,11 +145,13 @@ class JoinedSteps:
         return LayerPart(layer.name, layer.kind, layer.heads, first, total, layer.stats)
 
     def _number(
-        self, parts: dict[str, LayerPart], layers: dict[str, WatchedLayer], columns: Columns,
-        device: torch.device, recorder: CallRecorder,
+        self, recorder: CallRecorder, model: nn.Module, columns: Columns, device: torch.device,
+        failure: Exception | None,
     ) -> None:  # fmt: skip
         """Agree with the other ranks on the layers of the whole model, and number this rank's."""
-        found = self.figures.agree(list(parts.values()))
+        parts, failure = _tried(lambda: self._parts(recorder, model), failure)
+        found = self.figures.agree(list((parts or {}).values()), columns, device, failure)
+        layers = _recorded(recorder)
         self.board = Board(columns, device)
         sampled = recorder.options.rows is not None
         self.layers = tuple(
@@ -135,3 +166,18 @@ class JoinedSteps:
             if each.own:
                 local = layers[each.local_name]
                 local.number, local.first_head = each.number, each.own.start
+
+
+def _recorded(recorder: CallRecorder) -> dict[str, WatchedLayer]:
+    """The layers that have figures on this rank, by their names."""
+    return {layer.name: layer for layer in recorder.layers.values() if layer.slot is not None}
+
+
+def _tried(
+    make: Callable[[], Made], failure: Exception | None
+) -> tuple[Made | None, Exception | None]:
+    """The result of a function or its error, unless there is one already: the other ranks wait."""
+    try:
+        return (None if failure is not None else make()), failure
+    except Exception as error:
+        return None, error

@@ -1,4 +1,4 @@
-"""Figures of heads, joined over the ranks of a mesh: sums are added, maxima compared.
+"""The layers and heads of a whole model, numbered from the parts that its ranks have.
 
 Ranks along a dimension named "tp" have other heads of the same layers, along one named "pp" other
 layers; along every other dimension they have the same heads of the same layers.
@@ -8,17 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-
-from headwise.distributed.transport import RankGroup
 
 HEADS, LAYERS = "tp", "pp"  # the names of dimensions that split heads and layers
 
@@ -40,7 +32,10 @@ class LayerPart:
 
 @dataclass(frozen=True)
 class JoinedLayer:
-    """A layer of the whole model; `own` are this rank's heads, empty if it has none of them."""
+    """A layer of the whole model; `own` are this rank's heads, empty if it has none of them.
+
+    `held` are the heads of every rank that has some, by its number in the mesh.
+    """
 
     number: int
     name: str
@@ -49,90 +44,7 @@ class JoinedLayer:
     stats: tuple[str, ...]
     own: range
     local_name: str  # on the ranks that have it
-
-
-class JoinedFigures:
-    """Joins tables of figures, (columns, heads) per layer, the first columns of which are sums.
-
-    Ranks exchange the names of their layers when a step ends for the first time, and again after a
-    step in which one of them has seen a new layer. A join is one sum and one maximum of a table of
-    a fixed size over the mesh, and nothing is read back.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        if not isinstance(mesh, DeviceMesh):
-            raise ValueError(f"mesh= takes a DeviceMesh, not {type(mesh).__name__}")
-        self.mesh = mesh
-        whole = mesh.size() == dist.get_world_size()
-        groups = [dist.group.WORLD] if whole else mesh.get_all_groups()
-        self.groups = [RankGroup(group) for group in groups if group is not None]
-        self.layers: list[JoinedLayer] | None = None  # of all ranks, once they have agreed
-        self.outdated = False  # a rank has seen a layer since, so they must agree again
-        self._parts: dict[str, LayerPart] = {}  # of this rank, as agreed
-        self._at: dict[tuple[str, ...], Tensor] = {}
-
-    @property
-    def first(self) -> bool:
-        """True on the rank that reports for all."""
-        return not any(self._coordinate())
-
-    def knows(self, part: LayerPart) -> bool:
-        """True if the ranks have agreed on the place of this part."""
-        return _same(self._parts.get(part.name), part)
-
-    def agree(self, parts: Sequence[LayerPart]) -> list[JoinedLayer]:
-        """Exchange the layers of all ranks, and number them; ValueError if they don't fit."""
-        everyone = [(self._coordinate(), tuple(parts))]
-        for group in self.groups:
-            found: list[Any] = [None] * group.count
-            with group.telling(None):
-                dist.all_gather_object(found, everyone, group=group.group)
-            everyone = [each for part in found for each in part]
-        names = self.mesh.mesh_dim_names or ()
-        self.layers = numbered(names, dict(everyone), self._coordinate())
-        self._parts = {part.name: part for part in parts}
-        self.outdated, self._at = False, {}
-        return self.layers
-
-    def join(
-        self, mine: Iterable[tuple[Sequence[str], Tensor]], sums: int, columns: int,
-        device: torch.device, outdated: bool,
-    ) -> Tensor:  # fmt: skip
-        """The figures of all layers and ranks, float64 (layers + 1, columns, heads).
-
-        `mine` are names of layers whose heads begin at the same number, and their figures
-        (layers, columns, heads). The last entry has a positive number in its first maximum if a
-        rank was `outdated`.
-        """
-        assert self.layers is not None
-        most = max([layer.heads for layer in self.layers], default=1)
-        shape = (len(self.layers) + 1, columns, most)
-        table = torch.zeros(shape, dtype=torch.float64, device=device)
-        table[:, sums:] = -torch.inf
-        if outdated:
-            table[-1, sums, 0] = 1
-        numbers = {layer.local_name: layer for layer in self.layers if layer.own}
-        for names, figures in mine:
-            heads = numbers[names[0]].own
-            if tuple(names) not in self._at:
-                at = [numbers[name].number for name in names]
-                self._at[tuple(names)] = torch.tensor(at, device=device)
-            place = table[:, :, heads.start : heads.stop]
-            place.index_copy_(0, self._at[tuple(names)], figures)
-        for group in self.groups:
-            carrier = group.carrier(device)
-            for part, how in (
-                (table[:, :sums], dist.ReduceOp.SUM),
-                (table[:, sums:], dist.ReduceOp.MAX),
-            ):
-                together = part.to(carrier).contiguous()
-                with group.telling(None):
-                    dist.all_reduce(together, op=how, group=group.group)
-                part.copy_(together)
-        return table
-
-    def _coordinate(self) -> tuple[int, ...]:
-        return tuple(self.mesh.get_coordinate() or ())
+    held: Mapping[int, range]
 
 
 Rank = tuple[int, int, tuple[LayerPart, ...]]  # number in the mesh, share of heads, layers
@@ -152,24 +64,27 @@ def numbered(
         place = dict(zip(dimensions, coordinate, strict=False))
         rank = (number, place.get(HEADS, 0), tuple(parts))
         stages.setdefault(place.get(LAYERS, 0), []).append(rank)
-    mine = dict(zip(dimensions, own, strict=False))
+    mine = sorted(everyone).index(own)
     found: list[JoinedLayer] = []
     for stage, some in sorted(stages.items()):
         names = max(([part.name for part in parts] for *_, parts in some), key=len)
         ranks = [(number, share, _filled(parts, names)) for number, share, parts in some]
         _check_layers(ranks, len(everyone))
-        here, known = mine.get(LAYERS, 0) == stage, _filled(everyone[own], names)
         for layer, part in enumerate(ranks[0][2]):
             shares = [(share, rank[layer]) for _, share, rank in ranks if rank[layer].heads]
             total, firsts = _heads(part.name, shares)
-            heads = range(0)
-            if here:
-                held = known[layer]
-                first = held.first if held.total else firsts.get(mine.get(HEADS, 0), 0)
-                heads = range(first, first + held.heads)
+            held = {}
+            for number, share, own_parts in ranks:
+                each = own_parts[layer]
+                first = each.first if each.total else firsts.get(share, 0)
+                if each.heads:
+                    held[number] = range(first, first + each.heads)
             stats = dict.fromkeys(name for _, each in shares for name in each.stats)
             kind = shares[0][1].kind if shares else ""
-            found.append(JoinedLayer(stage, part.name, kind, total, tuple(stats), heads, part.name))
+            heads = held.get(mine, range(0))
+            found.append(
+                JoinedLayer(stage, part.name, kind, total, tuple(stats), heads, part.name, held)
+            )
     return _in_order(found)
 
 
@@ -234,7 +149,3 @@ def _prefix(name: str) -> tuple[str, int]:
     """The name up to its first number, and that number."""
     head, number = re.fullmatch(r"(\D*)(\d*).*", name, re.S).groups()  # type: ignore[union-attr]
     return head, int(number or 0)
-
-
-def _same(known: LayerPart | None, part: LayerPart) -> bool:
-    return known is not None and replace(known, stats=()) == replace(part, stats=())
