@@ -15,10 +15,10 @@ from torch.optim.optimizer import Optimizer
 
 from headwise.costs.uses.step_meter import MeteredStep, StepMeter, StepUtilisation
 from headwise.watching.alarms import Alarm, Alarms
-from headwise.watching.board import Board, HostCopy
-from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.layer import WatchedLayer
 from headwise.watching.ranks.joined_steps import JoinedSteps
+from headwise.watching.recorder.board import Board, HostCopy
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording, head_rows, overflow
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
@@ -68,7 +68,7 @@ class SteppedRecording(Recording):
     ) -> None:
         self.model, self._meter = model, StepMeter(model)
         self.ranks = ranks  # the processes whose figures are joined when a step ends
-        recorder.some_layers = ranks is not None and ranks.stages
+        recorder.registry.some_layers = ranks is not None and ranks.stages
         self._recorder, self._alarms = recorder, Alarms(rules)
         self._series: list[Entry] = []
         self._ended: EndedStep | None = None  # the last step, if it was not read yet
@@ -85,11 +85,11 @@ class SteppedRecording(Recording):
 
     @property
     def layers(self) -> list[WatchedLayer]:
-        return list(self._recorder.layers.values())
+        return list(self._recorder.registry.layers.values())
 
     @property
     def tokens(self) -> Tensor | None:
-        return self._recorder.tokens
+        return self._recorder.passes.tokens
 
     @property
     def unread(self) -> list[str]:
@@ -128,7 +128,7 @@ class SteppedRecording(Recording):
         if not recorded:
             self._recorder.unread.warn()
             return super().heads()
-        copies = {board: board.copy() for board in self._recorder.boards.values()}
+        copies = {board: board.copy() for board in self._recorder.registry.boards.values()}
         table = self._table(recorded, copies, self._recorder.proofs.take())
         return table if len(table) else super().heads()
 
@@ -160,11 +160,11 @@ class SteppedRecording(Recording):
         series = [Entry.from_dict(entry) for entry in state["series"]]
         self._alarms.load_state_dict(state["alarms"])
         self._series, self._ended, self.steps = series, None, int(state["steps"])
-        for board in self._recorder.boards.values():
+        for board in self._recorder.registry.boards.values():
             board.take()
         for layer in self.layers:
             layer.close()
-        self._passes = self._recorder.passes
+        self._passes = self._recorder.passes.count
         self._look(self.steps % self._recorder.options.every == 0)
 
     def check(self) -> None:
@@ -177,7 +177,7 @@ class SteppedRecording(Recording):
         called once: then every step ends here.
         """
         self._by_hand = True
-        if self._ended_by_optimiser and self._passes == self._recorder.passes:
+        if self._ended_by_optimiser and self._passes == self._recorder.passes.count:
             self._ended_by_optimiser = False
         else:
             self._end_step()
@@ -193,7 +193,7 @@ class SteppedRecording(Recording):
         if self._by_hand:
             return
         last = None if self._optimiser is None else self._optimiser()
-        ran = self._passes != self._recorder.passes or any([x.has_run() for x in self.layers])
+        ran = self._passes != self._recorder.passes.count or any([x.has_run() for x in self.layers])
         if ran:
             ends = self._is_ours(optimiser)
         else:
@@ -219,7 +219,8 @@ class SteppedRecording(Recording):
         self._recorder.active = looking
 
     def _end_step(self) -> None:
-        self._recorder.numbered = self._recorder.numbered or bool(self._recorder.layers)
+        registry = self._recorder.registry
+        registry.numbered = registry.numbered or bool(registry.layers)
         if self._recorder.active:
             self._settle()  # the step before: its figures have arrived by now
             with self._going_on("ending a step"):
@@ -230,7 +231,7 @@ class SteppedRecording(Recording):
             for layer in self.layers:
                 layer.close()
         self.steps += 1
-        self._passes = self._recorder.passes
+        self._passes = self._recorder.passes.count
         looking = self.steps % self._recorder.options.every == 0
         if looking or self._recorder.active:
             with self._going_on("beginning a step"):
@@ -246,7 +247,7 @@ class SteppedRecording(Recording):
             copies = self.ranks.take(self._recorder, self.model)
             recorded = self.ranks.layers  # what this one did not see, others may have
         elif recorded:
-            copies = {board: board.take() for board in self._recorder.boards.values()}
+            copies = {board: board.take() for board in self._recorder.registry.boards.values()}
         else:
             return
         # With ranks, a pass may be a part of a sequence: its FLOPs are not those of its shape.
@@ -290,14 +291,14 @@ class SteppedRecording(Recording):
             self._judge(module, [x for x in layers if x.module == module], boards)
         self._recorder.unread.look(boards)
         self._recorder.unread.warn()
-        here, matches = self._recorder.layers, self._recorder.matches
-        misread = [name for name in self._recorder.known() if name not in here]
+        here, asked_for = self._recorder.registry.layers, self._recorder.options.ask_for
+        misread = [name for name in self._recorder.registry.shown if name not in here]
         left = [layer for layer in layers if layer.name in here or joined]
         left = [
             layer
             for layer in left
             if not (layer.compiled or joined)
-            or (_has_rows(layer, boards) and matches(layer.number, layer.name))
+            or (_has_rows(layer, boards) and asked_for(layer.number, layer.name))
         ]
         left = [layer for layer in left if layer.name not in misread]
         rows = head_rows(left, boards, self._recorder.options.rows is not None)

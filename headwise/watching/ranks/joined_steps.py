@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from headwise.core.reduction import Columns
 from headwise.distributed.figures import LAYERS, JoinedFigures, LayerPart
 from headwise.watching.adapters.module_forwards import find_module
-from headwise.watching.board import Board, HostCopy, Slot
-from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.layer import WatchedLayer
 from headwise.watching.ranks.head_places import head_place
+from headwise.watching.recorder.board import Board, HostCopy, Slot
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.layer import WatchedLayer
 
 
 class JoinedSteps:
@@ -48,7 +48,7 @@ class JoinedSteps:
         table, waiting = self._join(recorder, model)
         assert self.board is not None
         self.board.ended = table[:-1]
-        for board in recorder.boards.values():
+        for board in recorder.registry.boards.values():
             board.restart([slot.number for slot in waiting if slot.board is board])
         copies = {self.board: HostCopy.of(table)}
         for slot, _ in recorder.unread.compiled.values():
@@ -76,13 +76,14 @@ class JoinedSteps:
 
     def _join(self, recorder: CallRecorder, model: nn.Module) -> tuple[Tensor, list[Slot]]:
         """The table of all ranks, and the slots of layers that have no place in it yet."""
-        layers = {layer.name: layer for layer in recorder.layers.values() if layer.slot is not None}
+        registry = recorder.registry
+        layers = {name: x for name, x in registry.layers.items() if x.slot is not None}
         parts = {  # those that were not asked for count too, or the others' numbers would change
             name: self._part(layers[name], model) if name in layers else LayerPart(name, "", 0)
-            for name in recorder.known()
+            for name in registry.shown
         }
         columns = Columns(recorder.options.stats)
-        boards = list(recorder.boards.values())
+        boards = list(registry.boards.values())
         device = boards[0].device if boards else torch.device(self.figures.mesh.device_type)
         if self.figures.layers is None or self.figures.outdated:
             self._number(parts, layers, columns, device, recorder)

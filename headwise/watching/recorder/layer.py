@@ -18,8 +18,8 @@ from headwise.core.place import Place, four
 from headwise.distributed.head_options import options_of
 from headwise.maps.attention_map import AttentionMap
 from headwise.nn.call import Call
-from headwise.watching.board import Slot
-from headwise.watching.seen_call import Kind, SeenCall, owned
+from headwise.watching.recorder.board import Slot
+from headwise.watching.recorder.seen_call import Kind, SeenCall, owned
 from headwise.watching.table import Value
 
 LARGEST = 1 << 24
