@@ -168,12 +168,11 @@ def table(runs: Sequence[Run]) -> Listing:
     return Listing(both("Translators", "翻译模型"), headings, tuple(rows))
 
 
-def scatter(runs: Sequence[Run]) -> float:
-    """The standard deviation of runs that differ in their seed alone, in percent of their BLEU."""
-    groups = scores(runs).values()
-    freedom = sum(len(mine) - 1 for mine in groups)
-    squares = sum((x / _mean(mine) - 1) ** 2 for mine in groups for x in mine)
-    return 100 * float((squares / max(1, freedom)) ** 0.5)
+def scatter(runs: Sequence[Run], variant: str) -> float:
+    """The standard deviation of a variant's runs, one for each seed, in percent of their BLEU."""
+    mine = scores(runs).get(variant, [0.0])
+    squares = sum((x / max(_mean(mine), 1e-9) - 1) ** 2 for x in mine)
+    return 100 * float((squares / max(1, len(mine) - 1)) ** 0.5)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -56,6 +56,7 @@ NOTES: Sequence[tuple[str, Sentence, float, float]] = (
     ("unscaled-heads-1", both("the same, one wide head", "同上，一个宽的头"), 0.0, 100.0),
     ("fixed", both("fixed weights do not generalise", "固定权重不能泛化"), 0.0, 100.0),
     ("lstm", both("an LSTM loses what is far", "LSTM 丢失远处的内容"), 0.0, 100.0),
+    ("convolution", both("a convolution sees what is near", "卷积只看得到近处"), 0.0, 100.0),
 )
 """The notes' sentences about results. Where they give no number, the sign is what they say."""
 

@@ -34,7 +34,8 @@ ORDER = ("index", "formula", "scale", "heads", "qk", "dot", "rivals", "cost", "t
 DIRECTIVE = re.compile(r"\{\{(\w+)((?: [^ }]+)*)\}\}")
 DIRECTIVES = (
     *("claim", "table", "picture", "verdicts"),  # of one claim or several
-    *("score", "runs", "origins", "scatter", "paper", "notes"),  # of all of them
+    "scatter",  # of one translator
+    *("score", "runs", "origins", "paper", "notes"),  # of all of them
 )
 
 
@@ -252,9 +253,9 @@ class ChapterWriter:
             parts += ["`headwise lab table`", self.say(took), " / ".join(dates)]
         return " · ".join(parts)
 
-    def scatter(self) -> str:
-        """The scatter between seeds, in percent of BLEU."""
-        return f"{ablations.scatter(self.translators.runs):.1f}"
+    def scatter(self, variant: str) -> str:
+        """The scatter between seeds of a translator, in percent of its BLEU."""
+        return f"{ablations.scatter(self.translators.runs, variant):.1f}"
 
     def paper(self) -> str:
         """Rows A and B of the 2017 paper's table 3, and the same changes here."""
