@@ -29,6 +29,7 @@ import headwise as hw
 from bench import described
 from bench.pairs import RESULTS, Figure, at_least, at_most, machine, say_figures
 from headwise.costs.machines import hardware, measure
+from headwise.costs.machines.clock import Clock, Run
 from headwise.costs.machines.hardware import Device
 from headwise.costs.machines.this_machine import hardware_name
 from headwise.files import write_whole
@@ -97,7 +98,7 @@ class Cell:
 class Ready(NamedTuple):
     """A cell that can be timed."""
 
-    run: measure.Run
+    run: Run
     engine: str  # that attention chooses for it
 
 
@@ -161,7 +162,7 @@ def compared(
     now: Callable[[], float],
 ) -> Iterator[dict[str, Any]]:
     """The measured and the predicted time of each cell; with `sheet` also by the data sheet."""
-    clock, together = measure.Clock(where, 9, 0.03, now), TOGETHER[where.type]
+    clock, together = Clock(where, 9, 0.03, now), TOGETHER[where.type]
     for first in range(0, len(grid), together):
         some = grid[first : first + together]
         try:

@@ -26,6 +26,7 @@ from bench import described
 from bench.watched_steps import BESIDE, FIVE, INSIDE, UNWATCHED, Size, WatchedLlama, Way, wait
 from headwise.api import statistics as statistics_of
 from headwise.engines import library_backward
+from headwise.engines.library_kernels import CpuKernel
 from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.limits import interpreting
 
@@ -141,7 +142,7 @@ def profile(way: Way, many: int) -> None:
     print(f"divide by {times * many}")
 
 
-class InItsPlace(library_backward.CpuKernel):
+class InItsPlace(CpuKernel):
     """PyTorch's CPU kernel, which does not look at the totals that no kernel has written."""
 
     def rounds_too_much(self, lse: Tensor) -> bool:

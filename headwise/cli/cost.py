@@ -33,7 +33,7 @@ from headwise.messages import say
 app = typer.Typer()
 
 
-@app.command()
+@app.command(help=options.HELP)
 def cost(
     models: options.Models = None,
     length: options.Length = None,
@@ -62,32 +62,7 @@ def cost(
     as_json: options.AsJson = False,
     zh: Zh = False,
 ) -> None:
-    """Count what a model takes before it runs: parameters, FLOPs, memory and time.
-
-    Counts are exact. FLOPs are two per multiply-add, and of the pairs that the mask shows: a causal
-    layer has about half of those that other counters give.
-
-    [b]Examples[/b]
-
-    headwise cost gpt                                  the built-in model
-
-    headwise cost config.json --length 32k --device h100
-
-    headwise cost a/config.json b/config.json          side by side
-
-    headwise cost --layers 32 --width 4096 --heads 32 --kv-heads 8 --fit 80GB
-
-    headwise cost config.json --sweep length=1k..128k --plot cost.svg
-
-    headwise cost gpt --explain                        every formula; --zh: 中文
-
-    headwise cost --measure                            then: --device this
-
-    [b]Reading the figures[/b]
-
-    Prefill is limited by FLOPs, decoding by bytes: each token reads all weights and the whole KV
-    cache. A device with R FLOPs and B bytes per second waits for memory below R/B FLOPs per byte.
-    """
+    """Count what a model takes before it runs: parameters, FLOPs, memory and time."""
     given = {
         "layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads,
         "head_dim": head_dim, "hidden": hidden, "vocabulary": vocabulary, "window": window,
@@ -95,10 +70,7 @@ def cost(
     output = Output(Console(), plot, fit, explain, zh, as_json)
     with explained(zh):
         if measure or devices:
-            if models or any(x is not None for x in (*given.values(), length, batch, sweep, fit)):
-                raise ValueError(
-                    say("--measure and --devices are about machines; leave out models")
-                )
+            check_machines(models or None, *given.values(), length, batch, sweep, fit)
             show_machines(output, measure)
             return
         use = Scenario(
@@ -128,6 +100,12 @@ class Output:
     explain: bool
     zh: bool
     as_json: bool
+
+
+def check_machines(*about_models: object) -> None:
+    """Raise ValueError if an option about models came with one about machines."""
+    if any(x is not None for x in about_models):
+        raise ValueError(say("--measure and --devices are about machines; leave out models"))
 
 
 def show_machines(output: Output, measure: bool) -> None:

@@ -1,4 +1,4 @@
-"""The options of `headwise cost`, with their help."""
+"""The options of `headwise cost`, and its help."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,34 @@ from typing import Annotated
 import typer
 
 SKETCH = "A decoder of your own"
+
+HELP = """
+Count what a model takes before it runs: parameters, FLOPs, memory and time.
+
+Counts are exact. FLOPs are two per multiply-add, and of the pairs that the mask shows: a causal
+layer has about half of those that other counters give.
+
+[b]Examples[/b]
+
+headwise cost gpt                                  the built-in model
+
+headwise cost config.json --length 32k --device h100
+
+headwise cost a/config.json b/config.json          side by side
+
+headwise cost --layers 32 --width 4096 --heads 32 --kv-heads 8 --fit 80GB
+
+headwise cost config.json --sweep length=1k..128k --plot cost.svg
+
+headwise cost gpt --explain                        every formula; --zh: 中文
+
+headwise cost --measure                            then: --device this
+
+[b]Reading the figures[/b]
+
+Prefill is limited by FLOPs, decoding by bytes: each token reads all weights and the whole KV
+cache. A device with R FLOPs and B bytes per second waits for memory below R/B FLOPs per byte.
+"""
 
 
 def _number(help: str) -> typer.models.OptionInfo:

@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from headwise import devices
 from headwise.cli import lab_view
 from headwise.cli.spoken import Zh, explained
 from headwise.lab import handbook, record
+from headwise.lab.claim import Claim
 from headwise.lab.claims import CLAIMS
 from headwise.lab.drawing import available
 from headwise.lab.laboratory import Lab
@@ -148,19 +150,34 @@ def run_claims(
         raise typer.BadParameter("name claims or topics, or use --all; headwise lab lists them")
     folder = out or record.own_folder()
     form = form or ("full" if full else "quick")
-    results = []
+    with explained(zh):
+        claims = list(CLAIMS) if all_of_them else find(ids or [])
     if minutes is not None:
         with explained(zh):
-            claims = list(CLAIMS) if all_of_them else find(ids or [])
             held = session(form, device, folder, minutes, workers)
             left = long_runs.run_claims(held, claims)
-        typer.echo(f"{len(claims) - len(left)} of {len(claims)} claims have results in {folder}")
-        if left:
-            typer.echo(f"the same command continues with {', '.join(x.id for x in left)}")
+        tell_rest(claims, left, folder)
         return
-    with explained(zh), lab_view.progress(as_json) as tell:
-        claims = list(CLAIMS) if all_of_them else find(ids or [])
+    with explained(zh):
         lab = Lab(form, device_for(form, device), only_reads=only_read)
+        results = run_all(claims, lab, folder, again, as_json, zh)
+    if as_json:
+        entries = [record.described(find([result.id])[0], result) for result in results]
+        typer.echo(lab_view.as_json(entries))
+    if len(results) < len(claims):
+        raise typer.Exit(1)
+    if as_json:
+        return
+    pictures = "results and pictures" if available() else "results (pictures need matplotlib)"
+    typer.echo(f"{pictures} in {folder}; to see one: headwise lab show {claims[0].id}", err=True)
+
+
+def run_all(
+    claims: list[Claim], lab: Lab, folder: Path, again: bool, as_json: bool, zh: bool
+) -> list[record.Result]:
+    """Run the claims one after the other, with their progress, and return those that ended."""
+    results = []
+    with lab_view.progress(as_json) as tell:
         try:
             for result in run(claims, lab, folder, again=again, tell=tell):
                 results.append(result)
@@ -173,15 +190,14 @@ def run_claims(
                 err=True,
             )
             raise typer.Exit(130) from None
-    if as_json:
-        entries = [record.described(find([result.id])[0], result) for result in results]
-        typer.echo(lab_view.as_json(entries))
-    if len(results) < len(claims):
-        raise typer.Exit(1)
-    if as_json:
-        return
-    pictures = "results and pictures" if available() else "results (pictures need matplotlib)"
-    typer.echo(f"{pictures} in {folder}; to see one: headwise lab show {claims[0].id}", err=True)
+    return results
+
+
+def tell_rest(claims: Sequence[Claim], left: Sequence[Claim], folder: Path) -> None:
+    """Print which of the claims have results and which are left for the next session."""
+    typer.echo(f"{len(claims) - len(left)} of {len(claims)} claims have results in {folder}")
+    if left:
+        typer.echo(f"the same command continues with {', '.join(x.id for x in left)}")
 
 
 @app.command()

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from headwise import devices
+from headwise.cli import look_options as options
 from headwise.look import pictures, terminal_view
 from headwise.look import session as sessions
 from headwise.look.atlas import Atlas
@@ -55,52 +55,21 @@ class Asked:
 
 @app.command()
 def look(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="gpt, translate, a run's folder, or a transformers model's folder or name."
-        ),
-    ] = "gpt",
-    text: Annotated[str | None, typer.Option(help="The text to read.", show_default=False)] = None,
-    file: Annotated[
-        typer.FileText | None,
-        typer.Option(
-            help="A UTF-8 file to read; - is standard input.", encoding="utf-8", show_default=False
-        ),
-    ] = None,
-    image: Annotated[
-        Path | None,
-        typer.Option(
-            help="A PNG or JPEG for a vision model; with --text for one that reads both.",
-            show_default=False,
-        ),
-    ] = None,
-    head: Annotated[
-        list[str] | None,
-        typer.Option(help="A head by layer and number: 5.1, cross:0.3.", show_default=False),
-    ] = None,
-    span: Annotated[
-        list[str] | None,
-        typer.Option(help="Show the weight on a range of tokens: system=0:57.", show_default=False),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:1; the GPU if there is one.")
-    ] = None,
-    port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 0,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the page as one file.html.", show_default=False)
-    ] = None,
-    limit: Annotated[str, typer.Option(help="The largest file that --out writes.")] = "20MB",
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw --head as an .svg, .pdf or .png.", show_default=False),
-    ] = None,
-    in_terminal: Annotated[bool, typer.Option("--terminal", help="Draw in the terminal.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="With --terminal: list every head.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print tokens, figures and, with --head, maps.")
-    ] = False,
+    model: options.Model = "gpt",
+    text: options.Text = None,
+    file: options.File = None,
+    image: options.Image = None,
+    head: options.Heads = None,
+    span: options.Spans = None,
+    device: options.Device = None,
+    port: options.Port = 0,
+    no_open: options.NoOpen = False,
+    out: options.Out = None,
+    limit: options.Limit = "20MB",
+    picture: options.Picture = None,
+    in_terminal: options.InTerminal = False,
+    every: options.Every = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """See what a model's attention heads do with a text, on a page in your browser.
 

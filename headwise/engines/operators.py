@@ -15,24 +15,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.sums import ENTROPY, RowTotals, Sums, room
-from headwise.engines import failures, flops
+from headwise.engines import flops
 from headwise.engines.calls import learns
-from headwise.engines.failures import KernelError, family_of_terms
+from headwise.engines.interception import intercepted
 from headwise.engines.learning import (
     BIAS,
     TENSORS,
-    Differentiate,
     LearningCall,
     RowGradients,
     RowResults,
     Sources,
 )
 from headwise.engines.library_backward import LibraryBackward
+from headwise.engines.safe_engine import safe_backward, safe_forward
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
 
@@ -43,6 +41,11 @@ CALL = (  # q, k, v, and the fields of Terms
     "float scale, float softcap, float dropout, SymInt first_key, SymInt[]? band"
 )
 _ROOM = ", ".join(["Tensor"] * len(Sums._fields))
+FORWARD = f"({CALL}, int wants) -> ({_ROOM})"
+BACKWARD = (
+    f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor log_total, Tensor entropy, "
+    "Tensor grad_out, Tensor? grad_lse, Tensor? grad_entropy, bool bias_learns) -> Tensor[]"
+)
 _TERMS = len(Terms._fields)
 _IN_ORDER = tuple(range(TENSORS))
 _LEARNABLE = (0, 1, 2, 3, BIAS, 8, 9, 10)  # arguments of the forward that have a gradient
@@ -67,8 +70,6 @@ class Gradients(NamedTuple):
 # (q, k, v, terms, out, totals, entropy, gradients of out, lse and entropy, bias_learns)
 Backward = Callable[..., Gradients]
 
-SAFE = "streaming"  # the engine that takes over in a compiled graph or a backward pass
-_RUNS: dict[str, tuple[Forward, Backward]] = {}  # by engine
 PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """The forward and backward behind each engine's operators, for callers with gradients of their own:
 both take any part of the keys. The backward takes any forward's out and lse, and its gradients are
@@ -84,24 +85,70 @@ def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[...
 
 
 @dataclass(frozen=True, eq=False)
+class EngineFunctions:
+    """An engine's forward and backward as functions of an operator's arguments."""
+
+    run: Forward
+    differentiate: Backward
+    library_on: str  # the type of device where PyTorch's kernel computes the gradients if it can
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        """Return the `Sums` of a call."""
+        with without_autocast(q.device):
+            sums: Sums = self.run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
+        return sums
+
+    def backward(
+        self, library: LibraryBackward | None, q: Tensor, k: Tensor, v: Tensor, *given: Any
+    ) -> list[Tensor]:
+        """Return the gradients of the tensors that learn, from PyTorch's kernel if it can.
+
+        Without `library` the engine computes them, as wide as out.
+        """
+        terms = Terms(*given[:_TERMS])
+        out, lse, max_logit, log_total, entropy, grad_out, *others = given[_TERMS:]
+        with without_autocast(q.device):
+            alone = others[0] is None and others[1] is None  # only out has a gradient
+            if library is not None and alone and out.dtype == q.dtype:
+                three = library.gradients(q, k, v, terms, out, lse, grad_out)
+                if three is not None:
+                    return list(three)
+            totals = RowTotals.known(lse, max_logit, log_total)
+            found = self.differentiate(q, k, v, terms, out, totals, entropy, grad_out, *others)
+        return [
+            grad.to(x.dtype if library is not None else torch.promote_types(x.dtype, out.dtype))
+            for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
+            if grad is not None and x is not None
+        ]
+
+    def separate_forward(self, *given: Any) -> tuple[Tensor, ...]:
+        """Compute the forward operator."""
+        return _separate(self.forward(*given))
+
+    def packed_backward(self, *given: Any) -> list[Tensor]:
+        """Compute the backward operator, whose results are laid out as `_backward_shapes` says."""
+        found = self.backward(LibraryBackward(self.library_on), *given)
+        return [grad.contiguous() for grad in found]
+
+
+@dataclass(frozen=True, eq=False)
 class Operators:
     """An engine's forward and its gradients, called directly where nothing must see an operator."""
 
-    run: Callable[..., tuple[Tensor, ...]]
-    operator: Callable[..., tuple[Tensor, ...]]
-    differentiate: Differentiate
-    library_on: str
+    functions: EngineFunctions
+    forward: Callable[..., tuple[Tensor, ...]]  # headwise::<engine>
+    backward: Callable[..., list[Tensor]]  # headwise::<engine>_backward
 
     def __call__(self, *given: Any, library: LibraryBackward | None = None) -> tuple[Tensor, ...]:
         """Return the `Sums` of an operator's arguments: q, k, v, those of `Terms`, and `wants`."""
         if intercepted(*given):
-            return self.operator(*given)
+            return self.forward(*given)
         if not learns(given):
-            return self.run(*given)
+            return self.functions.forward(*given)
         rest = given[TENSORS:]
 
-        def run(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-            sums = Sums(*self.run(*tensors, *rest))
+        def run(*tensors: Any) -> tuple[Tensor | None, ...]:
+            sums = Sums(*self.functions.forward(*tensors, *rest))
             return (*RowResults.of(sums), *(x if x.ndim > 1 else None for x in sums[4:8]))
 
         found = self.learning(run, _IN_ORDER, rest[:-1], library)(*given[:TENSORS])
@@ -117,52 +164,11 @@ class Operators:
         library: LibraryBackward | None = None,
     ) -> LearningCall:
         """Return a call with gradients, whose forward is `run`."""
-        library = LibraryBackward(self.library_on) if library is None else library
+        library = LibraryBackward(self.functions.library_on) if library is None else library
         return LearningCall(run, sources, numbers, self.differentiate, library)
 
-
-def operators(engine: str, run: Forward, differentiate: Backward, library_on: str) -> Operators:
-    """Register headwise::<engine> and headwise::<engine>_backward, and return them.
-
-    On devices of the type `library_on`, one of PyTorch's kernels computes the gradients if it can.
-    """
-    _RUNS[engine] = run, differentiate
-    run = _or_safe(engine, run, 0, (False, True))
-    differentiate = _or_safe(engine, differentiate, 1, (True,))
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        with without_autocast(q.device):
-            sums: Sums = run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
-        return sums
-
-    def backward(
-        library: LibraryBackward | None, q: Tensor, k: Tensor, v: Tensor, *given: Any
-    ) -> list[Tensor]:
-        terms = Terms(*given[:_TERMS])
-        out, lse, max_logit, log_total, entropy, grad_out, *others = given[_TERMS:]
-        with without_autocast(q.device):
-            alone = others[0] is None and others[1] is None  # only out has a gradient
-            if library is not None and alone and out.dtype == q.dtype:
-                three = library.gradients(q, k, v, terms, out, lse, grad_out)
-                if three is not None:
-                    return list(three)
-            totals = RowTotals.known(lse, max_logit, log_total)
-            found = differentiate(q, k, v, terms, out, totals, entropy, grad_out, *others)
-        return [
-            grad.to(x.dtype if library is not None else torch.promote_types(x.dtype, out.dtype))
-            for grad, x in zip(found, _learnable(q, k, v, terms, given[-1]), strict=True)
-            if grad is not None and x is not None
-        ]
-
-    def backward_anew(*given: Any) -> list[Tensor]:
-        return backward(LibraryBackward(library_on), *given)
-
-    PARTS[engine] = forward, partial(backward, None)
-
-    def packed_backward(*given: Any) -> list[Tensor]:
-        return [grad.contiguous() for grad in backward_anew(*given)]  # as `_backward_shapes` says
-
-    def differentiated(
+    def differentiate(
+        self,
         tensors: list[Tensor | None],
         numbers: tuple[Any, ...],
         known: RowResults,
@@ -170,6 +176,7 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
         bias_learns: bool,
         library: LibraryBackward | None = None,
     ) -> list[Tensor | None]:
+        """Return a gradient for each of the tensors, or None; see `Differentiate`."""
         result: list[Tensor | None] = [None] * TENSORS
         if all(grad is None for grad in grads):
             return result
@@ -178,22 +185,33 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
         grad_out = torch.zeros_like(known.out) if grads.out is None else grads.out
         asked = (*tensors, *numbers, *results, grad_out, *grads[1:], bias_learns)
         if intercepted(*tensors[:3], grad_out) or learns(asked):
-            found = iter(operator(*asked))
+            found = iter(self.backward(*asked))
         else:
-            library = LibraryBackward(library_on) if library is None else library
-            found = iter(backward(library, *asked))
+            library = LibraryBackward(self.functions.library_on) if library is None else library
+            found = iter(self.functions.backward(library, *asked))
         for place in _LEARNABLE:
             if tensors[place] is not None and (place != BIAS or bias_learns):
                 result[place] = next(found)
         return result
 
-    def gradient(ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
+    def gradient(self, ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
+        """Return the gradients of the forward operator's arguments."""
         *tensors, out, lse, max_logit, log_total, entropy = ctx.saved_tensors
         grads = RowGradients(grad_out, grad_lse, grad_entropy if ctx.wants & ENTROPY else None)
         bias_learns = tensors[BIAS] is not None and ctx.needs_input_grad[BIAS]
         known = RowResults(out, lse, max_logit, log_total, entropy)
-        found = differentiated(tensors, ctx.numbers, known, grads, bias_learns)
+        found = self.differentiate(tensors, ctx.numbers, known, grads, bias_learns)
         return (*found, *[None] * (len(ctx.numbers) + 1))
+
+
+def operators(engine: str, run: Forward, differentiate: Backward, library_on: str) -> Operators:
+    """Register headwise::<engine> and headwise::<engine>_backward, and return them.
+
+    On devices of the type `library_on`, one of PyTorch's kernels computes the gradients if it can.
+    """
+    run, differentiate = safe_forward(engine, run), safe_backward(engine, differentiate)
+    functions = EngineFunctions(run, differentiate, library_on)
+    PARTS[engine] = functions.forward, partial(functions.backward, None)
 
     def no_second(ctx, *grads):  # type: ignore[no-untyped-def]
         raise NotImplementedError(
@@ -201,81 +219,14 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
             "use engine='reference', which has all derivatives"
         )
 
-    def apart(*given: Any) -> tuple[Tensor, ...]:
-        return _apart(forward(*given))
-
-    computed = define(engine, f"({CALL}, int wants) -> ({_ROOM})", apart, _forward_shapes)
-    operator = define(
-        f"{engine}_backward",
-        f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor log_total, Tensor entropy, "
-        "Tensor grad_out, Tensor? grad_lse, Tensor? grad_entropy, bool bias_learns) -> Tensor[]",
-        packed_backward,
-        _backward_shapes,
-    )
-    torch.library.register_autograd(computed, gradient, setup_context=_setup, lib=LIBRARY)
-    torch.library.register_autograd(operator, no_second, lib=LIBRARY)
+    forward = define(engine, FORWARD, functions.separate_forward, _forward_shapes)
+    backward = define(f"{engine}_backward", BACKWARD, functions.packed_backward, _backward_shapes)
+    found = Operators(functions, forward, backward)
+    torch.library.register_autograd(forward, found.gradient, setup_context=_setup, lib=LIBRARY)
+    torch.library.register_autograd(backward, no_second, lib=LIBRARY)
     ops = torch.ops.headwise
     flops.register(getattr(ops, engine), getattr(ops, f"{engine}_backward"))
-    return Operators(forward, computed, differentiated, library_on)
-
-
-def _or_safe(
-    engine: str, run: Callable[..., Any], place: int, learns: tuple[bool, ...]
-) -> Callable[..., Any]:
-    """Return `run`, whose calls the SAFE engine computes if their kernels fail.
-
-    A failing call is left to its caller if that plans again. `learns`: the calls that fail with it,
-    those without gradients (False) and those with gradients (True).
-    """
-
-    def call(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) -> Any:
-        calls = [family_of_terms(engine, q, v, terms, each) for each in learns]
-        if failures.caller_replans() or failures.reason(calls[0]) is None:
-            try:
-                return run(q, k, v, terms, *rest)
-            except KernelError as failure:
-                if failures.caller_replans():
-                    raise
-                for each in calls:
-                    failures.record(each, failure)
-        terms = terms.without_band(q.shape[2], k.shape[2])
-        return _RUNS[SAFE][place](q, k, v, terms, *rest)
-
-    return call
-
-
-def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `run`, or the operator if something must see it.
-
-    Calling an operator takes longer than a short kernel.
-    """
-
-    def call(q: Tensor, *given: Any) -> Any:
-        return (operator if noticed(q, *given) else run)(q, *given)
-
-    return call
-
-
-def noticed(*given: object) -> bool:
-    """Return whether gradients, compilers, modes or transforms must see a call as an operator."""
-    return intercepted(*given) or learns(given)
-
-
-def intercepted(*given: object) -> bool:
-    """Return whether compilers, modes or transforms must see a call as an operator."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:
-        return True
-    if torch._C._get_tracing_state() is not None:
-        return True
-    for x in given:
-        if isinstance(x, Tensor):
-            if x.is_meta or x.is_neg():
-                return True
-            if type(x) is not Tensor and type(x) is not Parameter:
-                return True
-    return False
+    return found
 
 
 def _learnable(
@@ -286,10 +237,10 @@ def _learnable(
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return _apart(room(q, v, given[_TERMS]))
+    return _separate(room(q, v, given[_TERMS]))
 
 
-def _apart(sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _separate(sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Replace repeated tensors by empty ones: an operator may not return one tensor twice."""
     first = {id(x): place for place, x in reversed(list(enumerate(sums)))}
     return tuple(

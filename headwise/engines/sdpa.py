@@ -18,7 +18,7 @@ from headwise.core.schedule import seen_keys, used_stretch
 from headwise.engines import flops
 from headwise.engines.contract import Engine
 from headwise.engines.decoding import is_decoding
-from headwise.engines.library_backward import FEW
+from headwise.engines.library_kernels import FEW
 
 flops.register_cpu_sdpa()
 

@@ -2,7 +2,7 @@
 
 from headwise.watching.alarms import Alarm
 from headwise.watching.clipping import Clip, qk_clip
-from headwise.watching.layer import WatchedLayer
+from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES
 from headwise.watching.runs.run_reader import WatchedRun, open_run

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headwise.messages import from_json, with_chinese
-from headwise.watching.layer import WatchedLayer
+from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.rules import RULES, Finding, Rule
 from headwise.watching.table import Table
 

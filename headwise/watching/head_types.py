@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.maps.attention_map import AttentionMap
-from headwise.watching.layer import WatchedLayer
+from headwise.watching.recorder.layer import WatchedLayer
 
 HALF = 0.5
 """A head is of a type if at least this much of its weight is there, on average."""

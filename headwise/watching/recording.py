@@ -14,8 +14,8 @@ from headwise.maps.attention_map import AttentionMap
 from headwise.watching import figure_names as naming
 from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
-from headwise.watching.board import Board
-from headwise.watching.layer import WatchedLayer
+from headwise.watching.recorder.board import Board
+from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.table import Table, Value
 
 NAN = float("nan")

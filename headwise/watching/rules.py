@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.messages import Sentence, say
 from headwise.watching.figure_names import figure
 from headwise.watching.head_types import sampled_weights
-from headwise.watching.layer import WatchedLayer
+from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.table import Table, Value
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from headwise.core.spans import PREFIX
 from headwise.messages import say
 from headwise.watching.figure_names import figure
-from headwise.watching.layer import WatchedLayer
+from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.rules import Finding
 from headwise.watching.table import Table
 

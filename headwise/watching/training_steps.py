@@ -15,10 +15,10 @@ from torch.optim.optimizer import Optimizer
 
 from headwise.costs.uses.step_meter import MeteredStep, StepMeter, StepUtilisation
 from headwise.watching.alarms import Alarm, Alarms
-from headwise.watching.board import Board, HostCopy
-from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.layer import WatchedLayer
 from headwise.watching.ranks.joined_steps import JoinedSteps
+from headwise.watching.recorder.board import Board, HostCopy
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording, head_rows, overflow
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
@@ -68,7 +68,7 @@ class SteppedRecording(Recording):
     ) -> None:
         self.model, self._meter = model, StepMeter(model)
         self.ranks = ranks  # the processes whose figures are joined when a step ends
-        recorder.some_layers = ranks is not None and ranks.stages
+        recorder.registry.some_layers = ranks is not None and ranks.stages
         self._recorder, self._alarms = recorder, Alarms(rules)
         self._series: list[Entry] = []
         self._ended: EndedStep | None = None  # the last step, if it was not read yet
@@ -88,14 +88,14 @@ class SteppedRecording(Recording):
         recorder = self._recorder  # compiled code also prepares layers that may never run
         return [
             layer
-            for layer in recorder.layers.values()
+            for layer in recorder.registry.layers.values()
             if not layer.compiled
-            or (layer.last is not None and recorder.matches(layer.number, layer.name))
+            or (layer.last is not None and recorder.options.ask_for(layer.number, layer.name))
         ]
 
     @property
     def tokens(self) -> Tensor | None:
-        return self._recorder.tokens
+        return self._recorder.passes.tokens
 
     @property
     def unread(self) -> list[str]:
@@ -134,7 +134,7 @@ class SteppedRecording(Recording):
         if not recorded:
             self._recorder.unread.warn()
             return super().heads()
-        copies = {board: board.copy() for board in self._recorder.boards.values()}
+        copies = {board: board.copy() for board in self._recorder.registry.boards.values()}
         table = self._table(recorded, copies, self._recorder.proofs.take())
         return table if len(table) else super().heads()
 
@@ -166,11 +166,11 @@ class SteppedRecording(Recording):
         series = [Entry.from_dict(entry) for entry in state["series"]]
         self._alarms.load_state_dict(state["alarms"])
         self._series, self._ended, self.steps = series, None, int(state["steps"])
-        for board in self._recorder.boards.values():
+        for board in self._recorder.registry.boards.values():
             board.take()
-        for layer in self._recorder.layers.values():
+        for layer in self._recorder.registry.layers.values():
             layer.close()
-        self._passes = self._recorder.passes
+        self._passes = self._recorder.passes.count
         self._look(self.steps % self._recorder.options.every == 0)
 
     def check(self) -> None:
@@ -183,7 +183,7 @@ class SteppedRecording(Recording):
         called once: then every step ends here.
         """
         self._by_hand = True
-        if self._ended_by_optimiser and self._passes == self._recorder.passes:
+        if self._ended_by_optimiser and self._passes == self._recorder.passes.count:
             self._ended_by_optimiser = False
         else:
             self._end_step()
@@ -199,8 +199,8 @@ class SteppedRecording(Recording):
         if self._by_hand:
             return
         last = None if self._optimiser is None else self._optimiser()
-        ran = self._passes != self._recorder.passes or any(
-            [layer.has_run() for layer in self._recorder.layers.values()]
+        ran = self._passes != self._recorder.passes.count or any(
+            [layer.has_run() for layer in self._recorder.registry.layers.values()]
         )
         if ran:
             ends = self._is_ours(optimiser)
@@ -227,7 +227,8 @@ class SteppedRecording(Recording):
         self._recorder.active = looking
 
     def _end_step(self) -> None:
-        self._recorder.numbered = self._recorder.numbered or bool(self._recorder.layers)
+        registry = self._recorder.registry
+        registry.numbered = registry.numbered or bool(registry.layers)
         if self._recorder.active:
             failure = None
             try:
@@ -241,10 +242,10 @@ class SteppedRecording(Recording):
                     self.check()
             with self._going_on("ending a step"):
                 self._take(failure)
-            for layer in self._recorder.layers.values():
+            for layer in self._recorder.registry.layers.values():
                 layer.close()
         self.steps += 1
-        self._passes = self._recorder.passes
+        self._passes = self._recorder.passes.count
         looking = self.steps % self._recorder.options.every == 0
         if looking or self._recorder.active:
             with self._going_on("beginning a step"):
@@ -255,12 +256,12 @@ class SteppedRecording(Recording):
 
     def _take(self, failure: Exception | None) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""
-        recorded = tuple(x for x in self._recorder.layers.values() if x.recorded)
+        recorded = tuple(x for x in self._recorder.registry.layers.values() if x.recorded)
         if self.ranks is not None:
             copies = self.ranks.take(self._recorder, self.model, failure)
             recorded = self.ranks.layers  # what this one did not see, others may have
         elif recorded:
-            copies = {board: board.take() for board in self._recorder.boards.values()}
+            copies = {board: board.take() for board in self._recorder.registry.boards.values()}
         else:
             return
         # With ranks, a pass may be a part of a sequence: its FLOPs are not those of its shape.
@@ -304,14 +305,14 @@ class SteppedRecording(Recording):
             self._judge(module, [x for x in layers if x.module == module], boards)
         self._recorder.unread.look(boards)
         self._recorder.unread.warn()
-        here, matches = self._recorder.layers, self._recorder.matches
-        misread = [name for name in self._recorder.known() if name not in here]
+        here, asked_for = self._recorder.registry.layers, self._recorder.options.ask_for
+        misread = [name for name in self._recorder.registry.shown if name not in here]
         left = [layer for layer in layers if layer.name in here or joined]
         left = [
             layer
             for layer in left
             if not (layer.compiled or joined)
-            or (_has_rows(layer, boards) and matches(layer.number, layer.name))
+            or (_has_rows(layer, boards) and asked_for(layer.number, layer.name))
         ]
         left = [layer for layer in left if layer.name not in misread]
         rows = head_rows(left, boards, self._recorder.options.rows is not None)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.version import __version__
 from headwise.watching import head_types
-from headwise.watching.layer import WatchedLayer
+from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Recording
 
 KEYS_A_ROW, LEAST = 8, 0.005

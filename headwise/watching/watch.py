@@ -28,18 +28,20 @@ from headwise.watching.adapters import (
 from headwise.watching.adapters.module_forwards import Follower, find_module, follow
 from headwise.watching.adapters.patching import Undo, uncompiled
 from headwise.watching.alarms import chosen
-from headwise.watching.call_recorder import CallRecorder, WatchOptions, matches, recomputing
 from headwise.watching.experiments.importance import importance
 from headwise.watching.head_weights import symmetry
 from headwise.watching.ranks.head_places import head_place
 from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.ranks.sharded_weights import whole_weights
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.model_passes import recomputing
+from headwise.watching.recorder.unread import described
+from headwise.watching.recorder.watch_options import WatchOptions, matches
 from headwise.watching.rules import Rule
 from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
 from headwise.watching.table import Table, Value
 from headwise.watching.training_steps import SteppedRecording
-from headwise.watching.unread import described
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -212,7 +214,7 @@ class Watch(SteppedRecording):
         """Make the board where the model is: if there is no memory left, that is known now."""
         first = next(self.model.parameters(), None)
         if first is not None and not first.is_meta:
-            self._recorder.board(first.device)
+            self._recorder.registry.board(first.device)
 
     def _look(self, looking: bool) -> None:
         """Look at the step that begins, or pass it over: then the watch is nowhere in the model."""
@@ -232,7 +234,7 @@ class Watch(SteppedRecording):
         # First the forwards that are computed in another way; around them, those that are followed.
         self._undo += headwise_calls.attach(self.model, recorder)
         self._undo += multi_head_calls.attach(self.model, listener)
-        whole = Follower({id(self.model)}, self._enter, lambda _: recorder.end())
+        whole = Follower({id(self.model)}, self._enter, lambda _: recorder.passes.end())
         self._undo += follow(self.model, whole)
         self._undo += traced_calls.attach(self.model, listener)
         for adapter in (torch_calls, flex_calls, flash_calls):
@@ -241,7 +243,7 @@ class Watch(SteppedRecording):
 
     def _enter(self, _: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A pass of the whole model begins."""
-        self._recorder.begin(given, options)
+        self._recorder.passes.begin(given, options)
         if not recomputing():
             with self._going_on("noting a pass"):
                 self._meter.add(given, options)
@@ -346,7 +348,7 @@ class Watch(SteppedRecording):
         self._look(True)
         try:
             with uncompiled():
-                if not self._recorder.layers:
+                if not self._recorder.registry.layers:
                     measure()  # shows the layers
                 self.check()
                 return importance(self.model, self._recorder, measure)
@@ -360,40 +362,41 @@ class Watch(SteppedRecording):
         What is recorded in the block is what heads do without these edges.
         """
         wanted, recorder = check_edges(edges), self._recorder
-        if not self.attached or recorder.edges:
+        changes = recorder.interventions
+        if not self.attached or changes.edges:
             state = "is not watched" if not self.attached else "has edges knocked out already"
             raise ValueError(f"this {type(self.model).__name__} {state}")
         if not self._undo:
             self._hook()  # this step is passed over
-        fast, passes = torch.backends.mha.get_fastpath_enabled(), recorder.passes
+        fast, passes = torch.backends.mha.get_fastpath_enabled(), recorder.passes.count
         torch.backends.mha.set_fastpath_enabled(False)  # it does not call its attention
-        recorder.edges, recorder.cut_edges = wanted, set()
+        changes.edges, changes.cut_edges = wanted, set()
         try:
             with uncompiled():
                 yield
-            missed = [edge for edge in wanted if edge not in recorder.cut_edges]
-            if missed and recorder.passes > passes:
-                there = ", ".join(f"{n} {name}" for name, n in list(recorder.attended.items())[:40])
+            missed = [edge for edge in wanted if edge not in changes.cut_edges]
+            if missed and recorder.passes.count > passes:
+                there = ", ".join(f"{n} {name}" for name, n in list(changes.attended.items())[:40])
                 raise ValueError(
                     f"{tuple(missed[0])} hid nothing: its layer, keys or queries were not in any "
                     f"call. The layers that attended were {there or 'none'}"
                 )
         finally:
-            recorder.edges = ()
+            changes.edges = ()
             torch.backends.mha.set_fastpath_enabled(fast)
             if not recorder.active:
                 self._look(False)
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""
-        recorder, known = self._recorder, self._recorder.known()
+        recorder, known = self._recorder, list(self._recorder.registry.shown)
         unseen = not known and recorder.active and not self.series
         if (unseen or self.options.strict) and self.unread:  # which a strict one raises by itself
             raise ValueError(
                 f"no attention could be read in this {type(self.model).__name__}; "
                 + described(recorder.unread.reasons)
             )
-        if unseen and recorder.passes:
+        if unseen and recorder.passes.count:
             raise ValueError(
                 f"no attention was found in this {type(self.model).__name__}. headwise reads its "
                 "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, "

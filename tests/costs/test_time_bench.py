@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from bench import cost
-from headwise.costs.machines import measure
+from headwise.costs.machines import measure, trials
+from headwise.costs.machines.clock import Clock
 from headwise.costs.machines.hardware import DEVICES
 
 CPU = torch.device("cpu")
 SMALL = [cost.Cell(32, 2, 2, 1, 48, True), cost.Cell(32, 2, 1, 2, 40, True, decode=True)]
 
 
-def calibrated(sizes: measure.TrialSizes) -> set[tuple[int, int]]:
+def calibrated(sizes: trials.TrialSizes) -> set[tuple[int, int]]:
     """Queries and keys of the attention calls that a calibration times."""
     keys = [sizes.cache // (measure.DECODING * width * sizes.sequences) for width in sizes.widths]
     few = {(1, count // part) for count in keys for part in (1, 2)}
@@ -27,7 +28,7 @@ def calibrated(sizes: measure.TrialSizes) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_no_cell_has_a_shape_that_was_calibrated(cuda: bool) -> None:
-    sizes = measure.CUDA if cuda else measure.CPU
+    sizes = trials.CUDA if cuda else trials.CPU
     grid = list(cost.cells(cuda))
     tested = {(1 if cell.decode else cell.length, cell.length) for cell in grid}
     assert len(set(grid)) == len(grid) > 25
@@ -55,13 +56,13 @@ def test_results_are_written_after_every_cell(
         keep(path, rows, *others)  # type: ignore[arg-type]
         written.append(json.loads(path.read_text())["timed"])
 
-    quick = measure.Clock(CPU, 1, 0.0)
+    quick = Clock(CPU, 1, 0.0)
     monkeypatch.setattr(cost, "RESULTS", tmp_path)
     monkeypatch.setattr(cost, "LEAST", 0.0)
     monkeypatch.setattr(cost, "cells", lambda cuda: iter(SMALL))
     monkeypatch.setattr(cost, "keep", counting)
     monkeypatch.setattr(measure, "measure", lambda *_, **__: DEVICES["cpu"])
-    monkeypatch.setattr(measure, "Clock", lambda *_: quick)
+    monkeypatch.setattr(cost, "Clock", lambda *_: quick)
     monkeypatch.setattr(sys, "argv", ["cost"])
     cost.main()
     assert written == [1, 2]
@@ -85,6 +86,6 @@ def test_a_gpu_serves_the_cells_by_the_engines_that_are_modelled() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_computes_an_exponential_faster_than_it_moves_one() -> None:
-    clock = measure.Clock(torch.device("cuda"), 3, 0.01)
+    clock = Clock(torch.device("cuda"), 3, 0.01)
     special, _ = measure.measure_special(clock)
-    assert special < 4 / measure.measure_bandwidth(clock, measure.CUDA)
+    assert special < 4 / measure.measure_bandwidth(clock, trials.CUDA)

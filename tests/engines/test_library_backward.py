@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import headwise as hw
 from headwise.core.problem import pose
 from headwise.engines import failures
-from headwise.engines import library_backward as library
+from headwise.engines import library_kernels as library
 from tests.engines.test_agreement import some_grads
 from tests.oracle import answer
 from tests.problems import Recipe, recipes

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise.core.problem import pose
-from headwise.engines import library_backward as library
+from headwise.engines import library_backward
+from headwise.engines import library_kernels as library
 from tests.engines.test_library_backward import CAUSAL, gradients, ran
 
 __all__ = ["ran"]  # a fixture
@@ -19,7 +20,7 @@ __all__ = ["ran"]  # a fixture
 pytestmark = pytest.mark.gpu
 
 HERE = torch.cuda.is_available()
-HOPPER = HERE and torch.cuda.get_device_capability()[0] >= library.HOPPER_GENERATION
+HOPPER = HERE and torch.cuda.get_device_capability()[0] >= library_backward.HOPPER_GENERATION
 KERNELS = [
     pytest.param(
         library.CUDNN, marks=pytest.mark.skipif(not HOPPER, reason="its backward is for Hopper")
@@ -32,7 +33,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 @pytest.fixture(params=KERNELS, ids=lambda kernel: type(kernel).__name__)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
     """The kernel for a Hopper GPU, and the one for an older one."""
-    monkeypatch.setattr(library, "kernel_on", lambda device, only: request.param)
+    monkeypatch.setattr(library_backward, "kernel_on", lambda device, only: request.param)
     return request.param
 
 

@@ -13,7 +13,7 @@ from headwise.core.observation import STATISTICS, Observation
 from headwise.core.reduction import Columns
 from headwise.engines import calls, failures
 from headwise.engines.triton.engine import TRITON
-from headwise.watching.board import Board, Slot
+from headwise.watching.recorder.board import Board, Slot
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 

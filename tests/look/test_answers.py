@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwise.look.atlas import PackedCells
-from headwise.look.serving import answers
+from headwise.look.serving import input_answers
 from headwise.look.serving.answers import answer
 from headwise.look.session import Session
 from tests.look.sessions import session_on
@@ -146,7 +146,7 @@ def test_a_question_without_an_answer_is_told_why(
 
 
 def test_too_many_lines_are_refused(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "MOST_LINES", 10)
+    monkeypatch.setattr(input_answers, "MOST_LINES", 10)
     path = "/api/inputs/0/map/self/0/0/top?row_start=0&row_stop=11&k=3"
     assert "11 rows; ask for at most 10" in asked(session, path, 400)["error"]
 

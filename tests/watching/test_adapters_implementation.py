@@ -18,6 +18,7 @@ from transformers import (
 import headwise as hw
 import headwise.transformers
 from headwise.watching.adapters import implementation as ours
+from headwise.watching.adapters.mask_tensor import MaskTensor
 from tests.watching.foreign import B, N, implementation, inputs, model_of
 
 
@@ -77,7 +78,7 @@ def test_a_model_that_adds_the_mask_itself_hides_what_is_hidden() -> None:
     lambda s, m: s + m[:, :, :, :3].expand(2, 4, 3, 3),
 ])  # fmt: skip
 def test_a_mask_that_is_added_hides(way: Any) -> None:
-    mask = ours.MaskTensor(hw.mask.causal(), (2, 1, 3, 3), torch.device("cpu"))
+    mask = MaskTensor(hw.mask.causal(), (2, 1, 3, 3), torch.device("cpu"))
     p = way(torch.randn(2, 4, 3, 3), mask).softmax(-1)
     assert torch.equal(p > 0, torch.ones(2, 4, 3, 3).tril().bool())
 

@@ -247,7 +247,7 @@ def test_a_head_is_switched_off_in_every_window() -> None:
     with hw.watch(model) as seen:
         model(x)
         table = seen.importance(lambda: model(x).square().mean())
-        seen._recorder.silenced = {"": 1}
+        seen._recorder.interventions.silenced = {"": 1}
         out = model(x)
     assert torch.equal(out[:, 0], whole[:, 0])
     assert not out[:, 1].any()

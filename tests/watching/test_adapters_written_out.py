@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.watching import layer as layers
 from headwise.watching.adapters import torch_calls
+from headwise.watching.recorder import layer as layers
 
 B, H, N, D = 2, 4, 4, 8  # as many keys as heads: axes can't be told by their sizes
 
@@ -80,7 +80,7 @@ def test_a_head_is_switched_off_wherever_its_axis_is(way: str) -> None:
     off = torch.tensor([1.0, 1.0, 0.0, 1.0]).reshape(-1, *[1] * (3 - axis))
     with hw.watch(model) as seen:
         model(x)
-        seen._recorder.silenced = {"": 2}
+        seen._recorder.interventions.silenced = {"": 2}
         assert torch.equal(model(x), whole * off)
 
 
@@ -102,7 +102,7 @@ def test_heads_before_the_batch_are_known_by_the_module_or_its_input(
     whole = model(x)
     with hw.watch(model) as seen:
         assert torch.equal(model(x), whole)
-        seen._recorder.silenced = {"": 2}
+        seen._recorder.interventions.silenced = {"": 2}
         axis = 2 if "bqhd" in way else 0
         off = torch.tensor([1.0, 1.0, 0.0, 1.0]).reshape(-1, *[1] * (3 - axis))
         assert torch.equal(model(x), whole * off)

@@ -9,7 +9,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.reduction import Columns
-from headwise.watching.board import Board, Slot
+from headwise.watching.recorder.board import Board, Slot
 
 CPU = torch.device("cpu")
 

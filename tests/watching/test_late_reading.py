@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.models import GPT, GPTConfig
-from headwise.watching.board import HostCopy
+from headwise.watching.recorder.board import HostCopy
 from headwise.watching.rules import DuplicatedHeads, LogitGrowth
 
 WIDTH, HEADS, N = 32, 4, 12
@@ -37,8 +37,9 @@ class NothingWaits(TorchDispatchMode):
 def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU like a device that is read only when somebody asks."""
     monkeypatch.setattr(HostCopy, "arrived", property(lambda _: False))
-    monkeypatch.setattr("headwise.watching.proof.waits", lambda _: True)
-    monkeypatch.setattr("headwise.watching.board.noticed", lambda *_: False)  # see inside it
+    monkeypatch.setattr("headwise.watching.recorder.proof.waits", lambda _: True)
+    # The board adds its figures outside the operator, so that a test sees inside.
+    monkeypatch.setattr("headwise.watching.recorder.board.noticed", lambda *_: False)
 
 
 class Layer(nn.Module):

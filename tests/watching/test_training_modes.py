@@ -319,7 +319,7 @@ def test_no_memory_for_the_board_leaves_the_model_as_it_was(
 
     model = Model()
     before = [dict(vars(x)) for x in model.modules()]
-    monkeypatch.setattr("headwise.watching.board.Board.reserve", full)
+    monkeypatch.setattr("headwise.watching.recorder.board.Board.reserve", full)
     watch = hw.watch(model)
     with pytest.raises(torch.OutOfMemoryError):
         watch.attach()

@@ -135,7 +135,7 @@ def test_a_head_is_switched_off_in_every_way(way: str) -> None:
     model, x = Written(WAYS[way]), torch.randn(B, N, H * D)
     with hw.watch(model) as seen:
         whole = model(x)
-        seen._recorder.silenced = {"": 1}
+        seen._recorder.interventions.silenced = {"": 1}
         out = model(x)
     changed = (out != whole).reshape(B, H, -1).any(-1)
     assert changed.tolist() == [[False, True, False, False]] * B
@@ -267,12 +267,12 @@ def test_whatever_goes_wrong_a_training_goes_on(
     alone = [y.detach() for y in model(x)]
     optimiser = torch.optim.SGD(model.parameters(), 0.0)
     if target == "recorder":
-        monkeypatch.setattr("headwise.watching.call_recorder.SeenCall", broken)
+        monkeypatch.setattr("headwise.watching.recorder.call_recorder.SeenCall", broken)
     if target == "board":
-        monkeypatch.setattr("headwise.watching.board.reduce_rows", broken)
+        monkeypatch.setattr("headwise.watching.recorder.board.reduce_rows", broken)
     if target == "statistics":
-        monkeypatch.setattr("headwise.watching.call_recorder.statistics", broken)
-        monkeypatch.setattr("headwise.watching.call_recorder.observe", broken)
+        monkeypatch.setattr("headwise.watching.recorder.call_recorder.statistics", broken)
+        monkeypatch.setattr("headwise.watching.recorder.call_recorder.observe", broken)
     if target == "map":
         monkeypatch.setattr("headwise.watching.runs.run_writer.write_map", broken)
     watch = hw.watch(model, alarms=[Broken()] if target == "rule" else False)

@@ -7,10 +7,8 @@ seconds per count. The fit minimises relative errors, and no coefficient is nega
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.api import attention
+from headwise.costs.machines.clock import Clock, Run
 from headwise.costs.machines.hardware import Device
 from headwise.costs.machines.speeds import AttentionSpeed, Speeds
 from headwise.costs.machines.this_machine import hardware_name, memory_of
-from headwise.mask import causal
+from headwise.costs.machines.trials import CPU, CUDA, Trial, TrialSizes
 
 DECODING = 8
 """Heads of the decoding calls: once each with its own keys, once four that share them."""
@@ -31,69 +29,7 @@ EXPONENTIALS = 64
 """Exponentials per number in the kernel that shows their rate on a GPU."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Run = Callable[[], object]
 Report = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class TrialSizes:
-    """The sizes of what is measured: large enough to fill the device, small enough to be quick."""
-
-    square: int  # of the matrix product that shows the rate
-    products: tuple[tuple[int, int, int], ...]  # m, n, k
-    tokens: int  # batch · length of an attention call
-    model: int  # heads · width
-    widths: tuple[int, ...]
-    lengths: tuple[int, int]
-    cache: int  # numbers in the keys of a decoding call
-    sequences: int  # among which these keys are divided
-    stream: int  # numbers in a tensor beyond every cache
-    tile: tuple[int, int]
-    rounds: int
-    slice: float  # seconds of a timed slice
-
-
-CPU = TrialSizes(
-    square=1536,
-    products=(
-        (640, 640, 640),
-        (1024, 1536, 768),
-        (1536, 96, 1536),
-        (1, 4096, 3072),
-        (24, 1536, 2048),
-    ),
-    tokens=1536,
-    model=256,
-    widths=(32, 64, 96, 128),
-    lengths=(384, 1536),
-    cache=6 << 20,
-    sequences=1,
-    stream=32 << 20,
-    tile=(256, 512),
-    rounds=7,
-    slice=0.02,
-)
-CUDA = TrialSizes(
-    square=8192,
-    products=(
-        (6144, 6144, 6144),
-        (12288, 5120, 2048),
-        (3072, 20480, 5120),
-        (16384, 3072, 3072),
-        (24576, 1536, 2560),
-        (1, 16384, 12288),
-    ),
-    tokens=12288,
-    model=2048,
-    widths=(32, 64, 96, 128, 256),
-    lengths=(1536, 6144),
-    cache=512 << 20,
-    sequences=16,
-    stream=512 << 20,
-    tile=(128, 128),
-    rounds=7,
-    slice=0.01,
-)
 
 
 def measure(
@@ -143,40 +79,6 @@ def about_now() -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Times runs on a device: medians of rounds in which the runs alternate."""
-
-    where: torch.device
-    rounds: int
-    slice: float
-    now: Callable[[], float] = time.perf_counter
-
-    def seconds(self, runs: Sequence[Run]) -> list[float]:
-        """Seconds of one call of each run."""
-        calls = []
-        for run in runs:
-            run()  # compiles, allocates
-            calls.append(max(1, round(self.slice / max(self._once(run, 1), 1e-7))))
-        times: list[list[float]] = [[] for _ in runs]
-        for _ in range(self.rounds):
-            for found, run, count in zip(times, runs, calls, strict=True):
-                found.append(self._once(run, count))
-        return [statistics.median(found) for found in times]
-
-    def _once(self, run: Run, calls: int) -> float:
-        self._wait()
-        begun = self.now()
-        for _ in range(calls):
-            run()
-        self._wait()
-        return (self.now() - begun) / calls
-
-    def _wait(self) -> None:
-        if self.where.type == "cuda":
-            torch.cuda.synchronize(self.where)
 
 
 def measure_bandwidth(clock: Clock, sizes: TrialSizes) -> float:
@@ -263,56 +165,6 @@ def _product(where: torch.device, dtype: torch.dtype, m: int, n: int, k: int) ->
     x = torch.randn(m, k, device=where).to(dtype)
     weight = torch.randn(n, k, device=where).to(dtype)
     return lambda: F.linear(x, weight)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """An attention call to time."""
-
-    width: int
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-
-    @property
-    def rows(self) -> float:
-        """Query rows of all heads."""
-        return float(self.batch * self.heads * self.queries)
-
-    @property
-    def pairs(self) -> float:
-        """Pairs of all heads; every key is visible."""
-        return self.rows * self.keys
-
-    @property
-    def stored(self) -> float:
-        """Numbers in the keys and values."""
-        return 2.0 * self.batch * self.kv_heads * self.keys * self.width
-
-    def tensors(self, where: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Random q, k and v."""
-        q = torch.randn(self.batch, self.heads, self.queries, self.width, device=where)
-        k, v = torch.randn(
-            2, self.batch, self.kv_heads, self.keys, self.width, device=where
-        ).unbind()
-        return q.to(dtype), k.to(dtype), v.to(dtype)
-
-    def forward(self, where: torch.device, dtype: torch.dtype) -> Run:
-        """The call; a single query is causal, as in decoding."""
-        q, k, v = self.tensors(where, dtype)
-        mask = causal() if self.queries == 1 else None
-        return lambda: attention(q, k, v, mask=mask)
-
-    def backward(self, where: torch.device, dtype: torch.dtype) -> Run:
-        """The backward of the call."""
-        leaves = self.tensors(where, dtype)
-        for leaf in leaves:
-            leaf.requires_grad_()
-        out = attention(*leaves)
-        grad = torch.randn_like(out)
-        return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
 def _attention(clock: Clock, sizes: TrialSizes, dtype: torch.dtype, width: int) -> AttentionSpeed:

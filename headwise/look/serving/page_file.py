@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.look.scene import Group, Head
-from headwise.look.serving.answers import MOST_TOKENS, answer
+from headwise.look.serving.answers import answer
+from headwise.look.serving.input_answers import MOST_TOKENS
 from headwise.look.session import Session
 from headwise.messages import with_chinese
 

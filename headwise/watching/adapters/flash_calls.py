@@ -19,7 +19,7 @@ from headwise.watching.adapters import traced
 from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
-from headwise.watching.seen_call import Kind, kind_of
+from headwise.watching.recorder.seen_call import Kind, kind_of
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _TENSORS: dict[str, tuple[str, ...]] = {
@@ -78,7 +78,7 @@ def _observed(
 ) -> Any:
     """The function's own result; its call is shown to the recorder."""
     name, recorder = listener.frames[-1].name, listener.recorder
-    recorder.refuse_edges(name, "it calls flash_attn")
+    recorder.interventions.refuse_edges(name, "it calls flash_attn")
     with listener.off(), taken():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result
@@ -91,7 +91,7 @@ def _observed(
                 kind: Kind = "cross" if across else kind_of(name)
                 shown = None if dropped else whole.transpose(1, 2)
                 recorder.beside(name, call, kind, out=shown, proof=proof)
-        silenced = recorder.silence(name, whole, axis=-2)
+        silenced = recorder.interventions.silence(name, whole, axis=-2)
     silenced = silenced if out.ndim == 4 else silenced[0]
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
 

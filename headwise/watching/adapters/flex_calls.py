@@ -25,8 +25,8 @@ from headwise.watching.adapters.patching import Replacement, Undo, is_taken, pla
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.adapters.written.logits_call import from_logits
-from headwise.watching.layer import LARGEST
-from headwise.watching.seen_call import Kind, kind_of
+from headwise.watching.recorder.layer import LARGEST
+from headwise.watching.recorder.seen_call import Kind, kind_of
 
 _FLEX = flex.flex_attention
 _OURS = "__watched_flex__"  # an attribute of a replacement: the function that it replaces
@@ -69,7 +69,7 @@ def _observed(
 ) -> Any:
     """The function's own result; its call is shown to the recorder."""
     name, recorder = listener.frames[-1].name, listener.recorder
-    recorder.refuse_edges(name, "it calls flex_attention")
+    recorder.interventions.refuse_edges(name, "it calls flex_attention")
     with listener.off(), taken():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result
@@ -78,7 +78,7 @@ def _observed(
                 call, kind = read(name, *given, **options)
                 proof = listener.prove(name, call, out.detach().transpose(1, 2))
                 recorder.beside(name, call, kind, out=out, proof=proof)
-        silenced = recorder.silence(name, out)
+        silenced = recorder.interventions.silence(name, out)
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
 
 

@@ -17,8 +17,8 @@ from headwise.nn.caches.cache import RollbackOnError
 from headwise.watching.adapters import traced
 from headwise.watching.adapters.module_forwards import named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, taken
-from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.seen_call import Kind
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.seen_call import Kind
 
 OURS = (MultiHeadAttention, FixedAttention, AdditiveAttention)
 
@@ -71,8 +71,8 @@ def _observed(
     options: dict[str, Any],
 ) -> Tensor:
     """The module's forward, watched."""
-    wanted = recorder.wants(name)
-    if not wanted and name not in recorder.silenced and not recorder.edges_of(name):
+    wanted, changes = recorder.wants(name), recorder.interventions
+    if not wanted and name not in changes.silenced and not changes.edges_of(name):
         return run(*given, **options)
     with taken():
         return _computed(module, name, recorder, wanted, given, options)
@@ -91,12 +91,12 @@ def _computed(
     with RollbackOnError(cache, call.q.shape[-2]):
         forgotten = None if cache is None else int(cache.first)
         kind = _kind(module, given, options)
-        call = recorder.cut(name, call, kind, forgotten)
+        call = recorder.interventions.cut(name, call, kind, forgotten)
         if wanted:
             out = recorder.inside(name, call, kind, forgotten=forgotten)
         else:
             out = attention(call.q, call.k, call.v, **call.options())
-    return module.join(recorder.silence(name, out))  # type: ignore[no-any-return]
+    return module.join(recorder.interventions.silence(name, out))  # type: ignore[no-any-return]
 
 
 def _traced(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:

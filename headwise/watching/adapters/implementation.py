@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from headwise.api import attention, attention_map
-from headwise.core.intervals import Mask
-from headwise.core.patterns import Dense
-from headwise.core.place import Place
 from headwise.handover import held_positions, split_calls
 from headwise.nn.call import Call
 from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_functions import Grid, to_mask
+from headwise.watching.adapters.mask_tensor import MaskTensor
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
 
 NAME = "headwise"
 WEIGHTS = 1 << 26  # handed out per layer at most, if asked for
 _memo = MaskMemo()
-
-_SIZES = frozenset((Tensor.size, Tensor.dim, Tensor.numel, Tensor.ndimension, Tensor.__len__))
-_SAME = frozenset((Tensor.contiguous, Tensor.detach))
-_CASTS: dict[Any, torch.dtype] = {
-    Tensor.float: torch.float32,
-    Tensor.double: torch.float64,
-    Tensor.half: torch.float16,
-    Tensor.bfloat16: torch.bfloat16,
-}
-_PARTS = frozenset(
-    (Tensor.__getitem__, Tensor.expand, Tensor.repeat, Tensor.narrow, Tensor.clone, torch.clone)
-)
-_ADDS = frozenset(
-    (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
-)
 
 
 def register() -> None:
@@ -159,124 +142,48 @@ def mask(
     else:
         where = attention_mask.device if device is None and attention_mask is not None else device
         queries = torch.arange(q_length or 0, device=where) + int(q_offset)
-    padding = (
-        None if attention_mask is None else _long_enough(attention_mask, kv_length + kv_offset)
-    )
-    if padding is not None and bool(padding[:, : kv_offset + kv_length].all()):
-        padding = None
-
-    def tile(rows: slice) -> Tensor:
-        place: dict[str, Any] = {"cache_position": queries[rows]}
-        if "q_length" in signature(sdpa_mask).parameters:
-            place = {"q_length": len(queries[rows]), "q_offset": int(queries[rows][0])}
-        kept = {key: options[key] for key in ("use_vmap",) if key in options}
-        return sdpa_mask(  # type: ignore[return-value]
-            batch_size=batch_size,
-            kv_length=kv_length,
-            kv_offset=kv_offset,
-            mask_function=rule,
-            attention_mask=padding,
-            allow_is_causal_skip=False,
-            device=queries.device,
-            **place,
-            **kept,
-        )
-
-    found = to_mask(rule, padding, Grid(batch_size, queries, kv_offset, kv_length), tile)
+    padding = _padding(attention_mask, kv_offset + kv_length)
+    grid = Grid(batch_size, queries, kv_offset, kv_length)
+    found = to_mask(rule, padding, grid, partial(_tile, rule, padding, grid, options))
     return MaskTensor(found, (batch_size, 1, len(queries), kv_length), queries.device)
+
+
+def _tile(
+    rule: Any, padding: Tensor | None, grid: Grid, options: dict[str, Any], rows: slice
+) -> Tensor:
+    """The pairs of some rows that a rule shows, (B, 1, rows, M) bool, as transformers reads it."""
+    from transformers.masking_utils import sdpa_mask
+
+    queries = grid.queries[rows]
+    place: dict[str, Any] = {"cache_position": queries}
+    if "q_length" in signature(sdpa_mask).parameters:
+        place = {"q_length": len(queries), "q_offset": int(queries[0])}
+    kept = {key: options[key] for key in ("use_vmap",) if key in options}
+    return sdpa_mask(  # type: ignore[return-value]
+        batch_size=grid.batch,
+        kv_length=grid.keys,
+        kv_offset=grid.first_key,
+        mask_function=rule,
+        attention_mask=padding,
+        allow_is_causal_skip=False,
+        device=queries.device,
+        **place,
+        **kept,
+    )
 
 
 def _where(device: torch.device | str | None) -> torch.device:
     return torch.device("cpu" if device is None else device)
 
 
-def _long_enough(padding: Tensor, tokens: int) -> Tensor:
-    """(B, tokens) bool: the part of a static cache that no token fills yet is padding."""
-    short = tokens - padding.shape[-1]
-    padding = padding.bool()
-    return torch.nn.functional.pad(padding, (0, short)) if short > 0 else padding
+def _padding(given: Tensor | None, tokens: int) -> Tensor | None:
+    """The padding of this many tokens, (B, tokens) bool; None if there is none.
 
-
-class MaskTensor(Tensor):
-    """One of our masks given as a tensor: (B, 1, N, M) bool without storage.
-
-    The mask function returns it and `attend` takes it; any other operation gets the mask written
-    out, so nothing is lost. A model that adds it to its scores, or a part of it, or makes it
-    numbers first, gets 0 and the lowest number, as eager attention does: adding booleans would hide
-    nothing.
-
-    >>> import headwise as hw
-    >>> given = MaskTensor(hw.mask.causal(), (2, 1, 3, 3), torch.device("cpu"))
-    >>> given.shape, given.contiguous() is given
-    (torch.Size([2, 1, 3, 3]), True)
-    >>> given[0, 0, 1]
-    tensor([ True,  True, False])
-    >>> (torch.zeros(3) + given)[0, 0, 1] < 0
-    tensor([False, False,  True])
+    The part of a static cache that no token fills yet is padding.
     """
-
-    mask: Mask
-
-    @staticmethod
-    def __new__(cls, mask: Mask, shape: tuple[int, ...], device: torch.device) -> MaskTensor:
-        made: MaskTensor = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.bool, device=device
-        )
-        made.mask = mask
-        return made
-
-    def __init__(self, mask: Mask, shape: tuple[int, ...], device: torch.device) -> None:
-        super().__init__()
-
-    def written_out(self) -> Tensor:
-        """The mask as booleans, (B, 1, N, M)."""
-        batch, heads, queries, keys = self.shape
-        place = Place(batch, heads, queries, keys, offset=keys - queries, device=self.device)
-        return self.mask.to_dense(place).expand(self.shape)
-
-    def to_add(self, dtype: torch.dtype) -> Tensor:
-        """The mask as numbers to add to scores: 0 where a key is seen, else the lowest number."""
-        zeros = torch.zeros(self.shape, dtype=dtype, device=self.device)
-        return zeros.masked_fill(~self.written_out(), torch.finfo(dtype).min)
-
-    def moved(self, *given: Any, **options: Any) -> Tensor:
-        """The result of `to`: the same mask on another device, or numbers to add to scores."""
-        like = torch.empty(0, dtype=torch.bool, device=self.device).to(*given, **options)
-        if like.dtype == torch.bool:
-            return MaskTensor(self.mask, tuple(self.shape), like.device)
-        if like.is_floating_point():
-            return self.to_add(like.dtype).to(like.device)
-        return self.written_out().to(*given, **options)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _SAME:
-            return args[0]
-        if func is Tensor.to:
-            return args[0].moved(*args[1:], **(kwargs or {}))
-        if func in _CASTS:
-            return args[0].to_add(_CASTS[func])
-        if func in _SIZES or getattr(func, "__name__", "") == "__get__":  # .shape, .device, ...
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func in _ADDS:
-            numbers = [x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-            dtype = numbers[0] if numbers else torch.get_default_dtype()
-            args = tuple(x.to_add(dtype) if isinstance(x, MaskTensor) else x for x in args)
-        out = func(*_written_out(args), **_written_out(kwargs or {}))
-        if func in _PARTS and out.ndim == 4:
-            return MaskTensor(Dense(out), tuple(out.shape), out.device)
-        return out
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*_written_out(args), **_written_out(kwargs or {}))
-
-
-def _written_out(given: Any) -> Any:
-    """Arguments with every MaskTensor written out."""
-    return tree_map(lambda x: x.written_out() if isinstance(x, MaskTensor) else x, given)
+    if given is None:
+        return None
+    short = tokens - given.shape[-1]
+    padding = given.bool()
+    padding = torch.nn.functional.pad(padding, (0, short)) if short > 0 else padding
+    return None if bool(padding[:, :tokens].all()) else padding

@@ -16,7 +16,7 @@ from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.mask_functions import by_rows
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
-from headwise.watching.seen_call import Kind
+from headwise.watching.recorder.seen_call import Kind
 
 _FULL = ("eager", "flex_attention")
 """Implementations whose mask is complete: without one, every key is seen."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.core.observation import Observation
 from headwise.nn.call import Call
-from headwise.watching.seen_call import SeenCall, bent, owned
+from headwise.watching.recorder.seen_call import SeenCall, bent, owned
 
 
 class LastCall:

@@ -27,8 +27,8 @@ from headwise.watching.adapters import traced
 from headwise.watching.adapters.module_forwards import named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.torch_calls import Listener
-from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.seen_call import Kind
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.seen_call import Kind
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ def _hidden(modules: TorchModules, module: nn.MultiheadAttention, *given: Any) -
     """
     name, attn_mask = modules.names[id(module)], given[5]
     call, kind, _ = _read(module, *given)
-    cut = modules.recorder.cut(name, call, kind)
+    cut = modules.recorder.interventions.cut(name, call, kind)
     place = Place.of(call.q, call.k)
     shape = place.batch, place.heads, place.queries, place.keys
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.q.device)
@@ -172,7 +172,7 @@ def _attention(
     modules.listener.refuse_other_threads(name)
     masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
     with modules.listener.off(), taken():
-        if modules.recorder.edges_of(name):
+        if modules.recorder.interventions.edges_of(name):
             hidden = _hidden(modules, module, query, key, value, *masks)
             others = (key_padding_mask, need_weights, hidden, average_attn_weights, False)
             out = run(query, key, value, *others)
@@ -239,7 +239,7 @@ def _look(modules: TorchModules, module: nn.MultiheadAttention, *given: Any) -> 
     with taken():
         name, recorder = modules.names[id(module)], modules.recorder
         call, kind, padding = _read(module, *given)
-        recorder.beside(name, recorder.cut(name, call, kind), kind, padding)
+        recorder.beside(name, recorder.interventions.cut(name, call, kind), kind, padding)
 
 
 def _read(

@@ -16,7 +16,7 @@ from headwise.mask import Mask, causal
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters import traced_masks
-from headwise.watching.seen_call import Kind
+from headwise.watching.recorder.seen_call import Kind
 
 SCALED_DOT_PRODUCT = F.scaled_dot_product_attention
 Made = TypeVar("Made")

@@ -34,9 +34,10 @@ from headwise.watching.adapters.written.written_attention import (
     WrittenAttention,
 )
 from headwise.watching.adapters.written.written_out import WrittenOut
-from headwise.watching.call_recorder import CallRecorder, recomputing
-from headwise.watching.layer import LARGEST
-from headwise.watching.seen_call import Kind, kind_of
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.layer import LARGEST
+from headwise.watching.recorder.model_passes import recomputing
+from headwise.watching.recorder.seen_call import Kind, kind_of
 
 ENOUGH, AGAIN = 2, 64
 """A module in which nothing was heard this often is not listened to, until this many passes."""
@@ -120,17 +121,18 @@ class Listener(ModelMode):
             return
         self.refuse_other_threads(name)
         recorder = self.recorder
-        changes = bool(recorder.silenced) or bool(recorder.edges)  # and nothing runs compiled
-        needed = recorder.active or changes
-        if not self.frames and self.recorder.passes % AGAIN == 0:
+        changes = recorder.interventions
+        changed = bool(changes.silenced) or bool(changes.edges)  # and nothing runs compiled
+        needed = recorder.active or changed
+        if not self.frames and recorder.passes.count % AGAIN == 0:
             self.heard_nothing.clear()
         on, silent = self.on, self.heard_nothing.get(id(module), 0) >= ENOUGH
         # The compiler can't trace through a mode: modules that hold compiled ones go without.
-        heard = changes or not is_compiled(module)
+        heard = changed or not is_compiled(module)
         listening = not quiet and needed and not on and not silent and heard
         sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
         self.frames.append(Frame(module, name, quiet, listening, on or listening, sizes))
-        self.recorder.begin()
+        recorder.passes.begin()
         if listening:
             self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -178,7 +180,7 @@ class Listener(ModelMode):
             self.running.written_out.leave()
         else:
             self.report_unmet()
-        self.recorder.end()
+        self.recorder.passes.end()
 
     def report_unmet(self) -> None:
         """Report softmaxes that look like attention and were never multiplied with values."""
@@ -216,8 +218,8 @@ class Listener(ModelMode):
             return self.scaled_dot_product(func, args, options)
         out = func(*args, **options)
         if func in self.readers:
-            self.recorder.refuse_edges(frame.name, f"it calls {func.__name__}")
-            if frame.name in self.recorder.silenced:
+            self.recorder.interventions.refuse_edges(frame.name, f"it calls {func.__name__}")
+            if frame.name in self.recorder.interventions.silenced:
                 raise ValueError(f"{frame.name}: a head of {func.__name__} can't be switched off")
             if self.recorder.wants(frame.name):
                 with self.recorder.unread.reading(frame.name), taken():
@@ -239,10 +241,10 @@ class Listener(ModelMode):
         name = self.frames[-1].name
 
         def cut(call: Call, kind: Kind | None) -> Call:
-            return self.recorder.cut(name, call, kind or kind_of(name))
+            return self.recorder.interventions.cut(name, call, kind or kind_of(name))
 
         with taken():
-            if self.recorder.edges_of(name):
+            if self.recorder.interventions.edges_of(name):
                 out = attend_without(self.memo, cut, *given, **options)
             else:
                 out = original(*given, **options)
@@ -250,26 +252,27 @@ class Listener(ModelMode):
             with self.recorder.unread.reading(name):
                 call, kind = scaled_dot_product(self.memo, *given, **options)
                 self.recorder.beside(name, cut(call, kind), kind or kind_of(name), out=out)
-        return self.recorder.silence(name, out)
+        return self.recorder.interventions.silence(name, out)
 
     def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """A call of hw.attention in somebody's own module."""
         recorder = self.recorder
-        if q.ndim != 4 or not (recorder.wants(name) or recorder.edges_of(name)):
+        if q.ndim != 4 or not (recorder.wants(name) or recorder.interventions.edges_of(name)):
             out = attention(q, k, v, **options)
         else:
             call = Call(q, k, v, **(options | {"score": options["score"] or Dot()}))
             across = call.mask is None and lengths_differ(q, k)
             kind: Kind = "cross" if across else kind_of(name)
-            call = recorder.cut(name, call, kind)
+            call = recorder.interventions.cut(name, call, kind)
             out = recorder.inside(name, call, kind) if recorder.wants(name) else call.attend()
-        return self.recorder.silence(name, out)
+        return recorder.interventions.silence(name, out)
 
     def written(
         self, func: Callable[..., Any], out: Any, given: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Any:
         """Any function, which may be a part of attention that is written out; its output."""
         running, recorder = self.running.written_out, self.recorder
+        changes = recorder.interventions
         modules = {frame.name: frame.module for frame in self.frames}
         op = Operation(func, out, given, options, modules, self.frames[0].sizes)
         try:
@@ -280,17 +283,17 @@ class Listener(ModelMode):
                 found = running.follow(op)
         except Exception as error:
             name = error.name if isinstance(error, UnreadableError) else self.frames[-1].name
-            if name in recorder.silenced or recorder.edges_of(name):
+            if name in changes.silenced or changes.edges_of(name):
                 raise
             recorder.unread.fail(name, error)
             return out
         if found is None:
             return out
-        recorder.refuse_edges(found.name, "its attention is written out, softmax and all")
+        changes.refuse_edges(found.name, "its attention is written out, softmax and all")
         if found.call is not None and recorder.wants(found.name):
             with recorder.unread.reading(found.name):
                 self.observe_written(found, found.call, out.detach())
-        head = recorder.silenced.get(found.name)
+        head = changes.silenced.get(found.name)
         return out if head is None else found.without(out, head)
 
     def observe_written(self, found: WrittenAttention, call: Call, out: Tensor) -> None:

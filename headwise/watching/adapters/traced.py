@@ -36,9 +36,10 @@ from headwise.watching.adapters.traced_modules import (
     place_name,
     tap_name,
 )
-from headwise.watching.board import record
-from headwise.watching.call_recorder import norms, plain_statistics
-from headwise.watching.seen_call import padding_rows
+from headwise.watching.recorder.board import record
+from headwise.watching.recorder.call_recorder import norms
+from headwise.watching.recorder.seen_call import padding_rows
+from headwise.watching.recorder.watch_options import plain_statistics
 
 Read = TypeVar("Read")
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from headwise.core.spans import Span
 from headwise.watching.adapters.last_call import LastCall
 from headwise.watching.adapters.traced_graph import UnreadCall
-from headwise.watching.board import Board, Slot
-from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.seen_call import Kind, kind_of
+from headwise.watching.recorder.board import Board, Slot
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.seen_call import Kind, kind_of
 
 GROUP = "_headwise_group"
 UNREAD = "unread"
@@ -98,7 +98,7 @@ class TracedModel:
     def detach(self) -> None:
         """Take everything off the modules again."""
         _attached.remove(self)
-        for layer in self.recorder.layers.values():
+        for layer in self.recorder.registry.layers.values():
             layer.adopt()
         for module in self.names:
             for name in [x for x in vars(module) if x.startswith("_headwise_")]:
@@ -110,13 +110,13 @@ class TracedModel:
         if not mine or _is_prepared(mine[0], way.key, way.device):
             return
         recorder = self.recorder
-        board = recorder.group_board((way.group, way.key), way.device)
+        board = recorder.registry.group_board((way.group, way.key), way.device)
         board.reserve(len(mine), way.heads)
         for module in mine:
             _known.setdefault(module, {})[way.key] = way
             name = self.names[module]
             kind: Kind = "cross" if way.across else kind_of(name)
-            layer = recorder.traced_layer(name, way.again, kind, way.heads, board)
+            layer = recorder.registry.traced_layer(name, way.again, kind, way.heads, board)
             if layer is None:
                 setattr(module, tap_name(way.key), None)
                 continue
@@ -148,7 +148,7 @@ class TracedModel:
         """
         first = sorted((x for x in self.names if x in _order), key=lambda x: _order[x])
         rest = [x for x in self.names if x not in _order]
-        self.recorder.renumber(self.names[module] for module in (*first, *rest))
+        self.recorder.registry.renumber(self.names[module] for module in (*first, *rest))
 
     def refuse(self, group: int, call: UnreadCall) -> None:
         """Let compiled code count the calls of a group's modules that can't be read."""
@@ -157,7 +157,7 @@ class TracedModel:
             _refused[module] = call
         if not mine or _is_prepared(mine[0], UNREAD, call.device):
             return
-        board = self.recorder.group_board((group, UNREAD), call.device)
+        board = self.recorder.registry.group_board((group, UNREAD), call.device)
         board.reserve(len(mine), 1)
         for module in mine:
             name, unread = self.names[module], self.recorder.unread

@@ -26,9 +26,9 @@ from headwise.watching.adapters.module_forwards import Follower, follow, named_m
 from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
 from headwise.watching.adapters.traced_masks import NUMBERING, RULES
-from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.proof import without_dropout
-from headwise.watching.seen_call import Kind, kind_of
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.proof import without_dropout
+from headwise.watching.recorder.seen_call import Kind, kind_of
 
 _EAGER = "eager_attention_forward"
 
@@ -263,11 +263,11 @@ def _observed(
     kind, sequence = _kind(given, name), modules.sequence(name)
     padding = None if sequence is None else sequence.padding(given.q)
     forgotten = None if sequence is None else sequence.forgotten(given.q, given.k, kind)
-    edges = recorder.edges_of(name)
+    edges = recorder.interventions.edges_of(name)
     if function is ours.attend and (recorder.wants(name) or edges):
 
         def look(call: Call) -> Tensor:
-            call = recorder.cut(name, call, kind, forgotten)
+            call = recorder.interventions.cut(name, call, kind, forgotten)
             if not recorder.wants(name):
                 return call.attend()
             return recorder.inside(name, call, kind, padding, forgotten)
@@ -279,13 +279,13 @@ def _observed(
             result = _without_edges(modules, function, given, kind, forgotten)
         else:
             result = _run(function, given)
-    silenced = (recorder.silence(name, result[0], axis=-2), *result[1:])
+    silenced = (recorder.interventions.silence(name, result[0], axis=-2), *result[1:])
     if not recorder.wants(name):
         return silenced
     with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
         call = to_call(given, kind, sequence, modules.memo)
         proof = None if edges else modules.prove(name, function, given, call, result[0])
-        call = recorder.cut(name, call, kind, forgotten)
+        call = recorder.interventions.cut(name, call, kind, forgotten)
         modules.remember(name, call, sequence)
         out = None if given.option("dropout") else result[0].transpose(1, 2)
         recorder.beside(name, call, kind, padding, out, forgotten=forgotten, proof=proof)
@@ -307,10 +307,10 @@ def _without_edges(
     call = to_call(given, kind, modules.sequence(name), modules.memo)
     form = (given.implementation, given.mask is None, given.q.shape[2] == 1)
     with torch.no_grad():
-        own = modules.recorder.cut_proofs.compare
+        own = modules.recorder.interventions.proofs.compare
         own(name, form, call, lambda: _undropped(function, given))
     call = call._replace(dropout=given.option("dropout") or 0.0)
-    call = modules.recorder.cut(name, call, kind, forgotten)
+    call = modules.recorder.interventions.cut(name, call, kind, forgotten)
     few = call.q.shape[:3].numel() * call.k.shape[2] <= ours.WEIGHTS
     shown = given.option("output_attentions") or (given.implementation == "eager" and few)
     weights = ours.weights(call) if shown else None

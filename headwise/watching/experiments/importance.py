@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.watching.adapters.module_forwards import find_module
-from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.layer import WatchedLayer
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.table import Table, Value
 
 Measure = Callable[[], float | Tensor]
@@ -25,7 +25,7 @@ def importance(model: nn.Module, recorder: CallRecorder, measure: Measure) -> Ta
     switched off at all of them at once: its heads have one row each, under the first depth's name.
     """
     layers: dict[str, WatchedLayer] = {}
-    for layer in recorder.layers.values():
+    for layer in recorder.registry.layers.values():
         layers.setdefault(layer.module, layer)
     if not layers:
         raise ValueError("no layer was seen yet: run the model once, then ask for importance")
@@ -70,11 +70,11 @@ def _off(model: nn.Module, recorder: CallRecorder, name: str, head: int) -> Iter
         finally:
             part.copy_(before)
         return
-    recorder.silenced = {name: head}
+    recorder.interventions.silenced = {name: head}
     try:
         yield
     finally:
-        recorder.silenced = {}
+        recorder.interventions.silenced = {}
 
 
 def _shown(heads: list[Head]) -> Iterator[Head]:

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.core.reduction import Columns
 from headwise.watching.adapters.module_forwards import find_module
-from headwise.watching.board import Board, HostCopy, Slot
-from headwise.watching.call_recorder import CallRecorder
-from headwise.watching.layer import WatchedLayer
 from headwise.watching.ranks.head_places import head_place
 from headwise.watching.ranks.joined_figures import JoinedFigures
 from headwise.watching.ranks.layer_numbers import LAYERS, LayerPart
+from headwise.watching.recorder.board import Board, HostCopy, Slot
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.layer import WatchedLayer
 
 Made = TypeVar("Made")
 
@@ -62,7 +62,7 @@ class JoinedSteps:
         except Exception as error:
             failure = failure or error
         columns = Columns(recorder.options.stats)
-        boards = list(recorder.boards.values())
+        boards = list(recorder.registry.boards.values())
         device = boards[0].device if boards else torch.device(self.figures.mesh.device_type)
         if self.figures.layers is None or self.figures.outdated:
             self._number(recorder, model, columns, device, failure)
@@ -110,7 +110,7 @@ class JoinedSteps:
         layers = _recorded(recorder)
         return {  # those that were not asked for count too, or the others' numbers would change
             name: self._part(layers[name], model) if name in layers else LayerPart(name, "", 0)
-            for name in recorder.known()
+            for name in recorder.registry.shown
         }
 
     def _own_figures(
@@ -170,7 +170,8 @@ class JoinedSteps:
 
 def _recorded(recorder: CallRecorder) -> dict[str, WatchedLayer]:
     """The layers that have figures on this rank, by their names."""
-    return {layer.name: layer for layer in recorder.layers.values() if layer.slot is not None}
+    layers = recorder.registry.layers.values()
+    return {layer.name: layer for layer in layers if layer.slot is not None}
 
 
 def _tried(

@@ -23,7 +23,7 @@ from torch import nn
 
 from headwise.core.spans import plain
 from headwise.messages import from_json, say, with_chinese
-from headwise.watching.call_recorder import WatchOptions
+from headwise.watching.recorder.watch_options import WatchOptions
 from headwise.watching.rules import Rule
 
 FORMAT = 1

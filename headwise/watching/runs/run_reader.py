@@ -9,13 +9,13 @@ from headwise.maps.attention_map import AttentionMap
 from headwise.messages import say
 from headwise.watching.alarms import Alarm
 from headwise.watching.figure_names import PLACES
-from headwise.watching.layer import WatchedLayer
+from headwise.watching.recorder.layer import WatchedLayer
+from headwise.watching.recorder.seen_call import Kind
 from headwise.watching.recording import NAN, Entry, Recording
 from headwise.watching.runs import manifest, parts
 from headwise.watching.runs.kept_maps import FOLDER, MapFile, maps_in, read_map
 from headwise.watching.runs.parts import Rows, SeriesPart
 from headwise.watching.runs.run_writer import read_alarms
-from headwise.watching.seen_call import Kind
 from headwise.watching.table import Table
 
 

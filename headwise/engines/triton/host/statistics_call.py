@@ -13,7 +13,8 @@ from headwise.core.statistics import named, single_weights
 from headwise.core.sums import RowTotals, Sums
 from headwise.engines import failures
 from headwise.engines.failures import KernelError, family_of_terms
-from headwise.engines.operators import CALL, define, direct
+from headwise.engines.interception import direct
+from headwise.engines.operators import CALL, define
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import (
     WORD,

@@ -154,6 +154,34 @@ def load(call, KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr):
 
 
 @gluon.jit
+def begin(
+    w: gl.constexpr, done, round, own, keys, values, barriers, extent, bounds, z, written,
+    SCORES: gl.constexpr, SUMS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, MOMENTS: gl.constexpr,
+):  # fmt: skip
+    """Compute scores and softmax of an item's first block: no product before it can overlap."""
+    rows_full, _, keys_full, keys_empty, _, _, turns = barriers
+    zero = gl.zeros([GROUP, KEYS], gl.float32, SCORES)
+    at = done % STAGES
+    mbarrier.wait(rows_full.index(w), round & 1)
+    mbarrier.wait(keys_full.index(at), (done // STAGES) & 1)
+    mbarrier.wait(turns.index(w), done & 1)
+    tile = whole_tile(keys, at).permute((1, 0))
+    scores = warpgroup_mma(own, tile, zero, use_acc=False, is_async=True)
+    mbarrier.arrive(turns.index(1 - w), count=1)
+    s = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(keys_empty.index(at), count=1)
+    j0 = first_key(0, extent, KEYS)
+    weights, state, _ = soften(s, None, j0, bounds, z, written, keys.dtype, True, True, MOMENTS)
+    shrink = gl.full([GROUP], 1.0, gl.float32, ROWS)
+    acc = shrink
+    if values is not None:
+        WIDTH: gl.constexpr = values.shape[-1]
+        acc = gl.zeros([GROUP, WIDTH], gl.float32, SUMS)
+    return acc, weights, shrink, state
+
+
+@gluon.jit
 def absorb(
     w: gl.constexpr, n, done, sums, own, keys, values, barriers, extent, bounds, z, written,
     SCORES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
@@ -192,13 +220,33 @@ def absorb(
 
 
 @gluon.jit
+def last_product(
+    n, sums, keys, values, barriers, b, h, i, z, sinks, written,
+    ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Multiply an item's last block by its values while its statistics are written; return out."""
+    acc, weights, shrink, state = sums
+    _, _, _, _, values_full, values_empty, _ = barriers
+    SUMS: gl.constexpr = acc.type.layout
+    at, turn = n % STAGES, (n // STAGES) & 1
+    p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    acc = acc * along(shrink, SUMS)
+    mbarrier.wait(values_full.index(at), turn)
+    summed = warpgroup_mma(p, whole_tile(values, at), acc, is_async=True)
+    weight = finish(state, b, h, i, z, sinks, written, ROWS)
+    acc, p = warpgroup_mma_wait(0, deps=(summed, p))
+    mbarrier.arrive(values_empty.index(at), count=1)
+    return acc * along(weight, SUMS)
+
+
+@gluon.jit
 def follow(
     w: gl.constexpr, call, KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr,
     BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Run a consumer warpgroup: GROUP rows of each item, over all of its blocks of keys."""
     out, rows, results, keys, values, barriers, z, sinks, written = call
-    rows_full, rows_empty, keys_full, keys_empty, values_full, values_empty, turns = barriers
+    rows_empty, turns = barriers[1], barriers[6]
     WIDTH: gl.constexpr = rows.shape[-1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -213,26 +261,10 @@ def follow(
         edges, blocks = extent[3], extent[4]
         i = i0 + w * GROUP + gl.arange(0, GROUP, ROWS)
         bounds = bounds_of(i, z, BANDED)
-
-        # The first block has no product before it to overlap with.
-        at = done % STAGES
-        mbarrier.wait(rows_full.index(w), round & 1)
-        mbarrier.wait(keys_full.index(at), (done // STAGES) & 1)
-        mbarrier.wait(turns.index(w), done & 1)
-        tile = whole_tile(keys, at).permute((1, 0))
-        scores = warpgroup_mma(own, tile, zero, use_acc=False, is_async=True)
-        mbarrier.arrive(turns.index(1 - w), count=1)
-        s = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(keys_empty.index(at), count=1)
-        j0 = first_key(0, extent, KEYS)
-        weights, state, _ = soften(
-            s, None, j0, bounds, z, written, keys.dtype, True, True, BLOCK > 0
-        )
-        shrink = gl.full([GROUP], 1.0, gl.float32, ROWS)
-        acc = shrink
-        if values is not None:
-            acc = gl.zeros([GROUP, WIDTH], gl.float32, SUMS)
-        sums = (acc, weights, shrink, state)
+        sums = begin(
+            w, done, round, own, keys, values, barriers, extent, bounds, z, written,
+            SCORES, SUMS, ROWS, KEYS, STAGES, BLOCK > 0,
+        )  # fmt: skip
         for n in range(1, edges):
             sums = absorb(
                 w, n, done, sums, own, keys, values, barriers, extent, bounds, z, written,
@@ -254,21 +286,14 @@ def follow(
                 w, n, done, sums, own, keys, values, barriers, extent, bounds, z, written,
                 SCORES, KEYS, STAGES, False, False,
             )  # fmt: skip
-        acc, weights, shrink, state = sums
         mbarrier.arrive(rows_empty.index(w), count=1)  # the rows are no longer needed
         done, round = done + blocks, round + 1
         if values is None:
-            finish(state, b, h, i, z, sinks, written, ROWS)
+            finish(sums[3], b, h, i, z, sinks, written, ROWS)
         else:
-            at, turn = (done - 1) % STAGES, ((done - 1) // STAGES) & 1
-            p = gl.convert_layout(unpacked(weights, keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
-            acc = acc * along(shrink, SUMS)
-            mbarrier.wait(values_full.index(at), turn)
-            summed = warpgroup_mma(p, whole_tile(values, at), acc, is_async=True)
-            weight = finish(state, b, h, i, z, sinks, written, ROWS)
-            acc, p = warpgroup_mma_wait(0, deps=(summed, p))
-            mbarrier.arrive(values_empty.index(at), count=1)
-            acc = acc * along(weight, SUMS)
+            acc = last_product(
+                done - 1, sums, keys, values, barriers, b, h, i, z, sinks, written, ROWS, STAGES
+            )
             tma.store_wait(0)  # until the last item's rows are copied out
             whole_tile(results, w).store(acc.to(keys.dtype))
             fence_async_shared()

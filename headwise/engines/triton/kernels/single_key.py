@@ -78,6 +78,40 @@ def weight_on(
     return tl.where(seen & (s != NOTHING), power(s, base, log_total), 0.0)
 
 
+@triton.jit
+def put_masses(
+    found, line, here, starts, start_strides, first, sink_keys, rows, k, ks, t, z, b, h, i,
+    position, base, log_total,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Store the weights on a row's own key, on the one before it, and on the sequence's first."""
+    own = position - z.first_key
+    if found.self_mass is not None:
+        weight = weight_on(
+            own, rows, k, ks, t, z, b, h, i, position, base, log_total, WIDTH, PADDED, PIECES, CAP,
+        )  # fmt: skip
+        tl.store(found.self_mass + line, weight, mask=here)
+    if found.previous_mass is not None:
+        weight = weight_on(
+            own - 1, rows, k, ks, t, z, b, h, i, position, base, log_total, WIDTH, PADDED, PIECES,
+            CAP,
+        )  # fmt: skip
+        tl.store(found.previous_mass + line, weight, mask=here)
+    if found.sink_mass is not None:
+        at = tl.zeros([ROWS], tl.int32) + first
+        if starts is not None:
+            place = starts + b.to(tl.int64) * start_strides[0] + h * start_strides[1]
+            at = tl.load(place + tl.minimum(i, z.queries - 1) * start_strides[2])
+        total = tl.zeros([ROWS], tl.float32)
+        for step in tl.range(0, sink_keys):
+            total += weight_on(
+                at + step, rows, k, ks, t, z, b, h, i, position, base, log_total, WIDTH, PADDED,
+                PIECES, CAP,
+            )  # fmt: skip
+        tl.store(found.sink_mass + line, total, mask=here)
+
+
 _STRIDES = ["q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row"]
 
 
@@ -128,56 +162,7 @@ def single(
     ):
         rows = load_tile(q, qs, b, h, block * ROWS, z.queries, ROWS, WIDTH, PADDED, False)
         rows = rows.to(tl.float32)
-        own = position - z.first_key
-        if found.self_mass is not None:
-            weight = weight_on(
-                own,
-                rows,
-                k,
-                ks,
-                t,
-                z,
-                b,
-                h,
-                i,
-                position,
-                base,
-                log_total,
-                WIDTH,
-                PADDED,
-                PIECES,
-                CAP,
-            )
-            tl.store(found.self_mass + line, weight, mask=here)
-        if found.previous_mass is not None:
-            weight = weight_on(
-                own - 1,
-                rows,
-                k,
-                ks,
-                t,
-                z,
-                b,
-                h,
-                i,
-                position,
-                base,
-                log_total,
-                WIDTH,
-                PADDED,
-                PIECES,
-                CAP,
-            )
-            tl.store(found.previous_mass + line, weight, mask=here)
-        if found.sink_mass is not None:
-            at = tl.zeros([ROWS], tl.int32) + first
-            if starts is not None:
-                place = starts + b.to(tl.int64) * start_strides[0] + h * start_strides[1]
-                at = tl.load(place + tl.minimum(i, z.queries - 1) * start_strides[2])
-            total = tl.zeros([ROWS], tl.float32)
-            for step in tl.range(0, sink_keys):
-                total += weight_on(
-                    at + step, rows, k, ks, t, z, b, h, i, position, base, log_total, WIDTH,
-                    PADDED, PIECES, CAP,
-                )  # fmt: skip
-            tl.store(found.sink_mass + line, total, mask=here)
+        put_masses(
+            found, line, here, starts, start_strides, first, sink_keys, rows, k, ks, t, z, b, h, i,
+            position, base, log_total, ROWS, WIDTH, PADDED, PIECES, CAP,
+        )  # fmt: skip

@@ -17,7 +17,8 @@ from torch import Tensor
 from headwise.core.observation import Observation
 from headwise.core.problem import without_autocast
 from headwise.core.reduction import Columns, reduce_rows
-from headwise.engines.operators import define, noticed
+from headwise.engines.interception import noticed
+from headwise.engines.operators import define
 from headwise.engines.triton.board_call import add_by_kernel
 
 SLOTS, HEADS = 16, 32

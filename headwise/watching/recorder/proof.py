@@ -18,7 +18,7 @@ from headwise.core.observation import sample_rows
 from headwise.core.problem import pose
 from headwise.engines.reference import REFERENCE
 from headwise.nn.call import Call
-from headwise.watching.board import waits
+from headwise.watching.recorder.board import waits
 
 ROWS = 8
 

@@ -6,20 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from headwise import mask as masks
 from headwise.api import attention_map
-from headwise.core.intervals import Mask
 from headwise.core.mask_parts import PartOfMask
 from headwise.core.observation import Observation
-from headwise.core.place import Place, four
+from headwise.core.place import Place
 from headwise.distributed.head_options import options_of
 from headwise.maps.attention_map import AttentionMap
-from headwise.nn.call import Call
-from headwise.watching.board import Slot
-from headwise.watching.seen_call import Kind, SeenCall, owned
+from headwise.watching.recorder.board import Slot
+from headwise.watching.recorder.joined_calls import joined_call, joined_observation
+from headwise.watching.recorder.seen_call import Kind, SeenCall, owned
 from headwise.watching.table import Value
 
 LARGEST = 1 << 24
@@ -110,11 +107,7 @@ class WatchedLayer:
     def observation(self) -> Observation:
         """The statistics of the last pass, (B, Hq, N) each; ValueError if no rows were kept."""
         seen = self._rows_seen()
-        if len(seen) == 1:
-            return seen[0]
-        values = {name: torch.cat([x.values[name] for x in seen], 2) for name in seen[-1].values}
-        rows = _joined_rows(seen, [part.queries for part in self._calls])
-        return Observation(values, torch.cat([x.highest for x in seen], 2), rows)
+        return joined_observation(seen, [part.queries for part in self._calls])
 
     def _rows_seen(self) -> list[Observation]:
         self.adopt()
@@ -156,7 +149,9 @@ class WatchedLayer:
         self._refuse_lost()
         sums = [part.lse for part in self._calls if part.lse is not None]
         lse = torch.cat(sums, 2) if len(sums) == len(calls) else None
-        call = calls[0] if len(calls) == 1 else self._joined(calls)
+        call = calls[0]
+        if len(calls) > 1:
+            call = joined_call(self._calls, calls, self.kind == "cross", self.title)
         options = call.options()
         del options["dropout"], options["engine"]
         return attention_map(call.q, call.k, **options, lse=lse)
@@ -195,39 +190,6 @@ class WatchedLayer:
                 "you need"
             )
 
-    def _joined(self, calls: list[Call]) -> Call:
-        """The calls of a model that generates as one: all queries against all keys."""
-        last, end = calls[-1], self._calls[-1].start + self._calls[-1].queries
-        across = self.kind == "cross"
-        before = [] if across else [call.k for call in calls[:-1]]
-        begun = sum(k.shape[2] for k in before)
-        k = torch.cat([*before, last.k[:, :, begun:end]], 2) if before else last.k
-        if not across and not torch.equal(k, last.k[:, :, :end]):
-            raise ValueError(
-                f"the keys that earlier rows of {self.title} saw are gone: a cache forgot them, or "
-                "beams changed places. Watch a pass over the whole text to have its map"
-            )
-        places = [
-            Place.of(call.q, k)
-            if across
-            else Place(
-                len(k),
-                self.heads,
-                part.queries,
-                part.start + part.queries,
-                offset=part.start,
-                device=k.device,
-            )
-            for call, part in zip(calls, self._calls, strict=True)
-        ]
-        bias = last.bias
-        if isinstance(bias, Tensor):  # then it is one in every call
-            tensors = [call.bias for call in calls if isinstance(call.bias, Tensor)]
-            found = zip(tensors, places, strict=True)
-            bias = torch.cat([_widened(*pair, k.shape[2], 0.0) for pair in found], 2)
-        mask = _joined_mask([call.mask for call in calls], places, k.shape[2])
-        return last._replace(q=torch.cat([call.q for call in calls], 2), k=k, mask=mask, bias=bias)
-
     def place(self, head: int) -> dict[str, Value]:
         """The columns that tell a row's head; `head` counts this rank's."""
         number = self.first_head + head
@@ -263,56 +225,3 @@ class WatchedLayer:
         self.adopt()
         self.recorded, self.ended, self._ran = self.compiled, True, False
         self._calls = [part.emptied() if part.observation is None else part for part in self._calls]
-
-
-def _joined_mask(parts: list[Mask | None], places: list[Place], keys: int) -> Mask:
-    """Each call's mask for its own rows; keys that came later stay hidden."""
-    known = [
-        (masks.lengths([place.keys] * place.batch) if mask is None else mask, place)
-        for mask, place in zip(parts, places, strict=True)
-    ]
-    if any(mask.pieces == 0 for mask, _ in known):
-        dense = [_widened(mask.to_dense(place), place, keys, False) for mask, place in known]
-        return masks.dense(torch.cat(dense, 2))
-    pieces = [mask.intervals(place) for mask, place in known]
-    shape = torch.broadcast_shapes(*(x.shape[:-1] for part in pieces for x in part[0]))
-    whole: Mask | None = None
-    for number in range(max(map(len, pieces))):
-        bounds = [part[number] if number < len(part) else None for part in pieces]
-        first, last = (_joined_bounds(bounds, end, places, shape) for end in (0, 1))
-        piece = masks.between(first, last)
-        whole = piece if whole is None else whole | piece
-    assert whole is not None
-    return whole
-
-
-def _joined_bounds(
-    bounds: list[tuple[Tensor, Tensor] | None], end: int, places: list[Place], shape: torch.Size
-) -> Tensor:
-    """One end of an interval for the rows of all calls; a call without one sees nothing there."""
-    found = []
-    for bound, place in zip(bounds, places, strict=True):
-        none = torch.zeros(1, dtype=torch.int32, device=place.device)
-        edge = none if bound is None else bound[end].clamp(0, place.keys)
-        found.append(edge.expand(*shape, place.queries))
-    return torch.cat(found, -1)
-
-
-def _widened(x: Tensor, place: Place, keys: int, fill: float) -> Tensor:
-    """A (B|1, Hq|1, N|1, M|1) tensor with all rows, and columns for keys that came later."""
-    x = four(x)
-    x = x.expand(*x.shape[:2], place.queries, max(place.keys, x.shape[3]))[..., : place.keys]
-    return F.pad(x, (0, keys - place.keys), value=fill)
-
-
-def _joined_rows(seen: list[Observation], lengths: list[int]) -> Tensor | None:
-    """The rows of the pass that were looked at; None if all were."""
-    if all(part.rows is None for part in seen):
-        return None
-    found, start = [], 0
-    for part, queries in zip(seen, lengths, strict=True):
-        rows = part.rows
-        rows = torch.arange(queries, device=part.highest.device) if rows is None else rows
-        found.append(rows + start)
-        start += queries
-    return torch.cat(found)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.watching.board import Board, Slot
+from headwise.watching.recorder.board import Board, Slot
 
 
 @dataclass

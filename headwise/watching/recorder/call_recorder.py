@@ -1,0 +1,279 @@
+"""The recorder that adapters hand a model's attention calls to: it observes and keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from headwise.api import attention, observe, statistics
+from headwise.core.intervals import Mask
+from headwise.core.observation import Observation
+from headwise.core.spans import within
+from headwise.distributed.sharded_tensors import local_part
+from headwise.handover import sharded, split_calls
+from headwise.nn.call import Call
+from headwise.watching.recorder.interventions import Interventions
+from headwise.watching.recorder.layer import WatchedLayer
+from headwise.watching.recorder.layer_registry import LayerRegistry
+from headwise.watching.recorder.model_passes import ModelPasses, forgets, recomputing
+from headwise.watching.recorder.proof import Proofs
+from headwise.watching.recorder.seen_call import (
+    Kind,
+    SeenCall,
+    address,
+    bent,
+    first_position,
+    newest_key,
+    owned,
+    padding_rows,
+    versions_of,
+)
+from headwise.watching.recorder.unread import UnreadModules
+from headwise.watching.recorder.watch_options import WatchOptions, plain_statistics
+
+
+@dataclass
+class CallRecorder:
+    """Observes the calls of one model. `active` is False in steps that are passed over."""
+
+    options: WatchOptions
+    active: bool = True
+    registry: LayerRegistry = field(init=False)
+    passes: ModelPasses = field(init=False)
+    interventions: Interventions = field(init=False)
+    unread: UnreadModules = field(init=False)
+    proofs: Proofs = field(init=False)
+    _computed: dict[Kind, tuple[str, ...]] = field(init=False)  # statistics of each kind of layer
+    _observed: set[str] = field(
+        default_factory=set
+    )  # inside their own pass; a recomputation must be too
+    _hidden: tuple[Mask, torch.Size, Tensor | None] | None = None  # the padding of the last mask
+
+    def __post_init__(self) -> None:
+        self.registry = LayerRegistry(self.options)
+        self.passes = ModelPasses(self._end_pass)
+        self.interventions = Interventions(self.registry)
+        self.unread = UnreadModules(self.options.strict, self.registry.asked_for)
+        self.proofs = Proofs(self.options.strict)
+        self._computed = {kind: computed_statistics(self.options, kind) for kind in get_args(Kind)}
+
+    def _end_pass(self) -> None:
+        self._hidden = self.interventions.last_cut = None
+        self.unread.warn()
+
+    def wants(self, name: str) -> bool:
+        """True if this module's call should be handed over."""
+        if recomputing():
+            return name in self._observed  # it must do the same again
+        if not self.active:
+            return False
+        shown = self.registry.shown.items()
+        known = [watched for key, watched in shown if key.partition("#")[0] == name]
+        return not known or any(known)
+
+    def beside(
+        self,
+        name: str,
+        call: Call,
+        kind: Kind = "self",
+        padding: Tensor | None = None,
+        out: Tensor | None = None,
+        maps: bool = True,
+        forgotten: int | None = None,
+        known: Mapping[str, Tensor] | None = None,
+        proof: Tensor | None = None,
+    ) -> None:
+        """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
+
+        `maps=False` keeps nothing of it for a map, whatever the options say. `forgotten` counts the
+        tokens before its first key that a cache no longer holds; None if that is not known. `known`
+        has statistics that the call does not show, (B, Hq, N) each. `proof` is how far the model's
+        output is off, if it was compared.
+        """
+        if recomputing():
+            return
+        share = None
+        if sharded(*call[:3]) is not None:  # this rank's heads, under the numbers of all
+            part, given, share = local_part(*call[:3], call.options())
+            call, out = Call(*part, **given), None if out is None else out.to_local()  # type: ignore[attr-defined]
+        q, k, v = (x.detach() for x in call[:3])
+        options = call._replace(q=q, k=k, v=v).options()
+        look = self._look(kind, k.shape[2], forgotten)
+        del options["dropout"], options["engine"]
+        known = known or {}
+        if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
+            out = None  # its norm would be that of something else
+        found = known if out is None else {*known, "output_norm"}
+        look["stats"] = tuple(x for x in look["stats"] if x not in found)
+        # Where the output is known, its norm needs no values and no second weighting of them.
+        v = v if "output_norm" in look["stats"] else v[..., :0]
+        seen = statistics(q, k, v, **options, **look)
+        for stat in (x for x in self.options.stats if x in found):
+            if stat in known:
+                value = known[stat]
+                seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
+            elif out is not None:
+                seen.values[stat] = norms(out.detach(), seen)
+        self._keep(name, call, kind, padding, seen, maps, forgotten, proof, share)
+
+    def inside(
+        self,
+        name: str,
+        call: Call,
+        kind: Kind = "self",
+        padding: Tensor | None = None,
+        forgotten: int | None = None,
+    ) -> Tensor:
+        """Compute a call's output (B, Hq, N, Dv), and observe it in the same pass.
+
+        Some cases are observed beside the output instead: a sample of the rows needs no pass over
+        all of them; an engine that was asked for by name must compute the output; with dropout, the
+        output's norm would be that of what is left of it; and of DTensors, this rank's heads are
+        observed.
+        """
+        beside = self.options.rows is not None or call.engine != "auto" or bool(call.dropout)
+        if beside or sharded(*call[:3]) is not None:
+            out = attention(call.q, call.k, call.v, **call.options())
+            with self.unread.reading(name):
+                self.beside(name, call, kind, padding, out, forgotten=forgotten)
+            return out
+        try:
+            look = self._look(kind, call.k.shape[2], forgotten)
+            out, seen = observe(call.q, call.k, call.v, **call.options(), **look)
+        except Exception as error:
+            if recomputing():
+                raise  # PyTorch ends a recomputation by an exception, once it has what it needs
+            out = attention(call.q, call.k, call.v, **call.options())  # or it raises the same
+            self.unread.fail(name, error)
+            return out
+        if not recomputing():
+            self._observed.add(name)
+            with self.unread.reading(name):
+                for key in ("lse", "entropy"):  # those that have gradients
+                    if key in seen.values:
+                        seen.values[key] = seen.values[key].detach()
+                self._keep(name, call, kind, padding, seen, forgotten=forgotten)
+        return out
+
+    def _look(self, kind: Kind, keys: int, forgotten: int | None) -> dict[str, Any]:
+        options = self.options
+        return {
+            "stats": self._computed[kind],
+            "rows": options.rows,
+            "sink_keys": options.sink_keys,
+            "spans": {} if kind == "window" else within(options.spans, keys, forgotten or 0),
+        }
+
+    def _keep(
+        self,
+        name: str,
+        call: Call,
+        kind: Kind,
+        padding: Tensor | None,
+        seen: Observation,
+        maps: bool = True,
+        forgotten: int | None = None,
+        proof: Tensor | None = None,
+        share: tuple[int, int] | None = None,
+    ) -> None:
+        options, passes, whole, divided = self.options, self.passes, call, split_calls()
+        cut = self.interventions.last_cut
+        if cut is not None and call.mask is cut[0]:
+            whole = call._replace(mask=cut[1])  # which tells positions and padding
+        first = first_position(whole) if kind == "self" else 0
+        start = first + (forgotten or 0) if kind == "self" else 0
+        passes.first = max(passes.first, start)
+        passes.past = passes.past or start > 0
+        name = self.registry.distinct_name(passes.depth_name(name, kind), kind)
+        layer = self.registry.layer(name, call, kind)
+        if layer is None:
+            return
+        if share is not None:
+            layer.share, layer.first_head = share, share[0]
+        if padding is None and kind == "self":
+            padding = self._padding(whole) if divided is None else divided.padded_rows
+        lse = seen.values.get("lse") if seen.rows is None and options.maps else None
+        if "lse" not in options.stats:
+            seen.values.pop("lse", None)
+        own_end = first + call.q.shape[2] if kind == "self" else None  # of the keys of its rows
+        kept = part = None
+        if options.maps and maps and divided is not None:
+            part = part_for_map(call)
+        elif options.maps and maps:
+            kept = call_for_map(call, own_end)
+        last = layer.last
+        if forgotten is None and last is not None and forgets(layer, call, start):
+            start = last.start + last.queries  # the cache's first keys are not the sequence's
+            passes.first = max(passes.first, start)
+        continues = passes.continues(layer, call, start)
+        found = SeenCall(
+            call.q.shape[0],
+            call.q.shape[2],
+            start,
+            seen if options.maps else None,
+            padding if options.maps else None,
+            kept,
+            lse,
+            bent(call),
+            call.k.shape[2],
+            None if own_end is None else newest_key(call, own_end - 1),
+            address(call.k),
+            kept=None if part is None else versions_of(part),
+            split=None if part is None or divided is None else (divided, part),
+        )
+        layer.add(found, continues)
+        assert layer.slot is not None
+        layer.slot.add(seen, padding, proof)
+        layer.recorded = True
+        layer.stats = tuple(x for x in options.stats if x in layer.stats or x in seen.values)
+
+    def _padding(self, call: Call) -> Tensor | None:
+        """The rows that are padding by a call's mask, which the layers of a model often share."""
+        if call.mask is None:
+            return None
+        known, shape = self._hidden, call.q.shape[:1] + call.q.shape[2:3] + call.k.shape[2:3]
+        if known is None or known[0] is not call.mask or known[1] != shape:
+            known = (call.mask, shape, padding_rows(call.mask, call.q, call.k))
+            self._hidden = known
+        return known[2]
+
+    def leave_out(self, layers: Iterable[WatchedLayer], error: Exception) -> None:
+        """Take the layers of a module out of the recording: it was misread."""
+        for layer in layers:
+            self.registry.drop(layer)
+            self.unread.leave_out(layer.module, error)
+
+
+def computed_statistics(options: WatchOptions, kind: Kind) -> tuple[str, ...]:
+    """The statistics that are computed of a call, and the lse if a map needs it; spans apart."""
+    stats = plain_statistics(options.stats_of(kind))
+    if options.maps and options.rows is None and "lse" not in stats:
+        stats = (*stats, "lse")
+    return stats
+
+
+def call_for_map(call: Call, own_end: int | None) -> Call:
+    """A call with what its map needs; `own_end` is where the keys of its own rows end."""
+    k = call.k.detach()
+    if own_end is not None and k.shape[2] > own_end:
+        k = k.clone()  # a cache with room to spare, which it will write into
+    none = call.v.new_empty(*call.v.shape[:3], 0)  # a view would hold all the values
+    return call._replace(q=call.q.detach(), k=k, v=none)
+
+
+def part_for_map(call: Call) -> Call:
+    """A copy of the call on a part of a sequence, whose map needs keys of the other ranks too."""
+    none = call.v.new_empty(*call.v.shape[:3], 0)
+    return owned(call._replace(q=call.q.detach(), k=call.k.detach(), v=none))
+
+
+def norms(out: Tensor, seen: Observation) -> Tensor:
+    """The norms of the observed rows of an output (B, H, N, D); 0 for rows that see no key."""
+    rows = out if seen.rows is None else out.index_select(2, seen.rows)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=wide)
+    return torch.where(seen.sees, found, 0.0)

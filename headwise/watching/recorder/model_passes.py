@@ -1,0 +1,108 @@
+"""The passes of a watched model: a forward, or a prompt and the steps that generate from it.
+
+A call shows where its rows stand; whether they continue the pass before is worked out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.nn.call import Call
+from headwise.watching.recorder.layer import WatchedLayer
+from headwise.watching.recorder.seen_call import Kind, address, newest_key
+
+
+@dataclass
+class ModelPasses:
+    """The forward of the model that is running now, and the tokens of its last pass."""
+
+    ended: Callable[[], None]  # is called when the outermost module has run
+    count: int = 0  # whether or not any attention was seen
+    tokens: Tensor | None = None  # (B, N) of the last pass, if the model was called with tokens
+    past: bool = False  # this forward continues from a cache
+    first: int = 0  # the position of its first token
+    _depth: int = 0  # modules of the model that are running
+    _calls: dict[str, int] = field(default_factory=dict)  # of each module in this forward so far
+    _ids: Tensor | None = None  # the tokens that this forward was called with
+
+    def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
+        """A module of the model starts to run; a pass begins with the outermost one."""
+        if recomputing():
+            return
+        if self._depth == 0:
+            self.count += 1
+            self._calls, self.past, self.first, self._ids = {}, False, 0, None
+        self._depth += 1
+        if given or options:
+            self._ids = token_ids(given, options or {})
+
+    def end(self) -> None:
+        """A module has run, with or without an error."""
+        if recomputing() or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        before, ids = self.tokens, self._ids
+        before = None if before is None else before[:, : self.first]  # the rest was taken back
+        if self.past and before is not None and ids is not None and len(before) == len(ids):
+            self.tokens = torch.cat((before, ids), 1)
+        elif ids is not None or not self.past:
+            self.tokens = None if self.past else ids
+        self.ended()
+
+    def depth_name(self, name: str, kind: Kind) -> str:
+        """Count a call of a module, and name its layer: one for each depth that it runs at."""
+        again = self._calls.get(name, 0)
+        self._calls[name] = again + 1
+        if again and kind == "self" and not self.past and self._depth:
+            return f"{name}#{again}"
+        return name
+
+    def continues(self, layer: WatchedLayer, call: Call, start: int) -> bool:
+        """True if a call adds rows to the one before: the next step of a model that generates."""
+        last = layer.last
+        if last is None or layer.ended or last.batch != call.q.shape[0]:
+            return False  # beams begin with a larger batch
+        if layer.kind == "self":  # before the end: tokens were taken back
+            return 0 < start <= last.start + last.queries
+        if layer.kind == "window":
+            return self.past
+        again = self._depth > 0 and self._calls.get(layer.module, 0) > 1
+        same = call.q.shape[2] == 1 and last.address == address(call.k)
+        return self.past or again or same
+
+
+def forgets(layer: WatchedLayer, call: Call, start: int) -> bool:
+    """True if a call's cache has forgotten tokens, rather than taken the last ones back.
+
+    Then the newest key of the call before is still there, right before the call's own. Written-out
+    logits have no keys: there a full cache shows as many as the time before.
+    """
+    last = layer.last
+    if last is None or not layer.prompted or not 0 < start < last.start + last.queries:
+        return False
+    before = newest_key(call, start - 1)
+    if last.newest is None or before is None:
+        return last.keys == call.k.shape[2]
+    return last.newest.shape == before.shape and torch.equal(last.newest, before)
+
+
+def token_ids(given: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | None:
+    """The tokens (B, N) a model is called with; None if there are none, or two kinds of them."""
+    names = ("input_ids", "decoder_input_ids")
+    values = [*given, *(options[name] for name in names if name in options)]
+    found = [x.detach() for x in values if isinstance(x, Tensor) and x.ndim == 2]
+    found = [x for x in found if not x.is_floating_point() and x.dtype != torch.bool]
+    return found[0] if len(found) == 1 else None
+
+
+def recomputing() -> bool:
+    """True if this forward runs inside a backward, as gradient checkpointing recomputes one."""
+    inside: bool = torch._C._current_graph_task_id() != -1
+    return inside
