@@ -11,6 +11,7 @@ from headwise.api import attention
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.problem import autocasting, describe
+from headwise.dropout import Dropout
 from headwise.handover import held_positions, reached
 from headwise.nn.caches.cache import Cache, Memory, check_cache
 from headwise.nn.caches.cache_masks import LaterKeys
@@ -30,7 +31,7 @@ class Call(NamedTuple):
     bias: Bias | None
     softcap: float | None
     sinks: Tensor | None
-    dropout: float
+    dropout: float | Dropout
     engine: str
 
     def options(self) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from headwise.watching.adapters.head_places import head_place
 from headwise.watching.board import HostCopy
 from headwise.watching.head_weights import QueryKeyWeights, query_key_weights
 from headwise.watching.layer import WatchedLayer
-from headwise.watching.ranks.head_places import head_place
 from headwise.watching.ranks.sharded_weights import OutputFactors, reshard
 from headwise.watching.recording import Recording
 from headwise.watching.training_steps import SteppedRecording
