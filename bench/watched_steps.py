@@ -27,6 +27,7 @@ INSIDE: dict[str, dict[str, Any]] = {
     "all rows, every statistic, inside": {},
 }
 UNWATCHED = "unwatched"
+UNWATCHED_INSIDE = "unwatched, headwise's attention"
 Step = Callable[[], object]
 
 
@@ -131,9 +132,10 @@ class WatchedLlama:
     def way(self, name: str, ids: Tensor | None = None, **more: Any) -> Way:
         """The way of a name, after one step of it; ValueError if the model can't be watched so."""
         ids = self.ids if ids is None else ids
-        if name == UNWATCHED:
-            self.step(self.own, ids)
-            return Way(lambda: self.step(self.own, ids))
+        if name in (UNWATCHED, UNWATCHED_INSIDE):
+            plain = self.own if name == UNWATCHED else self.inside
+            self.step(plain, ids)
+            return Way(lambda: self.step(plain, ids))
         model = self.inside if name in INSIDE else self.own
         options = (BESIDE | INSIDE)[name] | {"maps": False} | more
         watch = hw.watch(model, **options)

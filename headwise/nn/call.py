@@ -11,7 +11,8 @@ from headwise.api import attention
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.problem import autocasting, describe
-from headwise.handover import held_positions, reached
+from headwise.dropout import Dropout
+from headwise.handover import held_positions, reached, split_calls
 from headwise.nn.caches.cache import Cache, Memory, check_cache
 from headwise.nn.caches.cache_masks import LaterKeys
 from headwise.nn.layer_options import Widths
@@ -30,7 +31,7 @@ class Call(NamedTuple):
     bias: Bias | None
     softcap: float | None
     sinks: Tensor | None
-    dropout: float
+    dropout: float | Dropout
     engine: str
 
     def options(self) -> dict[str, Any]:
@@ -91,6 +92,11 @@ def check_inputs(
     """Raise ValueError if a layer of these widths can't take these inputs."""
     check_sequence("x", x)
     check_cache(cache)
+    if cache is not None and split_calls() is not None:
+        raise ValueError(
+            "a cache would hold this rank's part of the sequence alone, so context_parallel takes "
+            "none; undo context_parallel to generate"
+        )
     if x.shape[-1] != widths.d_model:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; this attention takes (batch, length, {widths.d_model}) "

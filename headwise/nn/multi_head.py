@@ -13,6 +13,7 @@ from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
+from headwise.dropout import Dropout
 from headwise.handover import held_positions, split_calls
 from headwise.maps.attention_map import AttentionMap
 from headwise.nn.caches.cache import Cache, Memory, RollbackOnError
@@ -28,6 +29,7 @@ from headwise.nn.call import (
 )
 from headwise.nn.checks import check_flag
 from headwise.nn.dropped_heads import DroppedHeads, gate_without
+from headwise.nn.head_shares import head_share, numbered_dropout
 from headwise.nn.layer_options import (
     Projections,
     Separate,
@@ -78,7 +80,7 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | None = None,
         softcap: float | None = None,
         sinks: bool = False,
-        dropout: float = 0.0,
+        dropout: float | Dropout = 0.0,
         engine: str = "auto",
     ) -> None:
         super().__init__()
@@ -311,7 +313,7 @@ class MultiHeadAttention(nn.Module):
             bias=bias,
             softcap=self.softcap,
             sinks=self.sinks,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self._dropout(q.shape[-3]),
             engine=self.engine,
         )
 
@@ -321,6 +323,13 @@ class MultiHeadAttention(nn.Module):
         if isinstance(self.projections, Unprojected) and self.head_dim == self.d_model:
             x = x.expand(*x.shape[:-3], self.heads, -1, -1)  # every head sees the whole input
         return x if norm is None else norm(x)
+
+    def _dropout(self, heads: int) -> float | Dropout:
+        """The dropout of a call with these heads: under a tensor-parallel plan, a rank's share."""
+        if not self.training or heads == self.heads:
+            return self.dropout if self.training else 0.0
+        share = head_share(getattr(self.query, "weight", None), heads, self.head_dim)
+        return numbered_dropout(self.dropout, share)
 
     def _bias(self, bias: Bias | None) -> Bias | None:
         own = None if self.position is None else self.position.bias()

@@ -134,6 +134,25 @@ def sharded_heads(mesh: DeviceMesh) -> dict[str, object]:
     return {"out": out.detach(), "heads": rows(watch.heads()), "grad": attn.sinks.grad}
 
 
+def dropping(sharded: DeviceMesh | None) -> tuple[Tensor, Tensor]:
+    """The output and the input's gradient of a layer that drops weights, with or without a plan."""
+    torch.manual_seed(2)
+    attn = hw.nn.MultiHeadAttention(32, HEADS, kv_heads=2, dropout=0.4).double()
+    if sharded is not None:
+        parallelize_module(attn, sharded, PLAN)
+    x = inputs(0).requires_grad_()
+    torch.manual_seed(3)  # a seed is drawn from the same generator on every rank
+    out = attn(x)
+    out.square().sum().backward()
+    return out.detach(), x.grad
+
+
+def test_dropout_of_a_plan_drops_what_one_process_drops(processes: Processes) -> None:
+    truth = dropping(None)
+    for found in processes.run(dropping, 2):
+        torch.testing.assert_close(found, truth)
+
+
 def with_sinks() -> nn.Module:
     torch.manual_seed(2)
     return hw.nn.MultiHeadAttention(

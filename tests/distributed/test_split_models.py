@@ -183,6 +183,20 @@ def test_a_model_that_mixes_positions_elsewhere_is_refused(processes: Processes)
     assert "around of this Convolved is a Conv1d, which would mix the positions" in said
 
 
+def cached(mesh: DeviceMesh) -> str:
+    attn = layer()
+    hw.distributed.context_parallel(attn, mesh)
+    with pytest.raises(ValueError) as error:
+        attn(inputs(), cache=hw.nn.GrowingCache())
+    return str(error.value)
+
+
+def test_a_cache_of_one_ranks_part_is_refused(processes: Processes) -> None:
+    for said in processes.run(cached, 2):
+        assert "a cache would hold this rank's part" in said
+        assert "undo context_parallel to generate" in said
+
+
 def two_dimensions(mesh: DeviceMesh) -> dict[str, object]:
     """Heads over one dimension of a mesh, the sequence over the other."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))

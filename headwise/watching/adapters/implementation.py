@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from headwise.api import attention, attention_map
 from headwise.handover import held_positions, split_calls
 from headwise.nn.call import Call
+from headwise.nn.head_shares import numbered_dropout
+from headwise.watching.adapters.head_places import head_place
 from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_functions import Grid, to_mask
 from headwise.watching.adapters.mask_tensor import MaskTensor
@@ -60,7 +62,9 @@ def attend(
     `look` computes the call if the model is watched.
     """
     call = _to_call(module, query, key, value, attention_mask, options)
-    call = call._replace(dropout=dropout)
+    # A tensor-parallel plan gives a rank some of the heads.
+    share = head_place(module, query.shape[1], query.shape[3]) if dropout else None
+    call = call._replace(dropout=numbered_dropout(dropout, share))
     out = attention(*call[:3], **call.options()) if look is None else look(call)
     shown = weights(call) if options.get("output_attentions") else None
     return out.transpose(1, 2).contiguous(), shown
