@@ -20,7 +20,7 @@ from headwise.cli.cost_question import (
     parsed_size,
     parsed_sweep,
 )
-from headwise.cli.look import bar, shown_in
+from headwise.cli.progress_bar import bar, shown_in
 from headwise.cli.spoken import Zh, explained
 from headwise.costs.explaining import Language
 from headwise.costs.machines import measure as measuring

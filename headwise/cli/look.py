@@ -16,15 +16,15 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from headwise import devices
 from headwise.cli import look_options as options
+from headwise.cli.progress_bar import bar, shown_in
 from headwise.look import pictures, terminal_view
 from headwise.look import session as sessions
 from headwise.look.atlas import Atlas
 from headwise.look.readers import opening
-from headwise.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, Report, silent
+from headwise.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, silent
 from headwise.look.scene import printable
 from headwise.look.serving import page_file
 from headwise.look.session import Session
@@ -191,23 +191,6 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
         # The thread is deep inside a model or a download; Python would wait for it and abort.
         sys.stdout.flush()
         os._exit(0)
-
-
-def bar(console: Console | None = None) -> Progress:
-    """A progress bar that vanishes at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console or Console(stderr=True), transient=True)
-
-
-def shown_in(progress: Progress) -> Report:
-    """A report that moves a progress bar."""
-    task = progress.add_task("loading the model", total=None)
-
-    def report(stage: str, done: float | None) -> None:
-        total = None if done is None else 1.0
-        progress.update(task, description=stage, completed=done or 0, total=total)
-
-    return report
 
 
 def given(text: str | None, file: typer.FileText | None, image: Path | None) -> Given | None:

@@ -16,6 +16,7 @@ from headwise.engines.triton.host.operands import (
     operands,
     outer_strides,
     precision,
+    tile_side,
     widened,
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit
@@ -138,7 +139,7 @@ def _call(region: Region) -> Operands:
 def _flags(call: Operands) -> dict[str, object]:
     flags = call.flags()
     kept = {name: flags[name] for name in ("WIDTH", "PIECES", "CAP")}
-    padded = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
+    padded = tile_side(call.q.shape[-1])
     return kept | {"PADDED": padded, "PRECISION": precision(call.q.dtype)}
 
 

@@ -20,6 +20,7 @@ from headwise.engines.triton.host.operands import (
     on,
     operands,
     outer_strides,
+    tile_side,
 )
 from headwise.engines.triton.kernels.additive.additive_forward import additive_forward
 from headwise.engines.triton.kernels.additive.additive_grads import (
@@ -99,7 +100,7 @@ def prepared(
     launches.start(
         prepare, (heads * blocks + key_heads * key_blocks, batch, 1), kind, (call.q, call.k,
         *strides[:2], weight, powers, queries, call.k.shape[2], heads, key_heads), 4, 1, ROWS=rows,
-        KEYS=keys, WIDTH=width, FOURS=fours, PADDED=_padded(width),
+        KEYS=keys, WIDTH=width, FOURS=fours, PADDED=tile_side(width),
     )  # fmt: skip
     return powers
 
@@ -192,15 +193,11 @@ def _flags(call: Operands) -> dict[str, Any]:
     width, values = call.q.shape[-1], call.v.shape[-1]
     return kept | {
         "FOURS": _fours(width),
-        "PADDED": _padded(width),
-        "PADDED_VALUES": _padded(values),
+        "PADDED": tile_side(width),
+        "PADDED_VALUES": tile_side(values),
     }
 
 
 def _fours(width: int) -> int:
     """Round a width up to a multiple of four: four dimensions share a reciprocal."""
     return -(-width // 4) * 4
-
-
-def _padded(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())

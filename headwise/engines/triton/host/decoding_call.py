@@ -22,6 +22,7 @@ from headwise.engines.triton.host.operands import (
     operands,
     precision,
     stride_unit,
+    tile_side,
 )
 from headwise.engines.triton.host.tile_shapes import TENSOR_MEMORY, Shape, fit, loads_pairs
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
@@ -52,9 +53,9 @@ def decodes(q: Tensor, k: Tensor, terms: Terms) -> bool:
 
 def _holds(q: Tensor, k: Tensor) -> bool:
     """Return whether all rows of a key head fit the GPU's memory, whatever the tile of keys."""
-    rows = tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]))
+    rows = tile_side(q.shape[2] * (q.shape[1] // k.shape[1]))
     found = card(q.device)
-    least = 2 * rows * _padded(q.shape[-1]) * q.itemsize
+    least = 2 * rows * tile_side(q.shape[-1]) * q.itemsize
     # Tensor memory has 256 KB, and holds float32 in two halves.
     return least < (1 << 17 if found.major in TENSOR_MEMORY else found.shared)
 
@@ -117,7 +118,7 @@ def _step(
     launches.allocated(out)
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
     unit = stride_unit(strides, 16)
-    rows = tile_rows(group * queries)
+    rows = tile_side(group * queries)
     # Programmatic dependent launch: a kernel starts while the one before it ends.
     chained = not INTERPRETING and card(q.device).major >= 9
     kind = (q.dtype, k.dtype, *(x is None for x in held))
@@ -195,7 +196,7 @@ def _split(
     """
     batch, heads, queries, width = q.shape
     key_heads, values = k.shape[1], v.shape[-1]
-    rows = tile_rows(heads // key_heads * queries)
+    rows = tile_side(heads // key_heads * queries)
     keys = k.shape[2] if longest is None else longest
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
     unit = stride_unit(strides, 16)
@@ -213,7 +214,7 @@ def _split(
             split, (splits, key_heads, batch), known,
             (q, k, v, held, given, parts, *(stride // unit for stride in strides), *more, splits,
             *sizes), shape.warps, shape.stages, ROWS=rows, KEYS=shape.keys, WIDTH=width,
-            VALUES=values, PADDED=_padded(width), PADDED_VALUES=_padded(values), UNIT=unit,
+            VALUES=values, PADDED=tile_side(width), PADDED_VALUES=tile_side(values), UNIT=unit,
             PAGE=page, CAUSAL=causal, PRECISION=precision(q.dtype), PIECES=pieces, CAP=cap,
         )  # fmt: skip
         join(launches, parts, out, merged, given.sinks, splits, known)
@@ -265,17 +266,13 @@ def join(
 ) -> None:
     """Merge the parts of every row into out (B, Hq, N, Dv) and the statistics."""
     batch, heads, queries, values = out.shape
-    wide = _padded(values)
+    wide = tile_side(values)
     part = min(wide, 64)
     launches.start(
         merge, (batch * heads * queries, wide // part, 1), kind,
         (parts, out, merged, sinks, splits, queries, heads), 2, 1,
         SPLITS=1 << (splits - 1).bit_length(), VALUES=values, BLOCK=part,
     )  # fmt: skip
-
-
-def _padded(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
 
 
 def parts_for(launches: Launches, q: Tensor, splits: int, values: int, wants: int) -> Parts:
@@ -299,12 +296,7 @@ def tile(
 ) -> tuple[str, int, int, Card]:
     """Return the arguments by which `fit` finds a shape; int8 keys count as 16-bit."""
     kernel = "biased decode" if biased else "full decode" if rows == MOST_ROWS else "decode"
-    return kernel, _padded(width), max(2, itemsize), card(device)
-
-
-def tile_rows(rows: int) -> int:
-    """Return the rows of a tile that holds all rows of a key head."""
-    return max(16, 1 << (rows - 1).bit_length())
+    return kernel, tile_side(width), max(2, itemsize), card(device)
 
 
 @lru_cache(maxsize=4096)

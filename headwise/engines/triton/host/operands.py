@@ -267,6 +267,12 @@ def pad(x: Tensor) -> int:
     return max(least, 1 << (x.shape[-1] - 1).bit_length())
 
 
+def tile_side(size: int) -> int:
+    """Return the side of a tile for so many rows or numbers: a power of two, at least 16, which is
+    the least that matrix products take."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def stride_unit(strides: Iterable[int], unit: int) -> int:
     """Return the unit of strides: `unit` if all are multiples of it and fit 32 bits, else 1."""
     return unit if all(stride % unit == 0 and stride < WORD for stride in strides) else 1
