@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import watch_gpu, watch_host
-from bench.watched_steps import UNWATCHED, Way, alternated
+from bench.watched_steps import UNWATCHED, UNWATCHED_INSIDE, Way, alternated
 
 RESULTS: dict[str, Any] = {
     "observed": {
@@ -102,7 +102,7 @@ def test_watched_steps_are_measured_in_small(
     found = run(monkeypatch, tmp_path / "results.json", "--only", "eager", "compiled")
     for mode in ("eager", "compiled"):
         measured, refused = found[mode]["ms"], found[mode]["refused"]
-        assert {*measured, *refused} == {UNWATCHED, *watch_gpu.MOST}
+        assert {*measured, *refused} == {UNWATCHED, UNWATCHED_INSIDE, *watch_gpu.MOST}
         assert min(measured.values()) > 0
     assert not found["eager"]["refused"]
     assert found["eager"]["memory"] is None
