@@ -58,9 +58,8 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     sink = None if terms.sinks is None else terms.sinks.to(wide)[:, None]  # (Hq, 1)
     max_logit = torch.amax(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
     top = max_logit if sink is None else torch.maximum(max_logit, sink)
-    top = top.masked_fill(
-        top == -torch.inf, 0
-    ).detach()  # any number gives the same result; the largest is safe
+    # Any number in place of the largest logit gives the same result; the largest is safe.
+    top = top.masked_fill(top == -torch.inf, 0).detach()
     weight = torch.exp(s - top[..., None])
     endless = top == torch.inf  # a sink of inf minus itself would be NaN
     total = weight.sum(-1)

@@ -48,9 +48,8 @@ class CallRecorder:
     unread: UnreadModules = field(init=False)
     proofs: Proofs = field(init=False)
     _computed: dict[Kind, tuple[str, ...]] = field(init=False)  # statistics of each kind of layer
-    _observed: set[str] = field(
-        default_factory=set
-    )  # inside their own pass; a recomputation must be too
+    _observed: set[str] = field(default_factory=set)
+    """Modules that were observed inside their own pass; a recomputation of them must be too."""
     _hidden: tuple[Mask, torch.Size, Tensor | None] | None = None  # the padding of the last mask
 
     def __post_init__(self) -> None:
