@@ -233,13 +233,13 @@ class SteppedRecording(Recording):
             failure = None
             try:
                 self._settle()  # the step before: its figures have arrived by now
+                with self._going_on("ending a step"):
+                    if not self._recorder.unread.reasons:  # else it was reported
+                        self.check()
             except Exception as error:
                 if self.ranks is None:
                     raise
                 failure = error  # the other ranks wait: they hear of it first
-            with self._going_on("ending a step"):
-                if not self._recorder.unread.reasons:  # else it was reported
-                    self.check()
             with self._going_on("ending a step"):
                 self._take(failure)
             for layer in self._recorder.registry.layers.values():
