@@ -101,9 +101,10 @@ def _read(memo: MaskMemo, given: Tensor, query: Tensor) -> tuple[Mask | None, Te
         if torch.compiler.is_compiling():
             return traced_mask(fitting)
         seen, bias = (fitting, None) if given.dtype == torch.bool else split_mask(fitting)
-        return None if seen is None else read_mask(seen), bias
+        # One row for several queries does not tell where they stand.
+        return None if seen is None else read_mask(seen, seen.shape[-2] == query.shape[-2]), bias
 
-    return memo.recall(made, given, query.ndim)
+    return memo.recall(made, given, query.ndim, query.shape[-2])
 
 
 def _with_heads(x: Tensor) -> Tensor:
