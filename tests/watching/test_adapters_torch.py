@@ -260,7 +260,8 @@ def test_the_function_behind_multihead_attention_is_read() -> None:
     with hw.watch(model, strict=True) as seen:
         assert torch.equal(model(x, hides), before)
     p = torch_weights(model.inner, x, x, x, attn_mask=hides)
-    torch.testing.assert_close(seen.layers[0].map().to_tensor(), p)
+    (layer,) = seen.layers
+    torch.testing.assert_close(layer.map().to_tensor(), p)
     refused = pytest.raises(ValueError, match="multi_head_attention_forward can't be switched off")
     with hw.watch(model) as seen, refused:
         seen.importance(lambda: model(x, hides).sum())
