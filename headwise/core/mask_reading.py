@@ -146,7 +146,7 @@ class TracedDense(Dense):
 
     shown: Tensor
     begins: Tensor
-    stands: Tensor | None = None
+    stands: Tensor | None  # no default: torch 2.11 would pass it twice
 
     @classmethod
     def of(cls, seen: Tensor, shown: Tensor, stands: Tensor | None = None) -> TracedDense:
