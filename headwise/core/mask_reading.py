@@ -140,16 +140,21 @@ class TracedDense(Dense):
     """A dense mask whose sequences begin with the first key that some row sees.
 
     `shown` are the keys that some row sees, (B|1, Hq|1, M), and `begins` is the first of them,
-    (B|1, Hq|1, 1): they are read once for all layers that share the mask.
+    (B|1, Hq|1, 1): they are read once for all layers that share the mask. `stands` is the key
+    beside which the first query stands, (B|1,); None if that is not known.
     """
 
     shown: Tensor
     begins: Tensor
+    stands: Tensor | None  # no default: torch 2.11 would pass it twice
 
     @classmethod
-    def of(cls, seen: Tensor, shown: Tensor) -> TracedDense:
+    def of(cls, seen: Tensor, shown: Tensor, stands: Tensor | None = None) -> TracedDense:
         """The mask of (B|1, Hq|1, N|1, M) bool, with the keys that some row sees."""
-        return cls(seen, shown, shown.int().argmax(-1, keepdim=True).int())
+        return cls(seen, shown, shown.int().argmax(-1, keepdim=True).int(), stands)
+
+    def alignment(self, place: Place) -> Tensor | None:
+        return self.stands
 
     def start(self, place: Place) -> Tensor:
         return self.begins
@@ -186,17 +191,34 @@ def packed_mask(ids: Tensor, low: int | None, high: int | None) -> PackedInterva
     return PackedIntervals(first, last, 0, begins, torch.stack((first, last))[None])
 
 
-def traced_mask(given: Tensor) -> tuple[Mask, Tensor | None]:
+def traced_mask(given: Tensor, queries: int) -> tuple[Mask, Tensor | None]:
     """A mask tensor, bool or added to logits, as mask and bias, without looking into it.
 
-    Compiled code can't ask a tensor for its content: the mask stays dense.
+    Compiled code can't ask a tensor for its content: the mask stays dense. Queries that are fewer
+    than the keys stand where `read_mask` finds them, in a cache with room to spare for instance.
     """
     bias = None
     seen = four(given)
     if seen.dtype != torch.bool:
         seen = ~(seen <= HIDDEN)
         bias = four(given).masked_fill(~seen, 0)
-    return TracedDense.of(seen, seen.any(-2)), bias
+    fewer = seen.shape[-2] == queries != seen.shape[-1]
+    return TracedDense.of(seen, seen.any(-2), _stands(seen) if fewer else None), bias
+
+
+def _stands(seen: Tensor) -> Tensor:
+    """The key beside which the first query of (B|1, Hq|1, N, M) bool stands, (B|1,).
+
+    Its last key if each query sees one key further than the one before; else the queries are last.
+
+    >>> _stands(torch.tensor([[[[True, True, False, False], [True, True, True, False]]]]))
+    tensor([1])
+    """
+    queries, keys = seen.shape[-2:]
+    last = keys - 1 - seen.any(1).flip(-1).int().argmax(-1)  # (B|1, N)
+    beyond = last - torch.arange(queries, device=seen.device)
+    steady = (beyond == beyond[:, :1]).all(-1)
+    return torch.where(steady, beyond[:, 0], keys - queries)
 
 
 def _offset(first: Tensor, last: Tensor) -> int | None:

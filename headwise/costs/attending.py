@@ -113,7 +113,8 @@ def _call(
 def _fused(tape: Tape, call: AttentionCall, read: int | None) -> Flow:
     """One kernel, which saves its inputs, its output and the lse of every row.
 
-    headwise's own kernels also save each row's largest logit, so that weights stay exact.
+    headwise's own kernels also save each row's largest logit, so that weights stay exact; those for
+    GPUs keep the logarithm of its sum apart from it.
     """
     layer, given, made = call.layer, call.given, call.shape
     for flow, label in ((given.q, "queries"), (given.k, "keys"), (given.v, "values")):
@@ -124,6 +125,8 @@ def _fused(tape: Tape, call: AttentionCall, read: int | None) -> Flow:
     by_torch = torch_serves(layer, call.mask, call.place, tape.work)
     if not by_torch:
         tape.keep("largest logits", rows, tape.work.wide)
+        if tape.work.device == "cuda":
+            tape.keep("logarithms of sums", rows, tape.work.wide)
     extra = _terms(tape, call, by_torch)
     tape.attention(made, "attention", extra, read)
     kept_together = by_torch and not given.q.heads_apart and not layer.whole_heads

@@ -105,6 +105,14 @@ def test_causal_calls_of_fewer_queries_are_aligned_at_the_start_as_pytorch_has_i
     torch.testing.assert_close(alone, torch.ones(2))
 
 
+def test_one_row_of_a_mask_for_all_queries_does_not_tell_where_they_stand() -> None:
+    model, x = Projected(F.scaled_dot_product_attention), torch.randn(B, N, D)
+    expected = watched(model, x).heads()
+    found = watched(model, x, attn_mask=torch.ones(B, 1, 1, N, dtype=torch.bool)).heads()
+    for name in ("self_mass_mean", "previous_mass_mean", "distance_mean"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-6)
+
+
 def test_calls_without_heads_and_with_more_axes_are_seen() -> None:
     class Bare(nn.Module):
         def forward(self, q: Tensor) -> Tensor:
@@ -252,7 +260,8 @@ def test_the_function_behind_multihead_attention_is_read() -> None:
     with hw.watch(model, strict=True) as seen:
         assert torch.equal(model(x, hides), before)
     p = torch_weights(model.inner, x, x, x, attn_mask=hides)
-    torch.testing.assert_close(seen.layers[0].map().to_tensor(), p)
+    (layer,) = seen.layers
+    torch.testing.assert_close(layer.map().to_tensor(), p)
     refused = pytest.raises(ValueError, match="multi_head_attention_forward can't be switched off")
     with hw.watch(model) as seen, refused:
         seen.importance(lambda: model(x, hides).sum())

@@ -278,6 +278,32 @@ def test_every_watch_in_inference_mode_has_the_same_graph() -> None:
     assert graphs() == 1
 
 
+class Cached(nn.Module):
+    """One token that attends to a cache with room to spare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(32, 32)
+
+    def forward(self, cache: Tensor, filled: Tensor) -> Tensor:
+        q = self.query(cache[:, :, :1].transpose(1, 2).flatten(2)).unflatten(-1, (4, 8))
+        shown = (torch.arange(cache.shape[2]) < filled)[None, None, None]
+        return F.scaled_dot_product_attention(q.transpose(1, 2), cache, cache, attn_mask=shown)
+
+
+def test_a_token_stands_beside_its_own_key_in_a_cache() -> None:
+    model, cache = Cached(), torch.randn(2, 4, 11, 8)
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length in (6, 9):
+        with hw.watch(model, maps=False) as seen:
+            model(cache, torch.tensor(length))
+        with hw.watch(fast, maps=False) as watch:
+            fast(cache, torch.tensor(length))
+        assert_same(watch.heads(), seen.heads())
+        assert min(watch.heads()["self_mass_mean"]) > 0
+    assert graphs() == 1
+
+
 class Backwards(Stack):
     """Its last layer runs first, and the first one never."""
 

@@ -45,6 +45,13 @@ def hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch._C._nn.scaled_dot_product_attention(q, k, v)
 
 
+def functional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    x, one = q.transpose(1, 2).flatten(2).transpose(0, 1), torch.eye(32)
+    given = (x, x, x, 32, 4, torch.cat([one] * 3), None, None, None, False, 0.0, one, None)
+    out = F.multi_head_attention_forward(*given, need_weights=False)[0]
+    return out.transpose(0, 1).unflatten(-1, (4, 8)).transpose(1, 2)
+
+
 def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -85,6 +92,7 @@ def compiled(model: nn.Module) -> nn.Module:
         (written_out, r"its attention is written out.* in compiled code \(test_compiled_unread"),
         pytest.param(einsum, "its attention is written out", marks=pytest.mark.slow),
         (flex, r"it calls flex_attention in compiled code \(test_compiled_unread\.py, line"),
+        (functional, r"it calls multi_head_attention_forward in compiled code \(test_compiled_unr"),
         pytest.param(
             hidden, "it calls scaled_dot_product_attention by a name", marks=pytest.mark.slow
         ),

@@ -133,7 +133,7 @@ def _mask_and_bias(
         def made() -> tuple[Mask | None, Tensor | None]:
             cut = tensor[..., : k.shape[2]].detach()
             if torch.compiler.is_compiling():
-                return traced_mask(cut)
+                return traced_mask(cut, given.q.shape[2])
             seen, bias = (cut, None) if cut.dtype == torch.bool else split_mask(cut)
             if seen is None:
                 return _all_seen(given.q, k, stands, begins), bias

@@ -99,11 +99,12 @@ def _read(memo: MaskMemo, given: Tensor, query: Tensor) -> tuple[Mask | None, Te
     def made() -> tuple[Mask | None, Tensor | None]:
         fitting = _with_four_axes(given.detach(), query)
         if torch.compiler.is_compiling():
-            return traced_mask(fitting)
+            return traced_mask(fitting, query.shape[-2])
         seen, bias = (fitting, None) if given.dtype == torch.bool else split_mask(fitting)
-        return None if seen is None else read_mask(seen), bias
+        # One row for several queries does not tell where they stand.
+        return None if seen is None else read_mask(seen, seen.shape[-2] == query.shape[-2]), bias
 
-    return memo.recall(made, given, query.ndim)
+    return memo.recall(made, given, query.ndim, query.shape[-2])
 
 
 def _with_heads(x: Tensor) -> Tensor:

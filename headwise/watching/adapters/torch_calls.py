@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -216,7 +217,8 @@ class Listener(ModelMode):
             return self.own(frame.name, *args, **options)
         if func is SCALED_DOT_PRODUCT:
             return self.scaled_dot_product(func, args, options)
-        out = func(*args, **options)
+        with taken() if func in self.readers else nullcontext():  # it may call another of these
+            out = func(*args, **options)
         if func in self.readers:
             self.recorder.interventions.refuse_edges(frame.name, f"it calls {func.__name__}")
             if frame.name in self.recorder.interventions.silenced:

@@ -96,6 +96,8 @@ def _make_own(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _traced(original: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """A call of F.scaled_dot_product_attention in compiled code; its output."""
     module = traced.current()
+    if module is None:  # a part of a call that is read, or of one that PyTorch traces as a whole
+        return original(*given, **options)
     with traced.taken():
         out = original(*given, **options)
     read = traced.attempt(module, lambda: scaled_dot_product(_memo, *given, **options), out)

@@ -98,6 +98,8 @@ class TracedModel:
     def detach(self) -> None:
         """Take everything off the modules again."""
         _attached.remove(self)
+        if any(layer.compiled for layer in self.recorder.registry.layers.values()):
+            self._renumber()  # others have run that are not compiled
         for layer in self.recorder.registry.layers.values():
             layer.adopt()
         for module in self.names:
@@ -144,10 +146,18 @@ class TracedModel:
     def _renumber(self) -> None:
         """Number the layers in the order in which they were traced, or else are registered.
 
-        A block that is compiled by itself is traced once for all of its kind.
+        A block that is compiled by itself is traced once for all of its kind. Layers that have not
+        run come last.
         """
-        first = sorted((x for x in self.names if x in _order), key=lambda x: _order[x])
-        rest = [x for x in self.names if x not in _order]
+        found = {
+            layer.module
+            for layer in self.recorder.registry.layers.values()
+            if layer.last is not None
+        }
+        ran = [x for x in self.names if x in _order or self.names[x] in found]
+        traced = iter(sorted((x for x in ran if x in _order), key=lambda x: _order[x]))
+        first = [next(traced) if x in _order else x for x in ran]
+        rest = [x for x in self.names if x not in ran]
         self.recorder.registry.renumber(self.names[module] for module in (*first, *rest))
 
     def refuse(self, group: int, call: UnreadCall) -> None:

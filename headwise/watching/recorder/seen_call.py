@@ -134,7 +134,11 @@ def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:
     place = Place.of(q, k)
     shown = _shown_keys(mask, place)
     stands = mask.alignment(place)
-    first = stands if isinstance(stands, int) else place.offset
+    if isinstance(stands, Tensor):
+        own = stands.reshape(-1, 1) + torch.arange(place.queries, device=shown.device)
+        own = own.clamp(0, place.keys - 1).long().expand(q.shape[0], -1)
+        return ~shown.expand(q.shape[0], -1).gather(1, own)
+    first = place.offset if stands is None else stands
     return ~shown[:, first : first + place.queries].expand(q.shape[0], -1)
 
 
