@@ -22,6 +22,7 @@ class Hopper(Triton):
 
     name = "hopper"
     rank = 2
+    partial = False  # its kernel writes outputs in 16 bits, and parts are float32
 
     def absent(self, device: torch.device) -> str | None:
         needs = "it needs an NVIDIA Hopper GPU, such as an H100 or H200"
