@@ -11,7 +11,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from headwise.watching.adapters.head_places import head_place
+from headwise.watching.head_places import head_place
 from headwise.watching.head_weights import QueryKeyWeights, query_key_weights
 from headwise.watching.ranks.sharded_weights import OutputFactors, reshard
 from headwise.watching.recorder.board import HostCopy

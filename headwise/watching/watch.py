@@ -25,11 +25,11 @@ from headwise.watching.adapters import (
     traced_calls,
     transformers_calls,
 )
-from headwise.watching.adapters.head_places import head_place
 from headwise.watching.adapters.module_forwards import Follower, find_module, follow
 from headwise.watching.adapters.patching import Undo, uncompiled
 from headwise.watching.alarms import chosen
 from headwise.watching.experiments.importance import importance
+from headwise.watching.head_places import head_place
 from headwise.watching.head_weights import symmetry
 from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.ranks.sharded_weights import whole_weights

@@ -14,11 +14,11 @@ from headwise.api import attention, attention_map
 from headwise.handover import held_positions, split_calls
 from headwise.nn.call import Call
 from headwise.nn.head_shares import numbered_dropout
-from headwise.watching.adapters.head_places import head_place
 from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_functions import Grid, to_mask
 from headwise.watching.adapters.mask_tensor import MaskTensor
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
+from headwise.watching.head_places import head_place
 
 NAME = "headwise"
 WEIGHTS = 1 << 26  # handed out per layer at most, if asked for

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.core.reduction import Columns
-from headwise.watching.adapters.head_places import head_place
 from headwise.watching.adapters.module_forwards import find_module
+from headwise.watching.head_places import head_place
 from headwise.watching.ranks.joined_figures import JoinedFigures
 from headwise.watching.ranks.layer_numbers import LAYERS, LayerPart
 from headwise.watching.recorder.board import Board, HostCopy, Slot

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.distributed.sharded_tensors import held_range
-from headwise.watching.adapters.head_places import is_sharded
+from headwise.watching.head_places import is_sharded
 from headwise.watching.head_weights import (
     QueryKeyWeights,
     query_key_weights,
