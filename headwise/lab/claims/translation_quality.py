@@ -129,15 +129,18 @@ def half_way(run: dict[str, Any]) -> int:
 
 
 def show_curves(figures: Figures) -> tuple[Chart | Listing, ...]:
-    """The validation loss of every run, and the figures of each."""
-    curves = tuple(
+    """The validation loss of every variant, the mean of its runs, and the figures of each run."""
+    curves: dict[str, list[list[list[float]]]] = {}
+    for run in figures["runs"]:
+        if not run["diverged"]:
+            curves.setdefault(run["variant"], []).append(run["curve"])
+    means = tuple(
         Series(
-            both("{variant}, seed {seed}", "{variant}，种子 {seed}", **run),
-            [step for step, _ in run["curve"]],
-            [loss for _, loss in run["curve"]],
+            both("{variant}", "{variant}", variant=variant),
+            [step for step, _ in mine[0]],
+            [sum(loss for _, loss in at) / len(at) for at in zip(*mine, strict=True)],
         )
-        for run in figures["runs"]
-        if not run["diverged"]
+        for variant, mine in curves.items()
     )
     headings = (
         both("variant", "变体"),
@@ -150,7 +153,9 @@ def show_curves(figures: Figures) -> tuple[Chart | Listing, ...]:
     rows = tuple(tuple(run.get(name) for name in names) for run in figures["runs"])
     step, loss = both("step", "步"), both("nats per token", "每词元 nat")
     return (
-        Chart(both("Validation loss", "验证损失"), step, loss, curves),
+        Chart(
+            both("Validation loss, mean of all seeds", "验证损失，各种子平均"), step, loss, means
+        ),
         Listing(both("Runs", "训练"), headings, rows),
     )
 
