@@ -36,8 +36,8 @@ from headwise.watching.adapters.written.written_attention import (
 )
 from headwise.watching.adapters.written.written_out import WrittenOut
 from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.checkpointing import recomputing
 from headwise.watching.recorder.layer import LARGEST
-from headwise.watching.recorder.model_passes import recomputing
 from headwise.watching.recorder.seen_call import Kind, kind_of
 
 ENOUGH, AGAIN = 2, 64

@@ -20,6 +20,7 @@ from headwise.core.reduction import Columns, reduce_rows
 from headwise.engines.interception import noticed
 from headwise.engines.operators import define
 from headwise.engines.triton.board_call import add_by_kernel
+from headwise.watching.recorder.checkpointing import recomputing
 
 SLOTS, HEADS = 16, 32
 """The room that a board begins with; slots are added in this number."""
@@ -191,7 +192,7 @@ def _record(board: Tensor, slot: Tensor, values: list[Tensor | None], *given: An
 
     Inside a backward a checkpoint computes them again: they were added in the forward.
     """
-    if torch._C._current_graph_task_id() != -1:
+    if recomputing():
         return
     if add_by_kernel(board, slot, values, *given):
         return

@@ -16,10 +16,11 @@ from headwise.core.spans import within
 from headwise.distributed.sharded_tensors import local_part
 from headwise.handover import sharded, split_calls
 from headwise.nn.call import Call
+from headwise.watching.recorder.checkpointing import recomputing
 from headwise.watching.recorder.interventions import Interventions
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recorder.layer_registry import LayerRegistry
-from headwise.watching.recorder.model_passes import ModelPasses, forgets, recomputing
+from headwise.watching.recorder.model_passes import ModelPasses, forgets
 from headwise.watching.recorder.proof import Proofs
 from headwise.watching.recorder.seen_call import (
     Kind,

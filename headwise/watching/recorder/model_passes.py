@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.nn.call import Call
+from headwise.watching.recorder.checkpointing import recomputing
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recorder.seen_call import Kind, address, newest_key
 
@@ -100,9 +101,3 @@ def token_ids(given: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | No
     found = [x.detach() for x in values if isinstance(x, Tensor) and x.ndim == 2]
     found = [x for x in found if not x.is_floating_point() and x.dtype != torch.bool]
     return found[0] if len(found) == 1 else None
-
-
-def recomputing() -> bool:
-    """True if this forward runs inside a backward, as gradient checkpointing recomputes one."""
-    inside: bool = torch._C._current_graph_task_id() != -1
-    return inside
