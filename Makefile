@@ -24,7 +24,7 @@ page: $(INSTALLED) ## build the page of headwise look if its sources have change
 	@.venv/bin/python page/build_page.py
 
 browser: $(INSTALLED)
-	@$(RUN) tests.look.browser
+	@$(RUN) tests.apps.look.browser
 
 test: lint browser ## lint, types, tests, doctests and the documentation's examples
 	$(PYTEST) -m "not slow and not gpu"
@@ -69,7 +69,7 @@ format: page ## apply the fixes of ruff and prettier
 	cd page && $(NPM) run --silent format
 
 clean: ## remove everything that the other targets created
-	rm -rf .venv build dist *.egg-info page/node_modules headwise/look/static .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info page/node_modules headwise/apps/look/static .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find headwise tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

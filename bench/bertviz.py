@@ -74,8 +74,8 @@ def bertviz(model: Any, ids: Any, names: list[str], path: Path) -> None:
 
 def headwise(model: Any, ids: Any, names: list[str], path: Path) -> None:
     import headwise as hw
-    from headwise.look.serving import page_file as export
-    from headwise.look.show import session_of
+    from headwise.apps.look.serving import page_file as export
+    from headwise.apps.look.show import session_of
 
     with hw.watch(model) as seen:
         model(ids)

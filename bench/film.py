@@ -15,7 +15,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from bench import described
 from bench.pictures import FOLDER, served
-from tests.look.browser import MISSING, chromium
+from tests.apps.look.browser import MISSING, chromium
 
 NAME = "look.webp"
 SIZE = {"width": 1120, "height": 720}

@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from bench import described
 from bench.watch_divergence import train
-from tests.look.browser import MISSING, chromium
+from tests.apps.look.browser import MISSING, chromium
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 MOST_BYTES = 300_000

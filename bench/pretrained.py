@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.training.data.corpora import WIKITEXT_2, inside
-from headwise.training.data.download_cache import File, path_of
-from headwise.training.data.packages import NodePackage, PythonWheel
+from headwise.apps.train.data.corpora import WIKITEXT_2, inside
+from headwise.apps.train.data.download_cache import File, path_of
+from headwise.apps.train.data.packages import NodePackage, PythonWheel
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2 = inside(

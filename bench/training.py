@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.apps.train.presets import preset
+from headwise.apps.train.trainer import autocast
 from headwise.models import GPT, GPTConfig
 from headwise.nn import MultiHeadAttention, SwiGLU
-from headwise.training.presets import preset
-from headwise.training.trainer import autocast
 
 PEAK = 989e12
 SMALL = GPTConfig(

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.apps.train import Recipe
 from headwise.models import GPT, GPTConfig
 from headwise.nn import SwiGLU
-from headwise.training import Recipe
 from headwise.watching import Alarm
 from headwise.watching.rules import EntropyCollapse, LogitGrowth
 

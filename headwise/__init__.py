@@ -1,30 +1,50 @@
-"""headwise: attention you can see inside, at full speed."""
+"""headwise: attention you can see inside, at full speed.
 
-from headwise import distributed, mask, models, nn
+Attention itself is loaded at once, with the operators and FLOP formulas that saved graphs and
+counters look up by name. Everything else is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from headwise import mask
 from headwise.api import attention, attention_map, explain, observe, partial
 from headwise.bias import ALiBi, RelativeBuckets
-from headwise.core.edges import Edge
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.partial import Partial, merge
-from headwise.costs.calculate import cost
-from headwise.costs.cost import Cost
-from headwise.costs.workload import CacheLayout
 from headwise.dropout import Dropout
 from headwise.engines.plan import Plan
 from headwise.maps.attention_map import AttentionMap
 from headwise.score import Additive, Cosine, Dot, General
-from headwise.training.loading import load
 from headwise.version import __version__
-from headwise.watching import Recording, Watch, knock_out, qk_clip, watch
 
+if TYPE_CHECKING:
+    from headwise import costs as costs
+    from headwise import distributed, models, nn
+    from headwise import watching as watching
+    from headwise.apps.train.loading import load
+    from headwise.core.edges import Edge
+    from headwise.costs.calculate import cost
+    from headwise.costs.cost import Cost
+    from headwise.costs.workload import CacheLayout
+    from headwise.watching import Recording as Recording
+    from headwise.watching import Watch, knock_out, qk_clip, watch
 
-def _show(seen: Recording, *given: object) -> object:
-    from headwise.look.show import show  # the page's server or widget is an extra
-
-    return show(seen, *given)  # type: ignore[arg-type]
-
-
-Recording.opens_page = staticmethod(_show)  # the page is built on the recording, not beneath it
+_PACKAGES = {"costs", "distributed", "models", "nn", "watching"}
+_LATER = {
+    "CacheLayout": "headwise.costs.workload",
+    "Cost": "headwise.costs.cost",
+    "Edge": "headwise.core.edges",
+    "Recording": "headwise.watching",
+    "Watch": "headwise.watching",
+    "cost": "headwise.costs.calculate",
+    "knock_out": "headwise.watching",
+    "load": "headwise.apps.train.loading",
+    "qk_clip": "headwise.watching",
+    "watch": "headwise.watching",
+}
 
 __all__ = [
     "STATISTICS",
@@ -60,3 +80,16 @@ __all__ = [
     "qk_clip",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

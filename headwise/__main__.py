@@ -1,5 +1,5 @@
 """`python -m headwise` is the command `headwise`."""
 
-from headwise.cli.main import main
+from headwise.apps.cli.main import main
 
 main()

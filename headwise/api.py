@@ -22,8 +22,8 @@ from headwise.core.observation import (
 )
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
+from headwise.core.row_sums import EVERYTHING, WIDE
 from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, span_weights
-from headwise.core.sums import EVERYTHING, WIDE
 from headwise.dropout import Dropout, draw_seed
 from headwise.engines import calls
 from headwise.engines.contract import Engine, Results, compute
@@ -279,10 +279,9 @@ def _serve(
         given = (problem.q, *given[1:])
 
     def run(chosen: Engine) -> Results:
-        prepared = None if key is None else chosen.prepare(problem, names, sink_keys)
-        if key is None or prepared is None:
+        if key is None:
             return compute(chosen, problem, names, sink_keys)
-        results = prepared(*given)
+        results, prepared = chosen.first(problem, names, sink_keys, given)
         calls.keep(key, prepared)
         return results
 
@@ -430,8 +429,8 @@ def partial(
         dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
-    sums = _restating("partial", four, choose_partial, problem).run(problem, EVERYTHING | WIDE)
-    return Partial.from_sums(sums, sinks, q.dtype)
+    rows = _restating("partial", four, choose_partial, problem).run(problem, EVERYTHING | WIDE)
+    return Partial.from_results(rows, sinks, q.dtype)
 
 
 def _with_seed(dropout: float | Dropout, device: torch.device) -> float | Dropout:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +97,8 @@ def sharded(*tensors: object) -> ShardedCalls | None:
     loaded = sys.modules.get("torch.distributed.tensor")  # if not, there is no DTensor
     if loaded is None or not any(isinstance(x, loaded.DTensor) for x in tensors):
         return None
+    if _sharded is None:
+        import_module("headwise.distributed")
     return _sharded
 
 

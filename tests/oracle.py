@@ -65,9 +65,7 @@ def statistics(
 ) -> dict[str, Tensor]:
     """Every statistic by its definition, row by row; start (B, Hq, N): the first key of a row."""
     B, H, N = found.lse.shape
-    names = ("lse", "max_logit", "top_prob", "entropy", "effective_keys", "logit_mean", "logit_var")
-    names += ("sink_mass", "self_mass", "previous_mass", "distance", "output_norm")
-    made = {name: torch.zeros(B, H, N, dtype=torch.float64) for name in names}
+    made: dict[str, Tensor] = {}
     for b in range(B):
         for h in range(H):
             for i in range(N):
@@ -75,8 +73,9 @@ def statistics(
                 row = _row(
                     found, b, h, i, int(call.positions[b, i]), range(first, first + sink_keys)
                 )
-                for name in names:
-                    made[name][b, h, i] = row[name]
+                for name, value in row.items():
+                    empty = torch.zeros(B, H, N, dtype=torch.float64)
+                    made.setdefault(name, empty)[b, h, i] = value
     return made
 
 
@@ -85,12 +84,15 @@ def _row(found: Answer, b: int, h: int, i: int, own: int, sinks: range) -> dict[
     keys = [j for j in range(len(s)) if s[j] != -math.inf]
     entropy = -sum(p[j] * math.log(p[j]) for j in keys if p[j] > 0)
     mean = math.fsum(s[j] for j in keys) / max(1, len(keys))
+    among = [math.exp(s[j] - max(s[j] for j in keys)) for j in keys]
+    among = [x / math.fsum(among) for x in among]  # the keys' shares of what the sink leaves
     return {
         "lse": float(found.lse[b, h, i]),
         "max_logit": max((s[j] for j in keys), default=-math.inf),
         "top_prob": max((p[j] for j in keys), default=0.0),
         "entropy": entropy,
         "effective_keys": math.exp(entropy),
+        "participation": 1 / math.fsum(x * x for x in among) if among else 0.0,
         "logit_mean": mean,
         "logit_var": math.fsum((s[j] - mean) ** 2 for j in keys) / max(1, len(keys)),
         "sink_mass": math.fsum(p[j] for j in keys if j in sinks),

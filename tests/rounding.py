@@ -89,6 +89,8 @@ def bounds(call: Call, found: Answer) -> dict[str, Tensor]:
         "top_prob": mass,
         "entropy": entropy + 4 * weight * unit.sums,
         "effective_keys": (entropy + 8 * unit.sums) * found.entropy.detach().exp() * 2,
+        # relative: twice that of a weight in the sum and its square
+        "participation": 8 * weight * found.seen.sum(-1),
         "logit_mean": slack,
         "logit_var": variance,
         "sink_mass": weight * p.sum(-1) + tiny(call.q.dtype),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bench import cost, cost_peers
 from bench.gpu_tables import tables
-from headwise.cli.main import app
+from headwise.apps.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")])

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILT = ROOT / "headwise" / "look" / "static" / "index.html"
+BUILT = ROOT / "headwise" / "apps" / "look" / "static" / "index.html"
 LEFT_OUT = shutil.ignore_patterns(
     ".*", "node_modules", "build", "dist", "*.egg-info", "__pycache__"
 )
@@ -103,7 +103,7 @@ def surroundings() -> dict[str, str]:
 def test_both_carry_the_page_the_models_and_the_licences(distributions: tuple[Path, Path]) -> None:
     sdist, wheel = distributions
     carried = {
-        "headwise/look/static/index.html", "headwise/look/static/headwise.js",
+        "headwise/apps/look/static/index.html", "headwise/apps/look/static/headwise.js",
         "headwise/assets/gpt/model.safetensors", "headwise/assets/translate/model.safetensors",
         "headwise/py.typed",
     }  # fmt: skip

@@ -25,7 +25,7 @@ ABOUT = {
     "headwise.mask": "Which keys a query may see. Masks combine with `&` and `|`.",
     "headwise.nn": "Layers on top of the functions: attention, positions, caches, blocks.",
     "headwise.models": "Models made of these layers.",
-    "headwise.training": "Training small models, as `headwise train` does.",
+    "headwise.apps.train": "Training small models, as `headwise train` does.",
     "headwise.watching": "What `hw.watch` returns, and recorded runs.",
     "headwise.watching.rules": "The rules behind alarms.",
     "headwise.watching.callbacks": "Watching inside the trainers of other packages.",

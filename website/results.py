@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headwise.lab import drawing, record
-from headwise.lab.claim import TOPICS, Claim
-from headwise.lab.claims import CLAIMS
+from headwise.apps.lab import drawing, record
+from headwise.apps.lab.claim import TOPICS, Claim
+from headwise.apps.lab.claims import CLAIMS
 from headwise.messages import Sentence
 from website.contents import ROOT, Language
 

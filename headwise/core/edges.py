@@ -80,14 +80,25 @@ class Hole(NamedTuple):
     keys: tuple[int, int]
 
 
-def hole_of(edge: Edge, place: Place, start: int, forgotten: int) -> Hole | None:
-    """The hole of an edge in a call whose first query and key have these positions, if any."""
+def hole_of(
+    edge: Edge, place: Place, start: int, forgotten: int, share: tuple[int, int] | None = None
+) -> Hole | None:
+    """The hole of an edge in a call whose first query and key have these positions, if any.
+
+    `share` is the number of the call's first head and that of all heads, if it has some of them.
+    """
     assert isinstance(edge.keys, tuple)
-    if edge.head is not None and edge.head >= place.heads:
-        raise ValueError(
-            f"layer {edge.layer!r} has no head {edge.head}; its heads are 0 to {place.heads - 1}"
-        )
-    heads = slice(0, place.heads) if edge.head is None else slice(edge.head, edge.head + 1)
+    first_head, count = share or (0, place.heads)
+    heads = slice(0, place.heads)
+    if edge.head is not None:
+        if edge.head >= count:
+            raise ValueError(
+                f"layer {edge.layer!r} has no head {edge.head}; its heads are 0 to {count - 1}"
+            )
+        own = edge.head - first_head
+        if not 0 <= own < place.heads:
+            return None
+        heads = slice(own, own + 1)
     first, last = (min(max(0, key - forgotten), place.keys) for key in edge.keys)
     rows = slice(0, place.queries)
     if isinstance(edge.queries, tuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.core.place import Place, four
+from headwise.core.place import Length, Place, four
 
 Interval = tuple[Tensor, Tensor]  # first and last, each broadcastable to (B, Hq, N)
 FURTHEST = 1 << 30  # no sequence is longer, and no 32-bit sum of it and a row overflows
@@ -18,6 +18,7 @@ class Mask:
     """The keys that each query may see. Combine masks with `&` and `|`."""
 
     pieces: int = 1  # intervals per row, known without any tensor; 0 for a dense mask
+    shows_itself: bool = False  # it is certain that it hides no token from itself
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         """The disjoint intervals of each row, in positions of the whole sequence."""
@@ -63,6 +64,14 @@ class Mask:
     def start(self, place: Place) -> int | Tensor:
         """The key at which each row's sequence or document begins, for `sink_mass`."""
         return 0
+
+    def later(self, first: int, keys: int) -> Mask:
+        """The mask for keys [first, first + keys) of the sequence, whose last are the queries."""
+        raise ValueError(f"a SlidingCache does not support {self!r}; use a GrowingCache")
+
+    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
+        """The mask of the sequence so far for a storage of `keys` keys, with query 0 at `start`."""
+        raise ValueError(f"a FixedCache does not support {self!r}; use a GrowingCache")
 
     def to_dense(self, place: Place) -> Tensor:
         """The mask as booleans, (B|1, Hq|1, N, M)."""
@@ -136,8 +145,18 @@ class Both(Mask):
     def rows_alike(self) -> bool:
         return self.a.rows_alike and self.b.rows_alike
 
+    @property
+    def shows_itself(self) -> bool:  # type: ignore[override]
+        return self.a.shows_itself and self.b.shows_itself
+
     def alignment(self, place: Place) -> int | Tensor | None:
         return _first_stated(self.a.alignment(place), self.b.alignment(place))
+
+    def later(self, first: int, keys: int) -> Mask:
+        return Both(self.a.later(first, keys), self.b.later(first, keys))
+
+    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
+        return Both(self.a.stored(start, keys, length), self.b.stored(start, keys, length))
 
     def start(self, place: Place) -> int | Tensor:
         a, b = self.a.start(place), self.b.start(place)
@@ -197,6 +216,12 @@ class Either(Mask):
 
     def alignment(self, place: Place) -> int | Tensor | None:
         return _first_stated(self.a.alignment(place), self.b.alignment(place))
+
+    def later(self, first: int, keys: int) -> Mask:
+        return Either(self.a.later(first, keys), self.b.later(first, keys))
+
+    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
+        return Either(self.a.stored(start, keys, length), self.b.stored(start, keys, length))
 
     def start(self, place: Place) -> int | Tensor:
         return _outer(self.a.start(place), self.b.start(place), torch.minimum, min)

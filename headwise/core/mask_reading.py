@@ -164,6 +164,8 @@ class TracedDense(Dense):
 class PackedIntervals(PlacedIntervals):
     """Intervals of sequences that lie one behind the other, with their table ready."""
 
+    shows_itself = True
+
     ready: Tensor | None = None  # (1, 2, B, 1, N)
 
     def table(self, place: Place) -> Tensor | None:

@@ -59,6 +59,9 @@ class Observation:
     effective_keys = Statistic(
         "exp(entropy): the number of keys with equal weights of that entropy"
     )
+    participation = Statistic(
+        "(Σp)² / Σp²: the number of keys that share the weight; 0 without keys"
+    )
     logit_mean = Statistic("mean of s over the visible keys")
     logit_var = Statistic("variance of s over the visible keys")
     sink_mass = Statistic("Σ p over the first keys of the row's sequence or document")

@@ -7,63 +7,77 @@ chunks of a prompt and ranks of a ring are all the same operation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.core.sums import Sums
+from headwise.core.row_sums import ROW_SUMS, RowResults
 
-Moments = tuple[Tensor, Tensor, Tensor]  # count, mean and Σ (s - mean)² of a row's visible logits
+
+class Moments(NamedTuple):
+    """The moments of a row's visible logits s, (...) each."""
+
+    keys: Tensor  # how many
+    mean: Tensor
+    spread: Tensor  # Σ (s - mean)²
 
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """Attention of some rows over some keys, before the division. Rows (...) have any shape.
-
-    The sums after `values` are None if they were not asked for.
-    """
+    """Attention of some rows over some keys, before the division. Rows (...) have any shape."""
 
     base: Tensor  # (...): finite; the sums are scaled by exp(-base)
     maximum: Tensor  # (...): the largest logit; -inf where no key was seen
     total: Tensor  # (...): Σ exp(s - base)
     values: Tensor  # (..., Dv): Σ exp(s - base) v
-    shifted: Tensor | None = None  # (...): Σ exp(s - base) (s - base), for the entropy
-    reach: Tensor | None = None  # (...): Σ exp(s - base) (i - j), for the distance
-    count: Tensor | None = None  # (...): the number of keys seen, for the two below
-    mean: Tensor | None = None  # (...): mean of s over them
-    spread: Tensor | None = None  # (...): Σ (s - mean)² over them
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # (...): of ROW_SUMS, if asked for
+    moments: Moments | None = None  # if asked for
     sinks: Tensor | None = None  # broadcasts to (...): join once, at the end
     dtype: torch.dtype | None = None  # of the output; None for that of the sums
 
     @staticmethod
-    def from_sums(sums: Sums, sinks: Tensor | None, dtype: torch.dtype) -> Partial:
-        """The sums of a finished pass, with log_total; gradients flow through out, lse and entropy.
-
-        Sums that the pass was not asked for are None.
-        """
-        unseen = sums.lse == -torch.inf
-        maximum = sums.max_logit.detach()
-        base = maximum.masked_fill(unseen, 0)
+    def from_results(rows: RowResults, sinks: Tensor | None, dtype: torch.dtype) -> Partial:
+        """The sums behind a pass with log_total; gradients flow through out, lse and entropy."""
+        assert rows.log_total is not None
+        unseen = rows.lse == -torch.inf
+        maximum = rows.max_logit.detach()
         # log of the total: the value of log_total, which is exact, with the gradient of lse
-        gradient = (sums.lse - sums.lse.detach()).masked_fill(unseen, 0)
-        above = (sums.log_total + gradient).masked_fill(unseen, -torch.inf)
-        total = above.exp()
-        asked = [x.ndim == total.ndim for x in (sums.entropy, sums.distance, sums.visible)]
+        gradient = (rows.lse - rows.lse.detach()).masked_fill(unseen, 0)
+        above = (rows.log_total + gradient).masked_fill(unseen, -torch.inf)
+        total, log = above.exp(), above.masked_fill(unseen, 0)
+        sums = {
+            name: each.undone(rows, total, log)
+            for name, each in ROW_SUMS.items()
+            if getattr(rows, name) is not None
+        }
+        moments = None
+        if rows.visible is not None and rows.logit_mean is not None and rows.logit_var is not None:
+            moments = Moments(rows.visible, rows.logit_mean, rows.logit_var * rows.visible)
         return Partial(
-            base,
+            maximum.masked_fill(unseen, 0),
             maximum,
             total,
-            sums.out * total[..., None],
-            total * (above.masked_fill(unseen, 0) - sums.entropy) if asked[0] else None,
-            total * sums.distance if asked[1] else None,
-            sums.visible if asked[2] else None,
-            sums.logit_mean if asked[2] else None,
-            sums.logit_var * sums.visible if asked[2] else None,
+            rows.out * total[..., None],
+            sums,
+            moments,
             None if sinks is None else sinks.to(total.dtype)[:, None],
             dtype,
         )
+
+    def results(self, out: Tensor, log_total: bool = True) -> RowResults:
+        """The results of rows that have seen all keys, with the output `out`."""
+        found = {name: self._finished(name) for name in self.sums}
+        if self.moments is not None:
+            count, mean, spread = self.moments
+            variance = spread / count.clamp_min(1)
+            found |= {"visible": count, "logit_mean": mean, "logit_var": variance}
+        if log_total:
+            found["log_total"] = self.log_total()
+        return RowResults(out, self.lse(), self.maximum, **found)
 
     def lse(self) -> Tensor:
         """log Σ exp(s), the sinks included, (...)."""
@@ -83,22 +97,24 @@ class Partial:
 
     def entropy(self) -> Tensor:
         """-Σ p log p, (...), from shifted sums, which are exact for large logits too."""
-        if self.shifted is None:
+        if "entropy" not in self.sums:
             raise ValueError(
                 "this partial has no sums for the entropy; use one made by hw.partial(...)"
             )
-        base, total = self._with_sinks()
-        above = total.masked_fill(total == 0, 1).log()
-        above = above if self.sinks is None else above + (base - self.base)  # lse - self.base
-        weight = self.weight()
-        # A sink may be so far above the logits that this is 0 · inf.
-        return (weight * (self.total * above - self.shifted)).masked_fill(weight == 0, 0)
+        return self._finished("entropy")
 
     def weight(self) -> Tensor:
         """exp(base - lse), which turns a sum over the keys into one weighted by p, (...)."""
         base, total = self._with_sinks()
         total = total.masked_fill(total == 0, 1)
         return total.reciprocal() if self.sinks is None else _scale(self, base) / total
+
+    def _finished(self, name: str) -> Tensor:
+        """The statistic behind one of the sums."""
+        base, total = self._with_sinks()
+        above = total.masked_fill(total == 0, 1).log()
+        above = above if self.sinks is None else above + (base - self.base)  # lse - self.base
+        return ROW_SUMS[name].finished(self.sums[name], self.total, above, self.weight())
 
     def _with_sinks(self) -> tuple[Tensor, Tensor]:
         """A base and Σ exp(s - base) over the keys and the sink."""
@@ -144,21 +160,23 @@ def _merge(a: Partial, b: Partial) -> Partial:
     )
     base = base.masked_fill(base == -torch.inf, 0)
     scale_a, scale_b = _scale(a, base), _scale(b, base)
-    total = a.total * scale_a + b.total * scale_b
-    values = a.values * scale_a[..., None] + b.values * scale_b[..., None]
-    count, mean, spread = _moments(a, b)
+    step_a, step_b = a.base - base, b.base - base
+    sums = {
+        name: ROW_SUMS[name].moved(x, a.total, step_a, scale_a)
+        + ROW_SUMS[name].moved(b.sums[name], b.total, step_b, scale_b)
+        for name, x in a.sums.items()
+        if name in b.sums
+    }
+    moments = None
+    if a.moments is not None and b.moments is not None:
+        moments = join_moments(a.moments, b.moments)
     return Partial(
         base,
         torch.maximum(a.maximum, b.maximum),
-        total,
-        values,
-        _shifted(a, scale_a, base) + _shifted(b, scale_b, base) if a.shifted is not None else None,
-        a.reach * scale_a + b.reach * scale_b
-        if a.reach is not None and b.reach is not None
-        else None,
-        count,
-        mean,
-        spread,
+        a.total * scale_a + b.total * scale_b,
+        a.values * scale_a[..., None] + b.values * scale_b[..., None],
+        sums,
+        moments,
         _sinks(a.sinks, b.sinks),
         a.dtype,
     )
@@ -181,22 +199,10 @@ def _scale(part: Partial, base: Tensor) -> Tensor:
     return torch.exp((part.base - base).masked_fill(part.total == 0, -torch.inf))
 
 
-def _shifted(part: Partial, scale: Tensor, base: Tensor) -> Tensor:
-    """Σ exp(s - base) (s - base): the sum moved from the part's base to a new one."""
-    assert part.shifted is not None
-    return scale * (part.shifted + part.total * (part.base - base))
-
-
 def join_moments(a: Moments, b: Moments) -> Moments:
     """Chan's formula: the moments of both together, without cancellation."""
-    count = a[0] + b[0]
-    share = b[0] / count.clamp_min(1)
-    gap = b[1] - a[1]
-    return count, a[1] + gap * share, a[2] + b[2] + gap.square() * a[0] * share
-
-
-def _moments(a: Partial, b: Partial) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if a.count is None or a.mean is None or a.spread is None:
-        return None, None, None
-    assert b.count is not None and b.mean is not None and b.spread is not None
-    return join_moments((a.count, a.mean, a.spread), (b.count, b.mean, b.spread))
+    count = a.keys + b.keys
+    share = b.keys / count.clamp_min(1)
+    gap = b.mean - a.mean
+    spread = a.spread + b.spread + gap.square() * a.keys * share
+    return Moments(count, a.mean + gap * share, spread)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from headwise.core.intervals import FURTHEST, Interval, Mask
-from headwise.core.place import Place, check_placed, fits, placed
+from headwise.core.place import (
+    Length,
+    Place,
+    check_keys,
+    check_placed,
+    fits,
+    from_key,
+    padded,
+    placed,
+)
 
 PerBatch = int | Sequence[int] | Tensor
 Number = (int, torch.SymInt)  # a length is a symbol when exported or compiled
@@ -21,6 +30,7 @@ class Causal(Mask):
     """Query i sees keys j <= i + offset."""
 
     offset: PerBatch | None = None
+    shows_itself = True
 
     def __repr__(self) -> str:
         return f"causal({_keywords(offset=self.offset)})"
@@ -62,6 +72,12 @@ class Causal(Mask):
     def alignment(self, place: Place) -> int | Tensor:
         return _alignment(self.offset, place)
 
+    def later(self, first: int, keys: int) -> Mask:
+        return self if self.offset is None else replace(self, offset=_less(self.offset, first))
+
+    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
+        return replace(self, offset=start) if self.offset is None else self
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Window(Mask):
@@ -70,6 +86,7 @@ class Window(Mask):
     left: int
     right: int = 0
     offset: PerBatch | None = None
+    shows_itself = True
 
     def __repr__(self) -> str:
         rest = _keywords(right=self.right or None, offset=self.offset, more=True)
@@ -107,6 +124,12 @@ class Window(Mask):
     def alignment(self, place: Place) -> int | Tensor:
         return _alignment(self.offset, place)
 
+    def later(self, first: int, keys: int) -> Mask:
+        return self if self.offset is None else replace(self, offset=_less(self.offset, first))
+
+    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
+        return replace(self, offset=start) if self.offset is None else self
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lengths(Mask):
@@ -132,6 +155,12 @@ class Lengths(Mask):
     @property
     def rows_alike(self) -> bool:
         return True
+
+    def later(self, first: int, keys: int) -> Mask:
+        return replace(self, n=_less(self.n, first))
+
+    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
+        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -170,6 +199,12 @@ class Between(Mask):
         start = first.masked_fill(first >= last, unseen).amin(-1, keepdim=True)
         found: Tensor = start.masked_fill(start == unseen, 0).clamp_min_(0)
         return found
+
+    def later(self, first: int, keys: int) -> Mask:
+        return Between(self.first - first, self.last - first)
+
+    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
+        return self
 
     @staticmethod
     def _rows(bound: Tensor, place: Place) -> Tensor:
@@ -252,6 +287,10 @@ class Documents(Mask):
             return None
         return self.bounds.to(place.device)
 
+    def later(self, first: int, keys: int) -> Mask:
+        check_keys("hw.mask.documents", self.ids, first + keys)
+        return Documents(self.ids[..., first:])
+
     def start(self, place: Place) -> Tensor:
         ready = self.table(place)
         return self.intervals(place)[0][0] if ready is None else ready[0, 0]
@@ -272,6 +311,12 @@ class Dense(Mask):
 
     def to_dense(self, place: Place) -> Tensor:
         return placed(self.seen.to(place.device), place)
+
+    def later(self, first: int, keys: int) -> Mask:
+        return Dense(from_key("hw.mask.dense", self.seen, first, keys))
+
+    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
+        return Dense(padded("hw.mask.dense", self.seen, keys, length))
 
 
 def _bounds(ids: Tensor) -> Tensor:
@@ -313,6 +358,10 @@ def _near(number: int | Tensor) -> int | Tensor:
     if isinstance(number, Tensor):
         return number.long().clamp(-FURTHEST, FURTHEST).int()
     return max(-FURTHEST, min(FURTHEST, number))
+
+
+def _less(values: PerBatch, first: int) -> int | Tensor:
+    return values - first if isinstance(values, int) else torch.as_tensor(values) - first
 
 
 def _shift(values: int | Tensor, place: Place) -> int | Tensor:

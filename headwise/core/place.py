@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+Length = Callable[[], int | None]  # tokens so far, read only if needed; None if it can't be
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,41 @@ def fits(shape: Sequence[int], wanted: Sequence[int], exact: bool) -> bool:
         if have != 1 and have != want and not longer:  # not `in`: compilers compare symbols
             return False
     return len(shape) <= len(wanted)
+
+
+def from_key(name: str, pairs: Tensor, first: int, keys: int) -> Tensor:
+    """A tensor (..., N, M) over all pairs, for the last `keys` keys, which begin at `first`."""
+    if _for_any_key(pairs):
+        return pairs
+    check_keys(name, pairs, first + keys)
+    return pairs[..., first:]
+
+
+def padded(name: str, pairs: Tensor, keys: int, length: Length) -> Tensor:
+    """A tensor (..., N, M) over pairs of tokens so far, padded to `keys` keys with 0 or False."""
+    missing = 0 if _for_any_key(pairs) else keys - pairs.shape[-1]
+    if missing == 0:
+        return pairs
+    tokens = length()
+    if tokens is not None:
+        check_keys(name, pairs, tokens)
+    if missing < 0:
+        raise ValueError(f"{name} {tuple(pairs.shape)} is for more keys than the cache has, {keys}")
+    return torch.nn.functional.pad(pairs, (0, missing))
+
+
+def check_keys(name: str, pairs: Tensor, length: int) -> None:
+    """Raise ValueError unless the last axis has one entry per token so far."""
+    if pairs.shape[-1] != length:
+        raise ValueError(
+            f"{name} {tuple(pairs.shape)} is for {pairs.shape[-1]} keys, but with the cache there "
+            f"are {length}"
+        )
+
+
+def _for_any_key(pairs: Tensor) -> bool:
+    """True if a tensor broadcasts over keys."""
+    return pairs.ndim == 0 or pairs.shape[-1] == 1
 
 
 def four(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From an engine's sums to the statistics of an `Observation`.
+"""From the results of a pass to the statistics of an `Observation`.
 
 Once a row's totals are known, the weight on a single key costs one dot product per row.
 """
@@ -12,25 +12,19 @@ from headwise.core.intervals import inside
 from headwise.core.logits import added
 from headwise.core.observation import STATISTICS
 from headwise.core.problem import Problem, Terms
-from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, RowTotals, Sums
+from headwise.core.row_sums import FLAGS, LOG_TOTAL, RowResults
+from headwise.core.row_totals import RowTotals
 
 PART = 1 << 22  # elements of the queries of one step, so that their keys take little memory
 
-_NEEDS = {
-    "entropy": ENTROPY,
-    "effective_keys": ENTROPY,
-    "distance": DISTANCE,
-    "logit_mean": MOMENTS,
-    "logit_var": MOMENTS,
-    "top_prob": LOG_TOTAL,
-    "sink_mass": LOG_TOTAL,
-    "self_mass": LOG_TOTAL,
-    "previous_mass": LOG_TOTAL,
-}
+SINGLE = ("top_prob", "sink_mass", "self_mass", "previous_mass")
+"""The statistics that are the weight on one key, or on a few."""
+
+_NEEDS = FLAGS | {"effective_keys": FLAGS["entropy"]} | dict.fromkeys(SINGLE, LOG_TOTAL)
 
 
 def wanted(stats: tuple[str, ...]) -> int:
-    """The sums over pairs that these statistics need."""
+    """What a pass must be asked for, so that these statistics can be had from its results."""
     wants = 0
     for name in stats:
         wants |= _NEEDS.get(name, 0)
@@ -38,31 +32,33 @@ def wanted(stats: tuple[str, ...]) -> int:
 
 
 def complete(
-    problem: Problem, sums: Sums, stats: tuple[str, ...], sink_keys: int, terms: Terms | None = None
+    problem: Problem,
+    rows: RowResults,
+    stats: tuple[str, ...],
+    sink_keys: int,
+    terms: Terms | None = None,
 ) -> dict[str, Tensor]:
-    """The named statistics, (B, Hq, N) each, from an engine's sums; `terms`, if known."""
+    """The named statistics, (B, Hq, N) each, from the results of a pass; `terms`, if known."""
     asked, found = set(stats), {}
     with torch.no_grad():
-        if "effective_keys" in asked:
-            found["effective_keys"] = sums.entropy.exp()
+        if "effective_keys" in asked and rows.entropy is not None:
+            found["effective_keys"] = rows.entropy.exp()
         if "output_norm" in asked:
-            wide = torch.promote_types(sums.out.dtype, torch.float32)
-            found["output_norm"] = torch.linalg.vector_norm(sums.out, dim=-1, dtype=wide)
-        if any(_NEEDS.get(name) == LOG_TOTAL for name in asked):
+            wide = torch.promote_types(rows.out.dtype, torch.float32)
+            found["output_norm"] = torch.linalg.vector_norm(rows.out, dim=-1, dtype=wide)
+        if not asked.isdisjoint(SINGLE):
             start = problem.start() if "sink_mass" in asked else 0
             terms = problem.terms() if terms is None else terms
             found |= single_weights(
-                problem.q, problem.k, terms, sums.totals(), sums.max_logit, asked,
+                problem.q, problem.k, terms, rows.totals(), rows.max_logit, asked,
                 start, sink_keys, problem.diagonal(),
             )  # fmt: skip
-    return named(sums, found, stats)
+    return named(rows, found, stats)
 
 
-def named(sums: Sums, more: dict[str, Tensor], stats: tuple[str, ...]) -> dict[str, Tensor]:
-    """The named statistics in their usual order: those that are sums, and `more`."""
-    found = {"lse": sums.lse, "max_logit": sums.max_logit, "entropy": sums.entropy}
-    found |= {"distance": sums.distance, "logit_mean": sums.logit_mean, "logit_var": sums.logit_var}
-    found |= more
+def named(rows: RowResults, more: dict[str, Tensor], stats: tuple[str, ...]) -> dict[str, Tensor]:
+    """The named statistics in their usual order: `more`, and those that a pass returns."""
+    found = rows._asdict() | more
     return {name: found[name] for name in STATISTICS if name in stats}
 
 

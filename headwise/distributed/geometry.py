@@ -6,7 +6,6 @@ Masks speak of the whole sequence, so every rank works this out for all ranks by
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from headwise.core.intervals import Mask
 from headwise.core.place import Place
-from headwise.distributed.header import content
+from headwise.distributed.descriptions import described, versions
 from headwise.distributed.layouts import Balanced, Layout
 from headwise.distributed.ranges import Range, Ranges, at_most, common, numbers, of_flags, union
 
@@ -77,7 +76,7 @@ def geometry(
     place = Place(batch, heads, queries, total, offset=total - queries)
     if mask is not None:
         mask.check(place)
-    key = ("geometry", versions(mask), batch, heads, rows, keys, described_layout(layout))
+    key = (versions(mask), batch, heads, rows, keys, described(layout))
     known: dict[object, Any] = {} if mask is None else _known.setdefault(mask, {})
     if key not in known:
         held = layout.of_lengths(rows), layout.of_lengths(keys)
@@ -86,36 +85,6 @@ def geometry(
         # Without the mask: a value that held it would keep it, and itself, forever.
         known[key] = (*held, _needed(mask, place, held[0]), {})
     return Geometry(mask, place, *known[key])
-
-
-def described(mask: Mask | None) -> str:
-    """A text that is the same for masks that mean the same: the tensors' values count too."""
-    if mask is None:
-        return "None"
-    known, key = _known.setdefault(mask, {}), ("described", versions(mask))
-    if key not in known:
-        known[key] = " ".join([repr(mask), *(content(x) for x in tensors(mask))])
-    text: str = known[key]
-    return text
-
-
-def described_layout(layout: Layout) -> str:
-    """A text that is the same for layouts that mean the same."""
-    return f"balanced({described(layout.mask)})" if isinstance(layout, Balanced) else str(layout)
-
-
-def versions(mask: Mask | None) -> tuple[int, ...]:
-    """Numbers that change when a tensor of the mask is changed in place."""
-    return () if mask is None else tuple(x._version for x in tensors(mask))
-
-
-def tensors(mask: Mask) -> Iterator[Tensor]:
-    """The tensors that a mask is made of."""
-    for value in vars(mask).values():
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Mask):
-            yield from tensors(value)
 
 
 def _needed(mask: Mask | None, place: Place, held: tuple[Ranges, ...]) -> tuple[Ranges, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from headwise import api, handover
 from headwise.core.observation import check_sink_keys
 from headwise.core.place import Place, four
 from headwise.core.problem import without_autocast
+from headwise.distributed.descriptions import Values
 from headwise.distributed.geometry import Geometry
 from headwise.distributed.head_exchange import Axes, computed_together, to_heads, to_rows
 from headwise.distributed.head_options import learnt, options_of
@@ -25,11 +27,13 @@ def attend_by_heads(
     options: dict[str, Any],
     names: tuple[str, ...],
     sink_keys: int,
+    values: Mapping[str, Values],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Out and the named statistics of this rank's rows; the rows of a rank's heads are computed
     there, in the engines that serve any call.
 
-    q, k, v and a bias tensor are this rank's part of the sequence.
+    q, k, v and a bias tensor are this rank's part of the sequence; `values` those of the learned
+    options, which all ranks should have.
     """
     q, k, v = tensors
     shares = head_shares(q.shape[1], k.shape[1], ranks.count)
@@ -48,11 +52,10 @@ def attend_by_heads(
         given = options | {"bias": rest[0] if rest else bias}
         return _computed(geometry.whole, shares[ranks.own], (q, k, v), given, names, sink_keys)
 
-    results = computed_together(ranks, compute, [*moved, *learnt(options)])
+    results = computed_together(ranks, compute, [*moved, *learnt(options).values()], values)
     own = Axes(of_queries.heads, geometry.rows)
     out, *found = to_rows(ranks, [own] * len(results), results)
-    values = dict(zip(names, found[0].unbind(-1), strict=True)) if names else {}
-    return out, values
+    return out, dict(zip(names, found[0].unbind(-1), strict=True)) if names else {}
 
 
 def _computed(
@@ -63,7 +66,9 @@ def _computed(
     q, k, v = tensors
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     if q.shape[1] == 0:  # more ranks than heads; its backward must still be called
-        empty = q.sum(-1, keepdim=True) + sum(x.flatten()[:0].sum() for x in learnt(options))
+        empty = q.sum(-1, keepdim=True) + sum(
+            x.flatten()[:0].sum() for x in learnt(options).values()
+        )
         out = empty.expand(*empty.shape[:3], v.shape[-1])
         return [out, empty.to(wide).expand(*empty.shape[:3], len(names))][: 1 + bool(names)]
     bias = options["bias"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from headwise.distributed.descriptions import Values
 from headwise.distributed.header import Header, agree, telling
 from headwise.distributed.ranges import Range, Ranges, cut, numbers, size
 from headwise.distributed.transport import RankGroup, packed, unpacked
@@ -41,14 +42,18 @@ def to_rows(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -
 
 
 def computed_together(
-    ranks: RankGroup, compute: Callable[[], list[Tensor]], inputs: Sequence[Tensor]
+    ranks: RankGroup,
+    compute: Callable[[], list[Tensor]],
+    inputs: Sequence[Tensor],
+    values: Mapping[str, Values],
 ) -> list[Tensor]:
-    """The results of a function of these inputs; if it fails on one rank, or its backward does,
-    every rank raises an error.
+    """The results of a function of these inputs; if it fails on one rank, or its backward does, or
+    the `values` differ, every rank raises an error.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return list(_Together.apply(ranks, compute, *inputs))  # type: ignore[no-untyped-call]
-    with telling(ranks):
+        call = ranks, compute, values
+        return list(_Together.apply(call, *inputs))  # type: ignore[no-untyped-call]
+    with telling(ranks, same=values):
         results = compute()
     return results
 
@@ -57,11 +62,10 @@ class _Together(torch.autograd.Function):
     """Runs the backward of a part of the graph inside its own, where an error can be caught."""
 
     @staticmethod
-    def forward(
-        ctx: Any, ranks: RankGroup, compute: Callable[[], list[Tensor]], *inputs: Tensor
-    ) -> Any:
+    def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        with telling(ranks), torch.enable_grad():
+        ranks, compute, values = call
+        with telling(ranks, same=values), torch.enable_grad():
             results = compute()
         ctx.part = ranks, results, inputs
         found = tuple(x.detach() for x in results)
@@ -78,7 +82,7 @@ class _Together(torch.autograd.Function):
             )
         ranks, results, inputs = ctx.part
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        wanted = [x for x, need in zip(inputs, ctx.needs_input_grad[2:], strict=True) if need]
+        wanted = [x for x, need in zip(inputs, ctx.needs_input_grad[1:], strict=True) if need]
         with telling(ranks):
             pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
             outputs, given = zip(*pairs, strict=True) if pairs else ((), ())
@@ -87,7 +91,7 @@ class _Together(torch.autograd.Function):
             )
         ctx.part = ctx.part if keep else None
         each = iter(found)
-        return None, None, *(next(each) if need else None for need in ctx.needs_input_grad[2:])
+        return None, *(next(each) if need else None for need in ctx.needs_input_grad[1:])
 
 
 class _ToHeads(torch.autograd.Function):

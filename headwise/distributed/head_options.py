@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,20 +32,23 @@ def options_of(place: Place, batch: range, heads: range, options: dict[str, Any]
     return options | found
 
 
-def learnt(options: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors of a call's options that may have a gradient: on a rank without heads, zeros."""
-    score, bias = options["score"], options["bias"]
-    for owner, name in (
-        (score, "weight"),
-        (score, "temperature"),
-        (bias, "slopes"),
-        (bias, "table"),
-    ):
-        found = getattr(owner, name, None)
-        if isinstance(found, Tensor):
-            yield found
-    if options["sinks"] is not None:
-        yield options["sinks"]
+def learnt(options: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a call's options that may have a gradient, by name: all ranks have the same.
+
+    A bias tensor is not one of them: it has the rows of its rank.
+
+    >>> import torch, headwise as hw
+    >>> list(learnt({"score": None, "bias": hw.ALiBi(4), "sinks": torch.zeros(4)}))
+    ['the slopes of bias', 'sinks']
+    """
+    found: dict[str, Any] = {}
+    for option in ("score", "bias", "sinks"):
+        given = options[option]
+        if not isinstance(given, Tensor) and given is not None:
+            found |= {f"the {name} of {option}": x for name, x in vars(given).items()}
+        elif option != "bias":
+            found[option] = given
+    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
 
 def _score(score: Score | None, heads: range) -> Score | None:

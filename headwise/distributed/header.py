@@ -1,26 +1,39 @@
 """The header that ranks exchange before a call: each learns what the others are about to do.
 
-A header has a fixed size, so ranks that differ still understand each other. A rank that failed
-before the call sends its error, and when all have computed, another header tells who failed there.
-So every rank ends a call that can't succeed, and names the rank.
+A header has a fixed size, so ranks that differ still understand each other; then they exchange the
+values in question too. A rank that failed before the call sends its error, and when all have
+computed, another header tells who failed there. So every rank ends a call that can't succeed, and
+names the rank.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from headwise.distributed.descriptions import Values
 from headwise.distributed.transport import RankError, RankGroup, packed, unpacked
 
 SIZE = 64  # int64 numbers
-KINDS = ("attention", "observe", "backward", "unshard", "finished", "figures", "positions", "map")
+TEXT = 4096  # bytes of a text that is exchanged where ranks differ in it
+_CALLS = {
+    "attention": "hw.distributed.attention",
+    "observe": "hw.distributed.observe",
+    "backward": "a backward of hw.distributed",
+    "unshard": "hw.distributed.unshard",
+    "finished": "hw.distributed",
+    "figures": "hw.watch",
+    "positions": "a model split by hw.distributed.context_parallel",
+    "map": "hw.distributed.attention_map",
+}
+"""The kinds of headers, and the user's call that sends each."""
+KINDS = tuple(_CALLS)
 _WHEN = {"finished": "while it computed", "figures": "in hw.watch"}  # a rank failed
 _START = 4  # the numbers before the fields: failed, kind, call, fields
 
@@ -29,18 +42,17 @@ _calls: Counter[str] = Counter()  # how many calls each group has seen
 
 @dataclass(frozen=True)
 class Header:
-    """A call of one rank: sizes and words must be the same on every rank, `own` need not."""
+    """A call of one rank: `same` must be the same on every rank, `own` need not."""
 
     kind: str
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    words: Mapping[str, str] = field(default_factory=dict)
+    same: Mapping[str, str | Values] = field(default_factory=dict)
     own: Sequence[int] = ()
 
     def numbers(self, call: int, failure: Exception | None = None) -> list[int]:
         """The header as numbers, SIZE of them; if this rank failed, its error instead."""
         if failure is not None:
             return _failed(self, call, failure)
-        fields = [*self.sizes.values(), *map(digest, self.words.values())]
+        fields = [digest(x) if isinstance(x, str) else x.number for x in self.same.values()]
         found = [0, KINDS.index(self.kind), call, len(fields), *fields, *self.own]
         return found + [0] * (SIZE - len(found))
 
@@ -56,26 +68,37 @@ def agree(ranks: RankGroup, header: Header, failure: Exception | None = None) ->
     numbers = header.numbers(call, failure)
     device = ranks.quickest
     message = packed(torch.tensor(numbers, dtype=torch.int64, device=device))
-    arrived = ranks.exchange(
-        dict.fromkeys(ranks.others, message), dict.fromkeys(ranks.others, 8 * SIZE), device,
-        counted=False,
-    ).take()  # fmt: skip
+    every = [unpacked(x, ((SIZE,), torch.int64))[0].tolist() for x in _swapped(ranks, message)]
     if failure is not None:
         raise failure
-    every = [
-        numbers
-        if rank == ranks.own
-        else unpacked(arrived[rank], ((SIZE,), torch.int64))[0].tolist()
-        for rank in range(ranks.count)
-    ]
-    return compare(header, every, ranks.own)
+
+    def texts(name: str) -> list[str]:
+        text = str(header.same[name]).encode()
+        text = text if len(text) <= TEXT else text[: TEXT - 3] + "…".encode()
+        room = torch.frombuffer(bytearray(text.ljust(TEXT, b"\0")), dtype=torch.uint8)
+        found = _swapped(ranks, room.to(device))
+        return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in found]
+
+    return compare(header, every, ranks.own, texts)
+
+
+def _swapped(ranks: RankGroup, message: Tensor) -> list[Tensor]:
+    """The messages of all ranks, which have the same size, uint8 (n,)."""
+    size, others = message.numel(), ranks.others
+    arrived = ranks.exchange(
+        dict.fromkeys(others, message), dict.fromkeys(others, size), message.device, counted=False
+    ).take()
+    return [arrived.get(rank, message) for rank in range(ranks.count)]
 
 
 @contextmanager
-def telling(ranks: RankGroup, kind: str = "finished") -> Iterator[None]:
+def telling(
+    ranks: RankGroup, kind: str = "finished", same: Mapping[str, Values] | None = None
+) -> Iterator[None]:
     """Compute something on every rank; if it fails on one, the others raise RankError after it.
 
-    Messages that fail are errors on both sides already.
+    Messages that fail are errors on both sides already. `same` are values that all ranks should
+    have: they are compared only now, because a GPU has had the time to sum them up.
     """
     failure = None
     try:
@@ -84,7 +107,7 @@ def telling(ranks: RankGroup, kind: str = "finished") -> Iterator[None]:
         raise
     except Exception as error:
         failure = error
-    agree(ranks, Header(kind), failure)
+    agree(ranks, Header(kind, {} if failure is not None else same or {}), failure)
 
 
 def _failed(header: Header, call: int, failure: Exception) -> list[int]:
@@ -94,10 +117,16 @@ def _failed(header: Header, call: int, failure: Exception) -> list[int]:
     return [1, KINDS.index(header.kind), call, 0, *words]
 
 
-def compare(header: Header, every: list[list[int]], own: int) -> list[list[int]]:
+def compare(
+    header: Header,
+    every: list[list[int]],
+    own: int,
+    texts: Callable[[str], list[str]] | None = None,
+) -> list[list[int]]:
     """Every rank's `own` numbers; `every` has the headers of all ranks, and this is rank `own`.
 
-    Raise an error that names the ranks that failed or differ.
+    Raise an error that names the ranks that failed or differ. `texts` asks all ranks for what they
+    have under a name.
     """
     for rank, found in enumerate(every):
         if found[0]:
@@ -106,48 +135,45 @@ def compare(header: Header, every: list[list[int]], own: int) -> list[list[int]]
             when = _WHEN.get(KINDS[found[1]], "before the call")
             raise RankError(f"rank {rank} of {len(every)} failed {when}: {text}")
     names = ["the function", "the number of calls before this one", "options"]
-    names += [*header.sizes, *header.words]
+    names += header.same
     for place, name in enumerate(names, 1):
         values = [found[place] for found in every]
         usual = Counter(values).most_common(1)[0][0]
         others = [rank for rank, value in enumerate(values) if value != usual]
         if others:
-            raise ValueError(_difference(header, name, others, values, usual, own))
-    first = _START + len(header.sizes) + len(header.words)
+            ask = texts if name in header.same else None
+            raise ValueError(_difference(header, name, others, values, own, ask))
+    first = _START + len(header.same)
     return [found[first : first + len(header.own)] for found in every]
 
 
 def _difference(
-    header: Header, name: str, others: list[int], values: list[int], usual: int, own: int
+    header: Header,
+    name: str,
+    others: list[int],
+    values: list[int],
+    own: int,
+    texts: Callable[[str], list[str]] | None,
 ) -> str:
-    who = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
-    call = f"{_call(header.kind)} on {len(values)} ranks"
+    who = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {_list(others)} differ"
+    call = f"{_CALLS[header.kind]} on {len(values)} ranks"
+    most = next(rank for rank in range(len(values)) if rank not in others)
     if name == "the function":
-        found = ", ".join(KINDS[values[rank]] for rank in others)
-        return (
-            f"{who} differs in {name}: it is in {found}, the others in {KINDS[usual]}\n  in {call}"
-        )
-    said = header.words.get(name)
-    if said is not None:
-        return f"{who} differs in {name}; here, on rank {own}, it is {said}\n  in {call}"
-    found = ", ".join(str(values[rank]) for rank in others)
-    return f"{who} differs in {name}: {found} there, {usual} elsewhere\n  in {call}"
+        found = _list(KINDS[values[rank]] for rank in others)
+        usual = KINDS[values[most]]
+        return f"{who} in {name}: it is in {found}, the others in {usual}\n  in {call}"
+    if name in header.same and texts is None:
+        said = header.same[name]
+        return f"{who} in {name}; here, on rank {own}, it is {said}\n  in {call}"
+    shown = list(map(str, values)) if texts is None else texts(name)
+    found = _list(shown[rank] for rank in others)
+    return f"{who} in {name}: {found} there, {shown[most]} elsewhere\n  in {call}"
 
 
-def _call(kind: str) -> str:
-    """The user's call that sends headers of a kind."""
-    return "hw.watch" if kind == "figures" else f"hw.distributed.{kind}"
+def _list(of: Iterable[object]) -> str:
+    return ", ".join(map(str, of))
 
 
 def digest(text: str) -> int:
     """A number of 63 bits that stands for a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-def content(x: Tensor) -> str:
-    """A short text that stands for a tensor's values."""
-    flat = x.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-    found = hashlib.blake2b(
-        ctypes.string_at(flat.data_ptr(), flat.numel()), digest_size=8
-    ).hexdigest()
-    return f"{x.dtype}{tuple(x.shape)}#{found}"

@@ -9,15 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.core.partial import Partial, merge
+from headwise.core.partial import Moments, Partial, merge
 from headwise.core.problem import Problem, Terms
+from headwise.core.row_sums import LOG_TOTAL, MOMENTS, WIDE, RowResults, asked_sums
 from headwise.core.statistics import single_weights
-from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, WIDE, Sums
 from headwise.distributed.geometry import Geometry
 from headwise.distributed.key_exchange import KeyRun, Pair
 from headwise.distributed.ranges import Range, numbers, union
+from headwise.engines.learning import RowGradients
 from headwise.engines.operators import PARTS, Gradients
-from headwise.engines.row_gradients import sink_share, sinks_gradient
+from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 
 SINGLES = ("self_mass", "previous_mass", "sink_mass")  # weights on a few keys, merged like values
 
@@ -34,9 +35,9 @@ class Learnable(NamedTuple):
 
 
 class FinishedRows(NamedTuple):
-    """The sums of this rank's rows over all keys, and the weights on single keys, if asked."""
+    """The results of this rank's rows over all keys, and the weights on single keys, if asked."""
 
-    sums: Sums
+    rows: RowResults
     singles: Tensor  # (B, Hq, N, asked)
 
 
@@ -63,15 +64,15 @@ class KeyBlocks:
         q, k, v = given.q, run.k, run.v
         terms = self.terms(given, (run.first, run.last))
         forward, _ = PARTS[self.engine]
-        sums = Sums(*forward(q, k, v, *terms, self.wants | LOG_TOTAL | WIDE))
+        rows = forward(q, k, v, *terms, self.wants | LOG_TOTAL | WIDE)
         if self.singles:
             found = single_weights(
-                _wide(q), _wide(k), terms, sums.totals(), sums.max_logit, set(self.singles),
+                _wide(q), _wide(k), terms, rows.totals(), rows.max_logit, set(self.singles),
                 self._start(run.first), self.sink_keys,
             )  # fmt: skip
             extra = torch.stack([found[name] for name in self.singles], -1)
-            sums = sums._replace(out=torch.cat((sums.out, extra.to(sums.out.dtype)), -1))
-        return Partial.from_sums(sums, None, sums.out.dtype)
+            rows = rows._replace(out=torch.cat((rows.out, extra.to(rows.out.dtype)), -1))
+        return Partial.from_results(rows, None, rows.out.dtype)
 
     def _nothing(self, given: Learnable, width: int) -> Partial:
         """The rows before they have seen a key."""
@@ -79,32 +80,14 @@ class KeyBlocks:
         zero = given.q.new_zeros(given.q.shape[:3], dtype=wide)
         values = zero.new_zeros(*zero.shape, width + len(self.singles))
         sinks = None if given.sinks is None else given.sinks.to(wide)[:, None]
-        entropy, moments = (zero if self.wants & each else None for each in (ENTROPY, MOMENTS))
-        distance = zero if self.wants & DISTANCE else None
-        return Partial(
-            zero, zero - torch.inf, zero, values, entropy, distance, moments, moments, moments,
-            sinks, wide,
-        )  # fmt: skip
+        sums = dict.fromkeys(asked_sums(self.wants), zero)
+        moments = Moments(zero, zero, zero) if self.wants & MOMENTS else None
+        return Partial(zero, zero - torch.inf, zero, values, sums, moments, sinks, wide)
 
     def _finished(self, part: Partial, width: int, dtype: torch.dtype) -> FinishedRows:
         """The results of rows that have seen all keys; the sinks join here."""
-        weight = part.weight()
-        values = part.values * weight[..., None]
-        none = weight.new_empty(0)
-        sums = Sums(
-            values[..., :width].to(dtype),
-            part.lse(),
-            part.maximum,
-            none if part.shifted is None else part.entropy(),
-            none if part.reach is None else weight * part.reach,
-            none if part.mean is None else part.mean,
-            none
-            if part.spread is None or part.count is None
-            else part.spread / part.count.clamp_min(1),
-            none if part.count is None else part.count,
-            part.log_total(),
-        )
-        return FinishedRows(sums, values[..., width:])
+        values = part.values * part.weight()[..., None]
+        return FinishedRows(part.results(values[..., :width].to(dtype)), values[..., width:])
 
     def terms(self, given: Learnable, keys: Range) -> Terms:
         """The terms of this rank's rows over a run of keys, without the sinks."""
@@ -153,38 +136,40 @@ class RunGradients:
     """Gradients of one call's rows, run by run, from what all runs together gave."""
 
     def __init__(
-        self, blocks: KeyBlocks, given: Learnable, sums: Sums, grad_out: Tensor | None,
-        grad_lse: Tensor | None, grad_entropy: Tensor | None, bias_learns: bool,
-    ) -> None:  # fmt: skip
-        self.blocks, self.given, self.sums = blocks, given, sums
-        wide = sums.lse.dtype
-        out = _wide(sums.out)
-        grad_out = torch.zeros_like(sums.out) if grad_out is None else grad_out
-        self.grads = grad_out.contiguous(), grad_lse, grad_entropy
-        share = None if given.sinks is None else sink_share(given.sinks, sums.totals())
+        self,
+        blocks: KeyBlocks,
+        given: Learnable,
+        rows: RowResults,
+        grads: RowGradients,
+        bias_learns: bool,
+    ) -> None:
+        self.blocks, self.given, self.rows = blocks, given, rows
+        wide = rows.lse.dtype
+        out = _wide(rows.out)
+        grad_out = torch.zeros_like(rows.out) if grads.out is None else grads.out
+        self.grads = grad_out.contiguous(), grads.lse, grads.entropy
+        share = None if given.sinks is None else sink_share(given.sinks, rows.totals())
         # A block's backward takes no sinks; with them the row's entropy has their share added.
-        self.out, self.entropy = out, sums.entropy
-        if share is not None and grad_entropy is not None:
-            self.entropy = sums.entropy + share
+        self.out, self.entropy = out, rows.entropy
+        if share is not None and rows.entropy is not None:
+            self.entropy = rows.entropy + share
         self.total = Learnable(
             torch.zeros_like(given.q, dtype=wide),
             *(None if x is None else torch.zeros_like(x, dtype=wide) for x in given[1:]),
         )
         self.bias_learns = bias_learns
         if share is not None:
-            constant = (grad_out.to(wide) * out).sum(-1)
-            constant = constant if grad_lse is None else constant - grad_lse
-            if grad_entropy is not None:
-                constant = constant + grad_entropy * self.entropy
-            self.total = self.total._replace(sinks=sinks_gradient(share, constant, grad_entropy))
+            products = (grad_out.to(wide) * out).sum(-1)
+            constant = row_constant(products, None, self.entropy, grads.lse, grads.entropy)
+            self.total = self.total._replace(sinks=sinks_gradient(share, constant, grads.entropy))
 
     def of(self, run: KeyRun) -> Pair:
         """Add a run's share to every gradient, and return that of its keys and values."""
         terms = self.blocks.terms(self.given, (run.first, run.last))
         _, backward = PARTS[self.blocks.engine]
-        sums = self.sums
+        rows = self.rows
         found = backward(
-            self.given.q, run.k, run.v, *terms, self.out, sums.lse, sums.max_logit, sums.log_total,
+            self.given.q, run.k, run.v, *terms, self.out, rows.lse, rows.max_logit, rows.log_total,
             self.entropy, *self.grads, self.bias_learns,
         )  # fmt: skip
         grads = _named(found, terms, self.bias_learns)

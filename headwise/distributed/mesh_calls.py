@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,12 @@ class MeshCalls:
         """`hw.distributed.attention_map` on the mesh."""
         return attention_map(q, k, mesh=self.mesh, layout=self.layout, **options)
 
-    def every(self, number: int) -> list[int]:
-        """The number that each rank of the mesh gives."""
-        found = agree(RankGroup(self.mesh), Header("positions", own=(number,)))
-        return [own[0] for own in found]
+    def every(
+        self, number: int, same: Mapping[str, str] | None = None, failure: Exception | None = None
+    ) -> list[int]:
+        """The number that each rank of the mesh gives; `same` must be the same on all of them."""
+        header = Header("positions", same or {}, (number,))
+        return [own[0] for own in agree(RankGroup(self.mesh), header, failure)]
 
     def positions(self, lengths: list[int]) -> Tensor:
         """This rank's positions, if the ranks hold parts of these lengths."""

@@ -22,8 +22,10 @@ from headwise.core.problem import pose, restate
 from headwise.core.spans import PREFIX, Spans, check_spans
 from headwise.distributed import rank_attention
 from headwise.distributed.head_options import learnt, options_of
+from headwise.distributed.header import Header, agree
 from headwise.distributed.ranges import cut
 from headwise.distributed.shards import check_layout
+from headwise.distributed.transport import RankGroup
 from headwise.dropout import Dropout
 from headwise.score import Additive, Cosine, General
 
@@ -36,7 +38,7 @@ class DTensorCalls:
     def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """The output as a DTensor (B, Hq, N, Dv), placed like q."""
         call = ShardedCall.of(_called("attention", options), q, k, v)
-        part, given = call.local((q, k, v), options)
+        part, given = call.told((q, k, v), options)
         if not part[0].shape[1]:
             return call.whole(_nothing(part, given, part[2].shape[-1]))
         attend: Callable[..., Any] = api.attention
@@ -52,7 +54,7 @@ class DTensorCalls:
                 "rows= samples the rows of one rank, and the sequence of these DTensors is "
                 "sharded; give hw.distributed.observe this rank's part, q.to_local()"
             )
-        part, given = call.local((q, k, v), options)
+        part, given = call.told((q, k, v), options)
         if not part[0].shape[1]:
             return call.whole(out := _nothing(part, given, part[2].shape[-1])), call.unseen(
                 out, given
@@ -132,6 +134,18 @@ class ShardedCall:
     def error(self, reason: str) -> ValueError:
         """A ValueError that restates the call."""
         return ValueError(f"{reason}\n  in {restate(self.kind, *self.tensors)}")
+
+    def told(
+        self, tensors: tuple[Any, Any, Any], options: Mapping[str, Any]
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """`local`; if it fails, the ranks that wait for this one's positions hear of it first."""
+        try:
+            return self.local(tensors, options)
+        except Exception as error:
+            if self.sequence is not None:
+                kind = self.kind.removeprefix("distributed.")
+                agree(RankGroup(self.mesh.get_group(self.sequence)), Header(kind), error)
+            raise
 
     def local(
         self, tensors: tuple[Any, Any, Any], options: Mapping[str, Any]
@@ -313,6 +327,6 @@ def _spans_of(spans: Spans, batch: range) -> dict[str, Any]:
 def _nothing(part: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], width: int) -> Tensor:
     """The output of a rank without heads; its backward must be called like the others'."""
     q, k, v = part
-    used = (k, v, *learnt(given))
+    used = (k, v, *learnt(given).values())
     empty = q.sum(-1, keepdim=True) + sum(x.flatten()[:0].sum() for x in used)
     return empty.expand(*empty.shape[:3], width)

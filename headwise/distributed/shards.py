@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.core.arguments import is_integer
-from headwise.distributed.geometry import described_layout
+from headwise.distributed.descriptions import described, described_part
 from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Contiguous, Layout
 from headwise.distributed.ranges import Ranges, cut, numbers
@@ -38,11 +38,8 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | None = No
     header, failure = Header("unshard"), None
     try:
         dim, layout = _axis(x, dim), check_layout(layout)
-        sizes = {"axes": x.ndim, "dim": dim}
-        sizes |= {f"axis {i}": n for i, n in enumerate(x.shape) if i != dim}
-        words = {"dtype": str(x.dtype), "layout": described_layout(layout)}
-        words["requires_grad"] = str(x.requires_grad and torch.is_grad_enabled())
-        header = Header("unshard", sizes, words, (x.shape[dim],))
+        same = {"the tensor": described_part(x, dim), "layout": described(layout)}
+        header = Header("unshard", same, (x.shape[dim],))
     except Exception as error:  # the others wait: they hear of it first
         failure = error
     every = agree(ranks, header, failure)

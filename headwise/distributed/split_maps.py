@@ -19,6 +19,9 @@ from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.place import four
 from headwise.core.problem import pose
+from headwise.distributed.call_header import checked_part, described_options
+from headwise.distributed.descriptions import Values, described, described_part
+from headwise.distributed.head_options import learnt
 from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Layout
 from headwise.distributed.rank_attention import observe
@@ -50,20 +53,20 @@ def attention_map(
     rank computes the weights of its own keys, and all get the result. Each receives the queries of
     all ranks, so give it the heads that are looked at.
     """
-    layout, ranks = check_layout(layout), RankGroup.of(mesh)
+    options: dict[str, Any] = {"score": score, "mask": mask, "bias": bias}
+    options |= {"softcap": softcap, "sinks": sinks}
+    ranks = RankGroup.of(mesh)
+    layout, lengths = _agreed(ranks, q, k, layout, options, lse)
     if lse is None:
         with torch.no_grad():
-            options: dict[str, Any] = {"score": score, "mask": mask, "bias": bias}
-            options |= {"softcap": softcap, "sinks": sinks, "stats": ("lse",)}
-            _, seen = observe(q, k, k[..., :0], mesh=mesh, layout=layout, **options)
-        lse = seen.lse
+            given: dict[str, Any] = {"mesh": mesh, "layout": layout, "stats": ("lse",)}
+            lse = observe(q, k, k[..., :0], **given, **options)[1].lse
     with torch.no_grad():
         whole = unshard(q.detach(), mesh, dim=2, layout=layout)
         totals = unshard(lse.detach(), mesh, dim=2, layout=layout)
         if isinstance(bias, Tensor):  # this rank's rows over all keys
             every_row = four(bias).expand(-1, -1, q.shape[2], -1)
             bias = unshard(every_row, mesh, dim=2, layout=layout)
-    lengths = [own[0] for own in agree(ranks, Header("map", own=(k.shape[2],)))]
     queries, keys, parts, at = whole.shape[2], sum(lengths), [], 0
     for first, last in layout.of_lengths(lengths)[ranks.own]:
         here = k[:, :, at : at + last - first].detach()
@@ -76,6 +79,28 @@ def attention_map(
             parts.append(KeyColumns(first, last, AttentionMap(problem, totals)))
     box = Box(*(range(n) for n in (*whole.shape[:3], keys)))
     return SplitMap(ranks, parts, SplitRegion(whole, box, whole[..., :0]), totals)
+
+
+def _agreed(
+    ranks: RankGroup, q: Tensor, k: Tensor, layout: Layout | None, options: dict[str, Any],
+    lse: Tensor | None,
+) -> tuple[Layout, list[int]]:  # fmt: skip
+    """The layout, and the keys of each rank; an error on every rank unless they ask for one map."""
+    header, failure = Header("map"), None
+    try:
+        layout = check_layout(layout)
+        problem = checked_part("attention_map", (q, k, k[..., :0]), options)
+        parts = zip("qk", (q, k), strict=True)
+        same: dict[str, str | Values] = {n: described_part(x.detach(), 2) for n, x in parts}
+        same |= {"layout": described(layout), "lse": "None" if lse is None else "given"}
+        same |= described_options(problem, options)
+        same |= {f"the values of {name}": Values(x) for name, x in learnt(options).items()}
+        header = Header("map", same, (k.shape[2],))
+    except Exception as error:  # the others wait: they hear of it first
+        failure = error
+    lengths = [own[0] for own in agree(ranks, header, failure)]
+    assert layout is not None
+    return layout, lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +133,11 @@ class SplitMap(AttentionMap):
     _region: SplitRegion  # type: ignore[assignment]
 
     def __init__(
-        self, ranks: RankGroup, parts: Sequence[KeyColumns], region: SplitRegion, lse: Tensor
-    ) -> None:
+        self, ranks: RankGroup, parts: Sequence[KeyColumns], region: SplitRegion, lse: Tensor,
+        of: str = "",
+    ) -> None:  # fmt: skip
         self._ranks, self._parts, self._region, self._lse = ranks, parts, region, lse
+        self._of = of  # the head, if it is the map of one
 
     @property
     def region(self) -> Any:
@@ -132,7 +159,8 @@ class SplitMap(AttentionMap):
             q, box._replace(batch=range(1), heads=range(1)), v[b : b + 1, h : h + 1]
         )
         parts = [replace(part, weights=part.weights.head(b, h)) for part in self._parts]
-        return SplitMap(self._ranks, parts, region, self._lse[b : b + 1, h : h + 1])
+        lse = self._lse[b : b + 1, h : h + 1]
+        return SplitMap(self._ranks, parts, region, lse, f" of head {(b, h)}")
 
     def eviction_scores(self, recent: int | None = None, smooth: int = 1) -> Tensor:
         raise self._error(
@@ -140,18 +168,21 @@ class SplitMap(AttentionMap):
         )
 
     def _fill(self, box: Box) -> Tensor:
+        self._asks(f"the weights in {box}")
         found = self._zeros(*box.shape)
         for part, keys, own in self._inside(box):
             found[..., keys] = part._fill(own)
         return self._together(found, dist.ReduceOp.SUM)
 
     def _received(self, box: Box) -> Tensor:
+        self._asks(f"the weights that keys receive in {box}")
         found = self._zeros(*box.shape[:2], len(box.keys))
         for part, keys, own in self._inside(box):
             found[..., keys] = part._received(own)
         return self._together(found, dist.ReduceOp.SUM)
 
     def _pool(self, box: Box, rows: Cells, keys: Cells, how: How) -> Tensor:
+        self._asks(f"the {how} of {len(rows)} by {len(keys)} cells of {box}")
         found = self._zeros(*box.shape[:2], len(rows), len(keys))
         widths = torch.tensor(keys.widths, dtype=self.dtype, device=found.device)
         for part, here, own in self._inside(box):
@@ -168,6 +199,7 @@ class SplitMap(AttentionMap):
         return self._together(found, how_joined)
 
     def _top(self, k: int) -> tuple[Tensor, Tensor]:
+        self._asks(f"the {k} largest weights")
         shape = (*self.shape[:3], k)
         device = self._region.q.device
         weights = [torch.zeros(shape, dtype=self.dtype, device=device)]
@@ -185,6 +217,10 @@ class SplitMap(AttentionMap):
                 dist.all_gather(parts, x.to(carrier).contiguous(), group=self._ranks.group)
             every.append([part.to(device) for part in parts])
         return _largest(torch.cat(every[0], -1), torch.cat(every[1], -1), k)
+
+    def _asks(self, what: str) -> None:
+        """Raise ValueError on every rank unless all ask the same."""
+        agree(self._ranks, Header("map", {"the question": what + self._of}))
 
     def _inside(self, box: Box) -> Iterator[tuple[AttentionMap, slice, Box]]:
         """The parts of a rectangle that are here: its columns, and the part's own."""

@@ -17,23 +17,28 @@ IGNORED = -100
 """The label of a token that has no loss."""
 
 
+SHARED = ("attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch")
+"""Inputs that all ranks have, or none: ranks exchange them or what they stand for."""
+
+
 def placed(
-    model: nn.Module, calls: MeshCalls, given: tuple[Any, ...], options: dict[str, Any]
+    model: nn.Module, calls: MeshCalls, positional: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[MeshCalls, dict[str, Any]]:
     """The options of a forward that takes this rank's part, and the calls that know its padding.
 
     `attention_mask`, `position_ids` and `labels` are this rank's part, as `input_ids` are.
     """
     takes = inspect.signature(model.forward).parameters
-    options = dict(zip(takes, given, strict=False)) | options
-    tokens = _checked(model, options)
+    options = dict(zip(takes, positional, strict=False)) | options
+    tokens, failure = torch.empty(0, 0), None
+    try:
+        tokens = _checked(model, options)
+    except Exception as error:  # the others wait: they hear of it first
+        failure = error
+    given = {name: "None" if options.get(name) is None else "given" for name in SHARED}
+    lengths = calls.every(tokens.shape[1], given, failure)
     mask = options.get("attention_mask")
     if mask is not None:
-        if mask.shape != tokens.shape[:2]:
-            raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}; with context_parallel it is this "
-                f"rank's part {tuple(tokens.shape[:2])}, 0 where a token is padding"
-            )
         whole = unshard(mask.bool(), calls.mesh, dim=1, layout=calls.layout)
         if not bool(whole.all()):
             calls = replace(calls, tokens=whole, padded_rows=~mask.bool())
@@ -44,7 +49,7 @@ def placed(
     if "use_cache" in takes:
         options["use_cache"] = False
     if options.get("position_ids") is None:
-        positions = calls.positions(calls.every(tokens.shape[1]))
+        positions = calls.positions(lengths)
         options["position_ids"] = positions.to(tokens.device)[None]
     if options.get("labels") is not None:
         options |= _shifted(calls, options)
@@ -81,6 +86,12 @@ def _checked(model: nn.Module, options: dict[str, Any]) -> Tensor:
     tokens = options.get("inputs_embeds") if tokens is None else tokens
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{name} with context_parallel takes input_ids or inputs_embeds")
+    mask = options.get("attention_mask")
+    if mask is not None and mask.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; with context_parallel it is this "
+            f"rank's part {tuple(tokens.shape[:2])}, 0 where a token is padding"
+        )
     return tokens
 
 

@@ -143,8 +143,18 @@ class Arrivals:
 
 def packed(*tensors: Tensor) -> Tensor:
     """The tensors' bytes one after the other, uint8 (n,)."""
-    flat = [x.contiguous().flatten().view(torch.uint8) for x in tensors]
+    flat = [bytes_of(x) for x in tensors]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """A tensor's bytes, uint8 (n,); a view where that is possible.
+
+    >>> bytes_of(torch.ones(3)[::2][:1])  # one number is contiguous, whatever its stride
+    tensor([  0,   0, 128,  63], dtype=torch.uint8)
+    """
+    flat = x.detach().contiguous().flatten()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def unpacked(message: Tensor, *like: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:

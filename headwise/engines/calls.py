@@ -82,14 +82,13 @@ def known(key: Key) -> Prepared | None:
     return _PREPARED.get(key)
 
 
-def keep(key: Key, prepared: Prepared) -> None:
-    """Store a prepared call for later calls of its description, if it can be reused."""
-    reusable = prepared.reusable
-    if reusable is None:
+def keep(key: Key, prepared: Prepared | None) -> None:
+    """Store a prepared call, if there is one, for later calls of its description."""
+    if prepared is None:
         return
     if len(_PREPARED) >= KEPT:
         _PREPARED.clear()
-    _PREPARED[key] = reusable
+    _PREPARED[key] = prepared
 
 
 def drop(key: Key) -> None:

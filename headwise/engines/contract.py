@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem
-from headwise.core.sums import Sums
+from headwise.core.row_sums import RowResults
 
 Results = tuple[Tensor, ...]  # out (B, Hq, N, Dv), then the requested statistics, (B, Hq, N) each
-
-
-class Prepared(Protocol):
-    """A call that is ready to run: it takes the tensors of any call of the same description."""
-
-    @property
-    def reusable(self) -> Prepared | None:
-        """The call to run next time; None if this one depends on more than its description."""
-        ...
-
-    def __call__(self, *tensors: Tensor) -> Results:
-        """Compute the call from q, k, v, then the sinks and the mask's tensors, if it has any."""
-        ...
+Prepared = Callable[..., Results]
+"""A call that is ready to run: it takes the tensors of any call of the same description, which are
+q, k, v, then the sinks and the mask's tensors, if it has any."""
 
 
 class Engine(Protocol):
@@ -58,20 +49,23 @@ class Engine(Protocol):
         """Return out (B, Hq, N, Dv) and the named statistics, (B, Hq, N) each."""
         ...
 
-    def run(self, problem: Problem, wants: int) -> Sums:
-        """Return the output and the sums that `wants` names, if the engine is `partial`."""
+    def run(self, problem: Problem, wants: int) -> RowResults:
+        """Return the output and the results that `wants` names, if the engine is `partial`."""
         raise ValueError(f"the {self.name} engine computes whole calls only")
 
     def backward(self, problem: Problem) -> str:
         """Return in words what computes the gradients of a problem, and why."""
         ...
 
-    def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
-        """Return the call ready to run, or None if preparing it saves nothing.
+    def first(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int, tensors: tuple[Tensor, ...]
+    ) -> tuple[Results, Prepared | None]:
+        """Compute the first call of a description, whose tensors these are.
 
-        No names mean attention alone.
+        Returns its results, and a call for those that follow; None if preparing one saves nothing,
+        or if they depend on more than their description. No names mean attention alone.
         """
-        return None
+        return compute(self, problem, names, sink_keys), None
 
 
 def compute(engine: Engine, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Results:

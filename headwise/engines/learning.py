@@ -6,7 +6,7 @@ compiled code alone goes through it. Both ways have the same gradients: `Differe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -14,29 +14,14 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
-from headwise.core.sums import Sums
+from headwise.core.row_sums import RowResults
 from headwise.engines.contract import Results
 from headwise.engines.library_backward import LibraryBackward
 
 TENSORS = 12  # the arguments of an operator that are tensors: q, k, v, and the first of Terms
 BIAS = 7  # the place of the bias among them
+FOR_BACKWARD = 5  # the first fields of `RowResults`, which a backward needs
 MOST_KEPT = 1 << 16  # numbers of terms per prepared call: longer calls take longer than they do
-
-
-class RowResults(NamedTuple):
-    """The results of a forward that its backward needs; log_total and entropy if asked for."""
-
-    out: Tensor  # (B, Hq, N, Dv); the rest (B, Hq, N)
-    lse: Tensor
-    max_logit: Tensor
-    log_total: Tensor | None
-    entropy: Tensor | None
-
-    @classmethod
-    def of(cls, sums: Sums) -> RowResults:
-        """Return those of an engine's sums."""
-        log_total, entropy = (x if x.ndim > 1 else None for x in (sums.log_total, sums.entropy))
-        return cls(sums.out, sums.lse, sums.max_logit, log_total, entropy)
 
 
 class RowGradients(NamedTuple):
@@ -46,6 +31,20 @@ class RowGradients(NamedTuple):
     lse: Tensor | None
     entropy: Tensor | None
 
+    @classmethod
+    def of(cls, grads: Sequence[Tensor | None]) -> RowGradients:
+        """Return those of `RowResults`, in their order; the others have no gradients."""
+        return cls(*(grads[place] for place in _DIFFERENTIABLE))
+
+
+_DIFFERENTIABLE = tuple(RowResults._fields.index(name) for name in RowGradients._fields)
+
+
+def without_gradients(found: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the results that have no gradients: of `RowResults`, and all further ones."""
+    rest = (x for place, x in enumerate(found) if place not in _DIFFERENTIABLE)
+    return [x for x in rest if x is not None]
+
 
 class Differentiate(Protocol):
     """An engine's backward as a function of an operator's arguments."""
@@ -54,12 +53,15 @@ class Differentiate(Protocol):
         self,
         tensors: list[Tensor | None],
         numbers: tuple[Any, ...],
-        known: RowResults,
+        known: tuple[Tensor | None, ...],
         grads: RowGradients,
         bias_learns: bool,
         library: LibraryBackward | None = None,
     ) -> list[Tensor | None]:
-        """Return a gradient for each of the tensors, or None."""
+        """Return a gradient for each of the tensors, or None.
+
+        `known` are the first FOR_BACKWARD of the forward's results.
+        """
         ...
 
 
@@ -90,9 +92,8 @@ class LearningNode(torch.autograd.Function):
         *tensors, call = given
         found: tuple[Tensor | None, ...] = call.run(*tensors)
         ctx.call, ctx.given = call, len(tensors)
-        ctx.save_for_backward(*tensors, *found[:5])
-        rest = (*found[2:4], *found[5:])
-        ctx.mark_non_differentiable(*(x for x in rest if x is not None))
+        ctx.save_for_backward(*tensors, *found[:FOR_BACKWARD])
+        ctx.mark_non_differentiable(*without_gradients(found))
         ctx.set_materialize_grads(False)
         return found
 
@@ -104,9 +105,8 @@ class LearningNode(torch.autograd.Function):
         bias = call.sources[BIAS]
         learns = isinstance(bias, int) and tensors[BIAS] is not None and ctx.needs_input_grad[bias]
         found = call.differentiate(
-            tensors, call.numbers, RowResults(*saved[count:]),
-            RowGradients(grads[0], grads[1], grads[4]), learns, call.library,
-        )  # fmt: skip
+            tensors, call.numbers, saved[count:], RowGradients.of(grads), learns, call.library
+        )
         result: list[Tensor | None] = [None] * (count + 1)
         for source, grad in zip(call.sources, found, strict=True):
             if isinstance(source, int):
@@ -147,11 +147,14 @@ def fixed_terms(problem: Problem, terms: Terms) -> tuple[Tensor, ...]:
 
 def chosen(found: tuple[Any, ...], names: tuple[str, ...]) -> Results:
     """Return out and the named statistics, from `RowResults` and `others` after them."""
-    rest = iter(found[5:])
-    known = {"lse": found[1], "max_logit": found[2], "entropy": found[4]}
-    return (found[0], *(known[name] if name in known else next(rest) for name in names))
+    rows, rest = RowResults(*found[:_ROWS]), iter(found[_ROWS:])
+    known = ((getattr(rows, x) if x in RowResults._fields else next(rest)) for x in names)
+    return (rows.out, *known)
 
 
 def others(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of statistics that `RowResults` has not."""
-    return tuple(name for name in names if name not in ("lse", "max_logit", "entropy"))
+    return tuple(name for name in names if name not in RowResults._fields)
+
+
+_ROWS = len(RowResults._fields)

@@ -17,22 +17,24 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms, without_autocast
-from headwise.core.sums import ENTROPY, RowTotals, Sums, room
+from headwise.core.row_sums import ENTROPY, RowResults, room, unpacked
+from headwise.core.row_totals import RowTotals
 from headwise.engines import flops
 from headwise.engines.calls import learns
 from headwise.engines.interception import intercepted
 from headwise.engines.learning import (
     BIAS,
+    FOR_BACKWARD,
     TENSORS,
     LearningCall,
     RowGradients,
-    RowResults,
     Sources,
+    without_gradients,
 )
 from headwise.engines.library_backward import LibraryBackward
 from headwise.engines.safe_engine import safe_backward, safe_forward
 
-Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]
+Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], RowResults]
 
 LIBRARY = torch.library.Library("headwise", "FRAGMENT")
 CALL = (  # q, k, v, and the fields of Terms
@@ -40,10 +42,10 @@ CALL = (  # q, k, v, and the fields of Terms
     "Tensor position, Tensor? bias, Tensor? slopes, Tensor? relative, Tensor? sinks, Tensor? seed, "
     "float scale, float softcap, float dropout, SymInt first_key, SymInt[]? band"
 )
-_ROOM = ", ".join(["Tensor"] * len(Sums._fields))
-FORWARD = f"({CALL}, int wants) -> ({_ROOM})"
+_RESULTS = ", ".join(["Tensor"] * len(RowResults._fields))
+FORWARD = f"({CALL}, int wants) -> ({_RESULTS})"
 BACKWARD = (
-    f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor log_total, Tensor entropy, "
+    f"({CALL}, Tensor out, Tensor lse, Tensor max_logit, Tensor? log_total, Tensor? entropy, "
     "Tensor grad_out, Tensor? grad_lse, Tensor? grad_entropy, bool bias_learns) -> Tensor[]"
 )
 _TERMS = len(Terms._fields)
@@ -92,11 +94,10 @@ class EngineFunctions:
     differentiate: Backward
     library_on: str  # the type of device where PyTorch's kernel computes the gradients if it can
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        """Return the `Sums` of a call."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> RowResults:
+        """Return the results of a call."""
         with without_autocast(q.device):
-            sums: Sums = self.run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
-        return sums
+            return self.run(q, k, v, Terms(*given[:_TERMS]), given[_TERMS])
 
     def backward(
         self, library: LibraryBackward | None, q: Tensor, k: Tensor, v: Tensor, *given: Any
@@ -121,9 +122,9 @@ class EngineFunctions:
             if grad is not None and x is not None
         ]
 
-    def separate_forward(self, *given: Any) -> tuple[Tensor, ...]:
+    def packed_forward(self, *given: Any) -> tuple[Tensor, ...]:
         """Compute the forward operator."""
-        return _separate(self.forward(*given))
+        return self.forward(*given).packed()
 
     def packed_backward(self, *given: Any) -> list[Tensor]:
         """Compute the backward operator, whose results are laid out as `_backward_shapes` says."""
@@ -139,22 +140,18 @@ class Operators:
     forward: Callable[..., tuple[Tensor, ...]]  # headwise::<engine>
     backward: Callable[..., list[Tensor]]  # headwise::<engine>_backward
 
-    def __call__(self, *given: Any, library: LibraryBackward | None = None) -> tuple[Tensor, ...]:
-        """Return the `Sums` of an operator's arguments: q, k, v, those of `Terms`, and `wants`."""
+    def __call__(self, *given: Any, library: LibraryBackward | None = None) -> RowResults:
+        """Return the results of an operator's arguments: q, k, v, those of `Terms`, and `wants`."""
         if intercepted(*given):
-            return self.forward(*given)
+            return RowResults(*unpacked(self.forward(*given)))  # type: ignore[arg-type]
         if not learns(given):
             return self.functions.forward(*given)
         rest = given[TENSORS:]
 
-        def run(*tensors: Any) -> tuple[Tensor | None, ...]:
-            sums = Sums(*self.functions.forward(*tensors, *rest))
-            return (*RowResults.of(sums), *(x if x.ndim > 1 else None for x in sums[4:8]))
+        def run(*tensors: Any) -> RowResults:
+            return self.functions.forward(*tensors, *rest)
 
-        found = self.learning(run, _IN_ORDER, rest[:-1], library)(*given[:TENSORS])
-        nothing = found[1].new_empty(0)
-        found = tuple(nothing if x is None else x for x in found)
-        return Sums._make((*found[:3], found[4], *found[5:], found[3]))
+        return RowResults(*self.learning(run, _IN_ORDER, rest[:-1], library)(*given[:TENSORS]))
 
     def learning(
         self,
@@ -171,7 +168,7 @@ class Operators:
         self,
         tensors: list[Tensor | None],
         numbers: tuple[Any, ...],
-        known: RowResults,
+        known: tuple[Tensor | None, ...],
         grads: RowGradients,
         bias_learns: bool,
         library: LibraryBackward | None = None,
@@ -180,10 +177,8 @@ class Operators:
         result: list[Tensor | None] = [None] * TENSORS
         if all(grad is None for grad in grads):
             return result
-        nothing = known.lse.new_empty(0) if any(x is None for x in known) else known.lse
-        results = [nothing if x is None else x for x in known]
-        grad_out = torch.zeros_like(known.out) if grads.out is None else grads.out
-        asked = (*tensors, *numbers, *results, grad_out, *grads[1:], bias_learns)
+        grad_out = torch.zeros_like(known[0]) if grads.out is None else grads.out  # type: ignore[arg-type]
+        asked = (*tensors, *numbers, *known, grad_out, *grads[1:], bias_learns)
         if intercepted(*tensors[:3], grad_out) or learns(asked):
             found = iter(self.backward(*asked))
         else:
@@ -194,12 +189,12 @@ class Operators:
                 result[place] = next(found)
         return result
 
-    def gradient(self, ctx, grad_out, grad_lse, _max, grad_entropy, *_):  # type: ignore[no-untyped-def]
+    def gradient(self, ctx, *grads_of_results):  # type: ignore[no-untyped-def]
         """Return the gradients of the forward operator's arguments."""
-        *tensors, out, lse, max_logit, log_total, entropy = ctx.saved_tensors
-        grads = RowGradients(grad_out, grad_lse, grad_entropy if ctx.wants & ENTROPY else None)
+        tensors, known = ctx.saved_tensors[:TENSORS], unpacked(ctx.saved_tensors[TENSORS:])
+        grads = RowGradients.of(grads_of_results)
+        grads = grads if ctx.wants & ENTROPY else grads._replace(entropy=None)
         bias_learns = tensors[BIAS] is not None and ctx.needs_input_grad[BIAS]
-        known = RowResults(out, lse, max_logit, log_total, entropy)
         found = self.differentiate(tensors, ctx.numbers, known, grads, bias_learns)
         return (*found, *[None] * (len(ctx.numbers) + 1))
 
@@ -219,7 +214,7 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
             "use engine='reference', which has all derivatives"
         )
 
-    forward = define(engine, FORWARD, functions.separate_forward, _forward_shapes)
+    forward = define(engine, FORWARD, functions.packed_forward, _forward_shapes)
     backward = define(f"{engine}_backward", BACKWARD, functions.packed_backward, _backward_shapes)
     found = Operators(functions, forward, backward)
     torch.library.register_autograd(forward, found.gradient, setup_context=_setup, lib=LIBRARY)
@@ -237,15 +232,7 @@ def _learnable(
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return _separate(room(q, v, given[_TERMS]))
-
-
-def _separate(sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Replace repeated tensors by empty ones: an operator may not return one tensor twice."""
-    first = {id(x): place for place, x in reversed(list(enumerate(sums)))}
-    return tuple(
-        x if first[id(x)] == place else torch.empty_like(x) for place, x in enumerate(sums)
-    )
+    return room(q, v, given[_TERMS]).packed()
 
 
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
@@ -258,8 +245,6 @@ def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tenso
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.numbers, ctx.wants = inputs[TENSORS:-1], inputs[-1]
-    ctx.mark_non_differentiable(output[2], *output[4:])
+    ctx.mark_non_differentiable(*without_gradients(output))
     ctx.set_materialize_grads(False)
-    sums = Sums(*output)
-    known = (sums.out, sums.lse, sums.max_logit, sums.log_total, sums.entropy)
-    ctx.save_for_backward(*inputs[:TENSORS], *known)
+    ctx.save_for_backward(*inputs[:TENSORS], *output[:FOR_BACKWARD])

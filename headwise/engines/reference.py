@@ -80,6 +80,8 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
     count = seen.sum(-1).clamp_min(1)
     mean = s.masked_fill(~seen, 0).sum(-1) / count
     centred = (s - mean[..., None]).masked_fill(~seen, 0)
+    alone = max_logit == -torch.inf
+    among = torch.exp(s - max_logit.masked_fill(alone, 0)[..., None])  # p without the sink's share
     start = problem.start()
     start = start[..., None] if isinstance(start, Tensor) else start
     first_keys = (columns >= start) & (columns < start + sink_keys)
@@ -89,6 +91,7 @@ def _observe(problem: Problem, sink_keys: int) -> tuple[Tensor, dict[str, Tensor
         "top_prob": p.amax(-1) if p.shape[-1] else torch.zeros_like(entropy),
         "entropy": entropy,
         "effective_keys": entropy.exp(),
+        "participation": among.sum(-1).square() / among.square().sum(-1).masked_fill(alone, 1),
         "logit_mean": mean,
         "logit_var": centred.square().sum(-1) / count,
         "sink_mass": (p * first_keys).sum(-1),

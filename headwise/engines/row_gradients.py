@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.core.sums import RowTotals
+from headwise.core.row_totals import RowTotals
 
 
 def row_constant(
     products: Tensor,
     share: Tensor | None,
-    entropy: Tensor,
+    entropy: Tensor | None,
     grad_lse: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
@@ -21,7 +21,7 @@ def row_constant(
     """
     if grad_lse is not None:
         products -= grad_lse
-    if grad_entropy is not None:
+    if grad_entropy is not None and entropy is not None:
         products += grad_entropy * (entropy if share is None else entropy + share)
     return products
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 
@@ -16,7 +15,7 @@ from headwise.core.patterns import Causal
 from headwise.core.problem import Problem
 from headwise.core.schedule import seen_keys, used_stretch
 from headwise.engines import flops
-from headwise.engines.contract import Engine
+from headwise.engines.contract import Engine, Prepared, Results
 from headwise.engines.decoding import is_decoding
 from headwise.engines.library_kernels import FEW
 
@@ -85,23 +84,17 @@ class Sdpa(Engine):
     def backward(self, problem: Problem) -> str:
         return "PyTorch's, of the kernel that it chose"
 
-    def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> FusedCall | None:
-        return FusedCall(_kernel(problem)) if maskless(problem) else None
+    def first(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int, tensors: tuple[Tensor, ...]
+    ) -> tuple[Results, Prepared | None]:
+        if not maskless(problem):
+            return (self.attend(problem),), None
+        kernel = _kernel(problem)
 
+        def run(*tensors: Tensor) -> Results:
+            return (kernel(*tensors),)
 
-@dataclass(frozen=True)
-class FusedCall:
-    """A call without a mask tensor: one kernel."""
-
-    kernel: Callable[..., Tensor]
-
-    @property
-    def reusable(self) -> FusedCall:
-        """This call."""
-        return self
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor]:
-        return (self.kernel(*tensors),)
+        return run(*tensors), run
 
 
 SDPA = Sdpa()

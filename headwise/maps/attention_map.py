@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise.core.arguments import is_integer
 from headwise.core.problem import Problem, describe, restate, without_dropout
-from headwise.core.sums import RowTotals
+from headwise.core.row_totals import RowTotals
 from headwise.core.versions import Versions
 from headwise.maps.backends import backend_for
 from headwise.maps.eviction import mean_received, per_key_head, smoothed

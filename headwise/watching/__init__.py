@@ -8,7 +8,7 @@ from headwise.watching.rules import RULES
 from headwise.watching.runs.run_reader import WatchedRun, open_run
 from headwise.watching.span_rule import SpanWeight
 from headwise.watching.table import Table
-from headwise.watching.watch import Watch, knock_out, watch
+from headwise.watching.watched_model import Watch, knock_out, watch
 
 __all__ = [
     "RULES",

@@ -16,7 +16,7 @@ from torch import nn
 from headwise.watching.figure_names import scalars
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
-from headwise.watching.watch import Watch, watch
+from headwise.watching.watched_model import Watch, watch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as LightningCallback

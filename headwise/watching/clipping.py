@@ -11,10 +11,11 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from headwise.core.host_copy import HostCopy
 from headwise.watching.head_places import head_place
-from headwise.watching.head_weights import QueryKeyWeights, query_key_weights
+from headwise.watching.head_scaling import HeadScaling, ScaledLayer
+from headwise.watching.head_weights import query_key_weights
 from headwise.watching.ranks.sharded_weights import OutputFactors, reshard
-from headwise.watching.recorder.board import HostCopy
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Recording
 from headwise.watching.training_steps import SteppedRecording
@@ -108,9 +109,10 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence
     The rows of W_q and W_k that belong to such a head, and of their biases, are multiplied by
     √(limit / max), so that its largest logit for the same input is `limit`. Keys that several heads
     share shrink as little as the head with the smallest excess needs, and the queries make up the
-    rest: every head gets its own factor exactly, and no weight grows. Call it after the optimiser's
-    step; the figures of a step are used once. The optimiser's state stays as it is. Nothing waits
-    for a GPU: the largest logits are read there, and what was clipped when somebody looks.
+    rest: every head gets its own factor exactly, and no weight grows. Tied weights are scaled once,
+    and those that make something else stay as they are. Call it after the optimiser's step; the
+    figures of a step are used once. The optimiser's state stays as it is. Nothing waits for a GPU:
+    the largest logits are read there, and what was clipped when somebody looks.
 
     With torch.distributed the processes agree on the largest logits, so all of them must call it.
     Parameters may be DTensors, of FSDP2 or of a tensor-parallel plan: each process scales its part.
@@ -118,7 +120,8 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence
     have different layers; each returns the clips of its own.
 
     ValueError if scaling the weights does not scale the logits (QK-norm, cosine or additive scores,
-    a softcap, a position bias), or if the weights are not known. Nothing is changed then.
+    a softcap, a position bias), if the weights are not known, or if they are tied in a way that no
+    scaling does justice. Nothing is changed then.
 
     >>> import torch, headwise as hw
     >>> model = hw.nn.MultiHeadAttention(64, 8)
@@ -142,7 +145,9 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence
     for layer in seen.layers if step >= 0 else ():
         layers.setdefault(layer.module, []).append(layer)
     reshard(model)
-    made = {path: _made(model, path, each) for path, each in layers.items()}  # or nothing changes
+    outputs = OutputFactors()
+    made = {path: _made(model, path, each, outputs) for path, each in layers.items()}
+    scaling = HeadScaling.of(model, made)  # or nothing changes
     if not made:
         return []
     largest = _largest(seen, layers, made)
@@ -156,31 +161,15 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence
         broken = broken | seen.ranks.infinite("max_logit").to(device)
     factors = torch.where(broken, 1.0, factors)
     parts = factors.split([len(x) for x in largest.values()])
-    for path, factor in zip(largest, parts, strict=True):
-        made[path].scale(factor)
+    agreed = scaling.agreed(dict(zip(largest, parts, strict=True)))
+    scaling.apply(agreed)
+    outputs.apply()
     first = [(layers[path][0], len(found)) for path, found in largest.items()]
-    clips = Clips(step, first, torch.stack((together, factors)))
+    clips = Clips(step, first, torch.stack((together, torch.cat([*agreed.values()]))))
     if clips.arrived:
         len(clips)
     _done[seen] = clips
     return clips
-
-
-def scale(made: QueryKeyWeights, factor: Tensor) -> None:
-    """Multiply the logits of the heads by factors (heads,), by scaling queries and keys.
-
-    Nothing is read: a factor of 1 leaves the weights of a head as they are, to the bit.
-    """
-    weight = made.queries[0]
-    factor = factor.to(weight.device, non_blocking=True)
-    if made.shared:
-        _multiply(made.queries, factor.sqrt())
-        return
-    groups = made.keys[0].shape[0]
-    of_keys = factor.reshape(groups, -1).amax(1).sqrt()  # the least reduction among its heads
-    of_queries = factor / of_keys.repeat_interleave(len(factor) // groups)
-    _multiply(made.queries, of_queries)
-    _multiply(made.keys, of_keys)
 
 
 def find(model: nn.Module, path: str) -> nn.Module:
@@ -192,11 +181,6 @@ def find(model: nn.Module, path: str) -> nn.Module:
             except AttributeError:
                 continue
     raise ValueError(f"hw.qk_clip: there is no {path!r} in this {type(model).__name__}")
-
-
-def _multiply(parameters: list[Tensor], factor: Tensor) -> None:
-    for x in parameters:
-        x.mul_(factor.to(x.dtype).reshape(-1, *[1] * (x.ndim - 1)))
 
 
 def _step(seen: Recording) -> int:
@@ -213,25 +197,8 @@ def _step(seen: Recording) -> int:
     return -1 if seen.last_step is None else seen.last_step
 
 
-@dataclass(frozen=True, eq=False)
-class ClippedWeights:
-    """The weights of a layer's queries and keys, and the heads that this process has of them."""
-
-    weights: QueryKeyWeights | OutputFactors
-    own: slice  # of all heads of the layer
-    heads: int  # all of them
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply the logits of all heads by factors (heads,)."""
-        if isinstance(self.weights, OutputFactors):
-            scale(self.weights.by_head, factor)
-            self.weights.apply()
-        else:
-            scale(self.weights, factor[self.own])
-
-
 def _largest(
-    seen: Recording, layers: dict[str, list[WatchedLayer]], made: dict[str, ClippedWeights]
+    seen: Recording, layers: dict[str, list[WatchedLayer]], made: dict[str, ScaledLayer]
 ) -> dict[str, Tensor]:
     """The largest logit of each module's heads, (heads,), on its device, over all processes.
 
@@ -267,7 +234,7 @@ def _largest(
     return found
 
 
-def _agreed(largest: dict[str, Tensor], made: dict[str, ClippedWeights]) -> dict[str, Tensor]:
+def _agreed(largest: dict[str, Tensor], made: dict[str, ScaledLayer]) -> dict[str, Tensor]:
     """The same of all heads over all processes, whose weights stay equal and who fail together."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
@@ -283,7 +250,9 @@ def _agreed(largest: dict[str, Tensor], made: dict[str, ClippedWeights]) -> dict
     return {path: x.to(largest[path].device) for path, x in zip(largest, parts, strict=True)}
 
 
-def _made(model: nn.Module, path: str, layers: Sequence[WatchedLayer]) -> ClippedWeights:
+def _made(
+    model: nn.Module, path: str, layers: Sequence[WatchedLayer], outputs: OutputFactors
+) -> ScaledLayer:
     """The weights of a module's queries and keys; ValueError if they do not set the logits."""
     module, layer = find(model, path), layers[0]
     reasons = [reason for each in layers if (reason := why_not(module, each)) is not None]
@@ -291,13 +260,13 @@ def _made(model: nn.Module, path: str, layers: Sequence[WatchedLayer]) -> Clippe
         raise ValueError(f"hw.qk_clip can't clip {path or 'the model'}: {reasons[0]}")
     first, heads = head_place(module, layer.heads, layer.width) or (0, layer.heads)
     try:
-        factors = OutputFactors.of(module, path, heads)
-        weights = factors or query_key_weights(module, path, layer.heads)
+        of_all = outputs.by_head(module, path, heads)
+        weights = of_all or query_key_weights(module, path, layer.heads)
     except ValueError as unknown:
         raise ValueError(f"hw.qk_clip can't clip {unknown}") from unknown
-    if factors is None:
+    if of_all is None:
         first = layer.first_head  # of a watch with a mesh
-    return ClippedWeights(weights, slice(first, first + layer.heads), heads)
+    return ScaledLayer(module, weights, slice(first, first + layer.heads), heads)
 
 
 def why_not(module: nn.Module, layer: WatchedLayer) -> str | None:

@@ -17,12 +17,14 @@ class QueryKeyWeights(NamedTuple):
     """Views of the parameters that make the queries and keys of each head, heads first.
 
     queries and keys: (H, width, inputs) of a weight, (H, width) of its bias. If `shared`, keys are
-    made by the queries' parameters, and `keys` is empty.
+    made by the queries' parameters, and `keys` is empty. `names` are those of the layers, or of the
+    parameters, that make queries, and of those that make keys.
     """
 
     queries: list[Tensor]
     keys: list[Tensor]
     shared: bool = False
+    names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 @contextmanager
@@ -103,8 +105,9 @@ def _ours(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
         raise _unknown(name, "Unprojected queries and keys have no weights")
     queries = _linear(module.query, name, heads)
     if module.key is None:
-        return QueryKeyWeights(queries, [], shared=True)
-    return QueryKeyWeights(queries, _linear(module.key, name, module.kv_heads))
+        return QueryKeyWeights(queries, [], True, (("query",), ("query",)))
+    keys = _linear(module.key, name, module.kv_heads)
+    return QueryKeyWeights(queries, keys, names=(("query",), ("key",)))
 
 
 def _torch(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
@@ -113,14 +116,15 @@ def _torch(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
     held = dict(module.named_parameters(recurse=False))
     if "bias_k" in held:
         raise _unknown(name, "add_bias_kv adds a key that is not made by weights")
-    parts = []
-    for packed in ("in_proj_weight", "in_proj_bias"):
-        if packed in held:
-            parts.append(held[packed].chunk(3))
+    parts, packed = [], ("in_proj_weight", "in_proj_bias")
+    for stored in packed:
+        if stored in held:
+            parts.append(held[stored].chunk(3))
     if "q_proj_weight" in held:
         parts.append((held["q_proj_weight"], held["k_proj_weight"]))
     queries, keys = ([_by_head(x[which], name, heads) for x in parts] for which in (0, 1))
-    return QueryKeyWeights(queries, keys)
+    names = (*packed, "q_proj_weight"), (*packed, "k_proj_weight")
+    return QueryKeyWeights(queries, keys, names=names)
 
 
 def _columns(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
@@ -133,7 +137,8 @@ def _columns(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None
     parts = [x.chunk(pieces) for x in _transposed(fused, name)]
     keys = [_by_head(part[pieces - 2], name, heads) for part in parts]
     queries = [part[0] for part in parts] if alone is None else _transposed(alone, name)
-    return QueryKeyWeights([_by_head(x, name, heads) for x in queries], keys)
+    names = ("c_attn" if alone is None else "q_attn",), ("c_attn",)
+    return QueryKeyWeights([_by_head(x, name, heads) for x in queries], keys, names=names)
 
 
 def _separate(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
@@ -149,15 +154,18 @@ def _separate(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | Non
                     f"the {keys[0].shape[0]} outputs of {second} are not keys for {heads} heads of "
                     f"width {queries[0].shape[1]}",
                 )
-            return QueryKeyWeights(queries, [_by_head(x, name, groups) for x in keys])
+            names = (first,), (second,)
+            return QueryKeyWeights(queries, [_by_head(x, name, groups) for x in keys], names=names)
     return None
 
 
 def _interleaved(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
     """GPT-NeoX's and BLOOM's matrix: a head's queries, keys and values, then the next head's."""
-    fused = getattr(module, "query_key_value", None)
+    names = ["query_key_value"]
     if getattr(module, "multi_query", None) is False:  # GPT-BigCode's, where keys are not shared
-        fused = getattr(module, "c_attn", fused)
+        names.insert(0, "c_attn")
+    found = next((x for x in names if hasattr(module, x)), "")
+    fused = getattr(module, found, None)
     if not isinstance(fused, nn.Linear):
         return None
     if fused.out_features != 3 * fused.in_features:
@@ -165,14 +173,15 @@ def _interleaved(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | 
     parts = [
         _by_head(x, name, 3 * heads).unflatten(0, (heads, 3)) for x in _parameters(fused, name)
     ]
-    return QueryKeyWeights([x[:, 0] for x in parts], [x[:, 1] for x in parts])
+    queries, keys = [x[:, 0] for x in parts], [x[:, 1] for x in parts]
+    return QueryKeyWeights(queries, keys, names=((found,), (found,)))
 
 
 def _stacked(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
-    fused = next((x for part in STACKED if isinstance(x := getattr(module, part, None), nn.Linear)),
-                 None)  # fmt: skip
-    if fused is None:
+    found = next((x for x in STACKED if isinstance(getattr(module, x, None), nn.Linear)), None)
+    if found is None:
         return None
+    fused: nn.Linear = getattr(module, found)
     width = getattr(module, "head_dim", fused.in_features // heads)
     groups = (fused.out_features // width - heads) // 2 if width else 0
     if groups < 1 or heads % groups or (heads + 2 * groups) * width != fused.out_features:
@@ -180,7 +189,9 @@ def _stacked(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None
     sizes = [heads * width, groups * width, groups * width]
     queries, keys, _ = zip(*(x.split(sizes) for x in _parameters(fused, name)), strict=True)
     return QueryKeyWeights(
-        [_by_head(x, name, heads) for x in queries], [_by_head(x, name, groups) for x in keys]
+        [_by_head(x, name, heads) for x in queries],
+        [_by_head(x, name, groups) for x in keys],
+        names=((found,), (found,)),
     )
 
 

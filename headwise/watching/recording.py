@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from importlib.metadata import entry_points
+from typing import Any
 
 from torch import Tensor
 
@@ -51,8 +52,6 @@ class Recording:
 
     series: list[Entry]
     alarms: list[Alarm]
-    opens_page: ClassVar[Callable[..., Any]]
-    """Opens the page of `show`; handed in by headwise/__init__, as the page is built on this."""
 
     @property
     def layers(self) -> list[WatchedLayer]:
@@ -157,7 +156,9 @@ class Recording:
         `tokens` are those of the text, as many as the model read, or of the decoder; `source`
         those of the encoder. Without them positions are numbered.
         """
-        return type(self).opens_page(self, tokens, source)
+        for viewer in entry_points(group="headwise.viewers"):
+            return viewer.load()(self, tokens, source)
+        raise ValueError("the page is not installed: pip install 'headwise[look]'")
 
     def __repr__(self) -> str:
         heads = sum(layer.heads for layer in self.layers)

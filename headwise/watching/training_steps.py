@@ -8,15 +8,19 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from headwise.core.host_copy import HostCopy
 from headwise.costs.uses.step_meter import MeteredStep, StepMeter, StepUtilisation
+from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.alarms import Alarm, Alarms
+from headwise.watching.head_places import head_place
 from headwise.watching.ranks.joined_steps import JoinedSteps
-from headwise.watching.recorder.board import Board, HostCopy
+from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording, head_rows, overflow
@@ -69,6 +73,7 @@ class SteppedRecording(Recording):
         self.model, self._meter = model, StepMeter(model)
         self.ranks = ranks  # the processes whose figures are joined when a step ends
         recorder.registry.some_layers = ranks is not None and ranks.stages
+        recorder.registry.placed = partial(_placed, model)
         self._recorder, self._alarms = recorder, Alarms(rules)
         self._series: list[Entry] = []
         self._ended: EndedStep | None = None  # the last step, if it was not read yet
@@ -258,7 +263,7 @@ class SteppedRecording(Recording):
         """Send the figures of this step on their way; they are read later, if that is possible."""
         recorded = tuple(x for x in self._recorder.registry.layers.values() if x.recorded)
         if self.ranks is not None:
-            copies = self.ranks.take(self._recorder, self.model, failure)
+            copies = self.ranks.take(self._recorder, failure)
             recorded = self.ranks.layers  # what this one did not see, others may have
         elif recorded:
             copies = {board: board.take() for board in self._recorder.registry.boards.values()}
@@ -361,6 +366,14 @@ class SteppedRecording(Recording):
                 warnings.warn(
                     f"hw.watch: {doing} failed, and the model runs on: {error}", stacklevel=3
                 )
+
+
+def _placed(model: nn.Module, name: str, heads: int, width: int) -> tuple[int, int] | None:
+    """The place of a module's heads among those of the whole layer; None if it is not known."""
+    try:
+        return head_place(find_module(model, name), heads, width)
+    except ValueError:  # it is not there under this name
+        return None
 
 
 def _has_rows(layer: WatchedLayer, boards: Mapping[Board, Tensor]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
 from headwise.distributed.layouts import Layout
-from headwise.distributed.ranges import cut, numbers
+from headwise.distributed.ranges import Ranges, cut, numbers
 from tests.problems import Call, Recipe
 
 
@@ -30,7 +32,15 @@ class Case:
         """The layout for a call."""
         if self.layout == "balanced":
             return hw.distributed.balanced(call.rule.mask or hw.mask.causal())
-        return getattr(hw.distributed, self.layout)()
+        return getattr(hw.distributed, "contiguous" if self.layout == "uneven" else self.layout)()
+
+    def pieces(self, call: Call, total: int) -> tuple[Ranges, ...]:
+        """The positions of each rank; uneven parts follow each other, and some may be empty."""
+        if self.layout != "uneven":
+            return self.made(call).pieces(total, self.ranks)
+        dice = random.Random(f"{self.recipe.seed} {self.ranks} {total}")
+        cuts = sorted(dice.randint(0, total) for _ in range(self.ranks - 1))
+        return tuple((pair,) for pair in itertools.pairwise((0, *cuts, total)))
 
 
 def incoming(call: Call) -> dict[str, Tensor]:
@@ -64,10 +74,9 @@ def alone(recipe: Recipe, dtype: torch.dtype | None = None) -> dict[str, Tensor]
 def split(mesh: DeviceMesh, case: Case) -> dict[str, object]:
     """The same on this rank: its rows, its keys' gradients, and its share of the others."""
     call = case.recipe.call()
-    layout = case.made(call)
-    rank, count = mesh.get_local_rank(), mesh.size()
-    rows = layout.pieces(call.sizes.queries, count)[rank]
-    keys = layout.pieces(call.sizes.keys, count)[rank]
+    layout, rank = case.made(call), mesh.get_local_rank()
+    rows = case.pieces(call, call.sizes.queries)[rank]
+    keys = case.pieces(call, call.sizes.keys)[rank]
     part = replace(call, q=cut(call.q, 2, rows), k=cut(call.k, 2, keys), v=cut(call.v, 2, keys))
     table = call.table
     by_rows = call.bias in ("tensor", "hiding") and table.ndim > 1 and table.shape[-2] > 1

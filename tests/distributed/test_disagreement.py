@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
@@ -24,20 +27,12 @@ SECONDS = 20  # the timeout of a group that runs into it
 
 def attend(mesh: DeviceMesh, odd: int, change: str) -> object:
     """A call in which one rank does something else."""
-    rank = mesh.get_local_rank()
-    other = change if rank == odd else ""
-    shape = (3 if other == "batch" else 2, 4, 5, 8)
-    q = torch.randn(shape, requires_grad=True)
-    k = torch.randn(shape).to(torch.float64 if other == "dtype" else torch.float32)
+    other = change if mesh.get_local_rank() == odd else ""
+    q = torch.randn(2, 4, 5, 8, requires_grad=True)
+    k = torch.randn(2, 4, 5, 8).to(torch.float64 if other == "dtype" else torch.float32)
     options: dict[str, object] = {"mask": hw.mask.causal(), "softcap": 30.0}
     if other == "softcap":
         options["softcap"] = 20.0
-    elif other == "mask":
-        options["mask"] = hw.mask.causal() & hw.mask.documents(torch.zeros(1, 15))
-    elif other == "layout":
-        options["layout"] = hw.distributed.head_tail()
-    elif other == "seed":
-        options["dropout"] = hw.Dropout(0.1, 1)
     if change == "short bias":  # on every rank: its own keys only
         options["bias"] = torch.zeros(5, 5)
     elif other == "function":
@@ -56,11 +51,7 @@ def attend(mesh: DeviceMesh, odd: int, change: str) -> object:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("batch", "rank 1 differs in the batch: 3 there, 2 elsewhere"),
-        ("softcap", "rank 1 differs in softcap; here, on rank {}, it is"),
-        ("mask", "rank 1 differs in mask; here, on rank {}, it is"),
-        ("layout", "rank 1 differs in layout"),
-        ("seed", "rank 1 differs in dropout"),
+        ("softcap", "rank 1 differs in softcap: 20 there, 30 elsewhere"),
         ("function", "rank 1 differs in the function: it is in unshard, the others in attention"),
         ("backward", "rank 1 differs in the function: it is in unshard, the others in backward"),
     ],
@@ -68,10 +59,120 @@ def attend(mesh: DeviceMesh, odd: int, change: str) -> object:
 def test_a_rank_that_differs_is_named_on_every_rank(
     processes: Processes, change: str, named: str
 ) -> None:
-    for rank, (fine, error) in enumerate(processes.attempt(attend, 3, 1, change)):
+    for fine, error in processes.attempt(attend, 3, 1, change):
         assert not fine
         assert error.startswith("ValueError"), error
-        assert named.format(rank) in error
+        assert named in error
+
+
+def ones(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(*shape, **options)
+
+
+WINDOW = hw.mask.causal() & hw.mask.window(3)
+PADDED = [hw.mask.lengths(torch.tensor(ends)) for ends in ([15, 15], [15, 9])]
+SPAN = {"start": (0, torch.tensor([4, 9]))}
+
+CHANGES: dict[str, tuple[tuple[object, object, str], ...]] = {
+    "q": ((ones(2, 4, 5, 8), ones(3, 4, 5, 8), "q: float32 (3, 4, ·, 8) there, float32 (2, 4"),),
+    "k": ((ones(2, 4, 5, 8), ones(2, 2, 5, 8), "k: float32 (2, 2, ·, 8) there, float32 (2, 4"),),
+    "v": (
+        (ones(2, 4, 5, 8), ones(2, 4, 5, 6), "v: float32 (2, 4, ·, 6) there"),
+        (ones(2, 4, 5, 8), ones(2, 4, 5, 8, requires_grad=True), ") with requires_grad there"),
+    ),
+    "score": (
+        (None, hw.Dot(0.5), "score: Dot(scale=0.5) there, Dot(scale=0.3535"),
+        (hw.Cosine(2.0), hw.Cosine(3), "score: Cosine(temperature=3) there, "),
+        (hw.Cosine(ones(4)), hw.Cosine(ones(1)), "score: Cosine(temperature=float32 (1,)) there"),
+        *(
+            (kind(weight), kind(2 * weight), "the weight of score: [2.0, 2.0, ")
+            for kind, weight in ((hw.Additive, ones(8)), (hw.General, ones(4, 8, 8)))
+        ),
+    ),
+    "mask": (
+        (hw.mask.causal(), WINDOW, "mask: (causal() & window(3)) there, causal() elsewhere"),
+        (hw.mask.causal(), hw.mask.causal(1), "mask: causal(offset=1) there, causal() elsewhere"),
+        (*PADDED, "mask: lengths(tensor (2,)) int64 (2,) #"),
+    ),
+    "bias": (
+        (None, hw.ALiBi(4), "bias: ALiBi(slopes=float32 (4,)) there, None elsewhere"),
+        (hw.ALiBi(ones(4)), hw.ALiBi(2 * ones(4)), "the slopes of bias: [2.0, 2.0, 2.0, 2.0] th"),
+        (ones(1, 15), ones(4, 5, 15), "bias: float32 (1, 4, ·, 15) there, float32 (1, 1, ·, 15)"),
+        (ones(1, 15), ones(1, 15).double(), "bias: float64 (1, 1, ·, 15) there"),
+        *(
+            (hw.RelativeBuckets(ones(8, 4)), other, said)
+            for other, said in (
+                (hw.RelativeBuckets(ones(8, 4), max_distance=9), "max_distance=9) there"),
+                (hw.RelativeBuckets(ones(8, 4) / 3), "the table of bias: [0.333"),
+            )
+        ),
+    ),
+    "softcap": ((30, 20.0, "softcap: 20 there, 30 elsewhere"), (30.0, None, "softcap: None there")),
+    "sinks": (
+        (ones(4), None, "sinks: None there, float32 (4,) elsewhere"),
+        (ones(4), ones(4) + 1e-7, "sinks: [1.0000001192092896, 1.00"),
+        (ones(4), ones(4, requires_grad=True), "sinks: float32 (4,) with requires_grad there"),
+    ),
+    "dropout": (
+        (0.1, hw.Dropout(0.2), "dropout: Dropout(rate=0.2, seed=None, first=(0, 0)) there"),
+        (0.1, hw.Dropout(0.1, 1), "dropout: Dropout(rate=0.1, seed=1, first=(0, 0)) there"),
+        (hw.Dropout(0.1, 1), hw.Dropout(0.1, 1, (0, 4)), "first=(0, 4)) there"),
+    ),
+    "engine": (("auto", "streaming", "engine: streaming there, auto elsewhere"),),
+    "layout": (
+        (None, hw.distributed.head_tail(), "layout: HeadTail() there, Contiguous() elsewhere"),
+        (
+            hw.distributed.balanced(hw.mask.causal()), hw.distributed.balanced(WINDOW),
+            "layout: Balanced(mask=(causal() & window(3))) there",
+        ),
+    ),
+    "move": (("ring", "gather", "move: gather there, ring elsewhere"),),
+    "stats": ((["entropy"], ["lse"], "stats: (lse) there, (entropy) elsewhere"),),
+    "sink_keys": ((1, 2, "sink_keys: 2 there, 1 elsewhere"),),
+    "spans": (
+        (None, {"start": (0, 4)}, "spans: {start: (0, 4)} there, {} elsewhere"),
+        ({"start": (0, 4)}, {"start": (0, 5)}, "spans: {start: (0, 5)} there, {start: (0, 4)} el"),
+        (SPAN, {"start": (0, SPAN["start"][1] + 1)}, "int64 (2,) [5, 10])} there"),
+        ({"start": (0, 4)}, {"first": (0, 4)}, "spans: {first: (0, 4)} there"),
+    ),
+}  # fmt: skip
+"""For each option: what two ranks have, what the third has, and what is said of it."""
+EITHER = {"rows"}  # each rank samples rows of its own
+
+
+def test_every_option_is_compared() -> None:
+    options = set(inspect.signature(hw.distributed.observe).parameters) - {"mesh"}
+    assert options == set(CHANGES) | EITHER
+
+
+def differing(mesh: DeviceMesh, option: str, at: int, move: str) -> str:
+    """The error of a call in which the second rank has another option, and a call after it."""
+    usual, other, _ = CHANGES[option][at]
+    given: dict[str, Any] = dict.fromkeys("qkv", torch.ones(2, 4, 5, 8))
+    change = {option: other if mesh.get_local_rank() == 1 else usual}
+    if option == "q" and mesh.get_local_rank() == 1:
+        change |= dict.fromkeys("kv", other)
+    elif option == "k" and mesh.get_local_rank() == 1:
+        change["v"] = other
+    with pytest.raises(ValueError, match="rank 1 differs in") as error:
+        hw.distributed.observe(**given | {"mesh": mesh, "move": move} | change)
+    hw.distributed.observe(**given, mesh=mesh)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_an_option_that_differs_is_named_with_its_values(processes: Processes, option: str) -> None:
+    for at, (*_, said) in enumerate(CHANGES[option]):
+        move = "ulysses" if option == "engine" else "auto"
+        for error in processes.run(differing, 3, option, at, move):
+            assert said in error
+            assert "\n  in hw.distributed" in error
+
+
+@pytest.mark.parametrize("move", ["ranges", "ring", "gather", "ulysses"])
+def test_sinks_that_differ_are_named_however_keys_move(processes: Processes, move: str) -> None:
+    for error in processes.run(differing, 3, "sinks", 1, move):
+        assert "rank 1 differs in sinks: [1.0000001192092896, " in error
 
 
 def test_a_rank_that_fails_before_the_call_tells_the_others(processes: Processes) -> None:

@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import (
 import headwise as hw
 from headwise.watching.ranks.layer_numbers import LayerPart, numbered
 from tests.distributed.processes import Processes
+from tests.watching.test_tied_weights import EXACT
+from tests.watching.test_tied_weights import inputs as tied_inputs
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
 
@@ -118,6 +120,66 @@ def test_tensor_parallel_heads_have_their_numbers(processes: Processes, tmp_path
     assert [str(x) for x in found[0]["alarms"]] == [str(x) for x in truth.alarms]
     run = hw.watching.open_run(tmp_path / "run")
     same(rows(run.heads()), truth.heads())
+
+
+def read_at_once(mesh: DeviceMesh, told: bool, how: str) -> dict[str, object]:
+    """Figures of a plan, read before a step has ended, with or without the mesh."""
+    model, whole = Layers(), grid("dp", "tp") if how == "fsdp" else mesh
+    for attn in model.layers.values():
+        parallelize_module(attn, whole["tp"] if how == "fsdp" else mesh, PLAN)
+        if how == "fsdp":
+            fully_shard(attn, mesh=whole["dp"])
+    if how == "compiled":
+        model = torch.compile(model, backend="eager")
+    with hw.watch(model, mesh=whole if told else None) as watch:
+        model(inputs(0))
+        first = 2 * (mesh.get_local_rank() % 2)
+        found = {"heads": rows(watch.heads()), "map": watch.map(1, first + 1).to_tensor()}
+        found["types"] = [(row["layer"], row["head"]) for row in watch.types()]
+        watch.step()
+        found["series"] = rows(watch.series[0].table)
+    return found
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("how", "ranks"), [("plan", 2), ("compiled", 2), ("fsdp", 4)])
+def test_heads_have_their_numbers_before_a_step_has_ended(
+    processes: Processes, told: bool, how: str, ranks: int
+) -> None:
+    model = Layers()
+    with hw.watch(model) as watch:
+        model(inputs(0))
+    for rank, part in enumerate(processes.run(read_at_once, ranks, told, how)):
+        rank %= 2  # of those that share the heads out
+        mine = [row for row in watch.heads() if row["head"] // 2 == rank]
+        same(part["heads"], mine)
+        same(part["series"], watch.heads() if told else mine)
+        assert part["types"] == [(row["layer"], row["head"]) for row in mine]
+        torch.testing.assert_close(part["map"], watch.map(1, 2 * rank + 1).to_tensor())
+
+
+EDGE = (1, 3, (0, 4))
+
+
+def experiments(mesh: DeviceMesh | None) -> dict[str, object]:
+    """The output without an edge, and the importance of some heads, with or without a plan."""
+    model = Layers()
+    for attn in model.layers.values() if mesh is not None else ():
+        parallelize_module(attn, mesh, PLAN)
+    with torch.no_grad(), hw.watch(model, heads=(1, 3)) as watch:
+        with watch.knock_out([EDGE]):
+            out = model(inputs(0))
+        table = rows(watch.importance(lambda: model(inputs(0)).square().sum()))
+        with pytest.raises(ValueError, match="has no head 4"), watch.knock_out([(1, 4, 0)]):
+            model(inputs(0))
+    return {"out": out, "importance": table}
+
+
+def test_experiments_take_the_numbers_of_the_whole_layer(processes: Processes) -> None:
+    truth = experiments(None)
+    for rank, part in enumerate(processes.run(experiments, 2)):
+        torch.testing.assert_close(part["out"], truth["out"])
+        same(part["importance"], [x for x in truth["importance"] if x["head"] // 2 == rank])
 
 
 def sharded_heads(mesh: DeviceMesh) -> dict[str, object]:
@@ -307,3 +369,23 @@ def test_clipped_weights_are_those_of_one_process(
             assert part["symmetry"] == pytest.approx([x for half in halves for x in half])
         elif kind == "fsdp":
             assert part["symmetry"] == pytest.approx(symmetry)
+
+
+def clipped_together(mesh: DeviceMesh | None, tied: str) -> dict[str, Tensor]:
+    """The weights of a model with tied ones after clipping; with a mesh, FSDP shards them."""
+    model, x = EXACT[tied](), tied_inputs()
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    with torch.no_grad(), hw.watch(model) as watch:
+        model(x)
+    assert hw.qk_clip(model, watch, limit=LIMIT)
+    found = dict(model.named_parameters(remove_duplicate=False))
+    return {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in found.items()}
+
+
+@pytest.mark.parametrize("tied", ["one matrix for queries and keys", "shared keys of three layers"])
+def test_tied_weights_that_are_sharded_are_scaled_once(processes: Processes, tied: str) -> None:
+    whole = clipped_together(None, tied)
+    for found in processes.run(clipped_together, 4, tied):
+        for name, weight in whole.items():
+            torch.testing.assert_close(found[name].detach(), weight.detach())

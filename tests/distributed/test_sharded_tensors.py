@@ -156,6 +156,24 @@ def test_options_that_do_not_fit_the_whole_are_refused_on_every_rank(processes: 
             assert re.search(message, found)
 
 
+def one_differs(mesh: DeviceMesh, sinks: int) -> str:
+    """The error of a sharded sequence for which one rank has other sinks."""
+    rows = [distribute_tensor(x, mesh, [N]) for x in whole(4, 4)[:3]]
+    own = torch.zeros(sinks).fill_(mesh.get_local_rank()) if mesh.get_local_rank() == 1 else None
+    with pytest.raises((ValueError, hw.distributed.RankError)) as error:
+        hw.distributed.attention(*rows, mesh=mesh, sinks=torch.zeros(4) if own is None else own)
+    return str(error.value)
+
+
+def test_a_rank_with_other_sinks_is_named_on_every_rank(processes: Processes) -> None:
+    for said in processes.run(one_differs, 3, 4):
+        assert "rank 1 differs in sinks: [1.0, 1.0, 1.0, 1.0] there, [0.0, 0.0" in said
+    for rank, said in enumerate(processes.run(one_differs, 3, 3)):
+        failed = "rank 1 of 3 failed before the call: ValueError: "
+        assert said.startswith("" if rank == 1 else failed)
+        assert "sinks has shape (3,)" in said
+
+
 def laid_out(mesh: DeviceMesh) -> float:
     """The distance of a call under another layout than DTensor's, with a bias for every row."""
     q, k, v, _ = whole(4, 4)

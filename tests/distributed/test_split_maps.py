@@ -94,3 +94,47 @@ def test_a_map_with_every_option(processes: Processes) -> None:
         same(part["map"], truth)
         assert "use .received()" in part["eviction_scores"]
         assert "has no values" in part["weighted"]
+
+
+def differing(mesh: DeviceMesh, what: str) -> None:
+    """A map that the second rank makes, or asks, otherwise."""
+    other = what if mesh.get_local_rank() == 1 else ""
+    q = torch.ones(1, 2, 3, 4)
+    options: dict[str, object] = {"mesh": mesh, "sinks": torch.ones(2)}
+    options |= {"lse": torch.zeros(1, 2, 3)} if what != "lse" or other else {}
+    if other in ("sinks", "softcap"):
+        options[other] = {"sinks": torch.full((2,), 2.0), "softcap": 3.0}[other]
+    elif other == "layout":
+        options["layout"] = "no layout"
+    amap = hw.distributed.attention_map(q, q, **options)
+    if what == "head":
+        amap = amap.head(0, int(other == "head"))
+    amap.top(2 if other == "top" else 3)
+
+
+def refused(mesh: DeviceMesh, what: str) -> str:
+    """The error of such a map, and a map after it."""
+    with pytest.raises((ValueError, hw.distributed.RankError)) as error:
+        differing(mesh, what)
+    q = torch.ones(1, 2, 3, 4)
+    hw.distributed.attention_map(q, q, mesh=mesh).received()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("sinks", "rank 1 differs in the values of sinks: [2.0, 2.0] there, [1.0, 1.0] elsewhere"),
+        ("softcap", "rank 1 differs in softcap: 3 there, None elsewhere"),
+        ("lse", "rank 1 differs in lse: given there, None elsewhere"),
+        ("layout", "failed before the call: ValueError: layout='no layout' is not a layout"),
+        ("head", "the 3 largest weights of head (0, 1) there, the 3 largest weights of head (0, 0"),
+        ("top", "the question: the 2 largest weights there, the 3 largest weights elsewhere"),
+    ],
+)
+def test_ranks_that_make_or_ask_another_map_are_named(
+    processes: Processes, what: str, said: str
+) -> None:
+    found = processes.run(refused, 3, what)
+    for rank, error in enumerate(found):
+        assert said in error or (rank == 1 and error.startswith("layout='no layout'"))

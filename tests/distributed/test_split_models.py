@@ -125,11 +125,16 @@ def read(mesh: DeviceMesh, name: str, layout: str) -> dict[str, object]:
         key: hw.distributed.shard(x, mesh, dim=1, layout=made).clone() for key, x in given.items()
     }
     found = reads(model, part, mesh=mesh)
-    refused = []
+    refused, alone = [], mesh.get_local_rank() == 1
     for wrong in ({"past_key_values": object()}, {"logits_to_keep": 1}, {"attention_mask": whole}):
         try:
             model(part["input_ids"], **wrong)
         except ValueError as error:
+            refused.append(str(error))
+    for one in ({"labels": part["labels"]}, {"logits_to_keep": 1}):  # on one rank
+        try:
+            model(part["input_ids"], **(one if alone else {}))
+        except (ValueError, hw.distributed.RankError) as error:
             refused.append(str(error))
     return found | {"refused": refused}
 
@@ -156,10 +161,12 @@ def test_models_that_others_refuse(processes: Processes, name: str, layout: str)
     for part in found:
         assert part["entropy_mean"] == pytest.approx(alone["entropy_mean"], rel=1e-4)  # no padding
         assert part["max_logit_max"] == pytest.approx(alone["max_logit_max"], rel=1e-4)
-        cache, kept, mask = part["refused"]
+        cache, kept, mask, labels, failed = part["refused"]
         assert "takes no past_key_values" in cache
         assert "takes no logits_to_keep" in kept
         assert "it is this rank's part (2, " in mask
+        assert "rank 1 differs in labels: given there, None elsewhere" in labels
+        assert "takes no logits_to_keep" in failed
 
 
 class Convolved(nn.Module):

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from headwise.cli.main import app
+from headwise.apps.cli.main import app
+from headwise.apps.train import torchrun
+from headwise.apps.train.run_folder import Run
 from headwise.distributed import RankError
-from headwise.training import torchrun
-from headwise.training.run_folder import Run
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
@@ -92,8 +92,8 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
 
 FAILS = """
 import os
-from headwise.cli.main import main
-from headwise.training.tasks.language import Language
+from headwise.apps.cli.main import main
+from headwise.apps.train.tasks.language import Language
 
 batch = Language.batch
 

@@ -13,11 +13,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
+from headwise.apps.train import LanguageSetup, Recipe, TrainingRanks, train
+from headwise.apps.train.run_folder import Run
+from headwise.apps.train.tasks.language import Language
 from headwise.models import GPTConfig
 from headwise.nn import SwiGLU
-from headwise.training import LanguageSetup, Recipe, TrainingRanks, train
-from headwise.training.run_folder import Run
-from headwise.training.tasks.language import Language
 from tests.distributed.processes import Processes
 
 pytest.importorskip("tokenizers")

@@ -18,10 +18,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from headwise.core.row_sums import ROW_SUMS, RowResults
 from headwise.engines.triton.host.hopper_call import ROWS, TILES, layout
 from headwise.engines.triton.host.moments_call import CUTS
 from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSizes, forward
-from headwise.engines.triton.kernels.hopper_softmax import HopperWritten, numbers_of_cap
+from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap
 
 VARIANTS = [
     {"width": width, "banded": banded, "observed": observed, "capped": capped, "valued": valued}
@@ -63,7 +64,8 @@ def compiled(width: int, banded: bool, observed: bool, capped: bool, valued: boo
     row = torch.empty(2048)
     rest = row if observed and banded and not capped else None
     asked = row if observed else None
-    written = HopperWritten(row, row, asked, asked, rest, rest, asked)
+    sums = dict.fromkeys(("log_total", *ROW_SUMS), asked)
+    written = RowResults(None, row, row, **sums, logit_mean=rest, logit_var=rest)
     rows, keys = tiles(ROWS // 2), tiles(shape.keys)
     sizes = HopperSizes(
         1024, 1024, 2, 1, 0, 1, 0, 16, 0.07, 0.1, numbers_of_cap(0.01) if capped else None

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise.core.problem import Problem, pose
-from headwise.core.sums import Sums
+from headwise.core.row_sums import ENTROPY, RowResults, unpacked
 from headwise.engines import sdpa
 from headwise.engines.streaming import backward_loop as backward
 from tests.problems import Call, Recipe, small_blocks
@@ -87,8 +87,8 @@ def test_the_forward_operator_passes_pytorchs_own_check(case: str, wants: int) -
 def test_the_backward_operator_passes_it_too(case: str, entropy: bool, learns: bool) -> None:
     problem = posed(CALLS[case].call())
     given = (problem.q, problem.k, problem.v, *problem.terms())
-    found = torch.ops.headwise.streaming(*given, 1 if entropy else 0)
-    sums = Sums(*found)
+    found = torch.ops.headwise.streaming(*given, ENTROPY if entropy else 0)
+    sums = RowResults(*unpacked(found))
     grads = [torch.randn_like(x) for x in (sums.out, sums.lse, sums.lse)]
     learns = learns and problem.terms().bias is not None
     last = grads[2] if entropy else None

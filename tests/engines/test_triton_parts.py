@@ -8,7 +8,7 @@ import torch
 import headwise as hw
 from headwise.core.partial import Partial, merge
 from headwise.core.problem import pose
-from headwise.core.sums import EVERYTHING, WIDE, Sums
+from headwise.core.row_sums import EVERYTHING, WIDE
 from headwise.engines.operators import PARTS
 
 pytest.importorskip("triton", reason="the engine's kernels are Triton's")
@@ -41,9 +41,9 @@ def test_parts_are_as_wide_as_float32_and_as_exact_as_the_whole(score: str, quer
 
     merged: Partial | None = None
     for cut in CUTS:
-        sums = Sums(*forward(*part(*cut), EVERYTHING | WIDE))
+        sums = forward(*part(*cut), EVERYTHING | WIDE)
         assert sums.out.dtype == torch.float32
-        one = Partial.from_sums(sums, None, sums.out.dtype)
+        one = Partial.from_results(sums, None, sums.out.dtype)
         merged = one if merged is None else merge(merged, one)
     assert merged is not None
     wide = [x.double().requires_grad_() for x in (q, k, v)]

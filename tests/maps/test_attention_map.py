@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
-from headwise.core.sums import RowTotals
+from headwise.core.row_totals import RowTotals
 from headwise.maps import attention_map as map_module
 from headwise.maps import blockwise
 from headwise.maps.region import Region

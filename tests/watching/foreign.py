@@ -178,6 +178,7 @@ class Written:
             "top_prob": p.amax(-1),
             "entropy": entropy,
             "effective_keys": entropy.exp(),
+            "participation": p.sum(-1).square() / p.square().sum(-1).masked_fill(hidden.all(-1), 1),
             "logit_mean": mean,
             "logit_var": (s - mean[..., None]).masked_fill(hidden, 0).square().sum(-1) / count,
             "sink_mass": (p * (j == begins[:, None])[:, None, None]).sum(-1),

@@ -28,13 +28,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise as hw
 import headwise.transformers
-from headwise.cli.machine import cpu_device, usable_cores
+from headwise.apps.cli.machine import cpu_device, usable_cores
 from headwise.watching import WatchedLayer
 
 BATCH, LENGTH, NEW, SECONDS, PARAMETERS = 2, 12, 4, 20, 30_000_000
 DOCUMENT = Path(__file__).parents[2] / "docs" / "watch-models.md"
 MARKS = "<!-- the sweep's table: python -m tests.watching.sweep --write -->", "<!-- end -->"
 TOLERANCE = 1e-3
+
+PACKED = {"position_ids": torch.tensor([[*range(5), *range(7)], [*range(3), *range(4), *range(5)]])}
+"""Two sequences in the first row of a batch, and three in the second."""
+ENDS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 5, 12, 15, 19, 24], dtype=torch.int32)
+    ),
+    **dict.fromkeys(("max_length_q", "max_length_k"), 7),
+}
+"""The same, as flash attention takes it."""
 
 _TWO = "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers layers depth "
 _TWO += "num_decoder_layers num_encoder_layers num_blocks encoder_num_layers decoder_num_layers "
@@ -85,6 +95,8 @@ class Result:
     unread: list[str] = field(default_factory=list)
     bits: str = "–"
     figures: str = "–"
+    packed: str = "–"
+    apart: bool = False  # packed sequences do not see each other
     headwise: str = "–"
     generate: str = "–"
     clip: str = "–"
@@ -93,7 +105,7 @@ class Result:
     @property
     def wrong(self) -> list[str]:
         """The checks that went wrong, rather than not at all."""
-        checks = ("bits", "figures", "headwise", "generate", "clip")
+        checks = ("bits", "figures", "packed", "headwise", "generate", "clip")
         return [name for name in checks if getattr(self, name).startswith("wrong")]
 
     @property
@@ -230,16 +242,69 @@ def check_figures(model: Any, given: dict[str, Tensor], result: Result) -> None:
     same = [torch.equal(*pair) for pair in zip(tensors(before), tensors(after), strict=True)]
     result.bits = "same" if all(same) else "wrong: outputs differ"
     result.heads = sum(x.heads for x in seen.layers)
-    weights = attentions(model, given, tensors(before)[0])
-    far, compared = 0.0, 0
+    far = _farthest(attentions(model, given, tensors(before)[0]), seen)
+    result.figures = "no weights to compare with" if far is None else _judged(far)
+
+
+def check_packed(model: Any, given: dict[str, Tensor], result: Result) -> None:
+    """Sequences packed by position_ids that start again: every layer's entropy is that of eager
+    weights, with every implementation, and with cu_seq_lens beside them.
+    """
+    if not _takes(model, "position_ids") or "input_ids" not in given:
+        return
+    packed = {name: x for name, x in given.items() if name != "attention_mask"}
+    packed |= PACKED | ({"use_cache": False} if _takes(model, "use_cache") else {})
+    try:
+        before = tensors(run(model, packed))[0]
+    except Exception:
+        result.packed = "does not take it"
+        return
+    weights, farthest = attentions(model, packed, before), None
+    across = PACKED["position_ids"].eq(0).cumsum(-1)
+    across = across[:, None, :, None] != across[:, None, None]
+    fitting = [p for p in weights if p.ndim == 4 and p.shape[2:] == across.shape[2:]]
+    result.apart = bool(fitting) and not any(p[across.expand_as(p)].any() for p in fitting)
+    ways = [(kind, packed) for kind in ("eager", "sdpa", "headwise") if _set(model, kind)]
+    _set(model, "eager")
+    with contextlib.suppress(Exception):  # not every model takes cu_seq_lens
+        run(model, packed | ENDS)
+        # eager and sdpa ignore them, and headwise keeps sequences apart by them
+        ways += [(kind, packed | ENDS) for kind, _ in ways if kind != "headwise" or result.apart]
+    for kind, more in ways:
+        _set(model, kind)
+        with hw.watch(model) as seen:
+            after = tensors(run(model, more))[0]
+        far = _farthest(weights, seen)
+        if seen.unread:
+            result.packed = f"wrong: {len(seen.unread)} not read with {kind}"
+        elif not torch.allclose(before, after, rtol=1e-3, atol=TOLERANCE):
+            result.packed = f"wrong: other outputs with {kind}"
+        elif far is not None and not far <= TOLERANCE:
+            result.packed = f"wrong: off by {far:.2g} with {kind}"
+        farthest = far if farthest is None else max(far or 0.0, farthest)
+    _set(model, "eager")
+    if result.packed == "–":
+        result.packed = "no weights to compare with" if farthest is None else _judged(farthest)
+
+
+def _set(model: Any, implementation: str) -> bool:
+    """Choose an implementation of attention; False if the model does not have it."""
+    with contextlib.suppress(Exception):
+        model.set_attn_implementation(implementation)
+    return bool(model.config._attn_implementation == implementation)
+
+
+def _farthest(weights: list[Tensor], seen: hw.Watch) -> float | None:
+    """How far the weights are from the watched layers that fit best; None if none fits."""
+    found: list[float] = []
     for p in weights:  # some families hand out those of a few layers only
         off = [_distance(p, layer) for layer in seen.layers]
-        off = [x for x in off if x is not None]
-        far, compared = max(far, min(off, default=0.0)), compared + bool(off)
-    if compared:
-        result.figures = f"{far:.0e}" if far <= TOLERANCE else f"wrong: off by {far:.2g}"
-    else:
-        result.figures = "no weights to compare with"
+        found += [min(x for x in off if x is not None)] if any(x is not None for x in off) else []
+    return max(found, default=None)
+
+
+def _judged(far: float) -> str:
+    return f"{far:.0e}" if far <= TOLERANCE else f"wrong: off by {far:.2g}"
 
 
 def _distance(p: Tensor, layer: WatchedLayer) -> float | None:
@@ -367,6 +432,7 @@ def check(family: str) -> Result:
             return result
         for name, one in (
             ("figures", check_figures),
+            ("packed", check_packed),
             ("headwise", check_headwise),
             ("generate", check_generate),
             ("clip", check_clip),
@@ -402,6 +468,7 @@ def table(results: list[Result]) -> str:
     checks = {
         "bits": "outputs are the same to the bit while watched",
         "figures": f"entropy of every row is that of eager weights, to {TOLERANCE:g}",
+        "packed": "the same for packed sequences, with eager, sdpa and headwise",
         "headwise": 'outputs with attn_implementation="headwise" are those of eager',
         "generate": "generate gives the same tokens, and one row per token",
         "clip": "qk_clip brings the largest logit to its limit",
@@ -411,6 +478,9 @@ def table(results: list[Result]) -> str:
         done = [x for x in values if x[:1].isdigit() or x in ("same", "done")]
         bad = [x for x in values if x.startswith("wrong")]
         rows.append(f"| {said} | {len(done) + len(bad)} | {len(done)} | {len(bad)} |")
+    kept = [x.family for x in seen if x.packed[:1].isdigit() and not x.apart]
+    rows += ["", "Packed sequences see each other in these families, whatever `position_ids` say: "
+             f"{', '.join(kept)}."]  # fmt: skip
     apart = [x for x in built if x.unread or x.wrong]
     rows += ["", "Families with attention that is not read, and what is wrong:", ""]
     rows += ["| family | heads read | not read | wrong |", "|---|---|---|---|"]

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.look.show import session_of
+from headwise.apps.look.show import session_of
 from headwise.watching import WatchedLayer, open_run
 
 IDS = torch.randint(5, 90, (2, 22), generator=torch.Generator().manual_seed(0))

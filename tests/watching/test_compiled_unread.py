@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +117,31 @@ def test_calls_that_are_not_read_are_listed(attend: Attend, reason: str) -> None
     strict = hw.watch(fast, maps=False, strict=True)
     with pytest.raises(ValueError, match=f"0 can't be watched: {reason}"), strict:
         fast(x)
+
+
+def test_a_model_in_a_folder_called_headwise_is_found_by_its_line(tmp_path: Path) -> None:
+    own = tmp_path / "torch" / "headwise" / "own_model.py"
+    source = "def attend(q, k, v):\n    return (q @ k.mT).softmax(-1) @ v\n"
+    inside: dict[str, Attend] = {}
+    exec(compile(source, str(own), "exec"), inside)
+    fast = compiled(nn.Sequential(Layer(inside["attend"]), Layer(read)))
+    with hw.watch(fast, maps=False) as seen:
+        fast(torch.randn(2, 6, 32))
+    with pytest.warns(UserWarning, match=r"own_model\.py, line 2\)"):
+        seen.heads()
+
+
+def test_nothing_in_the_package_looks_for_a_name_in_a_path() -> None:
+    package = Path(hw.__file__).parent
+    looked_for = re.compile(r"[\\/][^ ]{0,8}\b(torch|headwise|site-packages)\b[^ ]{0,8}[\\/]")
+    found = [
+        f"{path.relative_to(package)}:{node.lineno}: {node.value}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if "\n" not in node.value and looked_for.search(node.value)
+    ]
+    assert found == []
 
 
 def test_a_model_of_which_nothing_is_read_raises() -> None:

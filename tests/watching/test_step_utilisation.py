@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.cli.watch_view import on_a_line
+from headwise.apps.cli.watch_view import on_a_line
+from headwise.apps.look.watched_folder import trained_in
 from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import Device
-from headwise.look.watched_folder import trained_in
 from headwise.models import GPT, GPTConfig
 from headwise.watching.callbacks import LoopFollower
 from headwise.watching.runs.run_reader import open_run

@@ -8,8 +8,8 @@ from torch import Tensor
 from headwise.core.blocks import Unit
 from headwise.core.logits import relative_index
 from headwise.core.problem import Terms
+from headwise.core.row_totals import RowTotals
 from headwise.core.schedule import Segment
-from headwise.core.sums import RowTotals
 from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.streaming.forward_loop import row_totals
 from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop
@@ -26,7 +26,7 @@ class Backward(Loop):
         terms: Terms,
         out: Tensor,
         totals: RowTotals,
-        entropy: Tensor,
+        entropy: Tensor | None,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         grad_entropy: Tensor | None,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
+from headwise.core.row_sums import RowResults
 from headwise.core.statistics import complete, wanted
-from headwise.core.sums import Sums
 from headwise.engines import library_backward
-from headwise.engines.contract import Engine, Results
+from headwise.engines.contract import Engine, Prepared, Results, compute
 from headwise.engines.learning import fixed_terms
 from headwise.engines.library_backward import LibraryBackward
 from headwise.engines.operators import Gradients, operators
@@ -44,32 +44,33 @@ class Streaming(Engine):
     def attend(self, problem: Problem) -> Tensor:
         return self.run(problem, 0).out
 
-    def run(self, problem: Problem, wants: int) -> Sums:
-        return self._sums(problem, problem.terms(), wants)
+    def run(self, problem: Problem, wants: int) -> RowResults:
+        return self._rows(problem, problem.terms(), wants)
 
-    def _sums(self, problem: Problem, terms: Terms, wants: int) -> Sums:
-        return Sums(*_forward(problem.q, problem.k, problem.v, *terms, wants))
+    def _rows(self, problem: Problem, terms: Terms, wants: int) -> RowResults:
+        return _forward(problem.q, problem.k, problem.v, *terms, wants)
 
     def observe(
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         terms = problem.terms()
-        sums = self._sums(problem, terms, wanted(names))
-        return sums.out, complete(problem, sums, names, sink_keys, terms)
+        rows = self._rows(problem, terms, wanted(names))
+        return rows.out, complete(problem, rows, names, sink_keys, terms)
 
-    def prepare(
-        self, problem: Problem, names: tuple[str, ...], sink_keys: int
-    ) -> StreamingCall | None:
+    def first(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int, tensors: tuple[Tensor, ...]
+    ) -> tuple[Results, Prepared | None]:
         terms = problem.terms()
-        if not fixed_terms(problem, terms):
-            return None  # its mask depends on tensors
+        if not fixed_terms(problem, terms):  # its mask depends on tensors
+            return compute(self, problem, names, sink_keys), None
         pose = partial(
             Problem, place=problem.place, scale=problem.scale, mask=problem.mask,
             softcap=problem.softcap, rows=problem.rows,
         )  # fmt: skip
         if terms.sinks is not None:
             terms = terms._replace(sinks=terms.sinks.new_empty(0))  # a call brings its own
-        return StreamingCall(pose, terms, names, sink_keys, LibraryBackward(LIBRARY_ON))
+        call = StreamingCall(pose, terms, names, sink_keys, LibraryBackward(LIBRARY_ON))
+        return call(*tensors), call
 
     def backward(self, problem: Problem) -> str:
         q, k, v = problem.q, problem.k, problem.v
@@ -89,25 +90,20 @@ class StreamingCall:
     sink_keys: int
     library: LibraryBackward
 
-    @property
-    def reusable(self) -> StreamingCall:
-        """This call."""
-        return self
-
     def __call__(self, *tensors: Tensor) -> Results:
         q, k, v, *rest = tensors
         terms, wants = self.terms, wanted(self.names)
         if terms.sinks is not None:
             terms = terms._replace(sinks=rest[0].to(q.device))
-        sums = Sums(*_forward(q, k, v, *terms, wants, library=self.library))
+        rows = _forward(q, k, v, *terms, wants, library=self.library)
         if not self.names:
-            return (sums.out,)
+            return (rows.out,)
         problem = self.pose(q, k, v, sinks=terms.sinks)
-        found = complete(problem, sums, self.names, self.sink_keys, terms)
-        return (sums.out, *(found[name] for name in self.names))
+        found = complete(problem, rows, self.names, self.sink_keys, terms)
+        return (rows.out, *(found[name] for name in self.names))
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
+def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> RowResults:
     return Forward(q, k, v, terms, wants).run()
 
 

@@ -8,10 +8,21 @@ from torch import Tensor
 from headwise.core.blocks import Unit
 from headwise.core.partial import Moments, Partial, join_moments, merge
 from headwise.core.problem import Terms
+from headwise.core.row_sums import (
+    DISTANCE,
+    ENTROPY,
+    LOG_TOTAL,
+    MOMENTS,
+    ROW_SUMS,
+    WIDE,
+    Block,
+    RowResults,
+    asked_sums,
+)
+from headwise.core.row_totals import RowTotals
 from headwise.core.schedule import Segment
-from headwise.core.sums import DISTANCE, ENTROPY, LOG_TOTAL, MOMENTS, WIDE, RowTotals, Sums
 from headwise.engines.streaming.key_moments import KeyMoments, logit_moments
-from headwise.engines.streaming.loop import LN_2, LOG2_E, NO_WEIGHT, Loop
+from headwise.engines.streaming.loop import LOG2_E, NO_WEIGHT, Loop
 
 HEADROOM = 20.0  # how far a logit may rise above its base: exp(20) is far from overflow
 
@@ -25,10 +36,9 @@ class Forward(Loop):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> None:
         super().__init__(q, k, v, terms)
         self.wants, self.dtype = wants, self.blocks.wide if wants & WIDE else q.dtype
-        self.names = ["base", "maximum", "total"]
-        self.names += ["shifted"] * bool(wants & ENTROPY) + ["reach"] * bool(wants & DISTANCE)
-        self.names += ["count", "mean", "spread"] * bool(wants & MOMENTS)
-        self.table = self.nothing.new_zeros(len(self.names), *q.shape[:-1])
+        self.sums = asked_sums(wants)
+        lines = 3 + len(self.sums) + 3 * bool(wants & MOMENTS)  # base, maximum, total, and these
+        self.table = self.nothing.new_zeros(lines, *q.shape[:-1])
         self.table[1] = -torch.inf
         # With sinks the division comes at the end, and until then needs full precision.
         dtype = self.dtype if terms.sinks is None else self.blocks.wide
@@ -38,7 +48,7 @@ class Forward(Loop):
         self.numbers = torch.arange(k.shape[2], device=k.device, dtype=self.blocks.wide)
         self.key_moments = KeyMoments(self.k)
 
-    def run(self) -> Sums:
+    def run(self) -> RowResults:
         """Compute every row, unit by unit."""
         for unit in self.schedule.units():
             self.enter(unit)
@@ -56,36 +66,26 @@ class Forward(Loop):
             return
         share = part.total.clamp_min(torch.finfo(part.total.dtype).tiny).reciprocal_()
         torch.mul(part.values.view(out.shape), share.view(*out.shape[:-1], 1), out=out)
-        sums = [part.base, part.maximum, part.total]
-        sums += [x for x in (part.shifted, part.reach) if x is not None]
-        sums += moments or ()
+        sums = (part.base, part.maximum, part.total, *part.sums.values(), *(moments or ()))
         place = self.places[0][:, unit.b0 : unit.b1, unit.h0 : unit.h1, :, rows]
         place.copy_(torch.stack(sums).view(place.shape))
 
-    def finish(self) -> Sums:
+    def finish(self) -> RowResults:
         """Turn every row's sums into results."""
-        found = dict(zip(self.names, self.table, strict=True))
-        base, maximum, total = found["base"], found["maximum"], found["total"]
+        base, maximum, total, *rest = self.table
+        sums = dict(zip(self.sums, rest, strict=False))
+        if "distance" in sums:
+            sums["distance"] = sums["distance"] + total * self.from_origin()
+        moments = None
+        if self.wants & MOMENTS:  # results of their own, so that the table can go
+            count, mean, spread = rest[-3:]
+            moments = Moments(count.clone(), mean.clone(), spread)
         sinks = None if self.terms.sinks is None else self.terms.sinks.to(total.dtype)[:, None]
-        part = Partial(base, maximum, total, self.out, found.get("shifted"), sinks=sinks)
-        weight = part.weight()
+        part = Partial(base, maximum.clone(), total, self.out, sums, moments, sinks)
         out = self.out
         if sinks is not None:  # the keys' share of the total weight
-            out = out.mul_((weight * total)[..., None]).to(self.dtype)
-        nothing = total.new_empty(0)
-        sums = Sums(out, part.lse(), maximum.clone(), *[nothing] * 6)
-        if self.wants & ENTROPY:
-            sums = sums._replace(entropy=part.entropy())
-        if self.wants & DISTANCE:
-            reach = found["reach"] + total * self.from_origin()
-            sums = sums._replace(distance=weight * reach)
-        if self.wants & MOMENTS:
-            count, mean = found["count"].clone(), found["mean"].clone()
-            variance = found["spread"] / count.clamp_min(1)
-            sums = sums._replace(visible=count, logit_mean=mean, logit_var=variance)
-        if self.wants & LOG_TOTAL:
-            sums = sums._replace(log_total=part.log_total())
-        return sums
+            out = out.mul_((part.weight() * total)[..., None]).to(self.dtype)
+        return part.results(out, bool(self.wants & LOG_TOTAL))
 
     def origin(self, row: int) -> int:
         """The key of the call from which a block of rows counts distances.
@@ -137,21 +137,19 @@ class _Rows:
         s.sub_(base[..., None]).mul_(LOG2_E)
         weight = torch.exp2(s, out=loop.buffer(1, s.shape))
         total = weight.sum(-1)
-        shifted = reach = None
-        if wants & ENTROPY:
-            s = s if clean else s.clamp_min_(NO_WEIGHT)
-            shifted = s.mul_(weight).sum(-1).mul_(LN_2)
-        if wants & DISTANCE:
-            reach = torch.matmul(weight, self.steps[segment.columns])
+        if wants & ENTROPY and not clean:
+            s = s.clamp_min_(NO_WEIGHT)
+        tile = Block(weight, s, self.steps[segment.columns])
+        sums = {name: ROW_SUMS[name].of(tile) for name in loop.sums}
         if loop.terms.seed is not None:
             kept = loop.blocks.keep(self.unit, self.rows, segment.columns)
             weight.mul_(kept).mul_(1 / (1 - loop.terms.dropout))
         v = loop.v[:, segment.columns]
         if part is not None:  # with the same base, merging is adding
-            add(part, maximum, total, shifted, reach)
+            add(part, maximum, total, sums)
             part.values.baddbmm_(weight, v)
             return
-        block = Partial(base, maximum, total, torch.bmm(weight, v), shifted, reach)
+        block = Partial(base, maximum, total, torch.bmm(weight, v), sums)
         if self.part is not None:
             block = merge(self.part, block)
         self.part, self.limit = block, None
@@ -184,16 +182,12 @@ class _Rows:
         self.moments = new if self.moments is None else join_moments(self.moments, new)
 
 
-def add(
-    part: Partial, maximum: Tensor, total: Tensor, shifted: Tensor | None, reach: Tensor | None
-) -> None:
+def add(part: Partial, maximum: Tensor, total: Tensor, sums: dict[str, Tensor]) -> None:
     """Add a block's sums to those of a part on the same base, in place."""
     torch.maximum(part.maximum, maximum, out=part.maximum)
     part.total.add_(total)
-    if shifted is not None and part.shifted is not None:
-        part.shifted.add_(shifted)
-    if reach is not None and part.reach is not None:
-        part.reach.add_(reach)
+    for name, x in sums.items():
+        part.sums[name].add_(x)
 
 
 def row_totals(q: Tensor, k: Tensor, terms: Terms) -> RowTotals:

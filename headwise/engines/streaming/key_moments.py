@@ -24,8 +24,7 @@ def logit_moments(s: Tensor, seen: Tensor | None, room: Tensor) -> Moments:
         s = s.masked_fill(~seen, 0) if seen.shape == s.shape else s
         mean = torch.mul(s, share, out=room).sum(-1) / count.clamp_min(1)
         spread = torch.sub(s, mean[..., None], out=room).mul_(share).square_().sum(-1)
-    flat = [x.flatten(2).flatten(0, 1) for x in (count, mean, spread)]
-    return flat[0], flat[1], flat[2]
+    return Moments(*(x.flatten(2).flatten(0, 1) for x in (count, mean, spread)))
 
 
 class KeyMoments:
@@ -39,7 +38,8 @@ class KeyMoments:
         """The moments of q·k over keys that every row sees; q (heads, G·R, D)."""
         count, mean, scatter = self._stretch(keys.start, keys.stop)
         mean_logit = torch.bmm(q, mean[..., None])[..., 0]
-        return torch.full_like(mean_logit, count), mean_logit, (torch.bmm(q, scatter) * q).sum(-1)
+        spread = (torch.bmm(q, scatter) * q).sum(-1)
+        return Moments(torch.full_like(mean_logit, count), mean_logit, spread)
 
     def _stretch(self, first: int, last: int) -> tuple[int, Tensor, Tensor]:
         """Count, mean (heads, D), scatter (heads, D, D); long stretches from shorter ones."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headwise.core.blocks import Blocks, Unit
 from headwise.core.problem import Terms
+from headwise.core.row_totals import RowTotals
 from headwise.core.schedule import BLOCK, GroupedShape, Schedule, Segment, hide_unseen
-from headwise.core.sums import RowTotals
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and times 0 it is 0, unlike -inf

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
+from headwise.core.row_sums import LOG_TOTAL, RowResults
 from headwise.core.statistics import wanted
-from headwise.core.sums import LOG_TOTAL, Sums
 from headwise.engines import calls, failures, library_backward
-from headwise.engines.contract import Engine, Prepared
+from headwise.engines.contract import Engine, Prepared, Results
 from headwise.engines.triton.limits import (
     GRID,
     LIBRARY_ON,
@@ -78,37 +78,41 @@ class Triton(Engine):
     def attend(self, problem: Problem) -> Tensor:
         terms = problem.terms(banded=True)
         wants = _for_backward(problem, terms)
-        out: Tensor = self._forward(problem.q, problem.k, problem.v, *terms, wants)[0]
-        return out
+        return self._results(problem, terms, wants).out
 
     def observe(
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         terms = problem.terms(banded=True)
         wants = wanted(names) | _for_backward(problem, terms)
-        sums = self._forward(problem.q, problem.k, problem.v, *terms, wants)
-        found: tuple[Tensor, dict[str, Tensor]] = self._host().complete(
-            problem, terms, sums, names, sink_keys
-        )
-        return found
+        rows = self._results(problem, terms, wants)
+        return rows.out, self._host().complete(problem, terms, rows, names, sink_keys)
 
-    def run(self, problem: Problem, wants: int) -> Sums:
-        terms = problem.terms(banded=True)
-        return Sums(*self._forward(problem.q, problem.k, problem.v, *terms, wants))
+    def run(self, problem: Problem, wants: int) -> RowResults:
+        return self._results(problem, problem.terms(banded=True), wants)
+
+    def _results(self, problem: Problem, terms: Terms, wants: int) -> RowResults:
+        found: RowResults = self._forward(problem.q, problem.k, problem.v, *terms, wants)
+        return found
 
     def backward(self, problem: Problem) -> str:
         q, k, v = problem.q, problem.k, problem.v
         return library_backward.described("triton", LIBRARY_ON, q, k, v, problem.terms(banded=True))
 
-    def prepare(self, problem: Problem, names: tuple[str, ...], sink_keys: int) -> Prepared | None:
+    def first(
+        self, problem: Problem, names: tuple[str, ...], sink_keys: int, tensors: tuple[Tensor, ...]
+    ) -> tuple[Results, Prepared | None]:
         host, run = self._host(), self._run
+        found: tuple[Results, Prepared | None]
         if calls.learns((problem.q, problem.k, problem.v, problem.sinks)):
-            return host.FirstLearningCall(  # type: ignore[no-any-return]
-                self._forward, run, problem, names, sink_keys
+            found = host.first_with_gradients(
+                self._forward, run, problem, names, sink_keys, tensors
             )
-        return host.FirstCall(  # type: ignore[no-any-return]
-            lambda launches: host.results(launches, run, problem, names, sink_keys)
-        )
+        else:
+            found = host.recorded(
+                lambda launches: host.results(launches, run, problem, names, sink_keys), tensors
+            )
+        return found
 
     @property
     def _forward(self) -> Any:

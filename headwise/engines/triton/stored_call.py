@@ -45,27 +45,27 @@ def attend_stored(
     if key is None or calls.learns(tensors):
         return None
     prepared = calls.known(key)
-    if prepared is None:
-        from headwise.engines.triton.host import attention_call, decoding_call
+    try:
+        if prepared is not None:
+            return prepared(*tensors)[0]
+        from headwise.engines.triton.host import decoding_call, launches
 
         scale = score.scale if isinstance(score, Dot) else None
         scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
         if not 1e-6 < scale < 1e6:
             return None
-        prepared = attention_call.FirstCall(
-            lambda launches: (
-                decoding_call.run_stored(
-                    launches, q, stored, scale, mask is not None, softcap, sinks
-                ),
-            )
-        )
-    try:
-        (out,) = prepared(*tensors)
+
+        def work_out(now: launches.Launches) -> tuple[Tensor]:
+            given = q, stored, scale, mask is not None, softcap, sinks
+            return (decoding_call.run_stored(now, *given),)
+
+        found, prepared = launches.recorded(work_out, tensors)
     except KernelError as failure:
         calls.drop(key)
         failures.record(alike, failure)
         return None
     calls.keep(key, prepared)
+    out: Tensor = found[0]
     return out
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from headwise import mask as masks
 from headwise.core.intervals import Mask
+from headwise.core.place import padded
 from headwise.engines.operators import define
 from headwise.nn.caches.cache import Cache, needs_grad
-from headwise.nn.caches.cache_masks import aligned, padded
 from headwise.nn.checks import check_size, check_tensor
 
 
@@ -67,7 +67,7 @@ class FixedCache(Cache):
         written = masks.lengths(self.length) & masks.window(self.capacity, self.capacity, start)
         if mask is None:
             return written
-        return aligned(mask, start, self.capacity, self._known_length) & written
+        return mask.stored(start, self.capacity, self._known_length) & written
 
     def place_bias(self, bias: Tensor) -> Tensor:
         return padded("bias", bias, self.capacity, self._known_length)

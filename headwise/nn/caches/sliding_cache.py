@@ -8,8 +8,9 @@ from torch import Tensor
 
 from headwise import mask as masks
 from headwise.core.intervals import Mask
+from headwise.core.place import from_key
 from headwise.nn.caches.cache import Cache, needs_grad, write_tokens
-from headwise.nn.caches.cache_masks import LaterKeys, from_key, shifted
+from headwise.nn.caches.cache_masks import LaterKeys
 from headwise.nn.checks import check_count, check_size
 
 
@@ -58,7 +59,7 @@ class SlidingCache(Cache):
 
     def place(self, mask: Mask | None, queries: int) -> Mask:
         seen = masks.window(self.window - 1, queries)
-        later = seen if mask is None else shifted(mask, self.first, self._out)
+        later = seen if mask is None else mask.later(self.first, self._out)
         return LaterKeys(later, seen, mask, self.first) if self.first else later & seen
 
     def place_bias(self, bias: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from headwise.core.intervals import Mask
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters import traced
+from headwise.watching.adapters.packed_sequences import packed
 from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
@@ -153,9 +154,5 @@ def _mask(named: dict[str, Any], causal: bool, keys: int) -> Mask | None:
     if isinstance(ends, Tensor):
         if torch.compiler.is_compiling():
             raise ValueError("its cu_seqlens are a tensor, which compiled code can't look into")
-        if not torch.equal(ends, named["cu_seqlens_k"]):
-            raise ValueError("its packed queries and keys are of different lengths")
-        lengths = ends.diff().long()
-        ids = torch.arange(len(lengths), device=ends.device).repeat_interleave(lengths)
-        found.append(masks.documents(ids[None]))
+        found.append(packed(ends, named["cu_seqlens_k"], 1, keys))
     return functools.reduce(lambda a, b: a & b, found) if found else None

@@ -17,6 +17,7 @@ from headwise.nn.head_shares import numbered_dropout
 from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_functions import Grid, to_mask
 from headwise.watching.adapters.mask_tensor import MaskTensor
+from headwise.watching.adapters.packed_sequences import by_lengths
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
 from headwise.watching.head_places import head_place
 
@@ -75,9 +76,14 @@ def _to_call(
 ) -> Call:
     if isinstance(given, MaskTensor):
         plain = InterfaceCall("eager", module, q, k, v, None, options)
-        return to_call(plain, "self", None, _memo)._replace(mask=given.mask)
-    # Without a mask the module's own is_causal decides, as with PyTorch's kernels.
-    return to_call(InterfaceCall("sdpa", module, q, k, v, given, options), "self", None, _memo)
+        call = to_call(plain, "self", None, _memo)._replace(mask=given.mask)
+    else:  # without a mask the module's own is_causal decides, as with PyTorch's kernels
+        plain = InterfaceCall("sdpa", module, q, k, v, given, options)
+        call = to_call(plain, "self", None, _memo)
+    apart = by_lengths(options, call.q, call.k, _memo)
+    if apart is None:
+        return call
+    return call._replace(mask=apart if call.mask is None else call.mask & apart)
 
 
 def weights(call: Call) -> Tensor:

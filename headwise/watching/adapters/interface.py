@@ -15,6 +15,7 @@ from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.mask_functions import by_rows
+from headwise.watching.adapters.packed_sequences import by_lengths, by_positions
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
 from headwise.watching.recorder.seen_call import Kind
 
@@ -79,6 +80,8 @@ def to_call(
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : q.shape[2]]
     mask, bias = _mask_and_bias(given, k, kind, causal, sequence, memo)
+    apart = _packed(given, k, memo)
+    mask = mask if apart is None else apart if mask is None else mask & apart
     if isinstance(position_bias, Tensor):
         bias = position_bias if bias is None else position_bias + bias
     sinks, scaling = given.option("s_aux"), given.option("scaling")
@@ -102,11 +105,16 @@ def _refuse(given: InterfaceCall) -> None:
             "it reads the paged cache of continuous batching, whose keys are not in one call; "
             "watch model.generate or a plain forward"
         )
-    packed = given.option("cu_seq_lens_k")
-    if packed is not None and given.implementation not in ("eager", "sdpa"):
-        raise ValueError(
-            "its sequences are packed by cu_seq_lens; leave them out and pass position_ids"
-        )
+
+
+def _packed(given: InterfaceCall, k: Tensor, memo: MaskMemo) -> Mask | None:
+    """The mask of packed sequences that a function keeps apart by itself, as flash attention."""
+    if given.mask is not None or given.implementation in (*_FULL, "sdpa"):
+        return None
+    by_ends = by_lengths(given.options, given.q, k, memo)
+    if by_ends is not None or "flash" not in given.implementation:
+        return by_ends
+    return by_positions(given.option("position_ids"), given.q, k, memo)
 
 
 def is_causal(given: InterfaceCall) -> bool:

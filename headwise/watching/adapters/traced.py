@@ -200,7 +200,7 @@ def _prepared(module: nn.Module | None, q: Tensor, across: bool) -> tuple[str, T
     again = 0 if across else sum([one is module for one in ATTENDED])
     if module is not None and not across:
         ATTENDED.append(module)
-    _prepare(group, again, across, q.shape[1], q.device.type, q.device.index)
+    _prepare(group, again, across, q.shape[1], q.shape[3], q.device.type, q.device.index)
     way = key(again, across)
     return way, getattr(module, tap_name(way), None)
 
@@ -218,10 +218,10 @@ def _count_unread(module: nn.Module | None) -> None:
 
 @constant
 def _prepare(
-    group: int, again: int, across: bool, heads: int, device: str, index: int | None
+    group: int, again: int, across: bool, heads: int, width: int, device: str, index: int | None
 ) -> bool:
     """Prepare the modules of a group in every watched model."""
-    way = Attending(group, again, across, heads, _device(device, index))
+    way = Attending(group, again, across, heads, width, _device(device, index))
     traced_modules.prepare(way, running_paths())
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+
+from headwise import version
 
 _KEEPING = frozenset(
     (
@@ -24,6 +27,8 @@ _KEEPING = frozenset(
 _STEPS = 16  # back from a product to its softmax, at most
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
 _ROOT = re.compile(r"^.*?\]\.?")  # L['self'].
+_LIBRARIES = tuple(f"{Path(x).parent}{os.sep}" for x in (torch.__file__, version.__file__))
+"""The folders of torch and headwise. A name in a path tells nothing: it may be a user's."""
 _SEARCHED = "headwise_searched"  # a key of the nodes that were looked at
 
 
@@ -174,7 +179,7 @@ def _name(node: Node) -> str:
 def _place(node: Node) -> str:
     """The line of the model's code that a node comes from, " (model.py, line 12)"."""
     frames = _FRAME.findall(node.stack_trace or "")
-    own = [x for x in frames if not re.search(r"[\\/](torch|headwise)[\\/]", x[0])]
+    own = [x for x in frames if not x[0].startswith(_LIBRARIES)]
     return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
 
 

@@ -48,6 +48,7 @@ class Attending:
     again: int
     across: bool
     heads: int
+    width: int
     device: torch.device
 
     @property
@@ -118,7 +119,9 @@ class TracedModel:
             _known.setdefault(module, {})[way.key] = way
             name = self.names[module]
             kind: Kind = "cross" if way.across else kind_of(name)
-            layer = recorder.registry.traced_layer(name, way.again, kind, way.heads, board)
+            layer = recorder.registry.traced_layer(
+                name, way.again, kind, way.heads, way.width, board
+            )
             if layer is None:
                 setattr(module, tap_name(way.key), None)
                 continue

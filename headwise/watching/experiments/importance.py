@@ -35,8 +35,12 @@ def importance(model: nn.Module, recorder: CallRecorder, measure: Measure) -> Ta
             whole = float(measure())
             without: dict[Head, float] = {}
             for name, head in _shown(_wanted(layers, recorder.options.heads)):
-                with _off(model, recorder, name, head):
-                    without[name, head] = float(measure())
+                own = head - layers[name].first_head
+                if not 0 <= own < layers[name].heads:
+                    measure()  # while the rank that has this head switches it off
+                    continue
+                with _off(model, recorder, name, own):
+                    without[name, own] = float(measure())
     finally:
         recorder.active = active
     rows: list[dict[str, Value]] = [
@@ -50,7 +54,7 @@ def _wanted(layers: Mapping[str, WatchedLayer], numbers: Sequence[int] | None) -
     return [
         (name, head)
         for name, layer in layers.items()
-        for head in range(layer.heads)
+        for head in range(layer.total)
         if numbers is None or head in numbers
     ]
 

@@ -142,7 +142,7 @@ class JoinedFigures:
         self.parcel = Parcel.of(self.layers, len(everyone), columns, device)
         self._header = Header(
             "figures",
-            words={"the watched layers": f"{[(x.name, x.heads) for x in self.layers]}"},
+            {"the watched layers": f"{[(x.name, x.heads) for x in self.layers]}"},
             own=(0,),
         )
         self._order = torch.tensor(order, device=device)

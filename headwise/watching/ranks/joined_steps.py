@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from headwise.core.host_copy import HostCopy
 from headwise.core.reduction import Columns
-from headwise.watching.adapters.module_forwards import find_module
-from headwise.watching.head_places import head_place
 from headwise.watching.ranks.joined_figures import JoinedFigures
 from headwise.watching.ranks.layer_numbers import LAYERS, LayerPart
-from headwise.watching.recorder.board import Board, HostCopy, Slot
+from headwise.watching.recorder.board import Board, Slot
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.layer import WatchedLayer
+from headwise.watching.recorder.layer_registry import LayerRegistry
 
 Made = TypeVar("Made")
 
@@ -33,6 +33,7 @@ class JoinedSteps:
         self.layers: tuple[WatchedLayer, ...] = ()  # of all ranks
         self.board: Board | None = None  # that their slots are on
         self._headers: HostCopy | None = None  # of the last step, until they are read
+        self._told: dict[str, tuple[int, int]] = {}  # places of heads by weights; 0 if unknown
         self._at: dict[tuple[Board, tuple[int, ...]], Tensor] = {}  # numbers of slots
 
     @property
@@ -51,7 +52,7 @@ class JoinedSteps:
         return LAYERS in (self.figures.mesh.mesh_dim_names or ())
 
     def take(
-        self, recorder: CallRecorder, model: nn.Module, failure: Exception | None = None
+        self, recorder: CallRecorder, failure: Exception | None = None
     ) -> dict[Board, HostCopy]:
         """End a step: join the figures of all ranks, and start anew.
 
@@ -65,8 +66,8 @@ class JoinedSteps:
         boards = list(recorder.registry.boards.values())
         device = boards[0].device if boards else torch.device(self.figures.mesh.device_type)
         if self.figures.layers is None or self.figures.outdated:
-            self._number(recorder, model, columns, device, failure)
-        own, failure = _tried(lambda: self._own_figures(recorder, model, device), failure)
+            self._number(recorder, columns, device, failure)
+        own, failure = _tried(lambda: self._own_figures(recorder, device), failure)
         mine, waiting = own or ([], [])
         table, headers = self.figures.join(mine, bool(waiting), failure)
         if failure is not None:
@@ -105,19 +106,19 @@ class JoinedSteps:
         found = self.board.ended[:, self.board.columns.largest(stat)]
         return ((found == torch.inf) | found.isnan()).any()
 
-    def _parts(self, recorder: CallRecorder, model: nn.Module) -> dict[str, LayerPart]:
+    def _parts(self, recorder: CallRecorder) -> dict[str, LayerPart]:
         """This rank's part of every layer, by its name here."""
-        layers = _recorded(recorder)
+        layers, registry = _recorded(recorder), recorder.registry
         return {  # those that were not asked for count too, or the others' numbers would change
-            name: self._part(layers[name], model) if name in layers else LayerPart(name, "", 0)
-            for name in recorder.registry.shown
+            name: self._part(layers[name], registry) if name in layers else LayerPart(name, "", 0)
+            for name in registry.shown
         }
 
     def _own_figures(
-        self, recorder: CallRecorder, model: nn.Module, device: torch.device
+        self, recorder: CallRecorder, device: torch.device
     ) -> tuple[list[tuple[list[str], Tensor]], list[Slot]]:
         """This rank's figures, and the slots of layers on which the ranks have not agreed yet."""
-        layers, parts = _recorded(recorder), self._parts(recorder, model)
+        layers, parts = _recorded(recorder), self._parts(recorder)
         known = [name for name in layers if self.figures.knows(parts[name])]
         groups: dict[tuple[Board, int], list[str]] = {}
         for name in known:
@@ -134,22 +135,20 @@ class JoinedSteps:
         waiting = [layer.slot for name, layer in layers.items() if name not in known]
         return mine, [slot for slot in waiting if slot is not None]
 
-    def _part(self, layer: WatchedLayer, model: nn.Module) -> LayerPart:
-        if layer.share is None:
-            try:
-                module = find_module(model, layer.module)
-            except ValueError:  # the other ranks wait, so nothing may fail here
-                module = nn.Identity()
-            layer.share = head_place(module, layer.heads, layer.width) or (0, 0)
-        first, total = layer.share
+    def _part(self, layer: WatchedLayer, registry: LayerRegistry) -> LayerPart:
+        if layer.name not in self._told:
+            # FSDP's weights are whole while a layer runs, and tell only now.
+            told = layer.share or registry.placed(layer.module, layer.heads, layer.width)
+            self._told[layer.name] = told or (0, 0)
+        first, total = self._told[layer.name]
         return LayerPart(layer.name, layer.kind, layer.heads, first, total, layer.stats)
 
     def _number(
-        self, recorder: CallRecorder, model: nn.Module, columns: Columns, device: torch.device,
+        self, recorder: CallRecorder, columns: Columns, device: torch.device,
         failure: Exception | None,
     ) -> None:  # fmt: skip
         """Agree with the other ranks on the layers of the whole model, and number this rank's."""
-        parts, failure = _tried(lambda: self._parts(recorder, model), failure)
+        parts, failure = _tried(lambda: self._parts(recorder), failure)
         found = self.figures.agree(list((parts or {}).values()), columns, device, failure)
         layers = _recorded(recorder)
         self.board = Board(columns, device)
@@ -165,7 +164,8 @@ class JoinedSteps:
         for each in found:
             if each.own:
                 local = layers[each.local_name]
-                local.number, local.first_head = each.number, each.own.start
+                local.number = each.number
+                local.take_place((each.own.start, each.heads))
 
 
 def _recorded(recorder: CallRecorder) -> dict[str, WatchedLayer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,36 +21,41 @@ from headwise.watching.head_weights import (
 class OutputFactors:
     """Factors of the outputs of DTensor parameters: ones, to be multiplied head by head.
 
-    `by_head` are views of the factors, of all heads of the layer, as those of plain weights would
-    be. A parameter is scaled where its parts are, and no part moves.
+    A parameter is scaled where its parts are, and no part moves. One that several layers have has
+    one tensor of factors.
     """
 
-    by_head: QueryKeyWeights
-    parameters: list[tuple[Any, Tensor]]  # each with the factors of its outputs
+    _parameters: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)  # with their factors
 
-    @classmethod
-    def of(cls, module: nn.Module, name: str, heads: int) -> OutputFactors | None:
-        """Those of a layer; None if its parameters are plain tensors. ValueError if unknown."""
-        found: list[tuple[Any, Tensor]] = []
+    def by_head(self, module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
+        """Views of the factors of all heads of a layer, as those of plain weights would be.
+
+        None if its parameters are plain tensors; ValueError if it is not known which they are.
+        """
+        sharded = False
 
         def factors(owner: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+            nonlocal sharded
             if not is_sharded(parameter):
                 return None
+            sharded = True
+            if id(parameter) in self._parameters:
+                return self._parameters[id(parameter)][1]
             shape = [1] * parameter.ndim
             columns = type(owner).__name__ == "Conv1D" and parameter.ndim == 2  # GPT-2's
             shape[int(columns)] = parameter.shape[int(columns)]
             local = parameter.to_local()  # type: ignore[attr-defined]
             ones = torch.ones(shape, dtype=local.dtype, device=local.device)
-            found.append((parameter, ones))
+            self._parameters[id(parameter)] = parameter, ones
             return ones
 
         with replaced_parameters(module, factors):
-            by_head = query_key_weights(module, name, heads)
-        return cls(by_head, found) if found else None
+            found = query_key_weights(module, name, heads)
+        return found if sharded else None
 
     def apply(self) -> None:
         """Multiply the parameters by their factors."""
-        for parameter, ones in self.parameters:
+        for parameter, ones in self._parameters.values():
             outputs = max(range(ones.ndim), key=lambda axis: ones.shape[axis])
             part = _part(parameter, outputs)
             local = parameter.to_local()

@@ -192,8 +192,7 @@ class CallRecorder:
         layer = self.registry.layer(name, call, kind)
         if layer is None:
             return
-        if share is not None:
-            layer.share, layer.first_head = share, share[0]
+        layer.take_place(share)
         if padding is None and kind == "self":
             padding = self._padding(whole) if divided is None else divided.padded_rows
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None

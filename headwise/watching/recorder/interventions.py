@@ -55,7 +55,11 @@ class Interventions:
             return call
         start = first_position(call) + (forgotten or 0) if kind == "self" else 0
         place = Place.of(call.q, call.k)
-        holes = {edge: hole_of(edge, place, start, forgotten or 0) for edge in edges}
+        share = self.registry.placed(name, place.heads, call.q.shape[3])
+        holes = {edge: hole_of(edge, place, start, forgotten or 0, share) for edge in edges}
+        if share is not None:  # the heads of other ranks are cut there
+            own = (None, *range(share[0], share[0] + place.heads))
+            self.cut_edges.update(edge for edge in edges if edge.head not in own)
         found = {edge: hole for edge, hole in holes.items() if hole is not None}
         self.cut_edges.update(found)
         if not found:

@@ -26,8 +26,9 @@ def joined_call(parts: list[SeenCall], calls: list[Call], across: bool, title: s
     k = torch.cat([*before, last.k[:, :, begun:end]], 2) if before else last.k
     if not across and not torch.equal(k, last.k[:, :, :end]):
         raise ValueError(
-            f"the keys that earlier rows of {title} saw are gone: a cache forgot them, or "
-            "beams changed places. Watch a pass over the whole text to have its map"
+            f"the keys that earlier rows of {title} saw are gone: a cache forgot or rounded them, "
+            "or beams changed places. Watch a pass over the whole text, or a single step, to have "
+            "its map"
         )
     places = [
         Place.of(call.q, k) if across else _place_in_pass(call, part, k)

@@ -45,7 +45,7 @@ class WatchedLayer:
     width: int = 0  # of its queries; 0 if that is not known
     first_head: int = 0  # the number of its first head, if other ranks have the ones before
     share: tuple[int, int] | None = field(default=None, repr=False)
-    """The first and the number of all heads by its weights, once somebody asked; 0 if unknown."""
+    """The number of its first head and that of all heads of the layer; None if that is unknown."""
     ended: bool = False  # the next call begins a new pass, whatever it looks like
     _ran: bool = False  # in compiled code, since the last step
     _calls: list[SeenCall] = field(default_factory=list, repr=False)
@@ -190,6 +190,16 @@ class WatchedLayer:
                 "you need"
             )
 
+    def take_place(self, share: tuple[int, int] | None) -> None:
+        """Number its heads as those of the whole layer: the first here, and all; None: unknown."""
+        if share is not None:
+            self.share, self.first_head = share, share[0]
+
+    @property
+    def total(self) -> int:
+        """The number of heads of the whole layer, as far as this rank knows."""
+        return max(self.heads, 0 if self.share is None else self.share[1])
+
     def place(self, head: int) -> dict[str, Value]:
         """The columns that tell a row's head; `head` counts this rank's."""
         number = self.first_head + head
@@ -200,7 +210,7 @@ class WatchedLayer:
         place = head - self.first_head if head >= 0 else head
         if not -self.heads <= place < self.heads or (head >= 0 and place < 0):
             first, last = self.first_head, self.first_head + self.heads - 1
-            here = " on this rank" if self.share is not None else ""
+            here = " on this rank" if self.total > self.heads else ""
             raise ValueError(
                 f"there is no head {head} in layer {self.number} ({self.name}); its heads{here} "
                 f"are {first} to {last}"

@@ -5,7 +5,7 @@ A layer that was not asked for is registered too, because it counts in the numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,9 @@ class LayerRegistry:
     boards: dict[object, Board] = field(default_factory=dict)  # by device, and group if compiled
     numbered: bool = False  # a step has ended: layers keep their numbers
     some_layers: bool = False  # other ranks have other layers of the model, which shift its numbers
+    placed: Callable[[str, int, int], tuple[int, int] | None] = lambda *_: None
+    """The first head of a module, and the number of all, by its weights, if it computes so many
+    heads of a width; None if its weights do not tell."""
 
     def board(self, device: torch.device) -> Board:
         """The board of a device, a new one if need be."""
@@ -54,7 +57,7 @@ class LayerRegistry:
     def layer(self, name: str, call: Call, kind: Kind) -> WatchedLayer | None:
         """The layer of this name, a new one if need be; None if it was not asked for."""
         if name not in self.shown:
-            self._register(name, kind, call.q.shape[1], width=call.q.shape[3])
+            self._register(name, kind, call.q.shape[1], call.q.shape[3])
         layer = self.layers.get(name)
         if layer is not None and (layer.slot is None or layer.slot.board.device != call.q.device):
             board, slot = self.board(call.q.device), layer.slot
@@ -62,7 +65,7 @@ class LayerRegistry:
         return layer
 
     def traced_layer(
-        self, module: str, again: int, kind: Kind, heads: int, board: Board
+        self, module: str, again: int, kind: Kind, heads: int, width: int, board: Board
     ) -> WatchedLayer | None:
         """The layer of a module that runs compiled; None if it was not asked for.
 
@@ -70,7 +73,7 @@ class LayerRegistry:
         """
         name = self.distinct_name(f"{module}#{again}" if again else module, kind)
         if name not in self.shown:
-            self._register(name, kind, heads, known=False)
+            self._register(name, kind, heads, width, known=False)
         layer = self.layers.get(name)
         moves = layer is not None and (layer.slot is None or layer.slot.board is not board)
         if layer is not None and moves:
@@ -78,9 +81,7 @@ class LayerRegistry:
             layer.compiled = layer.recorded = True
         return layer
 
-    def _register(
-        self, name: str, kind: Kind, heads: int, known: bool = True, width: int = 0
-    ) -> None:
+    def _register(self, name: str, kind: Kind, heads: int, width: int, known: bool = True) -> None:
         """Number a layer that is seen for the first time, and watch it if it was asked for.
 
         While its number is not known for certain, every layer is watched.
@@ -89,7 +90,9 @@ class LayerRegistry:
         self.shown[name] = self.options.ask_for(number, name) or not known or self.some_layers
         if self.shown[name]:
             sampled, stats = self.options.rows is not None, self.options.stats_of(kind)
-            self.layers[name] = WatchedLayer(number, name, kind, heads, sampled, stats, width=width)
+            layer = WatchedLayer(number, name, kind, heads, sampled, stats, width=width)
+            layer.take_place(self.placed(layer.module, heads, width))
+            self.layers[name] = layer
 
     def renumber(self, order: Iterable[str]) -> None:
         """Number the layers in this order of their names, until a step has ended.

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from headwise.bias import ALiBi, Bias, RelativeBuckets
-from headwise.core.intervals import Both, Mask
-from headwise.core.mask_reading import PackedIntervals, TracedDense
+from headwise.core.intervals import Mask
+from headwise.core.mask_reading import TracedDense
 from headwise.core.observation import Observation
-from headwise.core.patterns import Causal, Window
 from headwise.core.place import Place
 from headwise.core.versions import Versions, may_be_overwritten
 from headwise.handover import SplitCalls
@@ -129,7 +128,7 @@ def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:
     tensor([[0, 0, 0, 0],
             [0, 0, 0, 1]], dtype=torch.int32)
     """
-    if mask is None or _shows_itself(mask):
+    if mask is None or mask.shows_itself:
         return None
     place = Place.of(q, k)
     shown = _shown_keys(mask, place)
@@ -140,13 +139,6 @@ def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:
         return ~shown.expand(q.shape[0], -1).gather(1, own)
     first = place.offset if stands is None else stands
     return ~shown[:, first : first + place.queries].expand(q.shape[0], -1)
-
-
-def _shows_itself(mask: Mask) -> bool:
-    """True if it is certain that a mask hides no token from itself."""
-    if isinstance(mask, Both):
-        return _shows_itself(mask.a) and _shows_itself(mask.b)
-    return isinstance(mask, Causal | Window | PackedIntervals)
 
 
 def bent(call: Call) -> str | None:

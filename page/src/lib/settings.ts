@@ -1,4 +1,4 @@
-/** The settings of an experiment or a form: headwise/lab/experiments/settings.py in TypeScript. */
+/** The settings of an experiment or a form: headwise/apps/lab/experiments/settings.py in TypeScript. */
 
 export interface Whole {
   value: number;

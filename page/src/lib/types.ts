@@ -1,4 +1,4 @@
-/** The answers of the API: the types of headwise/look in TypeScript. */
+/** The answers of the API: the types of headwise/apps/look in TypeScript. */
 
 export interface State {
   state: 'loading' | 'ready' | 'error';

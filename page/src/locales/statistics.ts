@@ -20,6 +20,11 @@ const en: Record<string, Named> = {
     name: 'effective keys',
     meaning: 'how many keys a row spreads over, e^entropy',
   },
+  participation: {
+    name: 'participation',
+    meaning:
+      'how many keys share the weight, (Σp)² / Σp²: large weights count more than in e^entropy',
+  },
   logit_mean: { name: 'mean logit', meaning: 'over the visible keys' },
   logit_var: { name: 'logit variance', meaning: 'over the visible keys' },
   sink_mass: { name: 'first-token weight', meaning: 'the weight on the first token: a sink' },
@@ -44,6 +49,10 @@ const zh: Record<string, Named> = {
     meaning: '熵除以均匀权重的熵：1 表示完全均匀，与长度无关',
   },
   effective_keys: { name: '有效键数', meaning: '一行分散到多少个键上，e^熵' },
+  participation: {
+    name: '参与键数',
+    meaning: '有多少个键分担权重，(Σp)² / Σp²；比 e^熵 更看重大的权重',
+  },
   logit_mean: { name: 'logit 均值', meaning: '在可见键上取平均' },
   logit_var: { name: 'logit 方差', meaning: '在可见键上的方差' },
   sink_mass: { name: '首词元权重', meaning: '落在第一个词元上的权重，即注意力汇（sink）' },

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
-from headwise.core.sums import RowTotals, Sums
+from headwise.core.row_sums import RowResults
+from headwise.core.row_totals import RowTotals
 from headwise.engines.operators import Gradients
 from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.triton.host.decoding_call import join, parts_for, processors, shares
@@ -30,7 +31,6 @@ from headwise.engines.triton.kernels.additive.additive_grads import (
 from headwise.engines.triton.kernels.additive.powers import Powers, prepare
 from headwise.engines.triton.kernels.gradients import Rows
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
-from headwise.engines.triton.kernels.split_keys import Merged
 from headwise.engines.triton.kernels.tile import LOG2E
 
 TILE = (64, 64, 4)  # rows, keys, warps: the fastest of a few on an NVIDIA H200
@@ -41,15 +41,14 @@ Strides = tuple[tuple[int, int, int], ...]
 
 def run_additive(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
-) -> Sums:
-    """Return the output and the sums that `wants` names."""
-    sums = launches.room(q, v, wants)
-    if sums.lse.numel() == 0:
-        return sums
+) -> RowResults:
+    """Return the output and the results that `wants` names."""
+    found = launches.room(q, v, wants)
+    if found.lse.numel() == 0:
+        return found
     call = operands(q, k, v, terms)
     rows, keys, warps = (16, 32, 4) if INTERPRETING else TILE
     weight = _weight(terms)
-    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
     tensors = (call.q, call.k, call.v)
     strides = tuple(map(outer_strides, tensors))
     kind = _kind(call, (weight,), strides, wants)
@@ -64,8 +63,8 @@ def run_additive(
             powers, call.given, parts, splits, *call.sizes), warps, 2, ROWS=rows, KEYS=keys,
             WARPS=warps, CLEAN=exposed(q, k, terms), **_flags(call),
         )  # fmt: skip
-        join(launches, parts, sums.out, merged, call.given.sinks, splits, kind)
-    return sums
+        join(launches, parts, found, call.given.sinks, splits, kind)
+    return found
 
 
 def prepared(
@@ -129,7 +128,7 @@ def differentiate_additive(
     terms: Terms,
     out: Tensor,
     totals: RowTotals,
-    entropy: Tensor,
+    entropy: Tensor | None,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     grad_entropy: Tensor | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,39 +11,34 @@ from torch import Tensor
 
 from headwise.core import statistics
 from headwise.core.problem import Problem, Terms
+from headwise.core.row_sums import LOG_TOTAL, WIDE, RowResults
 from headwise.core.statistics import wanted
-from headwise.core.sums import ENTROPY, LOG_TOTAL, WIDE, Sums
-from headwise.engines.contract import Results
-from headwise.engines.learning import (
-    TENSORS,
-    LearningCall,
-    chosen,
-    fixed_terms,
-    others,
-    sources,
-)
+from headwise.engines.contract import Prepared, Results
+from headwise.engines.learning import TENSORS, chosen, fixed_terms, others, sources
 from headwise.engines.operators import Gradients, Operators, operators
 from headwise.engines.triton.host.additive_call import differentiate_additive, run_additive
 from headwise.engines.triton.host.backward_call import differentiate_dot
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.decoding_call import attend_step, decodes, few, run_decode
 from headwise.engines.triton.host.forward_call import run_forward
-from headwise.engines.triton.host.launches import Launches
+from headwise.engines.triton.host.launches import Launches, recorded
 from headwise.engines.triton.host.operands import cap_of, leaves_keys, pad, widened
 from headwise.engines.triton.host.prepared_call import PreparedCall
 from headwise.engines.triton.host.statistics_call import complete_dot
 from headwise.engines.triton.limits import LIBRARY_ON
 
 __all__ = [
-    "FORWARD", "FirstCall", "FirstLearningCall", "cap_of", "card", "complete", "differentiate",
-    "few", "leaves_keys", "pad", "results", "run",
+    "FORWARD", "cap_of", "card", "complete", "differentiate", "few", "first_with_gradients",
+    "leaves_keys", "pad", "recorded", "results", "run",
 ]  # fmt: skip
 
-Run = Callable[[Launches, Tensor, Tensor, Tensor, Terms, int], Sums]
+Run = Callable[[Launches, Tensor, Tensor, Tensor, Terms, int], RowResults]
 
 
-def run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> Sums:
-    """Return the output and the sums that `wants` names, from the kernels for this problem."""
+def run(
+    launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
+) -> RowResults:
+    """Return the output and the results that `wants` names, from the kernels for this problem."""
     kernels = run_forward
     if terms.additive is not None:
         kernels = run_additive
@@ -51,12 +46,12 @@ def run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants
         kernels = run_decode
     wide, k, v = widened(q, k, v)
     if v.shape[-1] or kernels is run_forward:
-        sums = kernels(launches, wide, k, v, terms, wants)
+        found = kernels(launches, wide, k, v, terms, wants)
     else:  # the keys stand in for values of width 0
         out = q.new_empty(*q.shape[:3], 0)
-        sums = kernels(launches, wide, k, k, terms, wants)._replace(out=out)
+        found = kernels(launches, wide, k, k, terms, wants)._replace(out=out)
         launches.allocated(out)
-    return sums if wide is q or wants & WIDE else sums._replace(out=sums.out.to(q.dtype))
+    return found if wide is q or wants & WIDE else found._replace(out=found.out.to(q.dtype))
 
 
 def differentiate(
@@ -73,7 +68,7 @@ def differentiate(
     return kernels(q, k, v, terms, out, totals, entropy, grad_out, *others)
 
 
-def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], Sums]:
+def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], RowResults]:
     """Return `run` for an operator, which records no launches."""
     return lambda *arguments: run(Launches(), *arguments)
 
@@ -84,30 +79,15 @@ FORWARD = operators("triton", once(run), differentiate, LIBRARY_ON)
 def complete(
     problem: Problem,
     terms: Terms,
-    sums: tuple[Tensor, ...],
+    rows: RowResults,
     names: tuple[str, ...],
     sink_keys: int,
     launches: Launches | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the output and the named statistics, (B, Hq, N) each, from the forward's sums."""
-    found = Sums(*sums)
+) -> dict[str, Tensor]:
+    """Return the named statistics, (B, Hq, N) each, from the forward's results."""
     if problem.additive is not None:
-        return found.out, statistics.complete(problem, found, names, sink_keys)
-    return found.out, complete_dot(problem, terms, found, names, sink_keys, launches)
-
-
-class FirstCall:
-    """A call that is worked out while it runs; `reusable` repeats it from then on."""
-
-    def __init__(self, work_out: Callable[[Launches], Results]) -> None:
-        self._work_out = work_out
-        self.reusable: PreparedCall | None = None
-
-    def __call__(self, *tensors: Tensor) -> Results:
-        launches = Launches(*tensors)
-        results = self._work_out(launches)
-        self.reusable = launches.prepared(results)
-        return results
+        return statistics.complete(problem, rows, names, sink_keys)
+    return complete_dot(problem, terms, rows, names, sink_keys, launches)
 
 
 def results(
@@ -120,81 +100,42 @@ def results(
             return (out,)
     terms = problem.terms(banded=True)
     launches.fixed(*fixed_terms(problem, terms))
-    sums = run(launches, problem.q, problem.k, problem.v, terms, wanted(names))
-    out, values = complete(problem, terms, sums, names, sink_keys, launches)
-    return (out, *(values[name] for name in names))
+    rows = run(launches, problem.q, problem.k, problem.v, terms, wanted(names))
+    values = complete(problem, terms, rows, names, sink_keys, launches)
+    return (rows.out, *(values[name] for name in names))
 
 
-class FirstLearningCall:
-    """A call with gradients that is worked out while it runs."""
+def first_with_gradients(
+    operators: Operators,
+    run: Run,
+    problem: Problem,
+    names: tuple[str, ...],
+    sink_keys: int,
+    tensors: tuple[Tensor, ...],
+) -> tuple[Results, Prepared | None]:
+    """Return the results of a call with gradients, and the call prepared for other tensors."""
+    terms = problem.terms(banded=True)
+    fixed, more = fixed_terms(problem, terms), others(names)
+    again: PreparedCall | None = None
 
-    def __init__(
-        self,
-        operators: Operators,
-        run: Run,
-        problem: Problem,
-        names: tuple[str, ...],
-        sink_keys: int,
-    ) -> None:
-        self._operators, self._run, self._problem = operators, run, problem
-        self._names, self._sink_keys = names, sink_keys
-        self.reusable: RepeatedLearningCall | None = None
+    def work_out(launches: Launches) -> tuple[Tensor | None, ...]:
+        launches.fixed(*fixed)
+        wants = wanted(names) | LOG_TOTAL
+        rows = run(launches, problem.q, problem.k, problem.v, terms, wants)
+        values = complete(problem, terms, rows, more, sink_keys, launches)
+        return (*rows, *(values[name] for name in more))
 
-    def __call__(self, *tensors: Tensor) -> Results:
-        problem, names = self._problem, self._names
-        terms, wants = problem.terms(banded=True), wanted(names) | LOG_TOTAL
-        fixed = fixed_terms(problem, terms)
-        first = FirstCall(self._work_out(terms, wants, fixed))
-        found = sources(terms, tensors, fixed)
-        places = found or sources(terms, tensors, tuple(x for x in terms if isinstance(x, Tensor)))
-        assert places is not None
-        numbers = terms[TENSORS - 3 :]
-        call = self._operators.learning(_rows(first, wants), places, numbers)
-        results = chosen(call(*tensors), names)
-        if found is not None and first.reusable is not None:
-            call = replace(call, run=_rows(first.reusable, wants))
-            self.reusable = RepeatedLearningCall(call, names)
-        return results
+    def first(*tensors: Tensor) -> tuple[Tensor | None, ...]:
+        nonlocal again
+        found, again = recorded(work_out, tensors)
+        return found
 
-    def _work_out(
-        self, terms: Terms, wants: int, fixed: tuple[Tensor, ...]
-    ) -> Callable[[Launches], Results]:
-        problem, names = self._problem, self._names
-
-        def work_out(launches: Launches) -> Results:
-            launches.fixed(*fixed)
-            sums = self._run(launches, problem.q, problem.k, problem.v, terms, wants)
-            out, values = complete(problem, terms, sums, names, self._sink_keys, launches)
-            known = [out, sums.lse, sums.max_logit, sums.log_total]
-            known += [sums.entropy] if wants & ENTROPY else []
-            return (*known, *(values[name] for name in others(names)))
-
-        return work_out
-
-
-@dataclass(frozen=True)
-class RepeatedLearningCall:
-    """A prepared call with gradients."""
-
-    call: LearningCall
-    names: tuple[str, ...]
-
-    @property
-    def reusable(self) -> RepeatedLearningCall:
-        """This call."""
-        return self
-
-    def __call__(self, *tensors: Tensor) -> Results:
-        return chosen(self.call(*tensors), self.names)
-
-
-def _rows(run: Callable[..., Results], wants: int) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Return `run`, whose results have no entropy unless it was asked for, with None there."""
-    if wants & ENTROPY:
-        return run
-
-    def call(*tensors: Tensor) -> tuple[Tensor | None, ...]:
-        found = run(*tensors)
-        return (*found[:4], None, *found[4:])
-
-    return call
+    places = sources(terms, tensors, fixed)
+    known = places or sources(terms, tensors, tuple(x for x in terms if isinstance(x, Tensor)))
+    assert known is not None
+    call = operators.learning(first, known, terms[TENSORS - 3 :])
+    found = chosen(call(*tensors), names)
+    if places is None or again is None:
+        return found, None
+    repeated = replace(call, run=again)
+    return found, lambda *tensors: chosen(repeated(*tensors), names)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
-from headwise.core.sums import RowTotals
+from headwise.core.row_totals import RowTotals
 from headwise.engines.operators import Gradients
 from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.triton.host.cards import card
@@ -40,7 +40,7 @@ def differentiate_dot(
     terms: Terms,
     out: Tensor,
     totals: RowTotals,
-    entropy: Tensor,
+    entropy: Tensor | None,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     grad_entropy: Tensor | None,

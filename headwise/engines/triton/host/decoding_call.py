@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headwise.core.intervals import FURTHEST
 from headwise.core.problem import Problem, Terms
+from headwise.core.row_sums import FLAGS, RowParts, RowResults
 from headwise.core.stored import Stored
-from headwise.core.sums import DISTANCE, ENTROPY, MOMENTS, Sums
 from headwise.engines.decoding import MANY_KEYS, MOST_ROWS, is_decoding
 from headwise.engines.triton.host.cards import Card, card
 from headwise.engines.triton.host.launches import Launches
@@ -28,8 +28,6 @@ from headwise.engines.triton.host.tile_shapes import TENSOR_MEMORY, Shape, fit, 
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
 from headwise.engines.triton.kernels.split_keys import (
     Held,
-    Merged,
-    Parts,
     merge,
     merge_step,
     split,
@@ -40,7 +38,6 @@ from headwise.engines.triton.limits import GRID
 
 SPLITS = 128  # splits of the keys, at most
 NOTHING_HELD = Held(None, None, None)
-NOT_MERGED = Merged(*[None] * len(Merged._fields))
 NOTHING_GIVEN = Given(*[None] * len(Given._fields))
 # NumPy, which the interpreter computes with, has no bfloat16.
 STEP_DTYPES = (torch.float32, torch.float16) if INTERPRETING else (torch.bfloat16, torch.float16)
@@ -154,20 +151,19 @@ def _held_strides(held: Held) -> tuple[int, int, int]:
 
 def run_decode(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
-) -> Sums:
-    """Return the output and the sums that `wants` names, as `run_forward` does."""
-    sums = launches.room(q, v, wants)
-    if sums.lse.numel() == 0:
-        return sums
+) -> RowResults:
+    """Return the output and the results that `wants` names, as `run_forward` does."""
+    found = launches.room(q, v, wants)
+    if found.lse.numel() == 0:
+        return found
     call = operands(q, k, v, terms)
-    merged = Merged(sums.lse, sums.max_logit, *(x if x.numel() else None for x in sums[3:]))
     flags = call.flags()
     with on(q.device):
         _split(
-            launches, call.q, call.k, call.v, NOTHING_HELD, call.given, tuple(call.sizes), sums.out,
-            merged, wants=wants, pieces=flags["PIECES"], cap=flags["CAP"],
+            launches, call.q, call.k, call.v, NOTHING_HELD, call.given, tuple(call.sizes), found,
+            wants=wants, pieces=flags["PIECES"], cap=flags["CAP"],
         )  # fmt: skip
-    return sums
+    return found
 
 
 def _split(
@@ -178,8 +174,7 @@ def _split(
     held: Held,
     given: Given,
     sizes: tuple[Any, ...],
-    out: Tensor,
-    merged: Merged = NOT_MERGED,
+    found: RowResults,
     *,
     wants: int = 0,
     pieces: int = 0,
@@ -217,7 +212,7 @@ def _split(
             VALUES=values, PADDED=tile_side(width), PADDED_VALUES=tile_side(values), UNIT=unit,
             PAGE=page, CAUSAL=causal, PRECISION=precision(q.dtype), PIECES=pieces, CAP=cap,
         )  # fmt: skip
-        join(launches, parts, out, merged, given.sinks, splits, known)
+        join(launches, parts, found, given.sinks, splits, known)
 
     what = tile(max(width, values), k.itemsize, rows, q.device, loads_pairs(given))
     fit(*what, cut, launches)
@@ -249,7 +244,8 @@ def run_stored(
     with on(q.device):
         _split(
             launches, q if q.stride(-1) == 1 else q.contiguous(), keys, values, held, given, sizes,
-            out, cap=cap_of(scale, softcap or 0.0), causal=causal, page=page, longest=length,
+            RowResults(out, None, None),  # type: ignore[arg-type]  # out alone
+            cap=cap_of(scale, softcap or 0.0), causal=causal, page=page, longest=length,
             kind=(q.dtype, keys.dtype, values.dtype, page == 0) if sinks is None else None,
         )  # fmt: skip
     return out
@@ -257,14 +253,14 @@ def run_stored(
 
 def join(
     launches: Launches,
-    parts: Parts,
-    out: Tensor,
-    merged: Merged,
+    parts: RowParts,
+    found: RowResults,
     sinks: Tensor | None,
     splits: int,
     kind: tuple[object, ...] | None = None,
 ) -> None:
-    """Merge the parts of every row into out (B, Hq, N, Dv) and the statistics."""
+    """Merge the parts of every row into its results; lse is None if out is all of them."""
+    out, merged = found.out, found.rows()
     batch, heads, queries, values = out.shape
     wide = tile_side(values)
     part = min(wide, 64)
@@ -275,11 +271,10 @@ def join(
     )  # fmt: skip
 
 
-def parts_for(launches: Launches, q: Tensor, splits: int, values: int, wants: int) -> Parts:
+def parts_for(launches: Launches, q: Tensor, splits: int, values: int, wants: int) -> RowParts:
     """Allocate the parts as views of one tensor."""
     shape = (*q.shape[:3], splits)
-    asked = [True, True, *(bool(wants & what) for what in (ENTROPY, DISTANCE))]
-    asked += 3 * [bool(wants & MOMENTS)]
+    asked = [True, True, *(bool(wants & FLAGS[name]) for name in RowParts._fields[3:])]
     size = q.shape[0] * q.shape[1] * q.shape[2] * splits
     whole = q.new_empty(size * (values + sum(asked)), dtype=torch.float32)
     launches.allocated(whole)
@@ -288,7 +283,7 @@ def parts_for(launches: Launches, q: Tensor, splits: int, values: int, wants: in
     for wanted in asked:
         found.append(whole[at : at + size].view(shape) if wanted else None)
         at += size * wanted
-    return Parts(*found)
+    return RowParts(*found)
 
 
 def tile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from headwise.core.problem import Terms
-from headwise.core.sums import MOMENTS, Sums
+from headwise.core.row_sums import MOMENTS, RowResults
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.moments_call import cut_of, run_moments
@@ -20,18 +20,19 @@ from headwise.engines.triton.host.operands import (
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit, loads_pairs
 from headwise.engines.triton.host.tile_shapes import shape as shape_of
-from headwise.engines.triton.kernels.forward import Written, forward
+from headwise.engines.triton.kernels.forward import forward
 
+NO_MOMENTS: dict[str, None] = dict.fromkeys(("logit_mean", "logit_var", "visible"))
 FEW_ROWS = 64  # those of sampled statistics: more rows per tile would be computed for nothing
 
 
 def run_forward(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
-) -> Sums:
-    """Return the output and the sums that `wants` names."""
-    sums = launches.room(q, v, wants)
-    if sums.lse.numel() == 0:
-        return sums
+) -> RowResults:
+    """Return the output and the results that `wants` names."""
+    found = launches.room(q, v, wants)
+    if found.lse.numel() == 0:
+        return found
     valued = v.shape[-1] > 0  # if not, no values are loaded: the keys only stand in for them
     call = operands(q, k, v if valued else k, terms)
     flags = call.flags()
@@ -42,23 +43,22 @@ def run_forward(
         kernel = "narrow"
     if loads_pairs(terms):
         kernel = "biased"
-    asked: list[Tensor | None] = [x if x.numel() else None for x in sums[3:]]
+    written = found.rows()
     cut = cut_of(call) if wants & MOMENTS else None
     rest, block = None, 0  # for moments of the keys past the last whole block
     if cut is not None and flags["PIECES"] == 0:
-        asked[2:5], wants = [None] * 3, wants - MOMENTS
+        written, wants = found.rows(**NO_MOMENTS), wants - MOMENTS
     elif cut is not None:
-        rest, block = sums.lse.new_empty(2, *sums.lse.shape), cut.block
+        rest, block = found.lse.new_empty(2, *found.lse.shape), cut.block
         launches.allocated(rest)
-        asked[2:4] = rest
-    written = Written(sums.lse, sums.max_logit, *asked)
+        written = found.rows(logit_mean=rest[0], logit_var=rest[1])
     tensors, kind = (call.q, call.k, call.v), kind_of(call, (), wants, valued)
     clean = exposed(q, k, terms)
 
     def launch(shape: Shape) -> None:
         tma, (q_, k_, v_) = described(tensors, call.steps, (shape.rows, shape.keys, shape.keys))
         strides = (None,) * 3 if tma else tuple(map(outer_strides, tensors))
-        v_, out = (v_, sums.out) if valued else (None, None)
+        v_, out = (v_, found.out) if valued else (None, None)
         launches.start(
             forward, (-(-q.shape[2] // shape.rows), q.shape[1], q.shape[0]), kind,
             (q_, k_, v_, *strides, *pair_tiles(call, shape.rows, shape.keys), call.given,
@@ -70,5 +70,5 @@ def run_forward(
     with on(q.device):
         shape = fit(kernel, wide, q.itemsize, card(q.device), launch, launches)
         if cut is not None:
-            run_moments(launches, call, flags, cut, rest, shape.rows, sums)
-    return sums
+            run_moments(launches, call, flags, cut, rest, shape.rows, found)
+    return found

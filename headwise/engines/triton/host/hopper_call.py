@@ -11,15 +11,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.core.problem import Terms
-from headwise.core.sums import MOMENTS, Sums
+from headwise.core.row_sums import MOMENTS, RowResults
 from headwise.engines.operators import operators
 from headwise.engines.triton.host.attention_call import differentiate, once
-from headwise.engines.triton.host.forward_call import run_forward
+from headwise.engines.triton.host.forward_call import NO_MOMENTS, run_forward
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.moments_call import cut_of, run_moments
 from headwise.engines.triton.host.operands import Steps, on, operands, pad, pieces
 from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSizes, forward
-from headwise.engines.triton.kernels.hopper_softmax import HopperWritten, numbers_of_cap
+from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap
 from headwise.engines.triton.limits import LIBRARY_ON
 
 LOG2E = 1.4426950408889634
@@ -40,16 +40,16 @@ TILES = {64: HopperTile(128, 3), 128: HopperTile(128, 2)}  # by the padded width
 
 def run_hopper_forward(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
-) -> Sums:
-    """Return the output and the sums that `wants` names."""
+) -> RowResults:
+    """Return the output and the results that `wants` names."""
     valued = v.shape[-1] > 0
     call = operands(q, k, v if valued else k, terms)
     cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS else None
     if wants & MOMENTS and cut is None:  # few keys, or a cap: the Triton loop takes moments
         return run_forward(launches, q, k, v, terms, wants)
-    sums = launches.room(q, v, wants)
-    if sums.lse.numel() == 0:
-        return sums
+    found = launches.room(q, v, wants)
+    if found.lse.numel() == 0:
+        return found
     z, width = call.sizes, pad(q)
     shape = TILES[width]
     q_, k_, v_ = (
@@ -58,17 +58,14 @@ def run_hopper_forward(
             (call.q, call.k, call.v), call.steps, (ROWS // 2, shape.keys, shape.keys), strict=True
         )
     )
-    out = _tiles(sums.out, list(sums.out.stride()), ROWS // 2, width) if valued else None
+    out = _tiles(found.out, list(found.out.stride()), ROWS // 2, width) if valued else None
     banded = pieces(terms) == 1
     block = 0 if cut is None or not banded else cut.block
-    rest = sums.lse.new_empty(2, *sums.lse.shape) if block else None
+    rest = found.lse.new_empty(2, *found.lse.shape) if block else None
+    written = found.rows(**NO_MOMENTS)
     if rest is not None:
         launches.allocated(rest)
-    entropy, distance, log_total = (
-        x if x.numel() else None for x in (sums.entropy, sums.distance, sums.log_total)
-    )
-    mean, spread = (None, None) if rest is None else (rest[0], rest[1])
-    written = HopperWritten(sums.lse, sums.max_logit, entropy, distance, mean, spread, log_total)
+        written = written._replace(logit_mean=rest[0], logit_var=rest[1])
     items = -(-q.shape[2] // ROWS) * q.shape[1] * q.shape[0]
     factor = z.softcap or z.scale
     sizes = HopperSizes(
@@ -83,8 +80,8 @@ def run_hopper_forward(
             4, 1, STAGES=shape.stages, BANDED=banded, BLOCK=block, maxnreg=REGISTERS,
         )  # fmt: skip
         if cut is not None:
-            run_moments(launches, call, call.flags(), cut, rest, ROWS, sums)
-    return sums
+            run_moments(launches, call, call.flags(), cut, rest, ROWS, found)
+    return found
 
 
 FORWARD = operators("hopper", once(run_hopper_forward), differentiate, LIBRARY_ON)

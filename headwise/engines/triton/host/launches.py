@@ -16,7 +16,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
-from headwise.core.sums import Sums, room
+from headwise.core.row_sums import RowResults, room
 from headwise.engines.failures import failure
 from headwise.engines.triton.host.operands import WORD, Operands
 from headwise.engines.triton.host.prepared_call import Filling, Launch, PreparedCall
@@ -48,11 +48,11 @@ class Launches:
         if self._filling is not None:
             self._filling.fixed += [x for x in tensors if x.numel()]
 
-    def room(self, q: Tensor, v: Tensor, wants: int) -> Sums:
-        """Allocate the sums of a call that `wants` names."""
-        sums = room(q, v, wants)
-        self.allocated(sums.out, *(x for x in sums[1:] if x.numel()))
-        return sums
+    def room(self, q: Tensor, v: Tensor, wants: int) -> RowResults:
+        """Allocate the results of a call that `wants` names."""
+        rows = room(q, v, wants)
+        self.allocated(*(x for x in rows if x is not None))
+        return rows
 
     def start(
         self,
@@ -81,15 +81,24 @@ class Launches:
             del self._filling.made[mark[1] :]
             del self._filling.known[self._filling.given + mark[1] :]
 
-    def prepared(self, results: tuple[Tensor, ...]) -> PreparedCall | None:
+    def prepared(self, results: tuple[Any, ...]) -> PreparedCall | None:
         """Return the call that gave these results, or None if it did more than launch kernels."""
         filling = self._filling
         if filling is None or not self._launched:
             return None
-        places = [filling.place(x) for x in results]
-        if not filling.complete or min(places, default=filling.given) < filling.given:
+        places = [None if x is None else filling.place(x) for x in results]
+        if not filling.complete or any(x is not None and x < filling.given for x in places):
             return None
         return PreparedCall(filling.made, self._launched, places)
+
+
+def recorded(
+    work_out: Callable[[Launches], tuple[Any, ...]], tensors: tuple[Tensor, ...]
+) -> tuple[tuple[Any, ...], PreparedCall | None]:
+    """Return the results of a call with these tensors, and the call prepared for other ones."""
+    launches = Launches(*tensors)
+    results = work_out(launches)
+    return results, launches.prepared(results)
 
 
 @contextmanager

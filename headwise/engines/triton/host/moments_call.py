@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.core.sums import Sums
+from headwise.core.row_sums import RowResults
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import Operands, described
@@ -86,7 +86,7 @@ def run_moments(
     cut: Cut,
     rest: Tensor | None,
     at_once: int,
-    sums: Sums,
+    found: RowResults,
 ) -> None:
     """Write logit_mean, logit_var and visible.
 
@@ -130,7 +130,8 @@ def run_moments(
         launches.start(
             moments_of_rows, (stretches, now * sizes.group, 1), kind,
             (q_, k_, sizes.queries, keys, sizes.group, reach, first, heads, line, slots,
-            sizes.scale, vectors, scatters, *((None, None) if rest is None else rest), *sums[5:8]),
+            sizes.scale, vectors, scatters, *((None, None) if rest is None else rest),
+            found.logit_mean, found.logit_var, found.visible),
             cut.warps, cut.stages, AT_ONCE=at_once, ROWS=cut.rows, KEYS=cut.tile,
             WIDTH=flags["WIDTH"], **shared,
         )  # fmt: skip

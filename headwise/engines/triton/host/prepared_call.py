@@ -61,14 +61,9 @@ class PreparedCall:
 
     made: list[Allocated | View]
     launches: list[Launch]
-    results: list[int]  # places among the known tensors
+    results: list[int | None]  # places among the known tensors; None for results that are None
 
-    @property
-    def reusable(self) -> PreparedCall:
-        """This call."""
-        return self
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
         """Return what the call returns for these tensors."""
         device = tensors[0].device
         if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
@@ -76,7 +71,7 @@ class PreparedCall:
                 return self._run(tensors)
         return self._run(tensors)
 
-    def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         known = [*tensors]
         for each in self.made:
             known.append(each.tensor(known))
@@ -91,7 +86,7 @@ class PreparedCall:
                 if failed is None:
                     raise
                 raise failed from error
-        return tuple([known[place] for place in self.results])
+        return tuple([None if place is None else known[place] for place in self.results])
 
 
 class Filling:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from headwise.engines import calls
 from headwise.engines.contract import Results
-from headwise.engines.triton.host.attention_call import FirstCall
-from headwise.engines.triton.host.launches import Launches
+from headwise.engines.triton.host.launches import Launches, recorded
 from headwise.engines.triton.host.operands import on
 from headwise.engines.triton.kernels.row_sums import add_rows
 
@@ -74,6 +73,4 @@ def add_to_board(
             )  # fmt: skip
         return ()
 
-    first = FirstCall(launch)
-    first(*given)
-    calls.keep(key, first)
+    calls.keep(key, recorded(launch, given)[1])

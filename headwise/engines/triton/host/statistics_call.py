@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
+from headwise.core.row_sums import RowResults
+from headwise.core.row_totals import RowTotals
 from headwise.core.statistics import named, single_weights
-from headwise.core.sums import RowTotals, Sums
 from headwise.engines import failures
 from headwise.engines.failures import KernelError, family_of_terms
 from headwise.engines.interception import direct
@@ -34,7 +35,7 @@ _BITS = {name: 1 << n for n, name in enumerate(Single._fields)}
 def complete_dot(
     problem: Problem,
     terms: Terms,
-    sums: Sums,
+    rows: RowResults,
     stats: tuple[str, ...],
     sink_keys: int,
     launches: Launches | None = None,
@@ -49,11 +50,11 @@ def complete_dot(
         single = _single if launches is None else partial(_run, launches)
         with torch.no_grad():
             rest = single(
-                problem.q, problem.k, problem.v, *terms, sums.out, sums.max_logit,
-                sums.log_total, sums.entropy, starts, first, sink_keys, asked,
+                problem.q, problem.k, problem.v, *terms, rows.out, rows.max_logit,
+                rows.log_total, rows.entropy, starts, first, sink_keys, asked,
             )  # fmt: skip
         found = dict(zip(names, rest.unbind(0), strict=True))
-    return named(sums, found, stats)
+    return named(rows, found, stats)
 
 
 def _run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
@@ -70,7 +71,7 @@ def _run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Te
     flags = {name: x for name, x in call.flags().items() if name not in ("PRECISION", "PLAIN")}
     flags["VALUES"] = v.shape[-1]
     found = Single(*(next(parts) if asked & bit else None for bit in _BITS.values()))
-    known = Known(max_logit, *(x if x.numel() else None for x in (log_total, entropy)))
+    known = Known(max_logit, log_total, entropy)
     rows = 32 if max(call.padded) <= 64 else 16
     strides = (*outer_strides(call.q), *outer_strides(call.k))
     unit = stride_unit(strides, 8)
@@ -111,7 +112,7 @@ def _without_kernel(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     terms = Terms(*given[: len(Terms._fields)]).without_band(q.shape[2], k.shape[2])
     out, max_logit, log_total, entropy, *rest = given[len(Terms._fields) :]
     starts, first, sink_keys, asked = rest
-    log_total = log_total if log_total.numel() else torch.zeros_like(max_logit)  # not needed
+    log_total = torch.zeros_like(max_logit) if log_total is None else log_total  # not needed
     totals = RowTotals(max_logit + log_total, max_logit, log_total)
     names = {name for name, bit in _BITS.items() if asked & bit}
     found = single_weights(
@@ -128,8 +129,8 @@ _single = direct(
     _once,
     define(
         "triton_single",
-        f"({CALL}, Tensor out, Tensor max_logit, Tensor log_total, Tensor entropy, Tensor? starts, "
-        "SymInt first, SymInt sink_keys, int asked) -> Tensor",
+        f"({CALL}, Tensor out, Tensor max_logit, Tensor? log_total, Tensor? entropy, "
+        "Tensor? starts, SymInt first, SymInt sink_keys, int asked) -> Tensor",
         _once,
         _shapes,
     ),

@@ -10,16 +10,18 @@ unit · max rounded (`base_of`); rows end with a correction for that rounding.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from headwise.engines.triton.kernels.extents import edge_of, met, middle_of
-from headwise.engines.triton.kernels.online import add_moments, beside_sink
+from headwise.engines.triton.kernels.online import (
+    add_moments,
+    add_sums,
+    beside_sink,
+    nothing_yet,
+    put_sums,
+)
 from headwise.engines.triton.kernels.tile import (
-    LN2,
     LOG2E,
     LOOSE,
     NOTHING,
@@ -36,19 +38,6 @@ from headwise.engines.triton.kernels.tile import (
 )
 
 HUGE = tl.constexpr(2.0**28)  # base-2 logits from which float32 steps by 32: only ties share weight
-
-
-class Written(NamedTuple):
-    """The outputs of the kernel, (B, Hq, N) float32 each; None if not requested."""
-
-    lse: Tensor
-    max_logit: Tensor
-    entropy: Tensor | None
-    distance: Tensor | None
-    mean: Tensor | None
-    variance: Tensor | None
-    visible: Tensor | None
-    log_total: Tensor | None
 
 
 @triton.jit
@@ -77,7 +66,8 @@ def absorb(
     MASKED: some rows do not see some of them. CLEAN: some may be hidden from every row of the call.
     APART: another kernel takes their moments.
     """
-    acc, l, m, shifted, reach, count, mean, spread = state
+    acc, rows = state
+    l, m, sums, moments = rows
     k, v, ks, vs, bias, dense = tensors
     kh = h // z.group
     i, j = i0 + tl.arange(0, q.shape[0]), j0 + tl.arange(0, KEYS)
@@ -102,18 +92,11 @@ def absorb(
     p = tl.exp2(e)
     shrink = tl.exp2(moved)
     total = tl.sum(p, 1)
-    if written.entropy is not None:
-        finite = e
-        if MASKED or not PLAIN:
-            finite = tl.where(p == 0.0, 0.0, e)
-        shifted = (shifted + l * tl.where(shrink == 0.0, 0.0, moved)) * shrink
-        shifted += tl.sum(p * finite, 1)
-    if written.distance is not None:
-        # Counted from the block's first key, so that small distances stay exact.
-        steps = tl.sum(p * tl.arange(0, KEYS).to(tl.float32)[None, :], 1)
-        away = (position - (j0 + z.first_key)).to(tl.float32)
-        reach = reach * shrink + (away * total - steps)
-    if written.mean is not None and not APART:
+    sums = add_sums(
+        sums, written, l, total, p, e, moved, shrink, position, j0, z.first_key, KEYS,
+        PLAIN and not MASKED,
+    )  # fmt: skip
+    if written.logit_mean is not None and not APART:
         # About the running maximum, which is at most √n deviations from the mean.
         found = tl.full(m.shape, KEYS, tl.float32)
         if MASKED or t.bias is not None:
@@ -122,7 +105,8 @@ def absorb(
             e = tl.where(there, e, 0.0)
         off = tl.sum(e, 1) / (tl.maximum(found, 1.0) * row_unit)
         squares = tl.sum(e * e, 1) / (row_unit * row_unit)
-        count, mean, spread = add_moments(count, mean, spread, found, new, off, squares)
+        count, mean, spread = moments
+        moments = add_moments(count, mean, spread, found, new, off, squares)
     l = l * shrink + total
     if v is not None:
         if t.seed is not None:
@@ -133,7 +117,7 @@ def absorb(
             used = tl.max((s != NOTHING).to(tl.int32), 0)
             values = of_used(values, used)
         acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, l, new, shifted, reach, count, mean, spread
+    return acc, (l, new, sums, moments)
 
 
 @triton.jit
@@ -142,7 +126,8 @@ def write(
     PLAIN: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Normalise the rows' sums, with the sink, and write the requested outputs."""
-    acc, l, m, shifted, reach, count, mean, spread = state
+    acc, rows = state
+    l, m, sums, moments = rows
     factor, top, excess = 1.0, m, 0.0
     if PLAIN:
         factor = z.softcap if CAP else z.scale
@@ -166,18 +151,14 @@ def write(
     tl.store(written.max_logit + line + i, tl.where((l == l) | (m == -NOTHING), top, l), mask=here)
     if written.log_total is not None:
         tl.store(written.log_total + line + i, log_total, mask=here)
-    if written.entropy is not None:
-        entropy = weight * (l * over - shifted) * LN2
-        # With a very large sink this is 0 · inf.
-        tl.store(written.entropy + line + i, tl.where(weight == 0.0, 0.0, entropy), mask=here)
-    if written.distance is not None:
-        tl.store(written.distance + line + i, reach * weight, mask=here)
-    if written.mean is not None:
-        tl.store(written.mean + line + i, mean * factor, mask=here)
+    put_sums(written, sums, l, weight, over, line + i, here)
+    if written.logit_mean is not None:
+        count, mean, spread = moments
+        tl.store(written.logit_mean + line + i, mean * factor, mask=here)
         if BLOCK == 0:
             spread = spread / tl.maximum(count, 1.0)
         spread = tl.maximum(spread, 0.0) * (factor * factor)
-        tl.store(written.variance + line + i, spread, mask=here)
+        tl.store(written.logit_var + line + i, spread, mask=here)
         tl.store(written.visible + line + i, count, mask=here)
 
 
@@ -221,7 +202,7 @@ def forward(
     acc = zero
     if v is not None:
         acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
-    state = (acc, zero, zero + NOTHING, zero, zero, zero, zero, zero)
+    state = (acc, nothing_yet(zero))
     # Separate loops: unmasked middle blocks, and edges without cleaning, save more time than one
     # pipelined loop over all blocks would.
     cleaned = 0

@@ -11,9 +11,6 @@ that threads exchange nothing in the loop.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -26,18 +23,6 @@ HIDDEN = gl.constexpr(-(2.0**105))  # the score of a hidden key: finite, so 0 ·
 LOWEST = gl.constexpr(-(2.0**100))  # the largest score of a row that has seen no key
 GROUP = gl.constexpr(64)  # rows per warpgroup: those of one matrix instruction
 TOGETHER = gl.constexpr(16)  # scores for which a thread chooses one formula of the cap at once
-
-
-class HopperWritten(NamedTuple):
-    """The outputs of the kernel, (B, Hq, N) float32 each; None if not requested."""
-
-    lse: Tensor
-    max_logit: Tensor
-    entropy: Tensor | None
-    distance: Tensor | None
-    rest_mean: Tensor | None
-    rest_spread: Tensor | None
-    log_total: Tensor | None
 
 
 @gluon.jit
@@ -156,7 +141,7 @@ def soften(
     p = gl.exp2(e)
     l = gl.sum(p, 1)
     SUMS: gl.constexpr = l.type.layout
-    shifted, reach, count, off, squares = l, l, l, l, l
+    shifted, reach, squared, count, off, squares = l, l, l, l, l, l
     if written.entropy is not None:
         shifted = gl.sum(p * e, 1)
     if written.distance is not None:
@@ -164,6 +149,8 @@ def soften(
         TILE: gl.constexpr = s.type.layout
         beyond = gl.sum(p * (8 * steps(TILE, s.shape[1])).to(gl.float32), 1)
         reach = along((position - j0).to(gl.float32), SUMS) * l - beyond
+    if written.participation is not None:
+        squared = gl.sum(p * p, 1)
     if MOMENTS:
         # About the running maximum, which is at most √n deviations from the mean.
         count = gl.full([GROUP, 8], s.shape[1], gl.float32, SUMS)
@@ -173,7 +160,8 @@ def soften(
         off, squares = gl.sum(e, 1), gl.sum(e * e, 1)
     shrink = new
     if not FIRST:
-        m, old_l, old_shifted, old_reach, old_count, old_off, old_squares = before
+        m, old_l, old_sums, old_moments = before
+        old_shifted, old_reach, old_squared = old_sums
         moved = product(m, unit) - base
         shrink = gl.exp2(moved)
         less, moved = along(shrink, SUMS), along(moved, SUMS)
@@ -181,19 +169,23 @@ def soften(
             shifted += (old_shifted + old_l * moved) * less
         if written.distance is not None:
             reach += old_reach * less
+        if written.participation is not None:
+            squared += old_squared * (less * less)
         if MOMENTS:
+            old_count, old_off, old_squares = old_moments
             moved = gl.where(old_count > 0.0, moved, 0.0)
             off += old_off + old_count * moved
             squares += old_squares + moved * (2.0 * old_off + old_count * moved)
             count += old_count
         l += old_l * less
-    return packed(p, TYPE), (new, l, shifted, reach, count, off, squares), shrink
+    return packed(p, TYPE), (new, l, (shifted, reach, squared), (count, off, squares)), shrink
 
 
 @gluon.jit
 def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
     """Write mean and sum of squares of the logits so far; return the state without them."""
-    m, l, shifted, reach, count, off, squares = state
+    m, l, sums, moments = state
+    count, off, squares = moments
     base = product(m, z.unit)
     count = gl.convert_layout(gl.sum(count, 1), ROWS)
     off = gl.convert_layout(gl.sum(off, 1), ROWS)
@@ -202,16 +194,17 @@ def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
     about = off / gl.maximum(count, 1.0)
     line = (b * z.heads + h).to(gl.int64) * z.queries + i
     here = i < z.queries
-    gl.store(written.rest_mean + line, gl.where(there, (base + about) * LN2, 0.0), mask=here)
+    gl.store(written.logit_mean + line, gl.where(there, (base + about) * LN2, 0.0), mask=here)
     spread = gl.where(there, gl.maximum(squares - off * about, 0.0), 0.0) * (LN2 * LN2)
-    gl.store(written.rest_spread + line, spread, mask=here)
-    return m, l, shifted, reach, l, l, l
+    gl.store(written.logit_var + line, spread, mask=here)
+    return m, l, sums, (l, l, l)
 
 
 @gluon.jit
 def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
     """Write the rows' statistics; return the factor that normalises the accumulators."""
-    m, l_parts, shifted, reach, _, _, _ = state
+    m, l_parts, sums, _ = state
+    shifted, reach, squared = sums
     l = gl.convert_layout(gl.sum(l_parts, 1), ROWS)
     unseen = l == 0.0
     excess = gl.fma(m, z.unit, -product(m, z.unit))  # of the largest exponent
@@ -246,4 +239,8 @@ def finish(state, b, h, i, z, sinks, written, ROWS: gl.constexpr):
         step = gl.arange(0, 8, gl.SliceLayout(0, reach.type.layout)).to(gl.float32)
         reach = gl.convert_layout(gl.sum(reach - step[None, :] * l_parts, 1), ROWS)
         gl.store(written.distance + line, reach * weight, mask=here)
+    if written.participation is not None:
+        squared = gl.convert_layout(gl.sum(squared, 1), ROWS)
+        share = l * l / gl.where(unseen, 1.0, squared)
+        gl.store(written.participation + line, share, mask=here)
     return weight

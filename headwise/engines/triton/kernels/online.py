@@ -1,4 +1,8 @@
-"""One step of the online softmax with its statistics: `headwise.core.partial.merge` for a tile."""
+"""The online softmax with its statistics: `headwise.core.partial.merge` for tiles of keys.
+
+`sums` is one number per row for each of `headwise.core.row_sums.ROW_SUMS`, in their order, with
+exponents in base 2. Triton's kernels add to them in `add_sums` and nowhere else.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: no-check-untyped-defs
@@ -25,10 +29,9 @@ def bounds(t, z, piece: tl.constexpr, b, h, i, PIECES: tl.constexpr):
 
 
 @triton.jit
-def nothing_yet(ROWS: tl.constexpr):
-    """Return the initial sums for `take_in`, of rows that have seen no key."""
-    zero = tl.zeros([ROWS], tl.float32)
-    return zero, zero + NOTHING, zero, zero, zero, zero, zero
+def nothing_yet(zero):
+    """Return the initial l, m, sums and moments, of rows that have seen no key."""
+    return zero, zero + NOTHING, (zero, zero, zero), (zero, zero, zero)
 
 
 @triton.jit
@@ -62,16 +65,88 @@ def steps(s, KEYS: tl.constexpr):
 
 
 @triton.jit
-def take_in(
-    sums, s, position, j0, first_key, KEYS: tl.constexpr, ENTROPY: tl.constexpr,
-    DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
+def add_sums(
+    sums, asked, l, total, p, e, moved, shrink, position, j0, first_key, KEYS: tl.constexpr,
+    FINITE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the logits s of the keys [j0, j0 + KEYS) into the rows' running sums.
+    """Add a tile of keys [j0, j0 + KEYS) to the rows' sums, of which `asked` has a field each.
 
-    Returns the sums, the tile's weights before normalisation, and the factor that rescales older
+    p is 2^e, `total` its sum; older sums, and l, are on a base that is `moved` higher, so that they
+    shrink. FINITE: no e is -inf, so that p · e needs no care.
+    """
+    shifted, reach, squared = sums
+    if asked.entropy is not None:
+        finite = e
+        if not FINITE:
+            finite = tl.where(p == 0.0, 0.0, e)
+        shifted = (shifted + l * tl.where(shrink == 0.0, 0.0, moved)) * shrink
+        shifted += all_of(p * finite)
+    if asked.distance is not None:
+        # Counted from the block's first key, so that small distances stay exact.
+        away = (position - (j0 + first_key)).to(tl.float32)
+        reach = reach * shrink + (away * total - all_of(p * steps(p, KEYS).to(tl.float32)))
+    if asked.participation is not None:
+        squared = squared * (shrink * shrink) + all_of(p * p)
+    return shifted, reach, squared
+
+
+@triton.jit
+def put_sums(asked, sums, l, weight, over, at, here):
+    """Write the statistics that finished sums give: l is Σ 2^e over the keys, log2 of all is over.
+
+    weight turns a sum into one weighted by p.
+    """
+    shifted, reach, squared = sums
+    if asked.entropy is not None:
+        entropy = weight * (l * over - shifted) * LN2
+        # With a very large sink this is 0 · inf.
+        tl.store(asked.entropy + at, tl.where(weight == 0.0, 0.0, entropy), mask=here)
+    if asked.distance is not None:
+        tl.store(asked.distance + at, reach * weight, mask=here)
+    if asked.participation is not None:
+        share = l * l / tl.where(l == 0.0, 1.0, squared)
+        tl.store(asked.participation + at, share, mask=here)
+
+
+@triton.jit
+def leave_sums(parts, sums, at, there):
+    """Write the sums of a part, for `joined_sums`."""
+    shifted, reach, squared = sums
+    if parts.entropy is not None:
+        tl.store(parts.entropy + at, shifted, mask=there)
+    if parts.distance is not None:
+        tl.store(parts.distance + at, reach, mask=there)
+    if parts.participation is not None:
+        tl.store(parts.participation + at, squared, mask=there)
+
+
+@triton.jit
+def joined_sums(parts, at, there, l, moved, share):
+    """Return the sums of all parts of a row together: each is `moved` below the largest.
+
+    l (splits,) is the parts' own Σ 2^e, share their factor 2^moved.
+    """
+    shifted, reach, squared = 0.0, 0.0, 0.0
+    if parts.entropy is not None:
+        shifted = tl.load(parts.entropy + at, mask=there, other=0.0)
+        # With parts far apart this is 0 · inf.
+        shifted = tl.sum(tl.where(share == 0.0, 0.0, share * (shifted + l * moved)), 0)
+    if parts.distance is not None:
+        reach = tl.sum(tl.load(parts.distance + at, mask=there, other=0.0) * share, 0)
+    if parts.participation is not None:
+        squared = tl.load(parts.participation + at, mask=there, other=0.0)
+        squared = tl.sum(squared * (share * share), 0)
+    return shifted, reach, squared
+
+
+@triton.jit
+def take_in(state, asked, s, position, j0, first_key, KEYS: tl.constexpr):
+    """Merge the logits s of the keys [j0, j0 + KEYS) into the rows' state of `nothing_yet`.
+
+    Returns the state, the tile's weights before normalisation, and the factor that rescales older
     sums. The maximum is subtracted before anything is rounded, so logits of any size are exact.
     """
-    l, m, shifted, far, count, mean, spread = sums
+    l, m, sums, moments = state
     new = tl.maximum(m, most(s))
     base = tl.where(new == NOTHING, 0.0, new)
     d = s - beside(base, s)
@@ -80,20 +155,18 @@ def take_in(
     moved = (m - base) * LOG2E
     shrink = tl.exp2(moved)
     total = all_of(p)
-    if ENTROPY:
-        shifted = (shifted + l * tl.where(shrink == 0.0, 0.0, moved)) * shrink
-        shifted += all_of(p * tl.where(p == 0.0, 0.0, e))
-    if DISTANCE:
-        away = (position - (j0 + first_key)).to(tl.float32)
-        far = far * shrink + (away * total - all_of(p * steps(s, KEYS).to(tl.float32)))
-    if MOMENTS:  # about the running maximum, at most √n deviations from the mean
+    sums = add_sums(
+        sums, asked, l, total, p, e, moved, shrink, position, j0, first_key, KEYS, False
+    )
+    if asked.visible is not None:  # about the running maximum, at most √n deviations from the mean
+        count, mean, spread = moments
         there = s != NOTHING
         found = all_of(there.to(tl.float32))
         d = tl.where(there, d, 0.0)
-        count, mean, spread = add_moments(
+        moments = add_moments(
             count, mean, spread, found, new, all_of(d) / tl.maximum(found, 1.0), all_of(d * d)
         )
-    return (l * shrink + total, new, shifted, far, count, mean, spread), p, shrink
+    return (l * shrink + total, new, sums, moments), p, shrink
 
 
 @triton.jit
@@ -136,11 +209,10 @@ def beside_sink(m, l, sinks, h):
 
 @triton.jit
 def leave(
-    parts, sums, acc, line, there, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
-    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, MOMENTS: tl.constexpr,
+    parts, state, acc, line, there, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr
 ):  # fmt: skip
     """Write the rows' sums to `line` of the parts; rows that saw no key write an empty part."""
-    l, m, shifted, far, count, mean, spread = sums
+    l, m, sums, moments = state
     unseen = (m == NOTHING) & (l == l)  # NaN shows in the sum, not in the maximum
     width = tl.arange(0, PADDED_VALUES)
     tl.store(
@@ -150,11 +222,9 @@ def leave(
     )
     tl.store(parts.maximum + line, m, mask=there)
     tl.store(parts.total + line, l, mask=there)
-    if ENTROPY:
-        tl.store(parts.shifted + line, shifted, mask=there)
-    if DISTANCE:
-        tl.store(parts.reach + line, far, mask=there)
-    if MOMENTS:
-        tl.store(parts.seen + line, count, mask=there)
-        tl.store(parts.mean + line, mean, mask=there)
-        tl.store(parts.spread + line, spread, mask=there)
+    leave_sums(parts, sums, line, there)
+    if parts.visible is not None:
+        count, mean, spread = moments
+        tl.store(parts.visible + line, count, mask=there)
+        tl.store(parts.logit_mean + line, mean, mask=there)
+        tl.store(parts.logit_var + line, spread, mask=there)

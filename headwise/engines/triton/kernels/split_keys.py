@@ -18,9 +18,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headwise.engines.triton.kernels.online import beside_sink, leave, nothing_yet, take_in
+from headwise.core.row_sums import RowParts, RowResults
+from headwise.engines.triton.kernels.online import (
+    beside_sink,
+    joined_sums,
+    leave,
+    nothing_yet,
+    put_sums,
+    take_in,
+)
 from headwise.engines.triton.kernels.tile import (
-    LN2,
     LOG2E,
     NOTHING,
     Given,
@@ -30,32 +37,6 @@ from headwise.engines.triton.kernels.tile import (
     of_used,
     positions,
 )
-
-
-class Parts(NamedTuple):
-    """The partial results of programs, (B, Hq, N, splits) float32 each; None if not requested."""
-
-    mixed: Tensor  # (B, Hq, N, splits, Dv): Σ exp(s - maximum) v
-    maximum: Tensor
-    total: Tensor
-    shifted: Tensor | None
-    reach: Tensor | None
-    seen: Tensor | None
-    mean: Tensor | None
-    spread: Tensor | None
-
-
-class Merged(NamedTuple):
-    """The outputs of `merge`, (B, Hq, N) float32 each; None if not requested."""
-
-    lse: Tensor | None
-    max_logit: Tensor | None
-    entropy: Tensor | None
-    distance: Tensor | None
-    mean: Tensor | None
-    variance: Tensor | None
-    visible: Tensor | None
-    log_total: Tensor | None
 
 
 class Held(NamedTuple):
@@ -156,7 +137,7 @@ def share(
     scales = b.to(tl.int64) * scale_batch + kh.to(tl.int64) * scale_head
 
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
-    sums = nothing_yet(ROWS)
+    state = nothing_yet(tl.zeros([ROWS], tl.float32))
     for piece in tl.static_range(PIECES if PIECES > 0 else 1):
         first, last = i * 0, i * 0 + keys
         lowest, highest = keys * 0, keys
@@ -189,10 +170,7 @@ def share(
                 s, t, z, b, h[:, None], i[:, None], j[None, :], position[:, None],
                 first[:, None], last[:, None], False, CAP, True,
             )  # fmt: skip
-            sums, p, shrink = take_in(
-                sums, s, position, j0, z.first_key, KEYS, parts.shifted is not None,
-                parts.reach is not None, parts.seen is not None,
-            )  # fmt: skip
+            state, p, shrink = take_in(state, parts, s, position, j0, z.first_key, KEYS)
             if t.intervals is not None or t.dense is not None:
                 # A hidden key may hold NaN, and 0 · NaN is NaN.
                 used = tl.max((s != NOTHING).to(tl.int32), 0)
@@ -204,10 +182,7 @@ def share(
 
     heads = tl.num_programs(1) * group
     line = ((b * heads + h).to(tl.int64) * queries + i) * splits + number
-    leave(
-        parts, sums, acc, line, there, VALUES, PADDED_VALUES, parts.shifted is not None,
-        parts.reach is not None, parts.seen is not None,
-    )  # fmt: skip
+    leave(parts, state, acc, line, there, VALUES, PADDED_VALUES)
 
 
 @triton.jit(do_not_specialize=[*STRIDES, "splits", *Sizes._fields])
@@ -259,7 +234,7 @@ def split_step(
     )  # fmt: skip
     given = Given(None, None, None, None, None, None, None, None, None, None, None)
     maximum = mixed + size * WIDTH
-    parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
+    parts = RowParts(mixed, maximum, maximum + size)
     share(
         q, k, v, held, given, z, parts, strides, splits, ROWS, KEYS, WIDTH, WIDTH, WIDTH, WIDTH,
         UNIT, PAGE, CAUSAL, "tf32x3", 0, False,
@@ -296,19 +271,12 @@ def join_row(
             )
         if merged.log_total is not None:
             tl.store(merged.log_total + line, log_total)
-        if merged.entropy is not None:
-            shifted = tl.load(parts.shifted + at, mask=there, other=0.0)
-            # With a very large sink, or parts far apart, these are 0 · inf.
-            shifted = tl.sum(tl.where(share == 0.0, 0.0, share * (shifted + l * moved)), 0)
-            entropy = weight * (seen * over - shifted) * LN2
-            tl.store(merged.entropy + line, tl.where(weight == 0.0, 0.0, entropy))
-        if merged.distance is not None:
-            far = tl.load(parts.reach + at, mask=there, other=0.0)
-            tl.store(merged.distance + line, tl.sum(far * share, 0) * weight)
-        if merged.mean is not None:
-            count = tl.load(parts.seen + at, mask=there, other=0.0)
-            mean = tl.load(parts.mean + at, mask=there, other=0.0)
-            spread = tl.load(parts.spread + at, mask=there, other=0.0)
+        sums = joined_sums(parts, at, there, l, moved, share)
+        put_sums(merged, sums, seen, weight, over, line, None)
+        if merged.visible is not None:
+            count = tl.load(parts.visible + at, mask=there, other=0.0)
+            mean = tl.load(parts.logit_mean + at, mask=there, other=0.0)
+            spread = tl.load(parts.logit_var + at, mask=there, other=0.0)
             whole = tl.maximum(tl.sum(count, 0), 1.0)
             # About the largest mean of a part, so that the terms of the sum stay small.
             about = tl.max(tl.where(count > 0.0, mean, NOTHING), 0)
@@ -316,8 +284,8 @@ def join_row(
             middle = tl.sum(count * tl.where(count > 0.0, mean - about, 0.0), 0) / whole
             gap = tl.where(count > 0.0, mean - about - middle, 0.0)
             variance = tl.sum(spread + count * gap * gap, 0) / whole
-            tl.store(merged.mean + line, about + middle)
-            tl.store(merged.variance + line, tl.maximum(variance, 0.0))
+            tl.store(merged.logit_mean + line, about + middle)
+            tl.store(merged.logit_var + line, tl.maximum(variance, 0.0))
             tl.store(merged.visible + line, tl.sum(count, 0))
 
 
@@ -340,6 +308,6 @@ def merge_step(
         gdc_wait()
         gdc_launch_dependents()
     maximum = mixed + size * VALUES
-    parts = Parts(mixed, maximum, maximum + size, None, None, None, None, None)
-    merged = Merged(None, None, None, None, None, None, None, None)
+    parts = RowParts(mixed, maximum, maximum + size)
+    merged = RowResults(None, None, None)  # type: ignore[arg-type]
     join_row(parts, out, merged, None, splits, 1, 1, SPLITS, VALUES, BLOCK)

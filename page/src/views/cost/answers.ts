@@ -1,4 +1,4 @@
-/** What the server answers to the form: headwise/look/serving/cost_answers.py in TypeScript. */
+/** What the server answers to the form: headwise/apps/look/serving/cost_answers.py in TypeScript. */
 
 import type { Setting } from '../../lib/settings';
 

@@ -1,4 +1,4 @@
-/** The answers of the lab: headwise/look/serving/lab_answers.py in TypeScript. */
+/** The answers of the lab: headwise/apps/look/serving/lab_answers.py in TypeScript. */
 
 export const VERDICTS = [
   'holds',

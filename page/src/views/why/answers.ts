@@ -1,4 +1,4 @@
-/** The results of the experiments: the dataclasses of headwise/lab/experiments. */
+/** The results of the experiments: the dataclasses of headwise/apps/lab/experiments. */
 
 import type { Setting } from '../../lib/settings';
 

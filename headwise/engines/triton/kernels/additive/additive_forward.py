@@ -16,7 +16,7 @@ from headwise.engines.triton.kernels.additive.additive_scores import (
     spread_keys,
     spread_rows,
 )
-from headwise.engines.triton.kernels.online import bounds, leave, take_in
+from headwise.engines.triton.kernels.online import bounds, leave, nothing_yet, take_in
 from headwise.engines.triton.kernels.tile import (
     LOOSE,
     NOTHING,
@@ -28,6 +28,15 @@ from headwise.engines.triton.kernels.tile import (
     positions,
     row_hash,
 )
+
+
+@triton.jit
+def each_as_rows(numbers, ROWS: tl.constexpr):
+    """Return `as_rows` of each of a tuple of numbers per row."""
+    found = (as_rows(numbers[0], ROWS),)  # Triton knows no stars
+    for n in tl.static_range(1, len(numbers)):
+        found = found + (as_rows(numbers[n], ROWS),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @triton.jit(do_not_specialize=["splits", *LOOSE])
@@ -57,7 +66,7 @@ def additive_forward(
 
     acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
     zero = tl.zeros([ROWS // (WARPS * ROW_LANES), WARPS, ROW_LANES], tl.float32)
-    sums = (zero, zero + NOTHING, zero, zero, zero, zero, zero)
+    state = nothing_yet(zero)
     for piece in tl.static_range(PIECES if PIECES > 0 else 1):
         each_first, each_last, lowest, highest = bounds(t, z, piece, b, h, row, PIECES)
         all_first, all_last = tl.max(each_first, 0), tl.min(each_last, 0)
@@ -79,10 +88,9 @@ def additive_forward(
                 edge = edge | True
             if edge:
                 s, _ = logits(s, t, z, b, h, i, j, position, first, last, True, False, True)
-            sums, p, shrink = take_in(
-                sums, s, position.reshape(zero.shape), j0, first_key, KEYS,
-                parts.shifted is not None, parts.reach is not None, parts.seen is not None,
-            )  # fmt: skip
+            state, p, shrink = take_in(
+                state, parts, s, position.reshape(zero.shape), j0, first_key, KEYS
+            )
             if t.seed is not None:
                 p = tl.where(kept(hashed, j + first_key, threshold), p * kept_share, 0.0)
             values = load_tile(v, vs, b, kh, j0, highest, KEYS, VALUES, PADDED_VALUES, False)
@@ -93,14 +101,13 @@ def additive_forward(
             shrink = as_rows(shrink, ROWS)[:, None]
             acc = tl.dot(p, values, acc * shrink, input_precision=PRECISION)
 
-    l, m, shifted, far, count, mean, spread = sums
-    sums = (
-        as_rows(l, ROWS), as_rows(m, ROWS), as_rows(shifted, ROWS), as_rows(far, ROWS),
-        as_rows(count, ROWS), as_rows(mean, ROWS), as_rows(spread, ROWS),
-    )  # fmt: skip
+    l, m, sums, moments = state
+    state = (
+        as_rows(l, ROWS),
+        as_rows(m, ROWS),
+        each_as_rows(sums, ROWS),
+        each_as_rows(moments, ROWS),
+    )
     i = block * ROWS + tl.arange(0, ROWS)
     line = ((b * heads + h).to(tl.int64) * queries + i) * splits + share
-    leave(
-        parts, sums, acc, line, i < queries, VALUES, PADDED_VALUES,
-        parts.shifted is not None, parts.reach is not None, parts.seen is not None,
-    )  # fmt: skip
+    leave(parts, state, acc, line, i < queries, VALUES, PADDED_VALUES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headwise.core.row_sums import RowParts
 from headwise.engines.triton.kernels.maps.map_cells import rows_of
 from headwise.engines.triton.kernels.online import beside_sink, bounds, nothing_yet, take_in
 from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, logits, positions
@@ -29,7 +30,8 @@ def add_keys(
     )  # fmt: skip
     if MASKED and t.dense is not None:
         s = tl.where((j < limit)[None, :], s, NOTHING)
-    sums, _, _ = take_in(sums, s, position, j0, 0, KEYS, False, False, False)
+    asked = RowParts(None, None, None)  # type: ignore[arg-type]
+    sums, _, _ = take_in(sums, asked, s, position, j0, 0, KEYS)
     return sums
 
 
@@ -55,7 +57,7 @@ def log_sums(
     start_k = b.to(tl.int64) * ks[0] + (h // group).to(tl.int64) * ks[1]
     tile_q = rows_of(q, start_q, qs[2], i, there, WIDTH, PADDED)
     position = positions(t, z, b, i)
-    sums = nothing_yet(ROWS)
+    sums = nothing_yet(tl.zeros([ROWS], tl.float32))
     for piece in tl.static_range(PIECES if PIECES > 0 else 1):
         first, last, lowest, highest = bounds(t, z, piece, b, h, i, PIECES)
         # Whole blocks that every row sees come first and need no mask; keys before and after them
@@ -79,7 +81,7 @@ def log_sums(
                 tl.where(n < before, clean, highest), KEYS, WIDTH, PADDED, PRECISION, CAP, True,
             )  # fmt: skip
 
-    l, m, _, _, _, _, _ = sums
+    l, m, _, _ = sums
     _, _, found, above = beside_sink(m, l, t.sinks, h)
     line = (b * tl.num_programs(1) + h).to(tl.int64) * queries + i
     tl.store(lse + line, found, mask=there)

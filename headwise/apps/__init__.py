@@ -1,0 +1,1 @@
+"""Applications of the library: the page, the lab, training, and the command line."""

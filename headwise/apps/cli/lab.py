@@ -1,0 +1,310 @@
+"""`headwise lab`: list the claims with their verdicts, run their experiments, show one."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from headwise import devices
+from headwise.apps.cli import lab_view
+from headwise.apps.cli.spoken import Zh, explained
+from headwise.apps.lab import handbook, record
+from headwise.apps.lab.claim import Claim
+from headwise.apps.lab.claims import CLAIMS
+from headwise.apps.lab.drawing import available
+from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.runner import find, run
+from headwise.apps.lab.sessions import long_runs, pieces
+from headwise.apps.lab.sessions.long_runs import LabSession
+from headwise.apps.lab.sessions.pool import Ended
+from headwise.apps.lab.sessions.side_by_side import SideBySide
+from headwise.messages import say
+
+app = typer.Typer(
+    name="lab",
+    rich_markup_mode="rich",
+    invoke_without_command=True,
+)
+
+Out = Annotated[
+    Path | None,
+    typer.Option(help="The folder of your results; by default one in your cache."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Minutes = Annotated[
+    float | None, typer.Option(help="Stop after so many minutes; the same command continues.")
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Processes that share the work; by default one per core.")
+]
+Form = Annotated[str | None, typer.Option(hidden=True)]
+
+
+def device_for(form: str, name: str | None) -> torch.device:
+    """The device of a form: a GPU for the full one, unless another is named."""
+    if form != "full" and name is None:
+        return devices.chosen("cpu")
+    device = devices.chosen(name)
+    if form == "full" and name is None and device.type == "cpu":
+        raise ValueError(
+            say(
+                "the full form takes hours without a GPU, and there is none here; --device cpu "
+                "runs it all the same"
+            )
+        )
+    return device
+
+
+def session(
+    form: str, device: str | None, folder: Path, minutes: float, workers: int | None
+) -> LabSession:
+    """A session of long work; what ends is printed line by line."""
+
+    def tell(ended: Ended) -> None:
+        how = "failed: " if ended.code else ""
+        typer.echo(f"{ended.name:<28} {ended.seconds:7.1f} s  {how}{ended.last_line}")
+
+    def watch(name: str, line: str) -> None:
+        typer.echo(f"{name:<28}   {line}")
+
+    lab = Lab(form, device_for(form, device), folder)
+    return LabSession(lab, workers or devices.usable_cores(), 60 * minutes, tell, watch)
+
+
+@app.callback()
+def listing(
+    context: typer.Context, out: Out = None, as_json: AsJson = False, zh: Zh = False
+) -> None:
+    """Test what textbooks say about attention: every claim is an experiment with a verdict.
+
+    Without a command it lists the claims with their verdicts: your own
+    results, and the recorded ones that come with headwise.
+
+    [b]Examples[/b]
+
+    headwise lab                            the claims and their verdicts
+    headwise lab show scale-variance        the figures behind one of them
+    headwise lab run scale-variance         run its experiment here
+    headwise lab run scale                  all claims of a topic
+    headwise lab run --all                  every claim, in minutes on two cores
+    headwise lab run --all --full           at full size, on a GPU
+    headwise lab handbook                   a text to learn from, written from the results
+    """
+    if context.invoked_subcommand is not None:
+        return
+    folders = [out or record.own_folder(), record.RECORDED]
+    with explained(zh):
+        found = [(claim, record.best(claim, folders)) for claim in CLAIMS]
+    if as_json:
+        typer.echo(lab_view.as_json([record.described(*each) for each in found]))
+    else:
+        lab_view.show_list(Console(), found, zh)
+
+
+@app.command("run")
+def run_claims(
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Claims or topics.", show_default=False)
+    ] = None,
+    all_of_them: Annotated[bool, typer.Option("--all", help="Every claim.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="At full size: needs a GPU.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also run what has a current result.")
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda; by default cpu, and with --full a GPU if there is one."),
+    ] = None,
+    minutes: Minutes = None,
+    workers: Workers = None,
+    only_read: Annotated[bool, typer.Option("--only-read", hidden=True)] = False,
+    form: Form = None,
+    out: Out = None,
+    as_json: AsJson = False,
+    zh: Zh = False,
+) -> None:
+    """Run experiments, write their results and pictures, and print the verdicts.
+
+    An interrupted run continues when the same command is given again. With
+    --minutes it stops by itself after so long, and several processes share
+    the work: what takes long is done in pieces that are kept.
+
+    [b]Examples[/b]
+
+    headwise lab run scale-variance scale-saturation
+
+    headwise lab run --all --out results
+
+    headwise lab run --all --full --minutes 9 --workers 16
+    """
+    if all_of_them == bool(ids):
+        raise typer.BadParameter("name claims or topics, or use --all; headwise lab lists them")
+    folder = out or record.own_folder()
+    form = form or ("full" if full else "quick")
+    with explained(zh):
+        claims = list(CLAIMS) if all_of_them else find(ids or [])
+    if minutes is not None:
+        with explained(zh):
+            held = session(form, device, folder, minutes, workers)
+            left = long_runs.run_claims(held, claims)
+        tell_rest(claims, left, folder)
+        return
+    with explained(zh):
+        lab = Lab(form, device_for(form, device), only_reads=only_read)
+        results = run_all(claims, lab, folder, again, as_json, zh)
+    if as_json:
+        entries = [record.described(find([result.id])[0], result) for result in results]
+        typer.echo(lab_view.as_json(entries))
+    if len(results) < len(claims):
+        raise typer.Exit(1)
+    if as_json:
+        return
+    pictures = "results and pictures" if available() else "results (pictures need matplotlib)"
+    typer.echo(f"{pictures} in {folder}; to see one: headwise lab show {claims[0].id}", err=True)
+
+
+def run_all(
+    claims: list[Claim], lab: Lab, folder: Path, again: bool, as_json: bool, zh: bool
+) -> list[record.Result]:
+    """Run the claims one after the other, with their progress, and return those that ended."""
+    results = []
+    with lab_view.progress(as_json) as tell:
+        try:
+            for result in run(claims, lab, folder, again=again, tell=tell):
+                results.append(result)
+                if not as_json:
+                    tell.finished(result, zh)
+        except KeyboardInterrupt:
+            typer.echo(
+                f"stopped; {len(results)} of {len(claims)} results are in {folder}; "
+                "the same command continues",
+                err=True,
+            )
+            raise typer.Exit(130) from None
+    return results
+
+
+def tell_rest(claims: Sequence[Claim], left: Sequence[Claim], folder: Path) -> None:
+    """Print which of the claims have results and which are left for the next session."""
+    typer.echo(f"{len(claims) - len(left)} of {len(claims)} claims have results in {folder}")
+    if left:
+        typer.echo(f"the same command continues with {', '.join(x.id for x in left)}")
+
+
+@app.command()
+def show(
+    id: Annotated[str, typer.Argument(help="A claim.", show_default=False)],
+    out: Out = None,
+    as_json: AsJson = False,
+    zh: Zh = False,
+) -> None:
+    """Show one claim: its sentence, its derivation, the figures and the verdict.
+
+    [b]Example[/b]
+
+    headwise lab show scale-variance
+    """
+    with explained(zh):
+        claims = find([id])
+        if len(claims) > 1:
+            raise typer.BadParameter(
+                f"{id} is a topic; show one of {', '.join(claim.id for claim in claims)}"
+            )
+        (claim,) = claims
+        result = record.best(claim, [out or record.own_folder(), record.RECORDED])
+    if as_json:
+        typer.echo(json.dumps(record.described(claim, result), indent=2, ensure_ascii=False))
+    else:
+        lab_view.show_claim(Console(), claim, result, zh)
+
+
+@app.command()
+def table(
+    minutes: Annotated[
+        float, typer.Option(help="Stop after so many minutes; the same command continues.")
+    ] = 9.0,
+    workers: Workers = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")
+    ] = None,
+    form: Form = None,
+    out: Out = None,
+) -> None:
+    """Train the translators of the translation table, several at a time, and write the table.
+
+    They differ in their attention alone. A finished run is kept with its
+    curve, an unfinished one with its last checkpoint; the table, with all
+    runs and the time they took, is translation.full.json in the folder.
+
+    [b]Example[/b]
+
+    headwise lab table --minutes 9 --workers 10 --out results
+    """
+    folder = out or record.own_folder()
+    with explained(zh=False):
+        held = session(form or "full", device, folder, minutes, workers)
+        done, planned = long_runs.train_table(held)
+    typer.echo(f"{done} of {planned} translators are trained; the table is in {folder}")
+    if done < planned:
+        typer.echo("the same command continues")
+
+
+@app.command(hidden=True)
+def piece(
+    names: Annotated[list[str], typer.Argument()],
+    full: Annotated[bool, typer.Option("--full")] = False,
+    form: Form = None,
+    device: Annotated[str | None, typer.Option()] = None,
+    minutes: Minutes = None,
+    at_once: Annotated[int, typer.Option()] = 4,
+    out: Out = None,
+) -> None:
+    """Make pieces of a long experiment: what the processes of a session run."""
+    lab = Lab(form or ("full" if full else "quick"), devices.chosen(device), out)
+    with explained(zh=False):
+        known = {each.name: each for each in pieces.every(lab)}
+        for name in names:
+            if name not in known:
+                raise ValueError(f"there is no piece {name!r}; there are {', '.join(known)}")
+    chosen = [known[name] for name in names]
+    for each in chosen:
+        if each.in_steps is None:
+            each.make(lab)
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    seconds = math.inf if minutes is None else 60 * minutes
+    held = SideBySide(lab, at_once, seconds, asked.is_set, lambda line: print(line, flush=True))
+    held.make([each for each in chosen if each.in_steps is not None])
+    if not all(each.done(lab) for each in chosen):
+        raise typer.Exit(1)
+
+
+@app.command("handbook")
+def write_handbook(
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("handbook"),
+    results: Annotated[
+        Path | None,
+        typer.Option(help="A folder of your results; the recorded ones fill in what it lacks."),
+    ] = None,
+) -> None:
+    """Write the handbook, which explains attention with the verdicts and figures of the lab.
+
+    Its pages are Markdown, in English and in 中文, with pictures.
+
+    [b]Example[/b]
+
+    headwise lab handbook --out docs/handbook
+    """
+    folders = [record.RECORDED] if results is None else [results, record.RECORDED]
+    with explained(zh=False):
+        written = handbook.write(out, folders)
+    typer.echo(f"{len(written)} files in {out}; begin with {out / 'index.md'}")

@@ -1,0 +1,143 @@
+"""The output of `headwise lab`: the list of claims, one claim with its figures, the progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from headwise.apps.cli.spoken import in_language
+from headwise.apps.lab.charts import Shown, cells
+from headwise.apps.lab.claim import NOTES, TOPICS, VERDICTS, Claim
+from headwise.apps.lab.record import Result
+from headwise.apps.lab.runner import Told
+from headwise.messages import say
+
+STYLES = {
+    "holds": "green",
+    "holds when": "yellow",
+    "does not hold": "red",
+    "right": "green",
+    "wrong": "red",
+    "undecided": "cyan",
+}
+
+
+def as_json(entries: list[dict[str, Any]]) -> str:
+    """Entries as JSON."""
+    return json.dumps(entries, indent=2, ensure_ascii=False)
+
+
+def verdict_text(result: Result | None, stale: bool, zh: bool) -> Text:
+    """The verdict with its sign; "not run" if there is none."""
+    if result is None:
+        return Text(in_language(say("not run yet"), zh), style="dim")
+    shown = Text(in_language(VERDICTS[result.verdict], zh), style=STYLES[result.verdict])
+    if stale:
+        shown.append(f" ({in_language(say('stale'), zh)})", style="dim")
+    return shown
+
+
+def show_list(console: Console, found: Sequence[tuple[Claim, Result | None]], zh: bool) -> None:
+    """The claims topic by topic, each with its verdict."""
+    for topic, title in TOPICS.items():
+        within = [(claim, result) for claim, result in found if claim.topic == topic]
+        if not within:
+            continue
+        console.print(Text(f"\n{in_language(title, zh)}", style="bold"))
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(width=20, style="cyan", no_wrap=True)
+        grid.add_column(width=17)
+        grid.add_column(overflow="fold")
+        for claim, result in within:
+            stale = result is not None and result.stale(claim)
+            shown = verdict_text(result, stale, zh)
+            grid.add_row(Text(claim.id), shown, Text(in_language(claim.sentence, zh)))
+        console.print(grid)
+
+
+def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) -> None:
+    """One claim: the sentence, where it comes from, its derivation, figures and verdict."""
+    console.print(Text(claim.id, style="bold cyan"))
+    console.print(Text(in_language(claim.sentence, zh), style="bold"))
+    notes = "; ".join(f"{letter} ({in_language(NOTES[letter], zh)})" for letter in claim.notes)
+    console.print(Text(in_language(say("from notes: {notes}", notes=notes), zh), style="dim"))
+    console.print(
+        Text(in_language(say("experiment: {source}", source=claim.source), zh), style="dim")
+    )
+    if claim.derivation is not None:
+        console.print(Text(f"\n{in_language(claim.derivation, zh)}"))
+    if result is None:
+        advice = say("not run yet; run it: headwise lab run {id}", id=claim.id)
+        console.print(Text(f"\n{in_language(advice, zh)}"))
+        return
+    stale = result.stale(claim)
+    if not stale:  # the drawing of today's figures may not fit older ones
+        for shown in claim.shows(result.figures):
+            console.print()
+            console.print(table_of(shown, zh))
+    console.print()
+    console.print(verdict_text(result, stale, zh))
+    if result.condition is not None:
+        console.print(Text(in_language(result.condition, zh)))
+    console.print(Text(in_language(result.because, zh)))
+    origin = f"{result.command} · {result.form} · {result.machine} · {result.date}"
+    console.print(Text(f"\n{origin} · {result.seconds:g} s", style="dim"))
+    if stale:
+        advice = say("measured by other code; run it again: headwise lab run {id}", id=claim.id)
+        console.print(Text(in_language(advice, zh), style="yellow"))
+
+
+def table_of(shown: Shown, zh: bool) -> Table:
+    """A chart, listing or map as a table of numbers."""
+    table = Table(title=Text(in_language(shown.title, zh)), title_justify="left")
+    headings, rows = cells(shown, zh)
+    for number, heading in enumerate(headings):
+        table.add_column(Text(heading), justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+class LabProgress:
+    """A bar on a terminal; a line per claim elsewhere. Called with each report of the runner."""
+
+    def __init__(self, console: Console, bar: Progress) -> None:
+        self.console, self.bar = console, bar
+        self.shown = bar.add_task("", total=None)
+
+    def __call__(self, told: Told) -> None:
+        """Show how far the run is."""
+        if told.missing:
+            self.console.print(Text(f"{told.claim.id:<20} not run: {told.missing}", style="yellow"))
+            return
+        steps = f" {told.what} ({told.done + 1}/{told.steps})" if told.steps else ""
+        self.bar.update(
+            self.shown,
+            completed=told.number,
+            total=told.of,
+            description=f"{told.claim.id}{steps}",
+        )
+
+    def finished(self, result: Result, zh: bool) -> None:
+        """Print a verdict above the bar."""
+        line = Text(f"{result.id:<20} ")
+        line.append_text(verdict_text(result, False, zh))
+        line.append(f"  {result.seconds:g} s", style="dim")
+        self.console.print(line)
+        self.console.print(Text(f"    {in_language(result.because, zh)}"))
+
+
+@contextmanager
+def progress(as_json: bool) -> Iterator[LabProgress]:
+    """Show the progress of a run; beside JSON, on the error stream."""
+    console = Console(stderr=as_json)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        yield LabProgress(console, bar)

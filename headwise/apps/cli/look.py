@@ -1,0 +1,255 @@
+"""`headwise look`: serves the page, writes it to a file, or draws in the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import stat
+import sys
+import webbrowser
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from headwise import devices
+from headwise.apps.cli import look_options as options
+from headwise.apps.cli.progress_bar import bar, shown_in
+from headwise.apps.look import pictures, terminal_view
+from headwise.apps.look import session as sessions
+from headwise.apps.look.atlas import Atlas
+from headwise.apps.look.readers import opening
+from headwise.apps.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, silent
+from headwise.apps.look.scene import printable
+from headwise.apps.look.serving import page_file
+from headwise.apps.look.session import Session
+from headwise.apps.look.show import displayed
+
+app = typer.Typer()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model, its input, the heads to show, and the device to run it on."""
+
+    model: str
+    input: Given | None
+    heads: tuple[str, ...] = ()
+    device: str | None = None
+    spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def open(self) -> Reader:
+        """Load the model."""
+        return opening.opened(self.model, self.device)
+
+    def check(self) -> None:
+        """ValueError if there is no such model or device, before anything is loaded."""
+        opening.find(self.model)
+        devices.chosen(self.device)
+
+
+@app.command()
+def look(
+    model: options.Model = "gpt",
+    text: options.Text = None,
+    file: options.File = None,
+    image: options.Image = None,
+    head: options.Heads = None,
+    span: options.Spans = None,
+    device: options.Device = None,
+    port: options.Port = 0,
+    no_open: options.NoOpen = False,
+    out: options.Out = None,
+    limit: options.Limit = "20MB",
+    picture: options.Picture = None,
+    in_terminal: options.InTerminal = False,
+    every: options.Every = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """See what a model's attention heads do with a text, on a page in your browser.
+
+    The built-in [b]gpt[/b] reads English. The built-in [b]translate[/b] shows which English token
+    each French one looks at. The page is served to this machine alone.
+
+    [b]Examples[/b]
+
+    headwise look
+
+    headwise look translate --text 'The cat is black.'
+
+    headwise look gpt --file speech.txt --out speech.html
+
+    headwise look --text 'to be or not to be' --head 5.1 --picture head.svg
+
+    headwise look --terminal --text 'to be or not to be' --head 5.1
+
+    headwise look --terminal --text 'to be or not to be' --span start=0:3
+    """
+    if (in_terminal or as_json) and (out is not None or picture is not None):
+        raise typer.BadParameter("--terminal and --json print; --out and --picture write")
+    spans = dict(map(named_span, span or ()))
+    asked = Asked(model, given(text, file, image), tuple(head or ()), device, spans)
+    try:
+        asked.check()
+        if in_terminal or as_json:
+            draw(asked, every, as_json)
+        elif out is not None or picture is not None:
+            write(asked, out, number_of_bytes(limit), picture)
+        else:
+            serve(asked, port, no_open)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def draw(asked: Asked, every: bool, as_json: bool) -> None:
+    """Print the heads, as figures in the terminal or as JSON."""
+    reader = asked.open()
+    what = sessions.given(reader, asked.input)
+    if what is SAMPLE_TEXT:  # more than a screen
+        what = terminal_view.SENTENCE
+    read = reader.read(what, silent).marked(asked.spans)
+    chosen = [read.find(name)[1] for name in asked.heads]
+    if as_json:
+        print(json.dumps(terminal_view.as_dictionary(read, chosen), indent=2, ensure_ascii=False))
+    else:
+        terminal_view.show(Console(), read, chosen, every)
+
+
+def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> None:
+    """Write the page as a file, or a head as a picture, or both; print their names and sizes."""
+    for path in (out, picture):
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            raise ValueError(f"{path} can't be written: name a file in an existing folder")
+    if picture is not None:
+        pictures.check(picture)
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"{out} is not a page: use a name that ends in .html")
+    with bar() as progress:
+        session = Session(sample=asked.input is None)
+        session.reader = reader = asked.open()
+        read = reader.read(sessions.given(reader, asked.input), shown_in(progress))
+        read = read.marked(asked.spans)
+        if out is not None:
+            session.atlases["0"] = Atlas(read).prepare(shown_in(progress))
+            session.progress = sessions.Progress("ready", None)
+            size, heads = page_file.write(session, out, asked.heads, limit)
+    if out is not None:
+        print(f"{out}: {size / 1e6:.1f} MB, {len(read.main.rows):,} tokens")
+        print(page_file.summary(heads, sum(len(group.heads) for group in read.groups)))
+    if picture is not None:
+        group, head = pictures.chosen(read, asked.heads)
+        boxes = pictures.save(picture, reader.description.name, group, head)
+        print(f"{picture}: head {head.name}")
+        if boxes:
+            said = (
+                f"no font here has {boxes[:20]}, drawn as boxes: install Noto Sans CJK, or use .svg"
+            )
+            typer.echo(said, err=True)
+
+
+def serve(asked: Asked, port: int, no_open: bool) -> None:
+    """Serve the page until Ctrl-C."""
+    from headwise.apps.look.serving import server  # needs the extra headwise[look]
+
+    bound = server.listening(port)
+    address = server.address(bound)
+    console = Console(stderr=True)
+    print(f"{address}   (Ctrl-C stops it)", flush=True)
+    session = Session(sample=asked.input is None, spans=asked.spans)
+    with bar(console) as progress:
+        report = shown_in(progress)
+
+        def heard(now: sessions.Progress) -> None:
+            if now.stage is not None:
+                report(now.stage, now.done)
+                return
+            progress.stop()
+            if now.problem is not None:
+                console.print(now.problem.error, style="red", markup=False)
+            elif session.atlases:
+                read = next(reversed(session.atlases.values())).input
+                heads = sum(len(group.heads) for group in read.groups)
+                ready = f"{len(read.main.rows):,} tokens, {heads} heads are ready"
+                print("; ".join([ready, *map(printable, read.notes)]), flush=True)
+
+        session.heard = heard
+        session.run = opening.watched(asked.model)
+        if session.run is None or opening.trained_here(Path(asked.model)):
+            session.start(asked.open, asked.input)
+        else:
+            session.tell(sessions.Progress("ready", None))
+        if not no_open and displayed():
+            webbrowser.open(address)
+        with suppress(KeyboardInterrupt):
+            server.serve(server.application(session), bound)
+    if not session.stop(3):
+        # The thread is deep inside a model or a download; Python would wait for it and abort.
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def given(text: str | None, file: typer.FileText | None, image: Path | None) -> Given | None:
+    """The input of the command line: --text or --file, --image, both, or what is piped in."""
+    if text is not None and file is not None:
+        raise typer.BadParameter("give one of --text and --file")
+    try:
+        written = text if file is None else file.read()
+        if image is not None:
+            return (
+                image.read_bytes() if written is None else Illustrated(image.read_bytes(), written)
+            )
+        if file is not None:
+            return written
+        if text is None and piped():
+            return sys.stdin.buffer.read().decode() or None
+    except UnicodeDecodeError as error:
+        name = "standard input" if file is None else file.name
+        raise typer.BadParameter(f"{name} is not text in UTF-8: {error}") from error
+    except OSError as error:
+        raise typer.BadParameter(f"the input can't be read: {error}") from error
+    return text
+
+
+def piped() -> bool:
+    """True if another program or a file has begun to feed standard input."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or replaced by an object without a file descriptor
+        return False
+    if stat.S_ISFIFO(mode):
+        # Reading a pipe that nobody writes to would wait for ever.
+        begun = sys.platform != "win32" and bool(select.select([sys.stdin], [], [], 1)[0])
+        if not begun:
+            said = "standard input was silent for a second and is ignored; --file - waits for it"
+            typer.echo(said, err=True)
+        return begun
+    return stat.S_ISREG(mode)
+
+
+def named_span(written: str) -> tuple[str, tuple[int, int]]:
+    """Parse a span such as system=0:57: its name, its first token and the one after its last.
+
+    >>> named_span("system=0:57")
+    ('system', (0, 57))
+    """
+    match = re.fullmatch(r"([\w.-]+)=(\d{1,9}):(\d{1,9})", written)
+    if match is None or int(match[2]) >= int(match[3]):
+        raise typer.BadParameter(f"--span {written[:40]!r} is not a span; try system=0:57")
+    return match[1], (int(match[2]), int(match[3]))
+
+
+def number_of_bytes(written: str) -> int:
+    """Parse a size such as 20MB, 512kB or 1 GB.
+
+    >>> number_of_bytes("1.5MB")
+    1500000
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)b?\s*", written, re.IGNORECASE)
+    if match is None or len(match[1]) > 15:
+        raise typer.BadParameter(f"--limit {written[:40]!r} is not a size; try 20MB")
+    return int(float(match[1]) * 1000 ** " kmg".index(match[2].lower() or " "))

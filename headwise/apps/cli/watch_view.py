@@ -1,0 +1,254 @@
+"""A watched run in a terminal: layers by heads, coloured by a figure, its trend, the alarms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from headwise.apps.look.watched_folder import trained_in
+from headwise.watching.alarms import Alarm
+from headwise.watching.figure_names import scalars
+from headwise.watching.runs.run_reader import WatchedRun
+
+BARS = "▁▂▃▄▅▆▇█"
+"""Eight heights for a sparkline."""
+
+SHADES = (
+    ("· ", "#5a6aa8"),
+    ("░░", "#3f7f96"),
+    ("▒▒", "#21918c"),
+    ("▓▓", "#5ec962"),
+    ("██", "#f9e721"),
+)
+"""From the smallest to the largest figure; the characters work without colour too."""
+
+COURSE = 24
+"""Characters of a layer's sparkline."""
+
+ALARMS = 8
+"""The number of alarms that are listed; the others are counted."""
+
+REMEDIES = {
+    "logit growth": "try a lower learning rate or a longer warm-up, or hw.qk_clip(model, watch) "
+    "after each step of the optimiser",
+    "entropy collapse": "try a lower learning rate, or QK-norm in the model",
+    "dead head": "seen.importance(loss) tells whether the loss needs it",
+    "sink take-over": "usual in pretrained models; learned sinks (sinks=) take such weight away",
+    "duplicated heads": "fewer heads may do: seen.importance(loss) tells which the loss needs",
+}
+"""A first thing to try for each rule."""
+
+NAMES = {"entropy": "entropy_mean", "max_logit": "max_logit_max"}
+
+
+def view(run: WatchedRun, statistic: str, width: int) -> RenderableType:
+    """The whole view of a run as it stands."""
+    steps = run.steps
+    if not steps:
+        return Text(f"{run.folder}: nothing has been written yet", style="dim")
+    figure = resolve(run, statistic)
+    return Group(
+        header(run, steps, figure),
+        Text(),
+        grid(run, figure, width),
+        legend(run, figure),
+        *alarm_lines(run.alarms),
+    )
+
+
+def resolve(run: WatchedRun, statistic: str) -> str:
+    """The figure that a statistic's name stands for: entropy is entropy_mean."""
+    there = run.figures
+    wanted = NAMES.get(statistic, statistic)
+    for name in (wanted, f"{wanted}_mean", f"{wanted}_lower_bound", f"{wanted}_upper_bound"):
+        if name in there:
+            return name
+    raise ValueError(f"there is no statistic {statistic!r}; there are {', '.join(there)}")
+
+
+def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
+    """The run's folder and model, its last step and the options of its watch."""
+    looking, model = run.manifest["looking"], run.manifest["model"]
+    rows = "all rows" if looking["rows"] is None else f"{looking['rows']} rows per pass"
+    every = "" if looking["every"] == 1 else f", one step in {looking['every']}"
+    text = Text(f"{run.folder} ", style="bold")
+    text.append(f"{model['class']}, {model['parameters']:,} parameters\n", style="dim")
+    text.append(f"step {steps[-1]}", style="bold")
+    many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}"
+    text.append(f"  {many} recorded, {rows}{every}\n", style="dim")
+    if trained := trained_in(run):
+        text.append(f"{on_a_line(trained)}\n", style="dim")
+    text.append(figure, style="bold cyan")
+    if run.unread:
+        names = ", ".join(name or "the model" for name in run.unread)
+        text.append(f"\nattention that could not be read: {names}", style="yellow")
+    if run.damaged:
+        text.append(f"\n{len(run.damaged)} damaged parts are left out", style="yellow")
+    return text
+
+
+def on_a_line(trained: dict[str, float]) -> str:
+    """The figures of a training on one line.
+
+    >>> on_a_line({"loss": 3.14159, "per_second": 1234.5, "mfu": 0.123})
+    'loss 3.142, 1,234 per second, MFU 12.3 %'
+    """
+    parts = [f"loss {trained['loss']:.3f}"] if "loss" in trained else []
+    parts += [f"{trained['per_second']:,.0f} per second"] if "per_second" in trained else []
+    parts += [f"MFU {100 * trained['mfu']:.3g} %"] if "mfu" in trained else []
+    return ", ".join(parts)
+
+
+def grid(run: WatchedRun, figure: str, width: int) -> Grid:
+    """One line per layer: its heads, and a sparkline of the layer's figure over all steps."""
+    table, kinds = run.heads(), {}
+    values: dict[int, dict[int, float]] = {}
+    for row in table:
+        values.setdefault(int(row["layer"]), {})[int(row["head"])] = float(row[figure])
+        kinds[int(row["layer"])] = str(row["kind"])
+    finite = [x for line in values.values() for x in line.values() if math.isfinite(x)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    course = courses(run, figure)
+    heads = sorted({head for line in values.values() for head in line})
+    cell = 7 if 10 + 7 * len(heads) + COURSE <= width else 2
+    drawn = Grid(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    drawn.add_column("layer", justify="right", no_wrap=True)
+    numbers = "".join(f"{head:>{cell}}"[-cell:] for head in heads)
+    drawn.add_column(numbers, no_wrap=True)
+    drawn.add_column("over the steps", no_wrap=True)
+    for layer, line in values.items():
+        name = f"{layer}" if kinds[layer] == "self" else f"{layer} cross"
+        cells = Text.assemble(
+            *(_cell(line[head], low, high, cell) if head in line else " " * cell for head in heads)
+        )
+        drawn.add_row(name, cells, Text(spark(course[layer]), style="cyan"))
+    return drawn
+
+
+def courses(run: WatchedRun, figure: str) -> dict[int, list[float]]:
+    """Each layer's figure over all steps, reduced over heads by the end of its name."""
+    steps, heads = run.history(figure)
+    reduce = max if "_max" in figure else min if "_min" in figure else _mean
+    layers: dict[int, list[list[float]]] = {}
+    for (layer, _), line in heads.items():
+        layers.setdefault(layer, []).append(line)
+    return {
+        layer: [reduce([x for line in lines if math.isfinite(x := line[n])] or [math.nan])
+                for n in range(len(steps))]
+        for layer, lines in layers.items()
+    }  # fmt: skip
+
+
+def spark(values: Sequence[float], width: int = COURSE) -> str:
+    """A sparkline of at most `width` characters, the lowest value ▁ and the highest █.
+
+    >>> spark([0, 1, 2, 3])
+    '▁▃▆█'
+    """
+    size = min(width, len(values))
+    bins = [values[n * len(values) // size : (n + 1) * len(values) // size] for n in range(size)]
+    means = [_mean([x for x in some if math.isfinite(x)] or [math.nan]) for some in bins]
+    finite = [x for x in means if math.isfinite(x)]
+    if not finite:
+        return "×" * size
+    low, high = min(finite), max(finite)
+    return "".join(
+        BARS[round((x - low) / (high - low or 1) * (len(BARS) - 1))] if math.isfinite(x) else "×"
+        for x in means
+    )
+
+
+def alarm_lines(alarms: Sequence[Alarm]) -> list[RenderableType]:
+    """The latest alarms."""
+    if not alarms:
+        return [Text("\nno alarm", style="green")]
+    groups = grouped(alarms)
+    more = f", the last {ALARMS} of {len(groups)} kinds" if len(groups) > ALARMS else ""
+    title = Text(f"\n{len(alarms)} alarm{'s' if len(alarms) > 1 else ''}{more}", style="bold red")
+    remedies = [
+        REMEDIES[rule] for rule in dict.fromkeys(x.rule for x in alarms) if rule in REMEDIES
+    ]
+    return [
+        title,
+        *(Text(f"  {line}", overflow="fold") for line in groups[-ALARMS:]),
+        *(Text(f"  → {line}", style="cyan", overflow="fold") for line in remedies),
+    ]
+
+
+def grouped(alarms: Sequence[Alarm]) -> list[str]:
+    """One line for the alarms of a rule in a step.
+
+    >>> print(*grouped([Alarm(3, "logit growth", 0, head, "it is NaN") for head in range(9)]))
+    step 3: logit growth: 9 heads (0.0, 0.1, 0.2, 0.3, …): it is NaN
+    """
+    kinds: dict[tuple[int, str], list[Alarm]] = {}
+    for alarm in alarms:
+        kinds.setdefault((alarm.step, alarm.rule), []).append(alarm)
+    lines = []
+    for (step, rule), some in kinds.items():
+        if len(some) == 1:
+            lines.append(str(some[0]))
+            continue
+        names = [f"{alarm.layer}.{alarm.head}" for alarm in some]
+        heads = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        also = "" if len({alarm.says for alarm in some}) == 1 else ", and the like"
+        lines.append(f"step {step}: {rule}: {len(some)} heads ({heads}): {some[0].says}{also}")
+    return lines
+
+
+def legend(run: WatchedRun, figure: str) -> Text:
+    """The range of values that the shades cover."""
+    values = [x for x in run.heads()[figure] if math.isfinite(x)]
+    text = Text("\n")
+    if values:
+        text.append(f"{min(values):.3g} ", style="dim")
+        for characters, colour in SHADES:
+            text.append(characters, style=colour)
+        text.append(f" {max(values):.3g}", style="dim")
+    if len(values) < len(run.heads()):
+        text.append("  " if values else "")
+        text.append("×", style="bold red").append(" NaN or infinite", style="dim")
+    return text
+
+
+def as_dictionary(run: WatchedRun, statistic: str) -> dict[str, Any]:
+    """The same for programs: all figures of the last step, the statistic over time, the alarms."""
+    steps = run.steps
+    figure = resolve(run, statistic) if steps else statistic
+    table = run.heads()
+    return {
+        "folder": str(run.folder),
+        "manifest": run.manifest,
+        "statistic": figure,
+        "steps": steps,
+        "courses": {str(k): v for k, v in courses(run, figure).items()} if steps else {},
+        "scalars": scalars(table),
+        "heads": list(table),
+        "alarms": [alarm.to_dict() for alarm in run.alarms],
+        "training": trained_in(run),
+        "unread": run.unread,
+        "maps": [vars(kept) for kept in run.kept],
+        "damaged": run.damaged,
+    }
+
+
+def show(console: Console, run: WatchedRun, statistic: str) -> None:
+    """Print a run as it stands."""
+    console.print(view(run, statistic, console.width))
+
+
+def _cell(value: float, low: float, high: float, width: int) -> tuple[str, str]:
+    if not math.isfinite(value):
+        return "×".rjust(width), "bold red"
+    step = (value - low) / (high - low) if high > low else 0.0
+    characters, colour = SHADES[min(len(SHADES) - 1, int(step * len(SHADES)))]
+    return (characters if width == 2 else f"{value:>{width - 1}.4g} "), colour
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,134 @@
+"""A claim: a sentence from the textbooks, the experiment that tests it, the rule that judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.apps.lab.charts import Shown
+from headwise.apps.lab.laboratory import Lab
+from headwise.messages import Sentence
+
+Figures = Mapping[str, Any]
+"""The measurements of an experiment by name: numbers, texts, and lists and mappings of them."""
+
+VERDICTS: Mapping[str, Sentence] = {
+    "holds": Sentence("✓ holds", "✓ 成立"),
+    "holds when": Sentence("◐ holds when", "◐ 有条件成立"),
+    "does not hold": Sentence("✗ does not hold", "✗ 不成立"),
+    "right": Sentence("✓ right", "✓ 正确"),
+    "wrong": Sentence("✗ wrong", "✗ 错误"),
+    "undecided": Sentence("? undecided", "? 未定"),
+}
+"""Each verdict with its sign, so that nobody has to tell it by its colour alone.
+
+`right` and `wrong` are for what a paper is said to say; the others are for what was measured.
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict, the sentence of figures that gave it, and the condition of a "holds when"."""
+
+    verdict: str
+    because: Sentence
+    condition: Sentence | None = None
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"{self.verdict!r} is not a verdict; use {', '.join(VERDICTS)}")
+        if (self.condition is not None) != (self.verdict == "holds when"):
+            raise ValueError(
+                f"{self.verdict!r} with the condition {self.condition!r}; "
+                'a condition belongs to "holds when", and to no other verdict'
+            )
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence, where it comes from, how it is tested, how it is judged, how it is drawn.
+
+    `notes` are the letters of the notes that make the claim. `derivation` is the proof on paper of
+    what the experiment measures, where there is one. `gpu` is True where the full form trains a
+    Transformer or measures time; what counts, draws or trains a small reader runs on the CPU.
+    """
+
+    id: str
+    sentence: Sentence
+    notes: str
+    experiment: Callable[[Lab], Figures]
+    rule: Callable[[Figures], Verdict]
+    shows: Callable[[Figures], tuple[Shown, ...]]
+    derivation: Sentence | None = None
+    gpu: bool = False
+
+    @property
+    def source(self) -> str:
+        """The file of the experiment, from the root of the repository."""
+        return f"{self.experiment.__module__.replace('.', '/')}.py"
+
+    @property
+    def topic(self) -> str:
+        """The first word of the id, a key of `TOPICS`."""
+        return self.id.partition("-")[0]
+
+
+def both(english: str, chinese: str, **values: object) -> Sentence:
+    """A sentence in both languages, filled in with the same values.
+
+    >>> both("{count} of {all} rows", "{all} 行中的 {count} 行", count=3, all=4).zh
+    '4 行中的 3 行'
+    """
+    if not values:
+        return Sentence(english, chinese)
+    theirs = {name: x.zh if isinstance(x, Sentence) else x for name, x in values.items()}
+    return Sentence(english.format(**values), chinese.format(**theirs))
+
+
+def holds(because: Sentence) -> Verdict:
+    """The claim holds as it is written."""
+    return Verdict("holds", because)
+
+
+def holds_when(condition: Sentence, because: Sentence) -> Verdict:
+    """The claim holds under a condition that it does not state."""
+    return Verdict("holds when", because, condition)
+
+
+def does_not_hold(because: Sentence) -> Verdict:
+    """The claim is false."""
+    return Verdict("does not hold", because)
+
+
+def undecided(because: Sentence) -> Verdict:
+    """The figures do not settle it."""
+    return Verdict("undecided", because)
+
+
+def attributed(said: bool, because: Sentence) -> Verdict:
+    """Right or wrong, of a sentence that is attributed to a paper."""
+    return Verdict("right" if said else "wrong", because)
+
+
+TOPICS: Mapping[str, Sentence] = {
+    "scale": Sentence("Why √d_k", "为什么除以 √d_k"),
+    "heads": Sentence("Why many heads, and narrow ones", "为什么要多头，又为什么每个头更窄"),
+    "qk": Sentence("Why Q and K have separate matrices", "为什么 Q 和 K 用不同的矩阵"),
+    "dot": Sentence("Dot product against additive attention", "点积注意力与加性注意力"),
+    "qkv": Sentence("Q, K and V against fixed weights", "QKV 与直接学习的权重"),
+    "rivals": Sentence("Attention against recurrence and convolution", "注意力与 RNN、CNN"),
+    "cost": Sentence("What a layer costs", "一层的代价"),
+    "paper": Sentence("What the 2017 paper is said to say", "被归于 2017 年论文的说法"),
+    "example": Sentence("The two example sentences", "两个例句"),
+}
+"""The topics in the order of someone who learns attention."""
+
+NOTES: Mapping[str, Sentence] = {
+    "A": Sentence("the formula and the parameter count", "公式与参数量"),
+    "B": Sentence("self-attention against RNN and CNN", "自注意力与 RNN、CNN 的比较"),
+    "C": Sentence("many heads, Q ≠ K, dot or additive, scaling", "多头、Q ≠ K、点乘或加法、缩放"),
+    "D": Sentence("why √d_k", "为什么除以 √d_k"),
+    "E": Sentence("why a head is narrower", "为什么每个头要降维"),
+}
+"""The notes that make the claims."""

@@ -1,0 +1,41 @@
+"""The claims, one file per family of claims that share an experiment."""
+
+from headwise.apps.lab.claim import TOPICS, Claim
+from headwise.apps.lab.claims import (
+    cost_layer,
+    dot_cost,
+    dot_quality,
+    examples,
+    heads_counted,
+    heads_patterns,
+    paper,
+    qk_symmetry,
+    qk_training,
+    qkv_counted,
+    recalling,
+    rivals_reach,
+    rivals_sharing,
+    rivals_time,
+    scale_depth,
+    scale_overflow,
+    scale_softmax,
+    scale_variance,
+    translation_quality,
+)
+
+FAMILIES = (
+    *(scale_variance, scale_softmax, scale_overflow, scale_depth),
+    *(heads_counted, heads_patterns, translation_quality),
+    *(qk_symmetry, qk_training, dot_cost, dot_quality, qkv_counted, recalling),
+    *(rivals_reach, rivals_time, rivals_sharing),
+    *(cost_layer, paper, examples),
+)
+
+CLAIMS: tuple[Claim, ...] = tuple(
+    claim
+    for topic in TOPICS
+    for family in FAMILIES
+    for claim in family.CLAIMS
+    if claim.topic == topic
+)
+"""Every claim, topic by topic."""

@@ -1,0 +1,308 @@
+"""The quality of dot product and additive attention: dot-quality, dot-small, dot-overfit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.apps.lab.charts import Chart, Listing, Series
+from headwise.apps.lab.claim import (
+    Claim,
+    Figures,
+    Verdict,
+    both,
+    does_not_hold,
+    holds,
+    holds_when,
+    undecided,
+)
+from headwise.apps.lab.claims.translation_quality import percent, runs
+from headwise.apps.lab.estimates import BLEU, POINTS, Difference, difference
+from headwise.apps.lab.laboratory import Lab, Piece
+from headwise.apps.lab.recall import Recall, RecallModel, Relation, Task, accuracy, learn, right
+from headwise.nn import Additive, MultiHeadAttention
+from headwise.score import Dot
+
+SCORES: Mapping[str, Dot | Additive] = {
+    "scaled": Dot(),
+    "unscaled": Dot(1.0),
+    "additive": Additive(),
+}
+LABELS = {
+    "scaled": both("q·k/√d_k", "q·k/√d_k"),
+    "unscaled": both("q·k", "q·k"),
+    "additive": both("additive", "加性"),
+}
+SMALL = 8
+"""The widest head that counts as small."""
+
+
+def reader(score: str, width: int, task: Task, seed: int) -> RecallModel:
+    """A reader with one head of this width and score."""
+    torch.manual_seed(seed)
+    return RecallModel(MultiHeadAttention(width, 1, score=SCORES[score]), width, task)
+
+
+def at_widths(lab: Lab) -> list[Piece]:
+    """The trainings of `widths`."""
+    every = lab.pick(tiny=(8, 16), quick=(4, 8, 32, 128), full=(4, 8, 16, 32, 64, 128))
+    return [
+        (f"recall-{score}-{d}", recalled, {"score": score, "d": d})
+        for d in every
+        for score in SCORES
+    ]
+
+
+def recalled(lab: Lab, folder: Path | None, score: str, d: int) -> dict[str, Any]:
+    """The accuracy on recall after a short training, with one score at one width."""
+    task = Recall(8)
+    steps = lab.pick(tiny=2, quick=120, full=300)
+    rows = []
+    for seed in range(lab.pick(tiny=1, quick=3, full=12)):
+        model = reader(score, d, task, seed)
+        learn(model, task, steps, seed=seed, rate=5e-3, batch=64)
+        rows.append({"d": d, "score": score, "seed": seed, "accuracy": accuracy(model, task)})
+    return {"steps": steps, "rows": rows}
+
+
+def recalling(lab: Lab) -> Figures:
+    """Accuracy on recall after a short training, by score and width."""
+    found = lab.keep_all(at_widths(lab))
+    return {"steps": found[0]["steps"], "rows": [row for each in found for row in each["rows"]]}
+
+
+def widths(lab: Lab) -> Figures:
+    """Accuracy on recall by score and width, and the BLEU of two scores."""
+    return {**recalling(lab), "runs": runs(lab, ("base", "additive"), often=("base",))}
+
+
+def gap(figures: Figures, d: int, one: str, other: str) -> Difference:
+    """The accuracy of one score minus that of the other at a width, in percent."""
+    groups = {
+        score: [100 * x["accuracy"] for x in figures["rows"] if (x["d"], x["score"]) == (d, score)]
+        for score in SCORES
+    }
+    return difference(groups, one, other)
+
+
+def judge_quality(figures: Figures) -> Verdict:
+    """Better on translation, and at the widths of recall, beyond chance."""
+    bleu = percent(figures, "base", "additive")
+    gaps = {d: gap(figures, d, "scaled", "additive") for d in widths_of(figures)}
+    ahead = [d for d, found in gaps.items() if found.low > 0]
+    behind = [d for d, found in gaps.items() if found.high < 0]
+    because = both(
+        "scaled dot product gains {bleu} over additive; on recall it is "
+        "ahead at {ahead} of {all} widths and behind at {behind}",
+        "缩放点积比加性高 {bleu}；在联想回忆上，{all} 种宽度中领先 {ahead} 种，落后 {behind} 种",
+        bleu=bleu.said(BLEU),
+        ahead=len(ahead),
+        behind=len(behind),
+        all=len(gaps),
+    )
+    if bleu.low > 0 and not behind:
+        return holds(because)
+    if bleu.high < 1 and not ahead:
+        return does_not_hold(because)
+    if bleu.low > 0:
+        condition = both(
+            "translation is meant; on recall additive is ahead at d_k = {behind}",
+            "指的是翻译；在联想回忆上，d_k = {behind} 时加性领先",
+            behind=", ".join(map(str, behind)),
+        )
+        return holds_when(condition, because)
+    return undecided(because)
+
+
+def judge_small(figures: Figures) -> Verdict:
+    """Additive must win at some small width, beyond chance."""
+    small = [d for d in widths_of(figures) if d <= SMALL]
+    gaps = {d: gap(figures, d, "additive", "scaled") for d in small}
+    best = max(gaps, key=lambda d: gaps[d].low)
+    because = both(
+        "at d_k = {d} additive is {gap} more accurate on recall than scaled dot product",
+        "d_k = {d} 时，加性在联想回忆上的正确率比缩放点积高 {gap}",
+        d=best,
+        gap=gaps[best].said(POINTS),
+    )
+    if gaps[best].low > 0:
+        return holds(because)
+    return does_not_hold(because) if all(x.high < 2 for x in gaps.values()) else undecided(because)
+
+
+def widths_of(figures: Figures) -> list[int]:
+    """The widths that were measured."""
+    return sorted({row["d"] for row in figures["rows"]})
+
+
+def show_widths(figures: Figures) -> tuple[Chart | Listing, ...]:
+    """Accuracy against width; BLEU."""
+    every = widths_of(figures)
+
+    def mean(score: str, d: int) -> float:
+        values = [x["accuracy"] for x in figures["rows"] if (x["d"], x["score"]) == (d, score)]
+        return float(sum(values) / len(values))
+
+    curves = tuple(
+        Series(label, every, [mean(score, d) for d in every]) for score, label in LABELS.items()
+    )
+    title = both("Recall after {n} steps", "{n} 步后的联想回忆", n=figures["steps"])
+    answers = both("share of right answers", "答对的比例")
+    chart = Chart(title, both("d_k", "d_k"), answers, curves, log_x=True)
+    if "runs" not in figures:
+        return (chart,)
+    bleu = tuple(
+        (run["variant"], run["seed"], None if run["diverged"] else run["bleu"])
+        for run in figures["runs"]
+    )
+    headings = both("variant", "变体"), both("seed", "种子"), both("BLEU", "BLEU")
+    return chart, Listing(both("Translation", "翻译"), headings, bleu)
+
+
+def on_few(lab: Lab) -> list[Piece]:
+    """The trainings of `overfitting` on few sequences."""
+    sizes = lab.pick(tiny=(64,), quick=(64, 256, 1024), full=(64, 256, 1024, 4096))
+    return [
+        (f"overfit-{score}-{examples}", overfitted, {"score": score, "examples": examples})
+        for score in ("scaled", "additive")
+        for examples in sizes
+    ]
+
+
+def on_relation(lab: Lab) -> list[Piece]:
+    """The trainings of `overfitting` on a relation that is not symmetric."""
+    return [(f"relation-{score}", related, {"score": score}) for score in ("scaled", "additive")]
+
+
+def overfitted(lab: Lab, folder: Path | None, score: str, examples: int) -> dict[str, Any]:
+    """Train on few fixed sequences, and ask on these and on new ones."""
+    steps = lab.pick(tiny=2, quick=200, full=400)
+    rows, task = [], Recall(8)
+    for seed in range(lab.pick(tiny=1, quick=3, full=12)):
+        model = reader(score, 32, task, seed)
+        learn(model, task, steps, examples=examples, seed=seed, rate=5e-3, batch=64)
+        known = task.draw(examples, torch.Generator().manual_seed(seed))
+        seen = float(right(model, known).double().mean())
+        new = accuracy(model, task)
+        rows.append({"score": score, "examples": examples, "seed": seed, "seen": seen, "new": new})
+    return {"rows": rows}
+
+
+def related(lab: Lab, folder: Path | None, score: str) -> dict[str, Any]:
+    """Train on a relation that is not symmetric."""
+    steps = lab.pick(tiny=2, quick=200, full=400)
+    rows, task = [], Relation()
+    for seed in range(lab.pick(tiny=1, quick=3, full=12)):
+        model = reader(score, 32, task, seed)
+        learn(model, task, steps, seed=seed, rate=1e-2, batch=64)
+        rows.append({"score": score, "seed": seed, "accuracy": accuracy(model, task)})
+    return {"rows": rows}
+
+
+def overfitting(lab: Lab) -> Figures:
+    """Train on few fixed sequences and ask on new ones; and a relation that is not symmetric."""
+    few, relations = (lab.keep_all(pieces) for pieces in (on_few(lab), on_relation(lab)))
+    return {
+        "rows": [row for each in few for row in each["rows"]],
+        "relations": [row for each in relations for row in each["rows"]],
+    }
+
+
+def judge_overfit(figures: Figures) -> Verdict:
+    """Both halves: a larger gap on few examples, and more accuracy on the relation."""
+    gaps: dict[str, list[float]] = {}
+    for row in figures["rows"]:
+        key = f"{row['score']}-{row['examples']}"
+        gaps.setdefault(key, []).append(100 * (row["seen"] - row["new"]))
+    sizes = sorted({row["examples"] for row in figures["rows"]})
+    more = {n: difference(gaps, f"additive-{n}", f"scaled-{n}") for n in sizes}
+    asymmetric: dict[str, list[float]] = {}
+    for row in figures["relations"]:
+        asymmetric.setdefault(row["score"], []).append(100 * row["accuracy"])
+    suits = difference(asymmetric, "additive", "scaled")
+    worst = max(more, key=lambda n: more[n].low)
+    because = both(
+        "trained on {n} sequences, additive has a gap between seen and new ones that is larger "
+        "than dot product's by {more}; on an asymmetric relation it is more accurate by {suits}",
+        "用 {n} 个序列训练时，加性在见过与没见过的序列之间的差距比点积大 {more}；"
+        "在非对称关系上正确率高 {suits}",
+        n=worst,
+        more=more[worst].said(POINTS),
+        suits=suits.said(POINTS),
+    )
+    overfits, suited = more[worst].low > 0, suits.low > 0
+    if overfits and suited:
+        return holds(because)
+    if overfits or suited:
+        which = (
+            both("the overfitting alone is meant", "只就过拟合而言")
+            if overfits
+            else both("the asymmetric relation alone is meant", "只就非对称关系而言")
+        )
+        return holds_when(which, because)
+    settled = all(x.high < 5 for x in more.values()) and suits.high < 5
+    return does_not_hold(because) if settled else undecided(because)
+
+
+def show_overfit(figures: Figures) -> tuple[Listing, ...]:
+    """The accuracies of every run."""
+    headings = (
+        both("score", "打分"),
+        both("sequences", "序列数"),
+        both("seed", "种子"),
+        both("seen ones", "见过的"),
+        both("new ones", "没见过的"),
+    )
+    names = ("score", "examples", "seed", "seen", "new")
+    rows = tuple(tuple(row[name] for name in names) for row in figures["rows"])
+    relations = tuple((x["score"], x["seed"], x["accuracy"]) for x in figures["relations"])
+    return (
+        Listing(both("Few sequences", "少量序列"), headings, rows),
+        Listing(
+            both("An asymmetric relation", "非对称关系"),
+            (both("score", "打分"), both("seed", "种子"), both("accuracy", "正确率")),
+            relations,
+        ),
+    )
+
+
+CLAIMS = (
+    Claim(
+        id="dot-quality",
+        sentence=both(
+            "Dot product attention gives better results than additive attention.",
+            "点积注意力的效果优于加性注意力。",
+        ),
+        notes="C",
+        experiment=widths,
+        rule=judge_quality,
+        shows=show_widths,
+        gpu=True,
+    ),
+    Claim(
+        id="dot-small",
+        sentence=both(
+            "Additive attention may be better when d_k is small.",
+            "d_k 较小时，加性注意力可能更好。",
+        ),
+        notes="C",
+        experiment=recalling,
+        rule=judge_small,
+        shows=show_widths,
+    ),
+    Claim(
+        id="dot-overfit",
+        sentence=both(
+            "Additive attention has spare parameters and overfits small data, but suits "
+            "asymmetric interactions.",
+            "加性注意力参数冗余，在小数据集上可能过拟合；但适合非对称的交互。",
+        ),
+        notes="C",
+        experiment=overfitting,
+        rule=judge_overfit,
+        shows=show_overfit,
+    ),
+)

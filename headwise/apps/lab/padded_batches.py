@@ -1,0 +1,112 @@
+"""Pairs of sentences in few shapes, on the device beforehand: a step of training copies nothing.
+
+A few lengths, and batches that are always full, let each shape's step be captured once as a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.apps.lab.laboratory import CPU
+from headwise.apps.train.data.batches import generator
+from headwise.apps.train.data.pairs import Pair
+from headwise.apps.train.data.tokenisers import Tokeniser
+from headwise.apps.train.tasks.translation import Sentences
+
+
+@dataclass(frozen=True)
+class Padded:
+    """All pairs of a similar length, padded alike.
+
+    source (n, L) with end tokens, lengths (n,) of the sources, target (n, L + 1) from start to end.
+    """
+
+    source: Tensor
+    lengths: Tensor
+    target: Tensor
+    predictions: int
+
+    def rows(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The pairs of these numbers (B,)."""
+        return (
+            self.source.index_select(0, rows),
+            self.lengths.index_select(0, rows),
+            self.target.index_select(0, rows),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def padded(
+    pairs: Sequence[Pair], tokeniser: Tokeniser, lengths: Sequence[int], device: torch.device
+) -> tuple[Padded, ...]:
+    """Pairs by the shortest of these lengths that holds both sides; longer ones are left out."""
+    sentences = Sentences(pairs, tokeniser, max(lengths))
+    longest = torch.tensor(sentences.lengths).amax(-1)
+    found = []
+    for least, most in zip((0, *lengths), lengths, strict=False):
+        chosen = ((longest > least) & (longest <= most)).nonzero()[:, 0]
+        if len(chosen) == 0:
+            continue
+        source, target = (
+            F.pad(x, (0, width - x.shape[1]), value=tokeniser.pad)
+            for x, width in (
+                (sentences.sources.padded(chosen, tokeniser.pad, CPU), most),
+                (sentences.targets.padded(chosen, tokeniser.pad, CPU), most + 1),
+            )
+        )
+        count = int((target[:, 1:] != tokeniser.pad).sum())
+        sizes = sentences.sources.sizes[chosen]
+        found.append(Padded(source.to(device), sizes.to(device), target.to(device), count))
+    return tuple(found)
+
+
+@dataclass
+class FullBatches:
+    """Batches of one shape each, with `tokens` padded tokens a side, in an order made by the seed.
+
+    Every epoch draws anew which pairs of a shape come together; those that fill no batch are left
+    out of that epoch.
+
+    >>> tiny = Padded(torch.zeros(5, 4), torch.zeros(5), torch.zeros(5, 5), 20)
+    >>> order = FullBatches((tiny,), tokens=8, seed=0)
+    >>> [(shape, len(rows)) for shape, rows in map(order.batch, range(3))]
+    [(0, 2), (0, 2), (0, 2)]
+    """
+
+    parts: Sequence[Padded]
+    tokens: int
+    seed: int
+    sizes: list[int] = field(init=False)
+    _epoch: tuple[int, list[Tensor], list[tuple[int, int]]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.sizes = [min(len(x), max(1, self.tokens // x.source.shape[1])) for x in self.parts]
+
+    def batch(self, number: int) -> tuple[int, Tensor]:
+        """The shape of a batch and the rows in it; numbers continue past the first epoch."""
+        a_time = sum(len(x) // size for x, size in zip(self.parts, self.sizes, strict=True))
+        epoch, place = divmod(number, a_time)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, *self._drawn(epoch))
+        shape, start = self._epoch[2][place]
+        return shape, self._epoch[1][shape][start : start + self.sizes[shape]]
+
+    def _drawn(self, epoch: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
+        random = generator(self.seed, epoch)
+        device = self.parts[0].source.device
+        rows = [torch.randperm(len(x), generator=random).to(device) for x in self.parts]
+        places = [
+            (shape, start)
+            for shape, size in enumerate(self.sizes)
+            for start in range(0, len(self.parts[shape]) - size + 1, size)
+        ]
+        order = torch.randperm(len(places), generator=random).tolist()
+        return rows, [places[place] for place in order]

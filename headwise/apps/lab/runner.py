@@ -1,0 +1,139 @@
+"""Run the experiments of claims: judge their figures, write results and pictures, resume."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from headwise import devices
+from headwise.apps.lab import record
+from headwise.apps.lab.claim import TOPICS, Claim
+from headwise.apps.lab.claims import CLAIMS
+from headwise.apps.lab.drawing import draw
+from headwise.apps.lab.fingerprint import fingerprint
+from headwise.apps.lab.laboratory import CPU, Lab, plain
+from headwise.apps.lab.record import Result
+from headwise.apps.train.data.packages import CorpusUnavailableError
+from headwise.messages import say
+from headwise.version import __version__
+
+
+def find(ids: Sequence[str]) -> list[Claim]:
+    """The claims of these ids or topics, in the order of the list; ValueError for an unknown one.
+
+    >>> [claim.id for claim in find(["scale-variance"])]
+    ['scale-variance']
+    """
+    known = {claim.id for claim in CLAIMS}
+    for id in ids:
+        if id not in known and id not in TOPICS:
+            begun = sorted(name for name in (*known, *TOPICS) if name.startswith(id))
+            near = difflib.get_close_matches(id, [*known, *TOPICS], 1, cutoff=0.0)
+            nearest = " / ".join(begun or near)
+            raise ValueError(
+                say(
+                    "there is no claim {id!r}; did you mean {nearest}? headwise lab lists them all",
+                    id=id,
+                    nearest=nearest,
+                )
+            )
+    return [claim for claim in CLAIMS if claim.id in ids or claim.topic in ids]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A report of progress: the claim, its place in the list, and how far its experiment is."""
+
+    claim: Claim
+    number: int
+    of: int
+    what: str = ""
+    done: int = 0
+    steps: int = 0
+    missing: str = ""  # the reason why the claim can't be run here
+
+
+def run(
+    claims: Sequence[Claim],
+    lab: Lab,
+    out: Path,
+    *,
+    again: bool = False,
+    tell: Callable[[Told], None] = lambda told: None,
+) -> Iterator[Result]:
+    """Run claims one after the other and write each result as soon as it stands.
+
+    A claim whose figures are in `out` already, from this code, is judged anew and not run again,
+    unless `again`: an interrupted run goes on where it was, and claims that share an experiment
+    share its run. A claim whose corpus can't be downloaded is reported and left out.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    fresh: dict[object, Result] = {}  # by experiment: several claims may share one
+    for number, claim in enumerate(claims):
+        told = Told(claim, number, len(claims))
+        tell(told)
+
+        def report(what: str, done: int, steps: int, told: Told = told) -> None:
+            tell(replace(told, what=what, done=done, steps=steps))
+
+        found = fresh.get(claim.experiment)
+        if found is None and not again:
+            found = current(claim, lab.form, out)
+        try:
+            device = lab.device if claim.gpu else CPU
+            here = replace(lab, folder=out, report=report, device=device)
+            found = found or experimented(claim, here)
+        except CorpusUnavailableError as error:
+            tell(replace(told, missing=str(error)))
+            continue
+        fresh[claim.experiment] = result = judged(claim, found)
+        record.write(out, result)
+        draw(claim.shows(result.figures), record.file_of(out, claim.id, lab.form, "svg"))
+        yield result
+
+
+def experimented(claim: Claim, lab: Lab) -> Result:
+    """Run the experiment of a claim; the figures are judged afterwards."""
+    begun = time.monotonic()
+    figures = plain(claim.experiment(lab))
+    return Result(
+        id=claim.id,
+        verdict="undecided",
+        condition=None,
+        because=claim.sentence,
+        figures=figures,
+        form=lab.form,
+        command="",
+        machine=devices.machine(lab.device),
+        date=datetime.now(UTC).date().isoformat(),
+        seconds=round(time.monotonic() - begun, 1),
+        version=__version__,
+        code=fingerprint(claim.experiment),
+    )
+
+
+def judged(claim: Claim, found: Result) -> Result:
+    """The result of a claim from figures of its experiment."""
+    verdict = claim.rule(found.figures)
+    return replace(
+        found,
+        id=claim.id,
+        command=f"headwise lab run {claim.id}" + (" --full" if found.form == "full" else ""),
+        verdict=verdict.verdict,
+        condition=verdict.condition,
+        because=verdict.because,
+    )
+
+
+def current(claim: Claim, form: str, out: Path) -> Result | None:
+    """A current result of this claim in a folder, or of another one with the same experiment."""
+    siblings = [each for each in CLAIMS if each.experiment == claim.experiment]
+    for each in (claim, *siblings):
+        result = record.read(out, each.id, form)
+        if result is not None and not result.stale(each):
+            return result
+    return None

@@ -1,0 +1,194 @@
+"""The model, the inputs it has read, and the heads that read them."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor
+
+from headwise.apps.look.predictions import Predictor
+from headwise.core.spans import PREFIX
+from headwise.maps.attention_map import AttentionMap
+from headwise.messages import say
+
+InputKind = Literal["text", "translation", "image"]
+
+LEADS = (
+    ("previous_mass_mean", "looks most at the token before"),
+    ("induction_mean", "looks most at what followed the same token last time"),
+    ("self_mass_mean", "looks most at itself"),
+    ("sink_mass_mean", "looks most at the first token"),
+    ("top_prob_mean", "is most decided"),
+    ("effective_keys_mean", "spreads most widely"),
+    ("max_logit_max", "has the largest logit"),
+)
+"""The figures in which a head can lead. Only the last three apply to cross-attention."""
+
+
+SIGNS: dict[int, str | int] = {**{code: 0x2400 + code for code in range(32)}, 10: "⏎", 127: "␡"}
+"""Visible signs for control characters."""
+
+ORDERING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that change the direction of the text around them."""
+
+
+def printable(text: str) -> str:
+    """Replace characters that would control a terminal, break a line or be malformed in XML.
+
+    >>> printable("\\x1b[31m red\\n")
+    '␛[31m red⏎'
+    """
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}"
+        if unicodedata.category(letter) in ("Cc", "Cs", "Cn", "Zl", "Zp") or letter in ORDERING
+        else letter
+        for letter in text.translate(SIGNS)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One head: its place, its figures, two statistics of each row, and its map (1, 1, N, M)."""
+
+    layer: int
+    number: int
+    module: str
+    figures: dict[str, float]
+    map: AttentionMap
+    entropy: Tensor  # (N,)
+    top_prob: Tensor  # (N,)
+    type: str | None = None
+    scores: dict[str, float] = field(default_factory=dict)  # by the type that they speak for
+
+    def marked(self, spans: Mapping[str, tuple[int, int]]) -> Head:
+        """The same with the mean weight on each of the spans."""
+        found = {
+            f"{PREFIX}{name}_mean": float(self.map.mass(*span).mean())
+            for name, span in spans.items()
+        }
+        return replace(self, figures=self.figures | found)
+
+    @property
+    def name(self) -> str:
+        """Layer and number, both from 0: 5.1 is the second head of the sixth layer."""
+        return f"{self.layer}.{self.number}"
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The heads whose rows and columns are the same tokens: `rows` look at `columns`."""
+
+    id: str
+    name: str
+    causal: bool
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    heads: tuple[Head, ...]
+
+    @property
+    def square(self) -> bool:
+        """True if the tokens look at themselves, False if they look at another sequence."""
+        return self.id != "cross"
+
+    def head(self, name: str) -> Head:
+        """The head of this name; ValueError names those there are."""
+        for head in self.heads:
+            if head.name == name:
+                return head
+        first, last = self.heads[0].name, self.heads[-1].name
+        raise ValueError(
+            say(
+                "there is no head {name!r}; heads are layer.number, {first} to {last}",
+                name=name, first=first, last=last,
+            )
+        )  # fmt: skip
+
+    def layers(self) -> list[tuple[int, str, int]]:
+        """The number, the module and the count of heads of each layer."""
+        found: dict[int, tuple[str, int]] = {}
+        for head in self.heads:
+            found[head.layer] = head.module, found.get(head.layer, ("", 0))[1] + 1
+        return [(layer, module, heads) for layer, (module, heads) in found.items()]
+
+    def leaders(self) -> list[tuple[Head, str]]:
+        """The heads worth a look first: those that lead all others in a figure, each once."""
+        found: dict[str, tuple[Head, str]] = {}
+        spans = [name for name in self.heads[0].figures if name.startswith(PREFIX)]
+        leads = [(name, f"looks most at {name[len(PREFIX) : -len('_mean')]}") for name in spans]
+        for figure, reason in (*leads, *(LEADS if self.square else LEADS[-3:])):
+            able = [head for head in self.heads if figure in head.figures]
+            if able:
+                head = max(able, key=lambda head: head.figures[figure])
+                found.setdefault(head.name, (head, reason))
+        return list(found.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An image as the model saw it: a PNG, its grid of patches, and the tokens before them."""
+
+    png: bytes
+    grid: tuple[int, int]
+    first: int
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """An input that a model has read, and the heads that read it."""
+
+    name: str
+    kind: InputKind
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...] = ()
+    image: Image | None = None
+    predictor: Predictor | None = None  # None if its model has no outputs here
+
+    def group(self, id: str) -> Group:
+        """The group of this id; ValueError names those there are."""
+        for group in self.groups:
+            if group.id == id:
+                return group
+        there = ", ".join(group.id for group in self.groups)
+        raise ValueError(say("there is no group {id!r}; there are {there}", id=id, there=there))
+
+    def marked(self, spans: Mapping[str, tuple[int, int]]) -> Input:
+        """The same with the mean weight on named spans of keys among the heads' figures."""
+        for name, (_, last) in spans.items():
+            if last > len(self.main.columns):
+                keys = len(self.main.columns)
+                raise ValueError(
+                    say(
+                        "the span {name!r} ends at {last}, and {title} has {keys} keys",
+                        name=name, last=last, title=self.name, keys=keys,
+                    )
+                )  # fmt: skip
+        if not spans:
+            return self
+        heads = tuple(head.marked(spans) for head in self.main.heads)
+        return replace(self, groups=(*self.groups[:-1], replace(self.main, heads=heads)))
+
+    def find(self, name: str) -> tuple[Group, Head]:
+        """The head of a name such as 5.1, in the main group, or cross:0.3, in another."""
+        id, _, head = name.rpartition(":")
+        group = self.group(id) if id else self.main
+        return group, group.head(head)
+
+    @property
+    def main(self) -> Group:
+        """The group to show first: self-attention of a text, cross-attention of a translation."""
+        return self.groups[-1]
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model in a few numbers; `context` is the longest text that it was trained on."""
+
+    name: str
+    parameters: int
+    layers: int
+    heads: int
+    context: int | None
+    device: str = "cpu"

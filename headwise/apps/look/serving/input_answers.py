@@ -1,0 +1,256 @@
+"""Answers about an input that the model has read: its tokens, its heads and their maps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from headwise.apps.look.atlas import Atlas, PackedCells
+from headwise.apps.look.background import BusyError
+from headwise.apps.look.head_sentences import reason, seen_by, sentence
+from headwise.apps.look.scene import Group, Head
+from headwise.apps.look.serving.reply import Answer, Query, Refusal, as_json, number
+from headwise.apps.look.session import Session
+from headwise.core.edges import Edge
+from headwise.maps.attention_map import TILE
+from headwise.maps.pooling import Cells
+from headwise.messages import halves, say, with_chinese
+
+MOST_TOKENS = 20_000  # in one answer
+MOST_PAIRS = 1 << 26  # rows by keys of a span
+MOST_LINES = 512  # rows whose largest weights are given in one answer
+
+
+def tokens(session: Session, query: Query, id: str) -> Answer:
+    """The tokens of an axis."""
+    group = _atlas(session, id).input.group(query.given.get("group", "self"))
+    axis = query.given.get("axis", "rows")
+    if axis not in ("rows", "columns"):
+        raise Refusal(400, say("axis={axis!r}; use rows or columns", axis=axis[:40]))
+    all_tokens = group.rows if axis == "rows" else group.columns
+    start = query.number("start", 0)
+    stop = min(query.number("stop", MOST_TOKENS), start + MOST_TOKENS)
+    return as_json({"tokens": all_tokens[start:stop], "total": len(all_tokens)})
+
+
+def heads(session: Session, query: Query, id: str) -> Answer:
+    """Every head with its figures, and in a sentence."""
+    read = _atlas(session, id).input
+    rows = [
+        {
+            "group": group.id,
+            "layer": head.layer,
+            "head": head.number,
+            "type": head.type,
+            "score": number(head.scores.get(head.type or "", math.nan)),
+            "says": sentence(head.type, head.scores, head.figures, seen_by(read, group)),
+            "why": reason(head.type, head.scores, seen_by(read, group)),
+            "figures": {name: number(value) for name, value in head.figures.items()},
+        }
+        for group in read.groups
+        for head in group.heads
+    ]
+    columns: dict[str, None] = {}
+    for group in read.groups:
+        columns |= dict.fromkeys(group.heads[0].figures)
+    return as_json(with_chinese({"columns": list(columns), "heads": rows}))
+
+
+def thumbnails(session: Session, query: Query, id: str) -> Answer:
+    """The maps of a group's heads, small."""
+    atlas = _atlas(session, id)
+    group = atlas.input.group(query.given.get("group", atlas.input.main.id))
+    how, drop = query.how(), query.number("drop", 0)
+    size = query.number("size", 32, 1, TILE)
+    small = [atlas.thumbnail(group, head, size, how, drop) for head in group.heads]
+    first = small[0]
+    return _binary(PackedCells(b"".join(x.cells for x in small), first.rows, first.columns))
+
+
+def image(session: Session, query: Query, id: str) -> Answer:
+    """The image that was read."""
+    seen = _atlas(session, id).input.image
+    if seen is None:
+        raise Refusal(404, say("input {id} is not an image", id=id))
+    return Answer(seen.png, "image/png")
+
+
+def pyramid(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The size of a head's map."""
+    _, group, head = _head(session, id, *where)
+    _, _, rows, columns = head.map.shape
+    levels = head.map.levels
+    size = {"rows": rows, "columns": columns, "levels": levels, "tile": TILE}
+    return as_json({**size, "causal": group.causal})
+
+
+def tile(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """One tile of a head's map."""
+    atlas, group, head = _head(session, id, *where[:3])
+    level, x, y = map(int, where[3:])
+    return _binary(atlas.tile(group, head, level, x, y, query.how(), query.number("drop", 0)))
+
+
+def strips(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """Entropy and largest weight of the rows, and weight received by the keys, pooled."""
+    atlas, group, head = _head(session, id, *where)
+    size = query.number("size", 1024, 1, 8192)
+    rows = query.range("row", len(group.rows))
+    columns = query.range("column", len(group.columns))
+    return as_json(
+        {
+            "entropy": _pooled(head.entropy[rows], size),
+            "top_prob": _pooled(head.top_prob[rows], size),
+            "received": _pooled(atlas.received(group, head)[columns], size),
+            "rows": len(group.rows),
+            "columns": len(group.columns),
+        }
+    )
+
+
+def span(session: Session, query: Query, id: str) -> Answer:
+    """The weight of every head on a span of keys: the mean over rows, and that of one row."""
+    group = _atlas(session, id).input.group(query.given.get("group", "self"))
+    keys, row = _keys(query, group), _row(query, group)
+    found = []
+    for head in group.heads:
+        mass = head.map.mass(keys.start, keys.stop)[0, 0]  # (N,)
+        shares = {"mean": number(float(mass.mean())), "row": number(float(mass[row]))}
+        found.append({"layer": head.layer, "head": head.number, **shares})
+    return as_json({"first": keys.start, "last": keys.stop, "row": row, "heads": found})
+
+
+def without(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The predictions of a row if a head did not see a span of keys."""
+    atlas, group, head = _head(session, id, *where)
+    predictor = atlas.input.predictor
+    if predictor is None or group.id not in predictor.groups:
+        hint = say("use a model that predicts tokens or classes; of a translator, its decoder")
+        raise Refusal(404, say("this input has no predictions to compare"), hint)
+    keys = _keys(query, group)
+    edge = Edge(head.module.partition("#")[0], head.number, (keys.start, keys.stop))
+    try:
+        outcomes, moved = session.compare(predictor, _row(query, group), [edge])
+    except BusyError as busy:
+        raise Refusal(409, *busy.args) from busy
+    return as_json({"moved": moved, "outcomes": [outcome._asdict() for outcome in outcomes]})
+
+
+def row(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The weights of a row, exactly."""
+    *_, head = _head(session, id, *where[:3])
+    return _floats(head.map[0, 0, int(where[3])])
+
+
+def column(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The weights on a key, exactly."""
+    *_, head = _head(session, id, *where[:3])
+    return _floats(head.map[0, 0, :, int(where[3])])
+
+
+def weight(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """One weight, with its logit and its row's lse."""
+    *_, head = _head(session, id, *where[:3])
+    i, j = map(int, where[3:])
+    value = float(head.map[0, 0, i, j])
+    lse = float(head.map.lse[0, 0, i])
+    logit = lse + math.log(value) if value > 0 else None
+    return as_json({"weight": value, "logit": logit, "lse": number(lse)})
+
+
+def top(session: Session, query: Query, id: str, *where: str) -> Answer:
+    """The largest weights of some rows."""
+    _, group, head = _head(session, id, *where)
+    rows = query.range("row", len(group.rows))
+    count = rows.stop - rows.start
+    if count > MOST_LINES:
+        said = say("{rows} rows; ask for at most {most} at once", rows=count, most=MOST_LINES)
+        raise Refusal(400, said)
+    weights, keys = head.map[0, 0, rows].topk(min(query.number("k", 3, 1, 64), len(group.columns)))
+    pairs = [
+        [[key, value] for key, value in zip(*row, strict=True) if value > 0]
+        for row in zip(keys.tolist(), weights.tolist(), strict=True)
+    ]
+    return as_json({"rows": pairs})
+
+
+BINARY = "application/octet-stream"
+HEAD = r"/api/inputs/(\d+)/map/(\w+)/(\d{1,4})/(\d{1,4})"
+PLACE = r"(\d{1,9})"
+ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
+    (r"/api/inputs/(\d+)/tokens", tokens),
+    (r"/api/inputs/(\d+)/heads", heads),
+    (r"/api/inputs/(\d+)/thumbnails", thumbnails),
+    (r"/api/inputs/(\d+)/image", image),
+    (r"/api/inputs/(\d+)/span", span),
+    (HEAD, pyramid),
+    (rf"{HEAD}/tile/{PLACE}/{PLACE}/{PLACE}", tile),
+    (rf"{HEAD}/strips", strips),
+    (rf"{HEAD}/row/{PLACE}", row),
+    (rf"{HEAD}/column/{PLACE}", column),
+    (rf"{HEAD}/weight/{PLACE}/{PLACE}", weight),
+    (rf"{HEAD}/top", top),
+    (rf"{HEAD}/without", without),
+)
+"""The addresses of these answers: the groups of a pattern are the arguments after the query."""
+
+
+def _atlas(session: Session, id: str) -> Atlas:
+    atlas = session.atlases.get(id)
+    if atlas is None:
+        there = ", ".join(session.atlases) or say("none yet")
+        hint = say("there are: {there}", there=there)
+        raise Refusal(404, say("there is no input {id}", id=id), hint)
+    return atlas
+
+
+def _head(
+    session: Session, id: str, group: str, layer: str, head: str
+) -> tuple[Atlas, Group, Head]:
+    atlas = _atlas(session, id)
+    found = atlas.input.group(group)
+    return atlas, found, found.head(f"{int(layer)}.{int(head)}")
+
+
+def _row(query: Query, group: Group) -> int:
+    """The row that is asked about; the last one by default."""
+    last = len(group.rows) - 1
+    return query.number("row", last, 0, last)
+
+
+def _keys(query: Query, group: Group) -> slice:
+    """The span of keys that is asked about, of a size that is computed in a moment."""
+    count = len(group.columns)
+    first = query.number("first", 0, 0, count - 1)
+    last = query.number("last", count, first + 1, count)
+    pairs = len(group.rows) * (last - first)
+    if pairs > MOST_PAIRS:
+        said = say(
+            "{rows:,} rows by {keys:,} keys are too many at once; choose fewer keys",
+            rows=len(group.rows),
+            keys=last - first,
+        )
+        raise Refusal(400, *halves(said))
+    return slice(first, last)
+
+
+def _binary(packed: PackedCells) -> Answer:
+    sizes = {"X-Rows": str(packed.rows), "X-Columns": str(packed.columns)}
+    return Answer(packed.cells, BINARY, sizes)
+
+
+def _floats(values: Tensor) -> Answer:
+    """Numbers as little-endian float32."""
+    plain = values.detach().to("cpu", torch.float32).contiguous()
+    return Answer(plain.numpy().tobytes(), BINARY)
+
+
+def _pooled(values: Tensor, size: int) -> list[float | None]:
+    """At most `size` means of neighbours."""
+    cells = Cells.evenly(len(values), size)
+    whole = slice(0, len(values))
+    sums = cells.pooled(values.double().cpu(), -1, whole, "mean")
+    return [number(value) for value in (sums / torch.tensor(cells.widths)).tolist()]

@@ -1,0 +1,112 @@
+"""The page's "Lab": claims by topic, one claim with its results and its code, and its run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headwise.apps.lab import record
+from headwise.apps.lab.charts import Chart, Listing, Shown
+from headwise.apps.lab.claim import NOTES, TOPICS, Claim
+from headwise.apps.lab.claims import CLAIMS
+from headwise.apps.lab.record import Result
+from headwise.apps.lab.runner import find
+from headwise.apps.look.lab_code import code
+from headwise.apps.look.lab_job import LabJob
+from headwise.messages import Sentence, said_by, say, with_chinese
+
+
+class FoundResult(NamedTuple):
+    """A result and the folder it was found in."""
+
+    folder: Path
+    result: Result
+    stale: bool
+
+
+def listing() -> dict[str, Any]:
+    """Every claim with the verdict of its best result, and the topics in their order."""
+    claims = [_summary(claim) for claim in CLAIMS]
+    there = {claim.topic for claim in CLAIMS}
+    topics = [{"id": id, "title": title} for id, title in TOPICS.items() if id in there]
+    return with_chinese({"topics": topics, "claims": claims})
+
+
+def entry(id: str) -> dict[str, Any]:
+    """One claim: where it comes from, its results, best first, and its code; ValueError if none."""
+    claim = claim_of(id)
+    results, problem = _results(claim)
+    return with_chinese(
+        {
+            "id": claim.id,
+            "topic": TOPICS[claim.topic],
+            "sentence": claim.sentence,
+            "notes": [{"letter": letter, "about": NOTES[letter]} for letter in claim.notes],
+            "derivation": claim.derivation,
+            "command": f"headwise lab run {claim.id}",
+            "results": [_described(claim, kept) for kept in results],
+            "problem": problem,
+            "experiment": [asdict(piece) for piece in code(claim.experiment)],
+            "rule": [asdict(piece) for piece in code(claim.rule)],
+        }
+    )
+
+
+def job(running: LabJob) -> dict[str, Any]:
+    """The experiment that is running, or the last one; its `id` is null before the first."""
+    return with_chinese(running.state() or {"id": None})
+
+
+def claim_of(id: str) -> Claim:
+    """The claim of an id; ValueError names the nearest if there is none."""
+    claim, *more = find([id])
+    if claim.id != id:
+        there = ", ".join(each.id for each in (claim, *more))
+        raise ValueError(say("{id} is a topic; use one of {there}", id=id, there=there))
+    return claim
+
+
+def _summary(claim: Claim) -> dict[str, Any]:
+    results, problem = _results(claim)
+    best = results[0] if results else None
+    return {
+        "id": claim.id,
+        "topic": claim.topic,
+        "sentence": claim.sentence,
+        "verdict": None if best is None else best.result.verdict,
+        "stale": best is not None and best.stale,
+        "problem": problem,
+    }
+
+
+def _results(claim: Claim) -> tuple[list[FoundResult], Sentence | None]:
+    """The results of a claim in the order of `record.best`; a damaged one is named."""
+    found, problem = [], None
+    for form in ("full", "quick"):
+        for folder in (record.own_folder(), record.RECORDED):
+            try:
+                result = record.read(folder, claim.id, form)
+            except ValueError as error:
+                problem = said_by(error)
+            else:
+                if result is not None:
+                    found.append(FoundResult(folder, result, result.stale(claim)))
+    return sorted(found, key=lambda kept: kept.stale), problem
+
+
+def _described(claim: Claim, kept: FoundResult) -> dict[str, Any]:
+    """A result, with what it shows unless it is stale: drawings may not fit older figures."""
+    return {
+        **asdict(kept.result),
+        "stale": kept.stale,
+        "own": kept.folder != record.RECORDED,
+        "folder": str(kept.folder),
+        "shown": [] if kept.stale else [_shown(x) for x in claim.shows(kept.result.figures)],
+    }
+
+
+def _shown(shown: Shown) -> dict[str, Any]:
+    kind = "chart" if isinstance(shown, Chart) else "table"
+    kind = kind if isinstance(shown, Chart | Listing) else "map"
+    return {"kind": kind, **asdict(shown)}

@@ -1,0 +1,148 @@
+"""Trained models, ready to use: the built-in ones by name, your own by their folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from headwise.apps.train import checkpoints, setups, sharded_checkpoints
+from headwise.apps.train.data.tokenisers import Tokeniser
+from headwise.apps.train.run_folder import Run
+from headwise.apps.train.tasks.translating import translate
+from headwise.models import GPT, Greedy, Strategy, Transformer, ViT
+
+ASSETS = Path(__file__).parents[2] / "assets"
+"""The folder of the built-in models."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A GPT, its tokeniser and its model card."""
+
+    model: GPT
+    tokeniser: Tokeniser
+    card: str
+
+    def encode(self, text: str) -> Tensor:
+        """The token ids (1, N) of a text, with a start token in front."""
+        ids = [self.tokeniser.start, *self.tokeniser.encode(text)]
+        return torch.tensor([ids], device=self.model.embedding.weight.device)
+
+    def pieces(self, text: str) -> list[str]:
+        """The N tokens of `encode`, as text."""
+        return self.tokeniser.pieces(self.encode(text)[0].tolist())
+
+    def complete(self, text: str, count: int = 50, strategy: Strategy | None = None) -> str:
+        """Continue a text by at most `count` tokens, greedily by default."""
+        out = self.model.generate(self.encode(text), count, strategy=strategy or Greedy())
+        return self.tokeniser.decode(out[0].tolist())
+
+
+@dataclass(frozen=True)
+class Translator:
+    """A Transformer, its tokeniser and its model card."""
+
+    model: Transformer
+    tokeniser: Tokeniser
+    card: str
+
+    def encode(self, sentence: str) -> Tensor:
+        """The encoder's token ids (1, S) of a sentence, with an end token behind."""
+        ids = [*self.tokeniser.encode(sentence), self.tokeniser.end]
+        return torch.tensor([ids], device=self.model.embedding.weight.device)
+
+    def encode_target(self, sentence: str) -> Tensor:
+        """The decoder's token ids (1, T) of a translation, with a start token in front."""
+        ids = [self.tokeniser.start, *self.tokeniser.encode(sentence)]
+        return torch.tensor([ids], device=self.model.embedding.weight.device)
+
+    def translate(
+        self, sentences: str | Sequence[str], strategy: Strategy | None = None
+    ) -> list[str]:
+        """Translate each sentence, by beam search of width four unless `strategy` is given."""
+        several = [sentences] if isinstance(sentences, str) else list(sentences)
+        return translate(self.model, self.tokeniser, several, strategy)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A ViT, its model card, and the mean and deviation of each channel of its training images.
+
+    Pixels range from 0 to 1. `mean` and `deviation` are empty for runs that did not keep them.
+    """
+
+    model: ViT
+    card: str
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
+
+
+Device = str | torch.device
+
+
+@overload
+def load(what: Literal["gpt"], device: Device = ...) -> LanguageModel: ...
+@overload
+def load(what: Literal["translate"], device: Device = ...) -> Translator: ...
+@overload
+def load(what: str | Path, device: Device = ...) -> LanguageModel | Translator | Classifier: ...
+def load(what: str | Path, device: Device = "cpu") -> LanguageModel | Translator | Classifier:
+    """Load a trained model: "gpt", "translate", or the folder of a run of `headwise train`.
+
+    The weights are float32, whatever they were stored as, and the model is in eval mode. A run that
+    has not finished is loaded from its last checkpoint.
+
+    >>> import headwise as hw
+    >>> translator = hw.load("translate")
+    >>> translator.translate("Let's see.")
+    ['Voyons !']
+    """
+    folder = ASSETS / what if what in built_in() else Path(what)
+    if not folder.is_dir():
+        raise ValueError(
+            f"there is no model {str(what)!r}: it is not a folder, and the built-in models are "
+            f"{', '.join(built_in())}"
+        )
+    run = Run(folder)
+    settings = run.settings()
+    task = settings.get("task")
+    if task not in setups.CONFIGS:
+        known = ", ".join(setups.CONFIGS)
+        raise ValueError(f"{run.config} describes an unknown task {task!r}; known are {known}")
+    try:
+        config = setups.CONFIGS[task].from_dict(settings["model"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{run.config} does not describe a model: {error!r}") from error
+    model = setups.build(config)
+    shared = sharded_checkpoints.newest(run.shared_state)
+    if run.model.exists():
+        checkpoints.put_weights(model, checkpoints.load(run.model)[0], run.model)
+    elif shared is not None and not sharded_checkpoints.is_older(shared, run.state):
+        sharded_checkpoints.restore_weights(shared, model)
+    else:
+        tensors = checkpoints.below("model/", checkpoints.load(run.state)[0])
+        checkpoints.put_weights(model, tensors, run.state)
+    model.to(device).eval()
+    return _ready(model, run)
+
+
+def _ready(model: Any, run: Run) -> LanguageModel | Translator | Classifier:
+    path = run.folder / "card.md"
+    card = path.read_text(encoding="utf-8") if path.exists() else ""
+    if isinstance(model, GPT):
+        return LanguageModel(model, Tokeniser.load(run.tokeniser), card)
+    if isinstance(model, Transformer):
+        return Translator(model, Tokeniser.load(run.tokeniser), card)
+    pixels = run.settings().get("pixels", {})
+    mean, deviation = (tuple(pixels.get(name, ())) for name in ("mean", "deviation"))
+    return Classifier(model, card, mean, deviation)
+
+
+def built_in() -> list[str]:
+    """The names of the models inside the package."""
+    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))

@@ -1,0 +1,132 @@
+"""The folder of a training run: its settings, its measurements and the state to resume from."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.apps.train import checkpoints
+from headwise.files import write_whole
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of a run. Two runs may train at once in two folders, never in one.
+
+    config.json       the settings: task, data, model, recipe
+    tokenizer.json    the subwords, if the task has any
+    last.safetensors  the whole state, to resume from
+    last/             instead of it, if many processes train: a folder that they write together
+    model.safetensors the weights alone, once the run has finished
+    metrics.jsonl     the measurements, one per line
+
+    Of many processes that train together one `writes`; the others only read.
+    """
+
+    folder: Path
+    writes: bool = True
+
+    @property
+    def config(self) -> Path:
+        """The settings."""
+        return self.folder / "config.json"
+
+    @property
+    def tokeniser(self) -> Path:
+        """The subwords."""
+        return self.folder / "tokenizer.json"
+
+    @property
+    def state(self) -> Path:
+        """The state to resume from."""
+        return self.folder / "last.safetensors"
+
+    @property
+    def shared_state(self) -> Path:
+        """The folder of the state that many processes wrote."""
+        return self.folder / "last"
+
+    @property
+    def model(self) -> Path:
+        """The weights alone."""
+        return self.folder / "model.safetensors"
+
+    @property
+    def metrics(self) -> Path:
+        """The measurements."""
+        return self.folder / "metrics.jsonl"
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Write the settings into a new folder; ValueError if it already holds a run."""
+        if not self.writes:
+            return
+        if self.config.exists() or self.state.exists():
+            raise ValueError(
+                f"{self.folder} already holds a run; use --resume to continue it, or another --out"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.config, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that this run was started with."""
+        try:
+            found: dict[str, Any] = json.loads(self.config.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ValueError(f"{self.folder} does not hold a run: it has no config.json") from error
+        except ValueError as error:
+            raise ValueError(f"{self.config} is damaged: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.config} is damaged: it holds a {type(found).__name__}")
+        return found
+
+    def record(self, measured: dict[str, Any]) -> None:
+        """Append a measurement."""
+        if not self.writes:
+            return
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(measured, ensure_ascii=False) + "\n")
+
+    def measured(self) -> Iterator[dict[str, Any]]:
+        """The measurements; a line that was cut short by a kill is skipped."""
+        if self.metrics.exists():
+            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue
+
+    def progress(self) -> dict[str, Any] | None:
+        """The last measurement of a training step: loss, speed, utilisation; None before it."""
+        steps = [line for line in self.measured() if "loss" in line]
+        return steps[-1] if steps else None
+
+    def forget_after(self, step: int) -> None:
+        """Drop the measurements that a run resuming at this step will make again."""
+        if not self.writes:
+            return
+        kept = [line for line in self.measured() if line["step"] <= step]
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in kept]
+        if self.metrics.exists():
+            write_whole(self.metrics, "".join(lines))
+        checkpoints.remove_leftovers(self.state)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second process out of the folder; the lock ends with the process."""
+        if not self.writes:
+            yield
+            return
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            yield
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(f"another process is training in {self.folder}") from error
+            yield

@@ -1,0 +1,96 @@
+"""The header of a call: every option as all ranks must have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from headwise.core.observation import check_sink_keys, check_statistics, with_max_logit
+from headwise.core.place import four
+from headwise.core.problem import Problem, check_mask, pose
+from headwise.core.spans import NEEDED, Span
+from headwise.distributed.descriptions import described, described_part
+from headwise.distributed.header import Header
+from headwise.distributed.layouts import Layout
+from headwise.dropout import Dropout
+from headwise.score import Dot
+
+
+class Asked(NamedTuple):
+    """The statistics that a call is asked for, and those that are computed for them."""
+
+    stats: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    sink_keys: int = 1
+    spans: Mapping[str, Span] = {}
+
+    @classmethod
+    def of(cls, stats: Iterable[str] | None, sink_keys: int, spans: Mapping[str, Span]) -> Asked:
+        """What a user asks for; ValueError if that does not exist."""
+        names = check_statistics(stats)
+        computed = with_max_logit((*names, *NEEDED) if spans else names)
+        return cls(names, computed, check_sink_keys(sink_keys), spans)
+
+
+def checked_part(kind: str, tensors: tuple[Any, Any, Any], options: dict[str, Any]) -> Problem:
+    """The checked problem of this rank's part, without its mask and a tensor bias."""
+    if any(not isinstance(x, Tensor) or x.ndim != 4 for x in tensors):
+        raise ValueError(
+            f"hw.distributed.{kind} takes q, k and v with the axes (batch, heads, length, width)"
+        )
+    check_mask(options["mask"])
+    bias = options["bias"]
+    rows = bias if isinstance(bias, Tensor) else None
+    own = {name: x for name, x in options.items() if name not in ("mask", "bias", "engine")}
+    problem = pose(f"distributed.{kind}", *tensors, bias=None if rows is not None else bias, **own)
+    if rows is not None:
+        shape, wanted = (1,) * (4 - rows.ndim) + tuple(rows.shape), tensors[0].shape[:3]
+        fits = all(n in (1, want) for n, want in zip(shape, wanted, strict=False))
+        if rows.ndim > 4 or not fits or not rows.is_floating_point():
+            raise ValueError(
+                f"bias is {rows.dtype} {tuple(rows.shape)}; give floating-point numbers of this "
+                f"rank's rows over all keys, broadcast to {(*wanted, 'keys of all ranks')}"
+            )
+    return problem
+
+
+def call_header(
+    kind: str,
+    problem: Problem,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    layout: Layout,
+    move: str,
+    options: dict[str, Any],
+    asked: Asked,
+) -> Header:
+    """The call of this rank as the others must know it: every option, but for values that learn."""
+    parts = zip("qkv", tensors, strict=True)
+    same = {name: described_part(x, 2, problem.v.dtype) for name, x in parts}
+    same |= described_options(problem, options)
+    given = {"layout": layout, "move": move, **asked._asdict()}
+    same |= {name: described(x) for name, x in given.items()}
+    seed = 0 if problem.seed is None else int(problem.seed.flatten()[0])
+    return Header(kind, same, (tensors[0].shape[2], tensors[1].shape[2], seed))
+
+
+def described_options(problem: Problem, options: dict[str, Any]) -> dict[str, str]:
+    """Every option as a text that is the same on ranks that mean the same.
+
+    A score of None is a Dot; a bias tensor has the rank's own rows; a seed that was drawn is not
+    the one that is used.
+    """
+    meant = dict(options)
+    score, bias, dropout = options["score"], options["bias"], options.get("dropout", 0.0)
+    if score is None or isinstance(score, Dot):
+        meant["score"] = Dot(problem.scale)
+    if isinstance(bias, Tensor):
+        meant["bias"] = described_part(four(bias), 2)
+    if not problem.dropout:
+        meant["dropout"] = 0
+    elif not isinstance(dropout, Dropout):
+        meant["dropout"] = Dropout(problem.dropout)
+    return {
+        name: described(x, read=name not in ("score", "bias", "sinks")) for name, x in meant.items()
+    }

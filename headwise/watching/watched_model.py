@@ -1,0 +1,416 @@
+"""A model being watched."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from headwise.core.edges import Edges, check_edges
+from headwise.core.observation import check_sink_keys, check_statistics
+from headwise.core.spans import PREFIX, Spans, check_spans
+from headwise.watching.adapters import (
+    flash_calls,
+    flex_calls,
+    headwise_calls,
+    multi_head_calls,
+    torch_calls,
+    traced_calls,
+    transformers_calls,
+)
+from headwise.watching.adapters.module_forwards import Follower, find_module, follow
+from headwise.watching.adapters.patching import Undo, uncompiled
+from headwise.watching.alarms import chosen
+from headwise.watching.experiments.importance import importance
+from headwise.watching.head_places import head_place
+from headwise.watching.head_weights import symmetry
+from headwise.watching.ranks.joined_steps import JoinedSteps
+from headwise.watching.ranks.sharded_weights import whole_weights
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.checkpointing import recomputing
+from headwise.watching.recorder.unread import described
+from headwise.watching.recorder.watch_options import WatchOptions, matches
+from headwise.watching.rules import Rule
+from headwise.watching.runs import manifest
+from headwise.watching.runs.run_writer import RunWriter, save_recording
+from headwise.watching.table import Table, Value
+from headwise.watching.training_steps import SteppedRecording
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def watch(
+    model: nn.Module,
+    *,
+    stats: Iterable[str] | None = None,
+    rows: int | None = None,
+    layers: int | str | Iterable[int | str] | None = None,
+    heads: int | Iterable[int] | None = None,
+    every: int = 1,
+    maps: bool = True,
+    sink_keys: int = 1,
+    alarms: bool | Rule | Iterable[Rule] = False,
+    strict: bool = False,
+    spans: Spans | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Watch:
+    """Watch every attention layer of any model while it trains or runs; the model is unchanged.
+
+    As a context manager it watches until the block ends; `attach()` and `detach()` do the same
+    without one. Each step of an optimiser that holds the model's parameters ends a training step;
+    in a loop without one `step()` does. `every=100` looks at every hundredth step only.
+    `stats` names some of the statistics, `rows=64` looks at a sample of the query rows, `layers`
+    are numbers or names (* matches any part of a name), `heads` are numbers. `maps=False` keeps no
+    queries and keys for `seen.map`. `spans={"image": (4, 580)}` adds the weight on ranges of keys,
+    the figure span_image_mean; `seen.spans` has it row by row. `alarms=True` checks each step by
+    the rules of `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in
+    the log.
+
+    With `mesh`, a DeviceMesh, the figures of a step are those of all its ranks. They are joined
+    when a step ends, so every rank must end the same steps; until then they are this rank's own.
+    Ranks along a dimension named "tp" have other heads of the same layers, along "pp" other layers,
+    and the table has the numbers of the whole model. The first rank looks for alarms and writes
+    folders.
+
+    The model's own attention still computes its output; headwise observes beside it. headwise's own
+    attention is observed in the same pass. Whatever goes wrong while looking is reported once, and
+    the model runs on: modules whose attention can't be read are in `seen.unread`, below the table
+    of heads and in one warning. `strict=True` raises ValueError instead.
+
+    >>> import headwise as hw
+    >>> gpt = hw.load("gpt")
+    >>> with hw.watch(gpt.model) as seen:
+    ...     _ = gpt.model(gpt.encode("to be or not to be"))
+    >>> seen
+    <Watch of 6 layers, 48 heads>
+    >>> seen.heads().sort("entropy_mean")[0]["layer"]
+    0
+    >>> seen.map(layer=5, head=1)
+    <AttentionMap 1 × 1 × 7 × 7>
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"hw.watch takes a torch.nn.Module, not {type(model).__name__}")
+    if not any(torch_calls.may_attend(module) for module in model.modules()):
+        raise ValueError(
+            f"there is nothing to watch in this {type(model).__name__}: none of its modules can "
+            "compute attention"
+        )
+    check_sink_keys(sink_keys)
+    numbers: tuple[tuple[str, object], ...] = (("rows", rows), ("every", every))
+    for name, value in numbers:
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"hw.watch({name}={value!r}): it must be a whole number, at least 1")
+    marked = check_spans(spans)
+    options = WatchOptions(
+        (*check_statistics(stats), *(PREFIX + name for name in marked)),
+        rows,
+        _several("layers", layers, int | str, "numbers or names of layers"),
+        _several("heads", heads, int, "numbers of heads"),
+        every,
+        maps,
+        sink_keys,
+        strict,
+        marked,
+    )
+    ranks = None if mesh is None else JoinedSteps(mesh)
+    return Watch(model, options, chosen(alarms, options.stats, maps), ranks)
+
+
+@contextmanager
+def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
+    """Hide chosen keys from chosen heads of any model while the block runs.
+
+    `edges` are tuples (layer, head, keys) or (layer, head, keys, queries); see `hw.Edge`. Their
+    layers are computed by headwise, on a fused engine; a row without keys gives 0. A compiled model
+    runs as it would without torch.compile. Gradients flow if backward runs inside the block.
+    ValueError where keys can't be hidden, and at the end of the block if an edge has hidden
+    nothing. A watched model has `seen.knock_out(edges)`.
+
+    >>> import headwise as hw
+    >>> gpt = hw.load("gpt")
+    >>> ids = gpt.encode("to be or not to be")
+    >>> with hw.knock_out(gpt.model, [(5, 1, 0)]):  # layer 5, head 1 does not see the first token
+    ...     without = gpt.model(ids)
+    >>> bool((without - gpt.model(ids)).abs().max() > 0)
+    True
+    """
+    wanted = check_edges(edges)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"hw.knock_out takes a torch.nn.Module, not {type(model).__name__}")
+    if set(model.modules()) & set(_watched):
+        raise ValueError(
+            f"this {type(model).__name__} is being watched already; use knock_out(edges) of its "
+            "watch, or detach() that first"
+        )
+    watch = Watch(model, WatchOptions(stats=(), maps=False)).attach()
+    watch._recorder.active = False  # it changes calls, and records nothing
+    try:
+        with watch.knock_out(wanted):
+            yield
+    finally:
+        watch.detach()
+
+
+def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:
+    """One or more values of a type as a tuple; ValueError for anything else."""
+    if given is None:
+        return None
+    many = (given,) if isinstance(given, kind) or not isinstance(given, Iterable) else tuple(given)
+    if not many or not all(isinstance(one, kind) for one in many):
+        raise ValueError(f"hw.watch({name}={given!r}): use {wanted}")
+    return many
+
+
+class Watch(SteppedRecording):
+    """A model being watched, and what was seen of it so far; `hw.watch` makes one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: WatchOptions,
+        rules: tuple[Rule, ...] = (),
+        ranks: JoinedSteps | None = None,
+    ) -> None:
+        model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+        super().__init__(model, CallRecorder(options), rules, ranks)
+        self.options = options
+        self._undo: list[Undo] = []  # takes off what lets the watch see the model
+        self._unfollow: Undo | None = None  # ends following the optimisers
+        self._modules: set[nn.Module] = set()
+
+    @property
+    def attached(self) -> bool:
+        """True while the model is watched, also in steps that are passed over."""
+        return self._unfollow is not None
+
+    def attach(self) -> Self:
+        """Begin to watch; ValueError if the model is watched already."""
+        modules = set(self.model.modules())
+        if modules & set(_watched):
+            raise ValueError(
+                f"this {type(self.model).__name__} is being watched already; "
+                "detach() the other watch first"
+            )
+        self._modules = modules
+        _watched.update(modules)
+        self._unfollow = register_optimizer_step_post_hook(self.optimised).remove
+        try:
+            self._reserve()
+            self._look(self.steps % self.options.every == 0)
+            self._meter.begin()
+        except BaseException:
+            self.detach()
+            raise
+        return self
+
+    def _reserve(self) -> None:
+        """Make the board where the model is: if there is no memory left, that is known now."""
+        first = next(self.model.parameters(), None)
+        if first is not None and not first.is_meta:
+            self._recorder.registry.board(first.device)
+
+    def _look(self, looking: bool) -> None:
+        """Look at the step that begins, or pass it over: then the watch is nowhere in the model."""
+        super()._look(looking)
+        if not looking or not self.attached:
+            self._unhook()
+        elif not self._undo:
+            try:
+                self._hook()
+            except BaseException:
+                self._unhook()
+                raise
+
+    def _hook(self) -> None:
+        recorder = self._recorder
+        listener = torch_calls.Listener(recorder)
+        # First the forwards that are computed in another way; around them, those that are followed.
+        self._undo += headwise_calls.attach(self.model, recorder)
+        self._undo += multi_head_calls.attach(self.model, listener)
+        whole = Follower({id(self.model)}, self._enter, lambda _: recorder.passes.end())
+        self._undo += follow(self.model, whole)
+        self._undo += traced_calls.attach(self.model, listener)
+        for adapter in (torch_calls, flex_calls, flash_calls):
+            self._undo += adapter.attach(self.model, listener)
+        self._undo += transformers_calls.attach(self.model, recorder)
+
+    def _enter(self, _: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A pass of the whole model begins."""
+        self._recorder.passes.begin(given, options)
+        if not recomputing():
+            with self._going_on("noting a pass"):
+                self._meter.add(given, options)
+
+    def _unhook(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def detach(self) -> None:
+        """End watching; the model is as it was before."""
+        self._unhook()
+        if self._unfollow is not None:
+            self._unfollow()
+        self._unfollow = None
+        _watched.difference_update(self._modules)
+        self._modules = set()
+        self._settle()
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.detach()
+        if kind is not None:
+            return
+        if not self.steps:
+            self.check()
+        if self._alarms.rules and any(layer.recorded for layer in self.layers):
+            with self._going_on("looking for alarms"):
+                self._alarms.look(self.steps, self.heads(), self.layers, last=True)
+
+    def record(self, folder: Path | str, **options: Any) -> RunWriter:
+        """Write every closed step into a folder, until the writer is closed; see `RunWriter`.
+
+        The series in memory keeps the last 1000 steps, or fewer of a model with many heads.
+
+        >>> import tempfile, torch, headwise as hw
+        >>> model, folder = hw.nn.MultiHeadAttention(64, 8), tempfile.mkdtemp()
+        >>> watch = hw.watch(model)
+        >>> with watch, watch.record(folder):
+        ...     for _ in range(3):
+        ...         _ = model(torch.randn(1, 10, 64))
+        ...         watch.step()
+        >>> hw.watching.open_run(folder)
+        <WatchedRun of 1 layers, 8 heads, 3 steps>
+        """
+        about = manifest.describe(self.model, self.options, self._alarms.rules)
+        writer = RunWriter(folder, about, pending=self._settle, **options)
+        self._runs.append(writer)
+        return writer
+
+    def save(self, folder: Path | str, maps: Iterable[tuple[int, int]] = ()) -> None:
+        """Write the recording into a folder that `hw.watching.open_run` reads.
+
+        `maps` lists the (layer, head) whose maps are saved with it.
+        """
+        about = manifest.describe(self.model, self.options, self._alarms.rules)
+        save_recording(self, self.steps, about, folder, maps)
+
+    def heads(self) -> Table:
+        self.check()
+        if not self.layers and not self.series:
+            raise ValueError(
+                f"nothing was seen of this {type(self.model).__name__}: it did not run while it "
+                "was watched, or it runs compiled code"
+            )
+        return super().heads()
+
+    def symmetry(self) -> Table:
+        """How symmetric W_qᵀ W_k is, one row per head: 1 if i scores j as j scores i, −1 if it
+        scores the opposite, 0 if the two are unrelated.
+        """
+        rows: list[dict[str, Value]] = []
+        for layer in self.layers:
+            module = find_module(self.model, layer.module)
+            first, heads = head_place(module, layer.heads, layer.width) or (0, layer.heads)
+            whole = symmetry(whole_weights(module, layer.module, heads))
+            found = whole[first : first + layer.heads]
+            rows += [layer.place(head) | {"symmetry": x} for head, x in enumerate(found.tolist())]
+        return Table(rows)
+
+    def importance(self, measure: Callable[[], float | Tensor]) -> Table:
+        """The importance of each head: `measure()`, such as a loss, with its output switched off.
+
+        One row per head: the measure without it, and by how much that is larger. A module that runs
+        at several depths is switched off at all of them, and has one row per head.
+
+        >>> import torch, headwise as hw
+        >>> gpt = hw.load("gpt")
+        >>> ids = gpt.encode("to be or not to be, that is the question")
+        >>> def loss():
+        ...     logits = gpt.model(ids[:, :-1])
+        ...     return torch.nn.functional.cross_entropy(logits[0], ids[0, 1:])
+        >>> with hw.watch(gpt.model, layers=5) as seen:
+        ...     table = seen.importance(loss)
+        >>> table.columns
+        ['layer', 'name', 'kind', 'head', 'without', 'importance']
+        """
+        if not self.attached:
+            raise ValueError("importance switches heads off in a watched model; attach() first")
+        looking = self._recorder.active
+        self._look(True)
+        try:
+            with uncompiled():
+                if not self._recorder.registry.layers:
+                    measure()  # shows the layers
+                self.check()
+                return importance(self.model, self._recorder, measure)
+        finally:
+            self._look(looking)
+
+    @contextmanager
+    def knock_out(self, edges: Edges) -> Iterator[None]:
+        """Hide chosen keys from chosen heads while the block runs; see `hw.knock_out`.
+
+        What is recorded in the block is what heads do without these edges.
+        """
+        wanted, recorder = check_edges(edges), self._recorder
+        changes = recorder.interventions
+        if not self.attached or changes.edges:
+            state = "is not watched" if not self.attached else "has edges knocked out already"
+            raise ValueError(f"this {type(self.model).__name__} {state}")
+        if not self._undo:
+            self._hook()  # this step is passed over
+        fast, passes = torch.backends.mha.get_fastpath_enabled(), recorder.passes.count
+        torch.backends.mha.set_fastpath_enabled(False)  # it does not call its attention
+        changes.edges, changes.cut_edges = wanted, set()
+        try:
+            with uncompiled():
+                yield
+            missed = [edge for edge in wanted if edge not in changes.cut_edges]
+            if missed and recorder.passes.count > passes:
+                there = ", ".join(f"{n} {name}" for name, n in list(changes.attended.items())[:40])
+                raise ValueError(
+                    f"{tuple(missed[0])} hid nothing: its layer, keys or queries were not in any "
+                    f"call. The layers that attended were {there or 'none'}"
+                )
+        finally:
+            changes.edges = ()
+            torch.backends.mha.set_fastpath_enabled(fast)
+            if not recorder.active:
+                self._look(False)
+
+    def check(self) -> None:
+        """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""
+        recorder, known = self._recorder, list(self._recorder.registry.shown)
+        unseen = not known and recorder.active and not self.series
+        if (unseen or self.options.strict) and self.unread:  # which a strict one raises by itself
+            raise ValueError(
+                f"no attention could be read in this {type(self.model).__name__}; "
+                + described(recorder.unread.reasons)
+            )
+        if unseen and recorder.passes.count:
+            raise ValueError(
+                f"no attention was found in this {type(self.model).__name__}. headwise reads its "
+                "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, "
+                "flex_attention, transformers' attention interface, and a softmax that is "
+                "multiplied with values"
+            )
+        most = max((layer.total for layer in self.layers), default=0)
+        if self.ranks is not None:  # other ranks may have what is missing here
+            most = max((layer.heads for layer in self.ranks.layers), default=0)
+            known = self.ranks.names
+        for head in self.options.heads or () if most else ():
+            if not 0 <= head < most:
+                raise ValueError(f"there is no head {head}; heads are 0 to {most - 1}")
+        for wanted in self.options.layers or () if known else ():
+            if not any(matches(number, name, (wanted,)) for number, name in enumerate(known)):
+                there = ", ".join(f"{number} {name}" for number, name in enumerate(known))
+                raise ValueError(f"there is no layer {wanted!r} in this model; there are {there}")

@@ -1,0 +1,167 @@
+"""The experiments of "Why" on the page: what is shown is what the library measures."""
+
+import json
+import re
+from typing import Any
+
+from playwright.sync_api import Page, expect
+
+from headwise.apps.look.serving import why_answers as why
+from tests.apps.look.conftest import Visits
+
+
+def found(experiment: str, **settings: object) -> dict[str, Any]:
+    """The library's measurements at these settings."""
+    asked = {name: str(value) for name, value in settings.items()}
+    measured: dict[str, Any] = json.loads(why.answer(experiment, asked))["found"]
+    return measured
+
+
+def figure(page: Page, name: str) -> Any:
+    """A number of the table, as it is written."""
+    return page.locator(f"[data-figure='{name}'] .value")
+
+
+def written(value: float) -> str:
+    """A number from 0.001 to 1000 as the page writes it: three digits, no zeros at the end."""
+    assert 1e-3 <= value < 1e3
+    return f"{value:.3g}"
+
+
+def test_a_slider_moved_by_keys_changes_the_numbers_to_the_library_s(visit: Visits) -> None:
+    page = visit("#/why/scale?scaling=none")
+    expect(figure(page, "variance")).to_have_text(
+        written(found("scale", scaling="none")["logit_variance"])
+    )
+    page.get_by_role("slider", name="Width of a head").press("ArrowRight")
+    expect(page).to_have_url(re.compile(r"#/why/scale\?scaling=none&d=128$"))
+    wide = found("scale", scaling="none", d=128)
+    expect(figure(page, "variance")).to_have_text(written(wide["logit_variance"]))
+    expect(figure(page, "entropy")).to_have_text(written(wide["entropy"]))
+    expect(figure(page, "top")).to_have_text(written(wide["top_weight"]))
+
+
+def test_the_scaling_is_chosen_and_drawn_again_from_another_seed(visit: Visits) -> None:
+    page = visit("#/why/scale?d=256")
+    page.get_by_role("radiogroup", name="Logits are q·k times").get_by_text("1/dₖ").click()
+    expect(figure(page, "variance")).to_have_text(
+        written(found("scale", d=256, scaling="width")["logit_variance"])
+    )
+    page.get_by_role("button", name="Draw again").click()
+    expect(page.get_by_text("seed 1")).to_be_visible()
+    expect(figure(page, "variance")).to_have_text(
+        written(found("scale", d=256, scaling="width", seed=1)["logit_variance"])
+    )
+
+
+def test_an_address_leads_to_an_experiment_and_its_settings(visit: Visits) -> None:
+    page = visit("#/why/heads?width=128&heads=2&places=3")
+    measured = found("heads", width=128, heads=2, places=3)
+    expect(figure(page, "rank")).to_have_text(str(measured["rank"]))
+    expect(figure(page, "parameters")).to_have_text(f"{measured['layers'][1]['parameters']:,}")
+    expect(figure(page, "lost")).to_have_text("33 %")
+    expect(page.get_by_role("slider", name="Heads, h")).to_have_attribute("aria-valuetext", "2")
+
+
+def test_number_keys_go_through_the_experiments_and_back_leads_back(visit: Visits) -> None:
+    page = visit("#/why")
+    expect(page.get_by_role("table", name="Figures")).to_be_visible()
+    for key, name, shown in (
+        ("2", "heads", "Parameters"),
+        ("3", "scores", "Time per pair"),
+        ("4", "sharing", "Separate Q and K"),
+        ("1", "scale", "Entropy"),
+    ):
+        page.keyboard.press(key)
+        expect(page.get_by_role("heading", name=shown, exact=True)).to_be_visible()
+        expect(page).to_have_url(re.compile(f"#/why/{name}$"))
+        expect(page.locator("math").first).to_be_visible()
+    page.go_back()
+    expect(page).to_have_url(re.compile("#/why/sharing$"))
+
+
+def test_brackets_are_no_higher_than_what_they_hold(visit: Visits) -> None:
+    for name in ("scale", "heads", "scores"):
+        page = visit(f"#/why/{name}")
+        expect(page.get_by_role("table", name="Figures")).to_be_visible()
+        pairs = page.locator("math mo").evaluate_all(
+            """all => all.filter(({ textContent }) => textContent === '(').map((open) => {
+              const height = (element) => element.getBoundingClientRect().height;
+              let most = 0;
+              let held = open.nextElementSibling;
+              for (; held.textContent !== ')'; held = held.nextElementSibling)
+                most = Math.max(most, height(held));
+              return [height(open), height(held), most];
+            })"""
+        )
+        assert pairs
+        for opened, closed, held in pairs:
+            assert opened == closed
+            assert opened < 1.4 * held, f"{name}: {opened} around {held}"
+
+
+def test_no_more_is_lost_than_there_was_to_read(visit: Visits) -> None:
+    page = visit("#/why/heads")  # eight heads read four places
+    expect(figure(page, "lost")).to_have_text("0 %")
+    expect(page.locator("[data-figure='lost'] .beside")).to_have_text("max(0, 1 − h/m)")
+
+
+def test_additive_scores_are_drawn_with_weights_of_both_sizes(visit: Visits) -> None:
+    page = visit("#/why/scores")
+    chart = page.get_by_role("img", name="Largest weight among 64 keys")
+    box = chart.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] - 21, box["y"] + 60)  # the right end: the widest head
+    curves = found("scores")["curves"]
+    readout = page.locator(".readout", has_text="d 256")
+    for name, score in (
+        ("additive, w within ±1/√d", "additive"),
+        ("additive, w of variance 1", "additive_unscaled"),
+    ):
+        said = readout.locator("p", has_text=name).locator("b")
+        expect(said).to_have_text(written(curves[score][-1]["top_weight"]))
+    expect(page.get_by_text("with weights of variance 1 it saturates too")).to_be_visible()
+
+
+def test_shared_logits_are_drawn_symmetric(visit: Visits) -> None:
+    page = visit("#/why/sharing?tokens=12")
+    shared = page.get_by_role("region", name="Shared by Q and K").locator("canvas").first
+    pixels = shared.evaluate(
+        "canvas => Array.from(new Uint32Array(canvas.getContext('2d')"
+        ".getImageData(0, 0, canvas.width, canvas.height).data.buffer))"
+    )
+    rows = [pixels[start : start + 12] for start in range(0, 144, 12)]
+    assert len(set(pixels)) > 20
+    assert rows == [list(column) for column in zip(*rows, strict=True)]
+
+
+def test_a_chart_says_the_number_under_the_pointer(visit: Visits) -> None:
+    page = visit("#/why/scale?scaling=none&d=64")
+    chart = page.get_by_role("img", name="Entropy")
+    box = chart.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] - 21, box["y"] + 60)  # the right end: the widest head
+    expect(page.get_by_text("dₖ 1,024")).to_be_visible()
+    widest = found("scale", scaling="none", d=64)["curves"]["none"][-1]
+    assert widest["d"] == 1024
+    said = page.locator(".readout", has_text="dₖ 1,024").locator("b").nth(1)
+    expect(said).to_have_text(written(widest["entropy"]))
+
+
+def test_a_bad_address_says_what_works_and_leads_back(visit: Visits) -> None:
+    page = visit("#/why/scale?d=48", allowed="400")
+    expect(page.get_by_role("alert")).to_contain_text("d=48 is out of bounds")
+    expect(page.get_by_role("alert")).to_contain_text("use a power of two from 1 to 1024")
+    page.get_by_role("button", name="Back to the defaults").click()
+    expect(figure(page, "variance")).to_have_text(written(found("scale")["logit_variance"]))
+
+
+def test_every_experiment_speaks_chinese(visit: Visits) -> None:
+    page = visit("#/why", locale="zh-CN", color_scheme="dark")
+    for name in ("为什么除以 √dₖ", "为什么要多头", "为什么用点积", "为什么 Q 不等于 K"):
+        page.get_by_role("link", name=name).click()
+        expect(page.get_by_role("table", name="数值")).to_be_visible()
+        english = page.locator(".why").evaluate(
+            "view => view.innerText.match(/\\b(the|of|and|measured|theory)\\b/g) ?? []"
+        )
+        assert not english, f"{name}: {english}"
