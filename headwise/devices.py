@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+__all__ = ["chosen", "cpu_info", "cpu_name", "machine", "usable_cores"]
+
 
 def chosen(name: str | None) -> torch.device:
     """The device of this name; by default a GPU if there is one. ValueError if it can't compute.

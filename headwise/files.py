@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+__all__ = ["cache_folder", "write_whole"]
+
 
 def cache_folder() -> Path:
     """The folder of downloads and measurements: $HEADWISE_CACHE, or this system's cache folder."""

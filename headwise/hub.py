@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
+__all__ = ["unreachable"]
+
 
 def unreachable() -> str:
     """The reason why the hub can't be asked, found at once and not after five retries; else "".

@@ -11,6 +11,8 @@ from typing import Any
 
 from headwise.chinese import CHINESE
 
+__all__ = ["Sentence", "from_json", "halves", "said_by", "say", "with_chinese"]
+
 
 class Sentence(str):
     """An English text with its 中文 translation, which is the English text if there is none.

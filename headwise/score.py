@@ -10,6 +10,8 @@ from torch import Tensor
 
 from headwise.core.arguments import is_number, is_scalar
 
+__all__ = ["Additive", "Cosine", "Dot", "General"]
+
 
 @dataclass(frozen=True)
 class Dot:

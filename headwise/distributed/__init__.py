@@ -19,12 +19,13 @@ from headwise.distributed.sharded_tensors import DTensorCalls
 from headwise.distributed.shards import shard, unshard
 from headwise.distributed.split_maps import attention_map
 from headwise.distributed.split_models import context_parallel
-from headwise.distributed.transport import RankError, Traffic, traffic
+from headwise.distributed.transport import RankError, RankGroup, Traffic, traffic
 
 __all__ = [
     "Layout",
     "Movement",
     "RankError",
+    "RankGroup",
     "Traffic",
     "attention",
     "attention_map",

@@ -1,11 +1,12 @@
 """Whole models, one readable file per model, each with a frozen configuration."""
 
 from headwise.models.bert import Bert, BertConfig
-from headwise.models.conv import Conv, ConvConfig
+from headwise.models.conv import Conv, ConvConfig, GatedConvolution
 from headwise.models.fixed_gpt import FixedGPT, FixedGPTConfig
 from headwise.models.generate import Beam, Greedy, Sample, Strategy
 from headwise.models.gpt import GPT, GPTConfig
 from headwise.models.lstm import LSTM, LSTMConfig
+from headwise.models.lstm import State as LSTMState
 from headwise.models.transformer import Transformer, TransformerConfig
 from headwise.models.vit import ViT, ViTConfig
 
@@ -20,8 +21,10 @@ __all__ = [
     "FixedGPT",
     "FixedGPTConfig",
     "GPTConfig",
+    "GatedConvolution",
     "Greedy",
     "LSTMConfig",
+    "LSTMState",
     "Sample",
     "Strategy",
     "Transformer",

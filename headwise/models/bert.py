@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import mask as masks
+from headwise.checks import Count, Rate, Size, check_integers, check_kind
 from headwise.core.intervals import Mask
 from headwise.handover import held_positions
 from headwise.models.config import Config
 from headwise.nn.block import Block, PostNorm
-from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind
 from headwise.nn.feed_forward import GELU, FeedForward
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm

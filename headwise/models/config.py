@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Self
 
 from headwise import nn
-from headwise.nn.checks import CheckedFields, check_kind
+from headwise.checks import CheckedFields, check_kind
 from headwise.score import Dot
 
 # Descriptions that may be part of a configuration, by the name under which JSON knows them.

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.checks import Count, Rate, Size, check_integers, check_kind
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy, evaluating, generate
 from headwise.nn.block import PreNorm, Residual
-from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind
 from headwise.nn.norms import LayerNorm, Norm
 
 

@@ -8,12 +8,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise import mask as masks
+from headwise.checks import Count, Rate, Size, check_integers
 from headwise.models.config import Config
 from headwise.models.generate import Greedy, Strategy
 from headwise.models.gpt import GPT
 from headwise.nn.block import Block
 from headwise.nn.caches.cache import Cache, GrowingCache
-from headwise.nn.checks import Count, Rate, Size, check_integers
 from headwise.nn.feed_forward import FeedForward, SwiGLU
 from headwise.nn.fixed_weights import FixedAttention
 from headwise.nn.norms import Norm, RMSNorm

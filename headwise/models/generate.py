@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from headwise.nn.checks import CheckedFields, check_kind, check_size
+from headwise.checks import CheckedFields, check_kind, check_size
 
 
 class Decoder(Protocol):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import mask as masks
+from headwise.checks import Count, Positive, Rate, Size, check_integers, check_kind
 from headwise.core.intervals import Mask
 from headwise.handover import held_positions
 from headwise.models.config import Config
@@ -24,7 +25,6 @@ from headwise.nn.caches.cache import (
     rollback_to_shortest,
 )
 from headwise.nn.call import check_positions
-from headwise.nn.checks import Count, Positive, Rate, Size, check_integers, check_kind
 from headwise.nn.feed_forward import FeedForward, SwiGLU
 from headwise.nn.layer_options import Projections, Separate
 from headwise.nn.learned_scores import LearnedScore

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from headwise import mask as masks
+from headwise.checks import Count, Rate, Size, check_integers, check_kind
 from headwise.models.config import Config
 from headwise.models.generate import Beam, Strategy, evaluating, generate
 from headwise.nn.additive import Bahdanau
 from headwise.nn.caches.cache import Memory
-from headwise.nn.checks import Count, Rate, Size, check_integers, check_kind
 
 
 @dataclass(frozen=True)

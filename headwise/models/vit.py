@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from headwise.checks import Count, Rate, Size, check_kind, check_tensor
 from headwise.core.intervals import Mask
 from headwise.models.config import Config
 from headwise.nn.block import Block
 from headwise.nn.call import check_dtype
-from headwise.nn.checks import Count, Rate, Size, check_kind, check_tensor
 from headwise.nn.feed_forward import GELU, FeedForward
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.norms import LayerNorm, Norm

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.api import observe
+from headwise.checks import CheckedFields, Size, check_sizes, check_tensor
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.nn.caches.cache import Memory
 from headwise.nn.call import Call, check_dtype
-from headwise.nn.checks import CheckedFields, Size, check_sizes, check_tensor
 from headwise.score import Additive
 
 

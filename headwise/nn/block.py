@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.nn.checks import check_kind, check_rate, check_size
+from headwise.checks import check_kind, check_rate, check_size
 from headwise.nn.norms import LayerNorm, Norm
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.nn.checks import CheckedFields, Size, check_flag, check_size
+from headwise.checks import CheckedFields, Size, check_flag, check_size
 
 
 @dataclass(frozen=True)

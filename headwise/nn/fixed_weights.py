@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.api import observe
+from headwise.checks import check_flag, check_integers, check_sizes, check_tensor
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
@@ -16,7 +17,6 @@ from headwise.engines.plan import check_engine
 from headwise.handover import held_positions
 from headwise.nn.caches.cache import Cache, RollbackOnError, check_cache
 from headwise.nn.call import Call, check_dtype
-from headwise.nn.checks import check_flag, check_integers, check_sizes, check_tensor
 from headwise.nn.layer_options import Widths
 from headwise.score import Dot
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.core.problem import check_mask
-from headwise.dropout import Dropout
-from headwise.engines.plan import check_engine
-from headwise.nn.checks import (
+from headwise.checks import (
     check_flag,
     check_kind,
     check_positive,
     check_rate,
     check_sizes,
 )
+from headwise.core.problem import check_mask
+from headwise.dropout import Dropout
+from headwise.engines.plan import check_engine
 from headwise.nn.learned_scores import LearnedScore
 from headwise.nn.norms import Norm
 from headwise.nn.positions import Position

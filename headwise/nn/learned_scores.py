@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import score
-from headwise.nn.checks import CheckedFields, Positive, check_sizes
+from headwise.checks import CheckedFields, Positive, check_sizes
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headwise.api import attention_map, observe
 from headwise.bias import Bias
+from headwise.checks import check_flag
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.problem import check_mask
@@ -27,7 +28,6 @@ from headwise.nn.call import (
     indices,
     position_and_cache,
 )
-from headwise.nn.checks import check_flag
 from headwise.nn.dropped_heads import DroppedHeads, gate_without
 from headwise.nn.head_shares import head_share, numbered_dropout
 from headwise.nn.layer_options import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from headwise.nn.checks import CheckedFields, Positive, check_size
+from headwise.checks import CheckedFields, Positive, check_size
 
 
 @dataclass(frozen=True)

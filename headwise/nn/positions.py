@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise import bias
+from headwise.checks import CheckedFields, Positive, Size, check_sizes
 from headwise.core.problem import describe
-from headwise.nn.checks import CheckedFields, Positive, Size, check_sizes
 from headwise.nn.rotary_scaling import plain_frequencies
 
 Waves = tuple[Tensor, Tensor]  # cosine and sine, (N, W/2) or (B, 1, N, W/2)

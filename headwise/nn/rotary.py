@@ -9,7 +9,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from headwise.nn.checks import Positive, Size, check_size
+from headwise.checks import Positive, Size, check_size
 from headwise.nn.positions import Position, PositionModule, Waves
 from headwise.nn.rotary_scaling import DynamicNTK, Scaling, plain_frequencies
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.nn.checks import CheckedFields, Positive, Size
+from headwise.checks import CheckedFields, Positive, Size
 
 
 def plain_frequencies(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from headwise.checks import check_flag, check_kind
 from headwise.core.place import Place
 from headwise.core.problem import describe
 from headwise.nn.call import Call, check_sequence
-from headwise.nn.checks import check_flag, check_kind
 from headwise.nn.layer_options import Separate, Widths
 from headwise.nn.multi_head import MultiHeadAttention
 from headwise.nn.torch_masks import read_torch_masks

@@ -1,11 +1,14 @@
 """Watching a model: the health of every attention head, while it trains or runs."""
 
+from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
 from headwise.watching.clipping import Clip, qk_clip
+from headwise.watching.figure_names import scalars
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES
-from headwise.watching.runs.run_reader import WatchedRun, open_run
+from headwise.watching.runs.run_reader import WatchedRun, holds_run, open_run
+from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.span_rule import SpanWeight
 from headwise.watching.table import Table
 from headwise.watching.watched_model import Watch, knock_out, watch
@@ -16,13 +19,17 @@ __all__ = [
     "Clip",
     "Entry",
     "Recording",
+    "RunWriter",
     "SpanWeight",
     "Table",
     "Watch",
     "WatchedLayer",
     "WatchedRun",
+    "head_types",
+    "holds_run",
     "knock_out",
     "open_run",
     "qk_clip",
+    "scalars",
     "watch",
 ]

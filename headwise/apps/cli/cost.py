@@ -23,11 +23,18 @@ from headwise.apps.cli.cost_question import (
 from headwise.apps.cli.progress_bar import bar, shown_in
 from headwise.apps.cli.spoken import Zh, explained
 from headwise.apps.look import cost_picture, pictures
-from headwise.costs.explaining import Language
-from headwise.costs.machines import measure as measuring
-from headwise.costs.machines import this_machine
-from headwise.costs.machines.hardware import DEVICES
-from headwise.costs.uses.scenario import LONGEST, Phase, Scenario
+from headwise.costs import (
+    DEVICES,
+    LONGEST,
+    Language,
+    Phase,
+    Scenario,
+    about_this_machine,
+    find_device,
+    measure_device,
+    present_device,
+    save_device,
+)
 from headwise.messages import say
 
 app = typer.Typer()
@@ -81,7 +88,7 @@ def cost(
             cache,
             parsed_mesh(mesh),
             "layers" if recompute else None,
-            None if device is None else this_machine.find(device),
+            None if device is None else find_device(device),
         )
         check_use(use, length, batch, sweep, output)
         asked = chosen(models or [], {name: x for name, x in given.items() if x is not None})
@@ -221,8 +228,8 @@ def phase(decode: bool, training: bool) -> Phase:
 
 def run_measurement() -> dict[str, Any]:
     """Measure this machine and keep the result."""
-    where = this_machine.present()
+    where = present_device()
     with bar() as progress:
-        found = measuring.measure(where, report=shown_in(progress))
-    path = this_machine.save(found, where, measuring.about_now())
+        found = measure_device(where, report=shown_in(progress))
+    path = save_device(found, where, about_this_machine())
     return {**asdict(found), "file": str(path)}

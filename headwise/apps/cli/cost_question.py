@@ -12,12 +12,8 @@ from headwise.apps.look.readers import opening
 from headwise.apps.train import setups
 from headwise.apps.train.loading import ASSETS, built_in
 from headwise.apps.train.run_folder import Run
-from headwise.costs.calculate import read
-from headwise.costs.layers import Architecture
-from headwise.costs.machines import this_machine
-from headwise.costs.machines.hardware import DEVICES
-from headwise.costs.uses.scenario import Scenario
-from headwise.costs.uses.sketch import Sketch
+from headwise.costs import DEVICES, THIS, Architecture, Scenario, Sketch, find_device
+from headwise.costs import read_architecture as read
 from headwise.messages import Sentence, say
 
 AXES = ("length", "batch", "heads")
@@ -148,8 +144,8 @@ def parsed_room(written: str) -> int:
     80000000000
     """
     name = written.strip().lower()
-    if name in DEVICES or name in this_machine.THIS:
-        return int(this_machine.find(name).memory)
+    if name in DEVICES or name in THIS:
+        return int(find_device(name).memory)
     return parsed_size("--fit", written)
 
 

@@ -10,13 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headwise import Cost
 from headwise.apps.cli.cost_question import Model, Sweep
 from headwise.apps.cli.spoken import in_language
 from headwise.apps.look.scene import printable
-from headwise.costs.cost import Cost
-from headwise.costs.machines.hardware import DEVICES
-from headwise.costs.uses.scenario import Scenario
-from headwise.costs.words import translated
+from headwise.costs import DEVICES, Scenario, translated_part
 from headwise.messages import Sentence, say
 
 FIGURES = (
@@ -255,7 +253,7 @@ def _parts(
         if not (part.params or part.flops or part.kv_cache or part.activations):
             continue
         times = f" × {part.count}" if part.count > 1 and depth == 0 else ""
-        yield f"{prefix}{translated(name) if zh else name}{times}", part
+        yield f"{prefix}{translated_part(name) if zh else name}{times}", part
         if depth < 2:
             yield from _parts(part, zh, prefix + "  ", depth + 1)
 

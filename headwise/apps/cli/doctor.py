@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.apps.cli.machine import gather
-from headwise.engines.plan import engines
+from headwise.engines import engines
 
 app = typer.Typer()
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from headwise.api import attention, attention_map, explain, observe
+from headwise import attention, attention_map, explain, observe
 from headwise.devices import cpu_info, cpu_name, usable_cores
-from headwise.engines import calls, failures, plan
+from headwise.engines import cause_of, engines, failed_kernels, forget_prepared_calls
 from headwise.mask import causal
 
 PACKAGES = ("headwise", "torch", "triton", "numpy", "torchvision", "transformers")
@@ -59,12 +59,12 @@ def gather() -> Facts:
     >>> facts.engines["reference"] is None
     True
     """
-    versions, engines = installed_versions(), tried_engines()
+    versions = installed_versions()
     return Facts(
         versions=versions,
         devices=(cpu_device(), *gpu_devices()),
-        engines=engines,
-        traps=failed_kernels()
+        engines=tried_engines(),
+        traps=kernel_traps()
         + known_traps(
             flags=cpu_flags(),
             environ=os.environ,
@@ -78,12 +78,12 @@ def gather() -> Facts:
 
 def tried_engines() -> dict[str, str | None]:
     """Every engine with the reason why it can't be used here, after a small call of each."""
-    engines = plan.engines()
-    calls.forget()  # so that each is planned and launched, not repeated
+    found = engines()
+    forget_prepared_calls()  # so that each is planned and launched, not repeated
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name in [name for name, reason in engines.items() if reason is None]:
-        engines[name] = tried(name, device)
-    return engines
+    for name in [name for name, reason in found.items() if reason is None]:
+        found[name] = tried(name, device)
+    return found
 
 
 def tried(engine: str, device: torch.device) -> str | None:
@@ -102,11 +102,11 @@ def tried(engine: str, device: torch.device) -> str | None:
             attention_map(q, k, mask=causal()).pool(8)
             planned = explain(q, k, v, mask=causal(), observed=engine != "sdpa")
         except Exception as error:  # whatever it is, the doctor goes on
-            return f"a small call failed: {failures.cause_of(error)}"
+            return f"a small call failed: {cause_of(error)}"
     return planned.reasons[engine]
 
 
-def failed_kernels() -> tuple[Trap, ...]:
+def kernel_traps() -> tuple[Trap, ...]:
     """Kernels other than those of attention that failed in this process."""
     return tuple(
         Trap(
@@ -114,7 +114,7 @@ def failed_kernels() -> tuple[Trap, ...]:
             what=f"Its kernels for {family.kernels} failed on this machine: {cause}",
             cure="They are computed without those kernels, more slowly.",
         )
-        for family, cause in failures.failed().items()
+        for family, cause in failed_kernels().items()
         if family.kernels in ("maps", "cached attention")
     )
 

@@ -10,8 +10,8 @@ except ModuleNotFoundError as missing:
         f"The command line needs {missing.name}: pip install 'headwise[cli]'"
     ) from missing
 
+from headwise import __version__
 from headwise.apps.cli import cost, doctor, lab, look, train, watch
-from headwise.version import __version__
 
 app = typer.Typer(
     name="headwise",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from headwise.apps.cli import watch_view
-from headwise.watching.runs.run_reader import WatchedRun, open_run
+from headwise.watching import WatchedRun, open_run
 
 app = typer.Typer()
 

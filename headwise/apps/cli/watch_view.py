@@ -10,10 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from headwise.apps.look.watched_folder import trained_in
-from headwise.watching.alarms import Alarm
-from headwise.watching.figure_names import scalars
-from headwise.watching.runs.run_reader import WatchedRun
+from headwise.watching import Alarm, WatchedRun, scalars
 
 BARS = "▁▂▃▄▅▆▇█"
 """Eight heights for a sparkline."""
@@ -81,7 +78,7 @@ def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
     text.append(f"step {steps[-1]}", style="bold")
     many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}"
     text.append(f"  {many} recorded, {rows}{every}\n", style="dim")
-    if trained := trained_in(run):
+    if trained := run.training():
         text.append(f"{on_a_line(trained)}\n", style="dim")
     text.append(figure, style="bold cyan")
     if run.unread:
@@ -230,7 +227,7 @@ def as_dictionary(run: WatchedRun, statistic: str) -> dict[str, Any]:
         "scalars": scalars(table),
         "heads": list(table),
         "alarms": [alarm.to_dict() for alarm in run.alarms],
-        "training": trained_in(run),
+        "training": run.training() or None,
         "unread": run.unread,
         "maps": [vars(kept) for kept in run.kept],
         "damaged": run.damaged,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwise import __version__
 from headwise.apps.lab import session_list
 from headwise.apps.lab.charts import Cell, Listing
 from headwise.apps.lab.claim import both
@@ -17,7 +18,6 @@ from headwise.apps.lab.record import Result
 from headwise.apps.lab.translation_runs import train
 from headwise.files import write_whole
 from headwise.messages import Sentence
-from headwise.version import __version__
 
 Run = Mapping[str, Any]
 FILE = "translation.full.json"

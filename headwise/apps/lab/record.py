@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from headwise import __version__
 from headwise.apps.lab.claim import Claim, Figures
 from headwise.apps.lab.fingerprint import fingerprint
 from headwise.files import cache_folder, write_whole
 from headwise.messages import Sentence, from_json, with_chinese
-from headwise.version import __version__
 
 RECORDED = Path(__file__).parent / "results"
 """The results that come with the package."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from headwise import devices
+from headwise import __version__, devices
 from headwise.apps.lab import record
 from headwise.apps.lab.claim import TOPICS, Claim
 from headwise.apps.lab.claims import CLAIMS
@@ -19,7 +19,6 @@ from headwise.apps.lab.laboratory import CPU, Lab, plain
 from headwise.apps.lab.record import Result
 from headwise.apps.train.data.packages import CorpusUnavailableError
 from headwise.messages import say
-from headwise.version import __version__
 
 
 def find(ids: Sequence[str]) -> list[Claim]:

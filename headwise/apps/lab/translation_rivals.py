@@ -8,14 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.core.intervals import Mask
-from headwise.core.patterns import Lengths
+from headwise.extend import Lengths, Mask
 from headwise.mask import causal
-from headwise.models import LSTM, LSTMConfig, Strategy, Transformer, TransformerConfig
-from headwise.models.generate import Beam
-from headwise.models.lstm import State
-from headwise.nn import Bahdanau, FixedAttention
-from headwise.nn.caches.cache import Cache
+from headwise.models import LSTM, Beam, LSTMConfig, Strategy, Transformer, TransformerConfig
+from headwise.models import LSTMState as State
+from headwise.nn import Bahdanau, Cache, FixedAttention
 
 KERNEL = 3
 LENGTH = 160

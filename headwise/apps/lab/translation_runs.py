@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise import Dot, watch
 from headwise.apps.lab.counting import parameters
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.learner import Learner
@@ -43,8 +44,6 @@ from headwise.nn import (
     Shared,
     Unprojected,
 )
-from headwise.score import Dot
-from headwise.watching.watched_model import watch
 
 VARIANTS: dict[str, Mapping[str, Any]] = {
     "base": {},

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from headwise.apps.look.readers.reader import Report, silent
 from headwise.apps.look.scene import Group, Head, Input
-from headwise.maps.attention_map import TILE
-from headwise.maps.pooling import Cells, How
+from headwise.maps import TILE, Cells, How
 
 KEPT = 256 << 20
 """Bytes of tiles to keep; the least recently used go first."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise import AttentionMap
 from headwise.apps.look.scene import Group, Head
-from headwise.maps.attention_map import AttentionMap
 from headwise.messages import say
 from headwise.watching import Recording, WatchedLayer, head_types
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from headwise.apps.look.scene import Group, Input
 from headwise.messages import Sentence, say
-from headwise.watching.head_types import LEAST, NEAR, QUIET
+from headwise.watching import head_types
 
 Numbers = Mapping[str, float]
 Seen = Literal["past", "text", "source", "image"]
@@ -55,7 +55,7 @@ def sentence(kind: str | None, scores: Numbers, figures: Numbers, seen: Seen = "
         case "local":
             return say(
                 "looks at its neighbours: {share:.0%} of its weight is within {near} tokens",
-                share=share, near=NEAR,
+                share=share, near=head_types.NEAR,
             )  # fmt: skip
         case "uniform":
             return say("spreads evenly, over {share:.0%} of the tokens that it sees", share=share)
@@ -71,19 +71,21 @@ def reason(kind: str | None, scores: Numbers, seen: Seen = "past") -> Sentence:
     'On this input it fits no rule; the nearest is induction: 24%, and that starts at 30%.'
     """
     if kind == "dormant":
-        return say("On this input; a dormant head is below {least:.0%}.", least=QUIET)
-    if kind in LEAST:
-        return say("On this input; its type starts at {least:.0%}.", least=LEAST[kind])
+        return say("On this input; a dormant head is below {least:.0%}.", least=head_types.QUIET)
+    if kind in head_types.LEAST:
+        return say("On this input; its type starts at {least:.0%}.", least=head_types.LEAST[kind])
     if seen in ("past", "text") and "induction" not in scores:
         return say("Too few tokens return in this input to tell whether it is an induction head.")
-    shares = {name: scores[name] / least for name, least in LEAST.items() if name in scores}
+    shares = {
+        name: scores[name] / least for name, least in head_types.LEAST.items() if name in scores
+    }
     if not shares:
         return say("On this input it fits no rule.")
     near = max(shares, key=lambda name: shares[name])
     return say(
         "On this input it fits no rule; the nearest is {kind}: {share:.0%}, and that starts at "
         "{least:.0%}.",
-        kind=_named(near), share=scores[near], least=LEAST[near],
+        kind=_named(near), share=scores[near], least=head_types.LEAST[near],
     )  # fmt: skip
 
 

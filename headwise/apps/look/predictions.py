@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.core.edges import Edge
+from headwise import Edge
 from headwise.watching import knock_out
 
 Predicted = Literal["next", "same", "class"]

@@ -9,9 +9,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from headwise import AttentionMap
 from headwise.apps.look.predictions import Predictor
-from headwise.core.spans import PREFIX
-from headwise.maps.attention_map import AttentionMap
+from headwise.extend import SPAN_PREFIX as PREFIX
 from headwise.messages import say
 
 InputKind = Literal["text", "translation", "image"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, Literal, NamedTuple
 
+from headwise import STATISTICS, Edge, Observation, __version__
 from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.background import Background, BusyError
 from headwise.apps.look.lab_job import LabJob
@@ -15,10 +16,7 @@ from headwise.apps.look.predictions import Outcome, Predictor
 from headwise.apps.look.readers.reader import Given, Reader, check_length, most_tokens
 from headwise.apps.look.scene import Group
 from headwise.apps.look.watched_folder import WatchedFolder
-from headwise.core.edges import Edge
-from headwise.core.observation import STATISTICS, Observation
 from headwise.messages import Sentence, said_by, say
-from headwise.version import __version__
 
 State = Literal["loading", "ready", "error"]
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from torch import Tensor
 
 from headwise.apps.look.scene import Group, Head, Input, printable
-from headwise.core.spans import PREFIX
+from headwise.extend import SPAN_PREFIX as PREFIX
 
 SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is a"
 """The text to read if none is given: some of its words return."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from headwise.apps.train.run_folder import Run
-from headwise.watching.runs.run_reader import INSIDE, WatchedRun, open_run
+from headwise.watching import WatchedRun, open_run
 
 MOST_NUMBERS = 200_000
 """The most in one answer: of a longer run, every second step is given, or every fourth, …"""
@@ -63,7 +62,7 @@ class WatchedFolder:
                     for layer in run.layers
                 ],
                 "statistics": run.figures,
-                "training": trained_in(run),
+                "training": run.training() or None,
                 "alarms": [asdict(alarm) for alarm in run.alarms],
                 "rules": run.manifest.get("rules", []),
             }
@@ -94,13 +93,6 @@ class WatchedFolder:
                 for at in shown
             ],
         }
-
-
-def trained_in(run: WatchedRun) -> dict[str, float] | None:
-    """Loss, speed and utilisation of the training that a run watches, as far as they are known."""
-    measured = Run(run.folder.parent).progress() if run.folder.name == INSIDE else None
-    found = {**run.manifest.get("mfu", {}), **(measured or {})}
-    return {name: found[name] for name in ("loss", "per_second", "mfu") if name in found} or None
 
 
 def stride(steps: int, heads: int) -> int:

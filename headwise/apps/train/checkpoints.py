@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise import __version__
 from headwise.files import write_whole
 from headwise.messages import say
-from headwise.version import __version__
 
 FORMAT = 1
 """The format of the files; a reader refuses any other number."""

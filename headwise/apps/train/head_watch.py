@@ -12,8 +12,7 @@ from torch import nn
 from headwise.apps.train.ranks import ALONE, TrainingRanks
 from headwise.apps.train.run_folder import Run
 from headwise.files import write_whole
-from headwise.watching import Watch, watch
-from headwise.watching.runs.run_writer import RunWriter
+from headwise.watching import RunWriter, Watch, watch
 
 ROWS = 64
 """Rows sampled from each pass: enough for a mean, at almost no cost."""

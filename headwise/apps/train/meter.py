@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.apps.train.ranks import ALONE, TrainingRanks
-from headwise.costs.uses.utilisation import Utilisation
+from headwise.costs import Utilisation
 
 
 class DivergedError(RuntimeError):

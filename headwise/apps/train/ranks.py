@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from headwise.distributed import context_parallel, head_tail, shard
-from headwise.distributed.transport import RankGroup
+from headwise.distributed import RankGroup, context_parallel, head_tail, shard
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from headwise.core.arguments import is_integer, is_number
-from headwise.nn.checks import CheckedFields, Count, Positive, Rate, Size
+from headwise.checks import CheckedFields, Count, Positive, Rate, Size
+from headwise.extend import is_integer, is_number
 
 
 def check_betas(name: str, given: object) -> None:

@@ -97,11 +97,6 @@ class Run:
                 except ValueError:
                     continue
 
-    def progress(self) -> dict[str, Any] | None:
-        """The last measurement of a training step: loss, speed, utilisation; None before it."""
-        steps = [line for line in self.measured() if "loss" in line]
-        return steps[-1] if steps else None
-
     def forget_after(self, step: int) -> None:
         """Drop the measurements that a run resuming at this step will make again."""
         if not self.writes:

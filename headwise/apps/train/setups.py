@@ -14,8 +14,8 @@ from headwise.apps.train.run_folder import Run
 from headwise.apps.train.tasks.language import Language
 from headwise.apps.train.tasks.translation import Translation
 from headwise.apps.train.tasks.vision import Vision
+from headwise.checks import CheckedFields, Size
 from headwise.models import GPT, GPTConfig, Transformer, TransformerConfig, ViT, ViTConfig
-from headwise.nn.checks import CheckedFields, Size
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from headwise import __version__
 from headwise.apps.train import checkpoints
 from headwise.apps.train.ranks import TrainingRanks
 from headwise.files import write_whole
-from headwise.version import __version__
 
 # torch.distributed.checkpoint takes half a second to import, so only those who use it do.
 

@@ -17,7 +17,7 @@ from headwise.apps.train.meter import Meter
 from headwise.apps.train.ranks import ALONE, TrainingRanks
 from headwise.apps.train.recipe import Recipe
 from headwise.apps.train.run_folder import Run
-from headwise.costs.uses.utilisation import Utilisation
+from headwise.costs import Utilisation
 
 Batch = TypeVar("Batch")
 Answer = TypeVar("Answer")

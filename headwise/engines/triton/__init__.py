@@ -3,3 +3,5 @@
 `engine` and `hopper` are the engines, `host` is the code that launches kernels, `kernels` the code
 that runs on the GPU.
 """
+
+__all__ = ["tuning"]

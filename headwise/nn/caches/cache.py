@@ -25,9 +25,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from headwise.checks import check_count, check_integers, check_tensor
 from headwise.core.intervals import Mask
 from headwise.core.problem import describe
-from headwise.nn.checks import check_count, check_integers, check_tensor
 
 
 class Cache(ABC):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from headwise import mask as masks
+from headwise.checks import check_size, check_tensor
 from headwise.core.intervals import Mask
 from headwise.core.place import padded
 from headwise.engines.operators import define
 from headwise.nn.caches.cache import Cache, needs_grad
-from headwise.nn.checks import check_size, check_tensor
 
 
 class FixedCache(Cache):

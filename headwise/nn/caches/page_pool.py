@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.nn.checks import check_count, check_sizes
+from headwise.checks import check_count, check_sizes
 
 
 class PagePool:

@@ -8,11 +8,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from headwise.checks import check_kind
 from headwise.core.problem import describe
 from headwise.core.stored import Stored
 from headwise.nn.caches.packed_cache import Packed, emptied
 from headwise.nn.caches.page_pool import PagePool
-from headwise.nn.checks import check_kind
 
 
 class PagedCache(Packed):

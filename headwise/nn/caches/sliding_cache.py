@@ -7,11 +7,11 @@ from typing import Self
 from torch import Tensor
 
 from headwise import mask as masks
+from headwise.checks import check_count, check_size
 from headwise.core.intervals import Mask
 from headwise.core.place import from_key
 from headwise.nn.caches.cache import Cache, needs_grad, write_tokens
 from headwise.nn.caches.cache_masks import LaterKeys
-from headwise.nn.checks import check_count, check_size
 
 
 class SlidingCache(Cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,6 +45,18 @@ def open_run(folder: Path | str) -> WatchedRun:
 INSIDE = "watch"
 """The folder inside a training run that holds the watched run."""
 
+MEASURED = "metrics.jsonl"
+"""The measurements of a training run, one per line, beside the folder of its watched run."""
+
+
+def holds_run(folder: Path | str) -> bool:
+    """True if a folder holds a watched run, or a training run that was watched.
+
+    >>> holds_run("no such folder")
+    False
+    """
+    return any((x / manifest.NAME).is_file() for x in (Path(folder), Path(folder) / INSIDE))
+
 
 class WatchedRun(Recording):
     """A run's folder as it stands; `refresh()` reads what was written since.
@@ -58,6 +71,14 @@ class WatchedRun(Recording):
         self._rows: Rows | None = None
         self._series: list[Entry] | None = None
         self.refresh()
+
+    def training(self) -> dict[str, float]:
+        """Loss, speed and utilisation of the training that is watched, as far as they are known."""
+        found: dict[str, Any] = dict(self.manifest.get("mfu", {}))
+        beside = self.folder.parent / MEASURED
+        if self.folder.name == INSIDE and beside.is_file():
+            found |= _last_step(beside)
+        return {name: found[name] for name in ("loss", "per_second", "mfu") if name in found}
 
     def refresh(self) -> bool:
         """Read what is new; False if nothing is."""
@@ -195,3 +216,15 @@ def _merged(rows: Rows) -> Rows:
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
     return {name: NAN if value is None else value for name, value in row.items()}
+
+
+def _last_step(measured: Path) -> dict[str, Any]:
+    """The last measurement of a training step; a line that a kill cut short is passed over."""
+    for line in reversed(measured.read_text(encoding="utf-8", errors="replace").splitlines()):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and "loss" in found:
+            return found
+    return {}

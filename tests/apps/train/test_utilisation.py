@@ -88,7 +88,7 @@ def test_a_run_records_it_and_its_watch_shows_it(known: Device, tmp_path: Path) 
     shares = [line["mfu"] for line in heard if "mfu" in line]
     assert len(shares) == 2
     assert all(isinstance(share, float) and share > 0 for share in shares)
-    last = Run(tmp_path / "run").progress()
+    last = [x for x in Run(tmp_path / "run").measured() if "loss" in x][-1]
     assert last is not None
     trained = trained_in(open_run(tmp_path / "run" / "watch"))
     assert trained is not None

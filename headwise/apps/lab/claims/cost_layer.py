@@ -8,13 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from headwise import attention, cost
 from headwise import mask as masks
-from headwise.api import attention
 from headwise.apps.lab.charts import Listing
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.counting import flops, kept_bytes, parameters
 from headwise.apps.lab.laboratory import Lab
-from headwise.costs.calculate import cost
 from headwise.nn import GELU, Block, GrowingCache, MultiHeadAttention
 
 

@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from headwise import score
-from headwise.api import attention
+from headwise import Dot, attention, score
 from headwise.apps.lab.charts import Chart, Listing, Series
 from headwise.apps.lab.claim import (
     Claim,
@@ -29,7 +28,6 @@ from headwise.apps.lab.experiments.dot_and_additive import (
 )
 from headwise.apps.lab.laboratory import Lab
 from headwise.nn import Additive, AdditiveAttention, MultiHeadAttention
-from headwise.score import Dot
 
 
 def costs(lab: Lab) -> Figures:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from headwise import Dot
 from headwise.apps.lab.charts import Chart, Listing, Series
 from headwise.apps.lab.claim import (
     Claim,
@@ -24,7 +25,6 @@ from headwise.apps.lab.estimates import BLEU, POINTS, Difference, difference
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.recall import Recall, RecallModel, Relation, Task, accuracy, learn, right
 from headwise.nn import Additive, MultiHeadAttention
-from headwise.score import Dot
 
 SCORES: Mapping[str, Dot | Additive] = {
     "scaled": Dot(),

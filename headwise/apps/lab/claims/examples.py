@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise import watch
 from headwise.apps.lab.charts import Listing, WeightMap
 from headwise.apps.lab.claim import (
     Claim,
@@ -22,7 +23,6 @@ from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.masked_characters import PROJECTIONS, read_sentence
 from headwise.apps.lab.masked_characters import SENTENCE as SELF
 from headwise.apps.train.loading import Translator, load
-from headwise.watching.watched_model import watch
 
 SENTENCE = "The cat sat on the mat."
 CHANGED = ("The dog sat on the mat.", "The cat sat on the bed.", "The cat ran to the door.")

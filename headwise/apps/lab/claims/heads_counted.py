@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.api import attention
+from headwise import attention
 from headwise.apps.lab.charts import Chart, Listing, Series
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.counting import flops, in_turns, parameters

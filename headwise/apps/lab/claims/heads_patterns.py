@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
+from headwise import watch
 from headwise.apps.lab.charts import Chart, Listing, Series
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, undecided
 from headwise.apps.lab.experiments.many_heads import unread
@@ -15,7 +16,6 @@ from headwise.apps.lab.translation_runs import translated
 from headwise.apps.train.loading import load
 from headwise.messages import Sentence
 from headwise.models import GPT
-from headwise.watching.watched_model import watch
 
 TEXT = (
     "When the sun rose over the old harbour, the fishermen who had stayed at sea all night came "

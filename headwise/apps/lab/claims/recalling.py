@@ -23,7 +23,7 @@ from headwise.apps.lab.claim import (
 from headwise.apps.lab.counting import parameters
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.recall import Delay, Recall, RecallModel, Task, accuracy, learn
-from headwise.models.conv import GatedConvolution
+from headwise.models import GatedConvolution
 from headwise.nn import FixedAttention, MultiHeadAttention
 
 PAIRS = 16

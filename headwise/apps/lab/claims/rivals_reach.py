@@ -16,7 +16,7 @@ from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold
 from headwise.apps.lab.counting import flops
 from headwise.apps.lab.estimates import slope
 from headwise.apps.lab.laboratory import Lab
-from headwise.models.conv import GatedConvolution
+from headwise.models import GatedConvolution
 from headwise.nn import MultiHeadAttention
 
 WIDTH, KERNEL = 16, 3

@@ -14,7 +14,7 @@ from headwise.apps.lab.counting import flops, in_turns
 from headwise.apps.lab.estimates import slope
 from headwise.apps.lab.laboratory import Lab
 from headwise.messages import Sentence
-from headwise.models.conv import GatedConvolution
+from headwise.models import GatedConvolution
 from headwise.nn import MultiHeadAttention
 
 NAMES = {

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from headwise import watch
 from headwise.apps.lab.charts import Chart, Listing, Series, series
 from headwise.apps.lab.claim import (
     Claim,
@@ -21,7 +22,6 @@ from headwise.apps.lab.claim import (
 from headwise.apps.lab.estimates import slope
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.train.loading import load
-from headwise.watching.watched_model import watch
 
 WIDTHS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0)

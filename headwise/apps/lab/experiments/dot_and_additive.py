@@ -10,10 +10,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention, observe
+from headwise import Additive, Dot, attention, observe
 from headwise.apps.lab.counting import flops, in_turns, kept_bytes
 from headwise.apps.lab.experiments.settings import SEED, Setting, Whole, normals
-from headwise.score import Additive, Dot
 
 WIDEST, MOST_TOKENS = 256, 1024
 SWEEP_KEYS = 64

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention
+from headwise import attention
 from headwise.apps.lab.counting import flops, parameters
 from headwise.apps.lab.experiments.settings import SEED, Setting, Whole, normals
 from headwise.nn import MultiHeadAttention

@@ -10,9 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headwise.api import attention_map, observe
+from headwise import Dot, attention_map, observe
 from headwise.apps.lab.experiments.settings import SEED, Choice, Setting, Whole, normals
-from headwise.score import Dot
 
 WIDEST, MOST_KEYS, VALUE_WIDTH = 1024, 1024, 16
 ROWS = 256

@@ -13,8 +13,7 @@ from headwise.apps.look.readers.reader import Reader
 from headwise.apps.look.watched_folder import WatchedFolder
 from headwise.apps.train.loading import Classifier, LanguageModel, built_in, load
 from headwise.hub import unreachable
-from headwise.watching.runs.manifest import NAME
-from headwise.watching.runs.run_reader import INSIDE
+from headwise.watching import holds_run
 
 
 def opened(what: str, device: str | None = None) -> Reader:
@@ -25,7 +24,7 @@ def opened(what: str, device: str | None = None) -> Reader:
     """
     place = devices.chosen(device)
     if what not in built_in() and not trained_here(Path(what)):
-        if recorded(Path(what)):
+        if holds_run(Path(what)):
             raise ValueError(
                 f"{what} is a watched run without its model: headwise look {what} shows it in the "
                 f"browser, and headwise watch {what} in the terminal"
@@ -42,7 +41,7 @@ def opened(what: str, device: str | None = None) -> Reader:
 def find(what: str) -> None:
     """ValueError if there is no such model, before anything is loaded."""
     folder = Path(what)
-    if what in built_in() or recorded(folder):
+    if what in built_in() or holds_run(folder):
         return
     if not folder.is_dir():
         _here(what)
@@ -56,12 +55,7 @@ def find(what: str) -> None:
 def watched(what: str) -> WatchedFolder | None:
     """The watched run in this folder; None if there is none."""
     folder = Path(what)
-    return None if what in built_in() or not recorded(folder) else WatchedFolder(folder)
-
-
-def recorded(folder: Path) -> bool:
-    """True if a folder holds the recording of a watch."""
-    return any((x / NAME).is_file() for x in (folder, folder / INSIDE))
+    return None if what in built_in() or not holds_run(folder) else WatchedFolder(folder)
 
 
 def trained_here(folder: Path) -> bool:

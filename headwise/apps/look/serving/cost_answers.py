@@ -10,15 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from headwise import Cost
 from headwise.apps.lab.experiments import settings
 from headwise.apps.lab.experiments.settings import Choice, Setting, Whole
-from headwise.costs.calculate import read
-from headwise.costs.cost import Cost
-from headwise.costs.layers import Architecture
-from headwise.costs.machines import this_machine
-from headwise.costs.machines.hardware import DEVICES
-from headwise.costs.uses.scenario import Scenario
-from headwise.costs.uses.sketch import Sketch
+from headwise.costs import DEVICES, Architecture, Scenario, Sketch, find_device
+from headwise.costs import read_architecture as read
 
 LENGTHS = tuple(1 << step for step in range(7, 21))
 """The lengths of the curves: 128 to a million."""
@@ -98,7 +94,7 @@ def _found(values: tuple[tuple[str, Any], ...], opened: Architecture | None) -> 
         asked["batch"],
         asked["dtype"],
         None if asked["cache"] == "dtype" else asked["cache"],
-        device=this_machine.find(asked["device"]),
+        device=find_device(asked["device"]),
     )
     use = use.within(architecture)
     assert use.device is not None

@@ -8,15 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headwise import Edge
 from headwise.apps.look.atlas import Atlas, PackedCells
 from headwise.apps.look.background import BusyError
 from headwise.apps.look.head_sentences import reason, seen_by, sentence
 from headwise.apps.look.scene import Group, Head
 from headwise.apps.look.serving.reply import Answer, Query, Refusal, as_json, number
 from headwise.apps.look.session import Session
-from headwise.core.edges import Edge
-from headwise.maps.attention_map import TILE
-from headwise.maps.pooling import Cells
+from headwise.maps import TILE, Cells
 from headwise.messages import halves, say, with_chinese
 
 MOST_TOKENS = 20_000  # in one answer

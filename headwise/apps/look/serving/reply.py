@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
-from headwise.maps.pooling import How
+from headwise.maps import How
 from headwise.messages import say, with_chinese
 
 

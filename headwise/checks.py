@@ -17,6 +17,23 @@ from torch import Tensor
 from headwise.core.arguments import is_integer, is_number
 from headwise.core.problem import describe
 
+__all__ = [
+    "CheckedFields",
+    "Count",
+    "Positive",
+    "Rate",
+    "Size",
+    "check_count",
+    "check_flag",
+    "check_integers",
+    "check_kind",
+    "check_positive",
+    "check_rate",
+    "check_size",
+    "check_sizes",
+    "check_tensor",
+]
+
 Check = Callable[[str, object], None]
 
 

@@ -1,0 +1,66 @@
+"""Applications use nothing of the library but its public names, so that they prove its API."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headwise
+
+PACKAGE = Path(headwise.__file__).parent
+LIBRARY = "headwise"
+APPS = "headwise.apps"
+
+
+def library_names(file: Path) -> Iterator[tuple[str, str]]:
+    """Each (module, name) that an application's file imports from the library."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found = [(each.name, "") for each in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found = [(node.module, each.name) for each in node.names]
+        else:
+            continue
+        for module, name in found:
+            inside = module == LIBRARY or module.startswith(f"{LIBRARY}.")
+            if inside and not f"{module}.{name}".startswith(APPS):
+                yield module, name
+
+
+def is_public(module: str, name: str) -> bool:
+    """True if a name is in the `__all__` of a module or package that is itself public."""
+    names: list[str] = getattr(importlib.import_module(module), "__all__", [])
+    if not name:  # `import headwise.x`
+        return bool(names)
+    return name in names or (module == LIBRARY and is_public_module(f"{module}.{name}"))
+
+
+def is_public_module(name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(name), "__all__")
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("app", ["cli", "lab", "look", "train"])
+def test_an_application_imports_public_names_only(app: str) -> None:
+    used = {
+        (f"{file.relative_to(PACKAGE)}", *found)
+        for file in (PACKAGE / "apps" / app).rglob("*.py")
+        for found in library_names(file)
+    }
+    assert used, "no import was found, so nothing was checked"
+    assert not sorted(use for use in used if not is_public(*use[1:]))
+
+
+def test_every_public_name_exists() -> None:
+    for file in [*PACKAGE.rglob("__init__.py"), *PACKAGE.glob("*.py")]:
+        parts = file.relative_to(PACKAGE).with_suffix("").parts
+        if parts[0] in ("apps", "__main__", "transformers") or "kernels" in parts:
+            continue
+        name = ".".join([LIBRARY, *(part for part in parts if part != "__init__")])
+        module = importlib.import_module(name)
+        for each in getattr(module, "__all__", []):
+            assert hasattr(module, each) or importlib.import_module(f"{name}.{each}"), (name, each)
