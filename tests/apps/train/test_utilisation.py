@@ -10,7 +10,6 @@ from torch import nn
 
 import headwise as hw
 from headwise.apps.cli.watch_view import on_a_line
-from headwise.apps.look.watched_folder import trained_in
 from headwise.apps.train.meter import Meter
 from headwise.apps.train.presets import preset
 from headwise.apps.train.run_folder import Run
@@ -89,9 +88,7 @@ def test_a_run_records_it_and_its_watch_shows_it(known: Device, tmp_path: Path) 
     assert len(shares) == 2
     assert all(isinstance(share, float) and share > 0 for share in shares)
     last = [x for x in Run(tmp_path / "run").measured() if "loss" in x][-1]
-    assert last is not None
-    trained = trained_in(open_run(tmp_path / "run" / "watch"))
-    assert trained is not None
+    trained = open_run(tmp_path / "run" / "watch").training()
     assert trained == {name: last[name] for name in ("loss", "per_second", "mfu")}
     assert f"MFU {100 * last['mfu']:.3g} %" in on_a_line(trained)
     json.dumps(trained)
