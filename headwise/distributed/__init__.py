@@ -15,7 +15,7 @@ from headwise.distributed.layouts import (
 )
 from headwise.distributed.movement import Movement, explain
 from headwise.distributed.rank_attention import attention, observe
-from headwise.distributed.sharded_tensors import DTensorCalls
+from headwise.distributed.sharded_tensors import DTensorCalls, held_range
 from headwise.distributed.shards import shard, unshard
 from headwise.distributed.split_maps import attention_map
 from headwise.distributed.split_models import context_parallel
@@ -34,6 +34,7 @@ __all__ = [
     "contiguous",
     "explain",
     "head_tail",
+    "held_range",
     "imbalance",
     "observe",
     "pairs",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -18,6 +18,9 @@ from headwise.models import GPT, Greedy, Strategy, Transformer, ViT
 
 ASSETS = Path(__file__).parents[2] / "assets"
 """The folder of the built-in models."""
+
+MOST_BUFFERED = 1 << 28
+"""Numbers that a model may have besides its weights: a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +114,52 @@ def load(what: str | Path, device: Device = "cpu") -> LanguageModel | Translator
     run = Run(folder)
     settings = run.settings()
     task = settings.get("task")
-    if task not in setups.CONFIGS:
+    if not isinstance(task, str) or task not in setups.CONFIGS:
         known = ", ".join(setups.CONFIGS)
         raise ValueError(f"{run.config} describes an unknown task {task!r}; known are {known}")
     try:
         config = setups.CONFIGS[task].from_dict(settings["model"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{run.config} does not describe a model: {error!r}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{run.config} does not describe a model: {error}") from error
+    tensors, origin = _weights(run)
+    _check_size(config, tensors, run.config)
     model = setups.build(config)
-    shared = sharded_checkpoints.newest(run.shared_state)
-    if run.model.exists():
-        checkpoints.put_weights(model, checkpoints.load(run.model)[0], run.model)
-    elif shared is not None and not sharded_checkpoints.is_older(shared, run.state):
-        sharded_checkpoints.restore_weights(shared, model)
-    else:
-        tensors = checkpoints.below("model/", checkpoints.load(run.state)[0])
-        checkpoints.put_weights(model, tensors, run.state)
+    checkpoints.put_weights(model, tensors, origin)
     model.to(device).eval()
     return _ready(model, run)
+
+
+def _weights(run: Run) -> tuple[dict[str, Tensor], Path]:
+    """The weights of a run, or of its last checkpoint, and the file or folder they are from."""
+    if run.model.exists():
+        return checkpoints.load(run.model)[0], run.model
+    shared = sharded_checkpoints.newest(run.shared_state)
+    if shared is not None and not sharded_checkpoints.is_older(shared, run.state):
+        return sharded_checkpoints.weights(shared), shared
+    return checkpoints.below("model/", checkpoints.load(run.state)[0]), run.state
+
+
+def _check_size(config: Any, tensors: Mapping[str, Tensor], described: Path) -> None:
+    """ValueError, before memory is used, if a configuration is larger than its weights."""
+    for name, value in vars(config).items():
+        if "layers" in name and isinstance(value, int) and value > len(tensors):
+            raise ValueError(
+                f"{described} has {name}={value:,}, and there are weights of fewer layers "
+                f"({len(tensors)} tensors); copy the folder again"
+            )
+    try:
+        with torch.device("meta"):
+            empty = setups.build(config)
+    except Exception as error:  # PyTorch raises several kinds for sizes that it can't count
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{described} describes a model that can't be built: {reason}") from error
+    checkpoints.check_weights(empty, tensors, described)
+    kept = sum(x.numel() for x in empty.buffers())  # tables of positions, which have no weights
+    if kept > MOST_BUFFERED:
+        raise ValueError(
+            f"{described} asks for tables of {kept:,} numbers besides its weights; at most "
+            f"{MOST_BUFFERED:,} are made"
+        )
 
 
 def _ready(model: Any, run: Run) -> LanguageModel | Translator | Classifier:

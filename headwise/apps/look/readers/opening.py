@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from headwise.apps.look.readers.builtin import ImageReader, TextReader, Translat
 from headwise.apps.look.readers.reader import Reader
 from headwise.apps.look.watched_folder import WatchedFolder
 from headwise.apps.train.loading import Classifier, LanguageModel, built_in, load
+from headwise.files import json_object
 from headwise.hub import unreachable
 from headwise.watching import holds_run
 
@@ -61,8 +61,8 @@ def watched(what: str) -> WatchedFolder | None:
 def trained_here(folder: Path) -> bool:
     """True if a folder is a run of `headwise train`."""
     try:
-        return "task" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        return "task" in json_object((folder / "config.json").read_bytes(), folder)
+    except (OSError, ValueError):
         return False
 
 

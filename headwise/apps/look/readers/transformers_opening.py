@@ -31,7 +31,7 @@ def opened(what: str, device: torch.device, local: bool) -> Reader:
             f"{what} is read by transformers, which is not installed: pip install transformers"
         ) from missing
     auto: Any = transformers  # whose classes are partly untyped
-    here = {"local_files_only": local}
+    here = {"local_files_only": local, "trust_remote_code": False}
     talk = auto.utils.logging.get_verbosity()
     auto.utils.logging.set_verbosity_error()  # an unused output head is not worth a warning
     try:
@@ -50,8 +50,10 @@ def opened(what: str, device: torch.device, local: bool) -> Reader:
         if both:
             return TransformersTranslationReader(name, model, tokeniser)
         return TransformersTextReader(name, model.base_model, tokeniser, model)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # a damaged folder may raise anything inside transformers
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if "trust_remote_code" in reason:
+            reason = "it needs code of its own, and headwise runs no code that comes with a model"
         said = say("transformers can't load {what}: {reason}", what=what, reason=reason)
         raise ValueError(said) from error
     finally:
