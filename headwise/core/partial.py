@@ -186,7 +186,8 @@ def _sinks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """The sinks of both parts, which must be the same."""
     if a is None or b is None or a is b:
         return b if a is None else a
-    if not torch.compiler.is_compiling() and not torch.equal(a, b):
+    unknown = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not unknown and not torch.equal(a, b):
         raise ValueError(
             "hw.merge joins parts of the same attention, and these have different sinks; give "
             "the same sinks to every part, or to one part only"

@@ -23,7 +23,7 @@ class Engine(Protocol):
     name: str
     rank: int  # its place in the order in which "auto" asks engines, lowest first
     devices: tuple[str, ...] = ()  # the types of device on which "auto" may choose it; () for all
-    forward_mode: bool = False  # it has forward-mode derivatives
+    forward_mode: bool = False  # it has forward-mode derivatives, and second ones
     functional: bool = False  # torch.func.grad can differentiate it
     partial: bool = False  # `run` computes any part of the keys
 

@@ -33,6 +33,7 @@ from headwise.engines.learning import (
 )
 from headwise.engines.library_backward import LibraryBackward
 from headwise.engines.safe_engine import safe_backward, safe_forward
+from headwise.engines.second_derivatives import refuse
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], RowResults]
 
@@ -209,10 +210,7 @@ def operators(engine: str, run: Forward, differentiate: Backward, library_on: st
     PARTS[engine] = functions.forward, partial(functions.backward, None)
 
     def no_second(ctx, *grads):  # type: ignore[no-untyped-def]
-        raise NotImplementedError(
-            f"headwise's {engine} engine has no second derivative; "
-            "use engine='reference', which has all derivatives"
-        )
+        refuse(engine)
 
     forward = define(engine, FORWARD, functions.packed_forward, _forward_shapes)
     backward = define(f"{engine}_backward", BACKWARD, functions.packed_backward, _backward_shapes)

@@ -63,8 +63,14 @@ def choose_partial(problem: Problem, engine: str = "auto") -> Engine:
     able = [each for each in ENGINES if each.partial]
     if engine == "auto":
         here = (each for each in able if not each.devices or problem.q.device.type in each.devices)
-        served = next((each for each in here if refusal(each, problem, True) is None), None)
-        return served or choose(problem, able[-1].name, True)  # which says why it can't
+        for each in here:
+            reason = refusal(each, problem, True)
+            if reason is None:
+                return each
+        raise ValueError(
+            f"no engine can compute a part of this call's keys: {each.name} can't, because "
+            f"{reason}. hw.attention and hw.observe, of all keys, have engines that can"
+        )
     chosen = choose(problem, engine, True)
     if not chosen.partial:
         names = " and ".join(repr(each.name) for each in able)
@@ -141,10 +147,13 @@ def _transformed(engine: Engine) -> str | None:
         return None
     if not engine.forward_mode and forward_ad._current_level >= 0:
         return "it has no forward-mode derivative"
-    if not engine.functional and torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():
         stack = torch._C._functorch.get_interpreter_stack()
-        if any(transform.key() == TransformType.Grad for transform in stack):
+        times = sum(transform.key() == TransformType.Grad for transform in stack)
+        if times and not engine.functional:
             return "torch.func.grad does not support custom operators"
+        if times > 1 and not engine.forward_mode:
+            return "it has no second derivative"
     return None
 
 

@@ -18,6 +18,7 @@ from headwise.engines import flops
 from headwise.engines.contract import Engine, Prepared, Results
 from headwise.engines.decoding import is_decoding
 from headwise.engines.library_kernels import FEW
+from headwise.engines.second_derivatives import differentiated_once
 
 flops.register_cpu_sdpa()
 
@@ -67,14 +68,14 @@ class Sdpa(Engine):
             bias = bias.to(q.dtype)
             added = bias if added is None else bias.masked_fill(~added, -torch.inf)
         if added is None:
-            return serve(q, k, v)
+            return differentiated_once(serve(q, k, v))
         if added.dtype == torch.bool and added.shape[-2] == 1:
             # PyTorch would expand booleans to all pairs before it converts them to numbers.
             hidden = ~added
             added = torch.zeros_like(added, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
         added = added.expand(*added.shape[:2], place.queries, place.keys)
         k, v, added = _existing(problem, added)
-        return serve(q, k, v, added)
+        return differentiated_once(serve(q, k, v, added))
 
     def observe(
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
@@ -92,7 +93,7 @@ class Sdpa(Engine):
         kernel = _kernel(problem)
 
         def run(*tensors: Tensor) -> Results:
-            return (kernel(*tensors),)
+            return (differentiated_once(kernel(*tensors)),)
 
         return run(*tensors), run
 
@@ -199,7 +200,9 @@ def _existing(problem: Problem, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     seen = seen_keys(problem.terms(), k)
     if seen is None:
         return k, v, added
-    if k.device.type == "cpu" and not torch.compiler.is_compiling():  # no GPU to wait for
+    # No GPU has to be waited for; compilers and transforms don't know the numbers.
+    unknown = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if k.device.type == "cpu" and not unknown:
         used = used_stretch(seen)
         if used.start < used.stop:
             k, v, added, seen = k[:, :, used], v[:, :, used], added[..., used], seen[..., used]

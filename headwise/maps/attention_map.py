@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 
 from headwise.core.arguments import is_integer
 from headwise.core.problem import Problem, describe, restate, without_dropout
@@ -52,6 +53,8 @@ class AttentionMap:
 
     def __init__(self, problem: Problem, lse: Tensor | None = None) -> None:
         problem = without_dropout(problem)
+        if torch._C._are_functorch_transforms_active():
+            _refuse_vmap(problem)
         q, k, v = problem.q.detach(), problem.k.detach(), problem.v.detach()
         with torch.no_grad():
             region = Region(q, k, v, problem.terms())
@@ -365,6 +368,17 @@ class AttentionMap:
 
     def _error(self, reason: str, call: str) -> ValueError:
         return ValueError(f"{reason}\n  in {self!r}{call}")
+
+
+def _refuse_vmap(problem: Problem) -> None:
+    """Raise ValueError inside torch.vmap, where a map could never be read."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    if any(transform.key() == TransformType.Vmap for transform in stack):
+        raise ValueError(
+            "a map can't be made inside torch.vmap, which hides its numbers; give hw.attention_map "
+            "the whole batch, outside of it\n"
+            f"  in {restate('attention_map', problem.q, problem.k, problem.v)}"
+        )
 
 
 def _check_lse(lse: object, q: Tensor, call: str) -> None:
