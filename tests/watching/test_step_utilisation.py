@@ -1,6 +1,8 @@
 """The model FLOPs utilisation of watched steps: exact FLOPs, the step's own time, or why not."""
 
+import gc
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 import torch
@@ -191,3 +193,22 @@ def test_a_nested_tensor_ends_nothing() -> None:
     with torch.no_grad(), hw.watch(model) as seen:
         assert model(given).size(0) == 2
     assert len(seen.layers) == 1
+
+
+def test_steps_without_a_known_peak_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "unmeasured"))
+    model = GPT(TINY)
+    with hw.watch(model) as seen:
+        learn(model, ids(), steps=5)
+        before = kept_tracebacks()
+        learn(model, ids(), steps=20)
+        assert seen.utilisation is not None
+        assert "is not known" in seen.utilisation.why
+        assert kept_tracebacks() <= before
+
+
+def kept_tracebacks() -> int:
+    gc.collect()
+    return sum(type(each) is TracebackType for each in gc.get_objects())

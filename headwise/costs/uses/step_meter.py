@@ -112,7 +112,7 @@ class StepMeter:
         self._passes: Counter[ModelPass] = Counter()
         self._begun: Mark | None = None
         self._learned = False
-        self._known: dict[tuple[str, int], Utilisation | ValueError] = {}
+        self._known: dict[tuple[str, int], Utilisation | str] = {}  # or why it is not known
 
     def begin(self) -> None:
         """A step begins that is looked at."""
@@ -166,11 +166,11 @@ class StepMeter:
         if key not in self._known:
             try:
                 self._known[key] = Utilisation.of(self.model, self._weight.device, dtype)
-            except ValueError as error:
-                self._known[key] = error
+            except ValueError as error:  # not kept: each time it is raised its traceback grows
+                self._known[key] = str(error)
         known = self._known[key]
-        if isinstance(known, ValueError):
-            raise known
+        if isinstance(known, str):
+            raise ValueError(known)
         return known
 
     def _dtype(self, passes: Iterable[ModelPass]) -> str:
