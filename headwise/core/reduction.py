@@ -78,12 +78,13 @@ class Columns:
     def means_and_extremes(self, reduced: Tensor) -> Tensor:
         """The figures (..., figures, heads) of (..., columns, heads): all means, then extremes.
 
-        The mean of a head without counted rows is NaN.
+        Those of a head without counted rows are NaN.
         """
-        sums, least = self.sums, self.sums + len(self.maxima)
-        means = reduced[..., 1:sums, :] / reduced[..., :1, :]  # 0 / 0 is NaN
-        lowest = -reduced[..., least : self.count, :]
-        return torch.cat((means, reduced[..., sums:least, :], lowest), -2)
+        sums, least, rows = self.sums, self.sums + len(self.maxima), reduced[..., :1, :]
+        means = reduced[..., 1:sums, :] / rows  # 0 / 0 is NaN
+        largest, lowest = reduced[..., sums:least, :], -reduced[..., least : self.count, :]
+        extremes = torch.cat((largest, lowest), -2).masked_fill(rows == 0, torch.nan)
+        return torch.cat((means, extremes), -2)
 
     def figures(
         self, reduced: Tensor, sampled: bool, stats: Collection[str] | None = None

@@ -197,6 +197,18 @@ def head_rows(
     return rows
 
 
+def blind_heads(
+    layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor]
+) -> frozenset[tuple[int, int]]:
+    """The (layer, head) of heads in which no row saw a key, by what their boards hold."""
+    found = set()
+    for layer in layers:
+        assert layer.slot is not None
+        rows = boards[layer.slot.board][layer.slot.number, 0, : layer.heads].tolist()
+        found |= {(layer.number, layer.first_head + head) for head, x in enumerate(rows) if not x}
+    return frozenset(found)
+
+
 def overflow(rows: Sequence[Mapping[str, Value]]) -> str | None:
     """The line below a table that names infinite figures; None if there are none.
 
@@ -207,7 +219,7 @@ def overflow(rows: Sequence[Mapping[str, Value]]) -> str | None:
         f"{name} of head {row['layer']}.{row['head']}"
         for row in rows
         for name, value in row.items()
-        if value == math.inf and "_min" not in name  # a minimum of no rows at all
+        if value == math.inf
     ]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     said = f"(infinite, beyond the range of its numbers: {', '.join(found[:3])}{more})"

@@ -81,9 +81,12 @@ class LogitGrowth:
         )
 
     def check(self, table: Table, layers: Sequence[WatchedLayer]) -> Iterator[Finding]:
-        """The heads whose largest logit is above the limit; of sampled rows it is a lower bound."""
+        """The heads whose largest logit is above the limit; of sampled rows it is a lower bound.
+
+        A head that saw no key has no logits.
+        """
         for row, largest in zip(table, figure(table, "max_logit_max"), strict=False):
-            if math.isnan(largest):
+            if math.isnan(largest) and (row["layer"], row["head"]) not in table.blind:
                 yield _of(row, say("its largest logit is NaN"))
             elif largest > self.limit:
                 said = say(

@@ -38,7 +38,8 @@ FIRST = (
 class Table:
     """Rows of named values, every row with the same names; it works without pandas.
 
-    `columns` names them where there may be no rows; `note` is shown below.
+    `columns` names them where there may be no rows; `note` is shown below. `blind` has the (layer,
+    head) of heads that saw no key: their figures are NaN, and that is no fault.
 
     >>> table = Table([{"layer": 0, "head": 1, "entropy_mean": 2.5},
     ...                {"layer": 1, "head": 0, "entropy_mean": 0.5}])
@@ -57,10 +58,11 @@ class Table:
         rows: Sequence[Mapping[str, Value]],
         columns: Sequence[str] | None = None,
         note: str | None = None,
+        blind: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
         self._rows = [dict(row) for row in rows]
         self._columns = list(self._rows[0]) if self._rows else list(columns or ())
-        self.note = note
+        self.note, self.blind = note, blind
 
     @property
     def columns(self) -> list[str]:
@@ -78,7 +80,7 @@ class Table:
         if isinstance(wanted, int):
             return self._rows[wanted]
         if isinstance(wanted, slice):
-            return Table(self._rows[wanted], self._columns, self.note)
+            return Table(self._rows[wanted], self._columns, self.note, self.blind)
         self._check(wanted, KeyError)
         return [row[wanted] for row in self._rows]
 
@@ -88,14 +90,14 @@ class Table:
         last = -math.inf if descending else math.inf
         keys = [last if isinstance(x, float) and math.isnan(x) else x for x in self[column]]
         order = sorted(range(len(self)), key=lambda i: keys[i], reverse=descending)
-        return Table([self._rows[i] for i in order], self._columns, self.note)
+        return Table([self._rows[i] for i in order], self._columns, self.note, self.blind)
 
     def where(self, **values: Value) -> Table:
         """The rows that have these values, such as where(layer=3); ValueError as in `sort`."""
         for column in values:
             self._check(column)
         kept = (row for row in self._rows if all(row[k] == v for k, v in values.items()))
-        return Table(list(kept), self._columns, self.note)
+        return Table(list(kept), self._columns, self.note, self.blind)
 
     def to_pandas(self) -> DataFrame:
         """The same as a DataFrame."""

@@ -23,7 +23,7 @@ from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.layer import WatchedLayer
-from headwise.watching.recording import Entry, Recording, head_rows, overflow
+from headwise.watching.recording import Entry, Recording, blind_heads, head_rows, overflow
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.table import Table
@@ -325,7 +325,7 @@ class SteppedRecording(Recording):
         if wanted is not None:
             rows = [row for row in rows if row["head"] in wanted]
         notes = [note for note in (self._note(), overflow(rows)) if note is not None]
-        return Table(rows, note="\n".join(notes) or None)
+        return Table(rows, note="\n".join(notes) or None, blind=blind_heads(left, boards))
 
     def _judge(
         self, module: str, layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor]

@@ -336,3 +336,14 @@ def test_an_observation_says_what_it_holds_and_can_be_copied_deeply() -> None:
     twin = copy.deepcopy(seen)
     assert torch.equal(twin.entropy, seen.entropy)
     assert torch.equal(twin.rows, seen.rows)
+
+
+def test_figures_of_a_head_that_sees_no_key_are_nan() -> None:
+    q, k, v = three()
+    seen = torch.ones(1, 2, 6, 6, dtype=torch.bool)
+    seen[:, 1] = False
+    found = hw.observe(q, k, v, mask=hw.mask.dense(seen))[1].heads()
+    assert {"entropy_min", "max_logit_max"} <= set(found)
+    for name, value in found.items():
+        assert value[0].isfinite(), name
+        assert value[1].isnan(), name

@@ -1,6 +1,7 @@
 """Each alarm on heads that really show it, and none on those that don't."""
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -56,6 +57,19 @@ def test_logits_that_are_no_numbers_any_more_are_an_alarm() -> None:
     found = raised(attention(), inputs() * float("nan"), LogitGrowth(), DeadHead())
     assert [alarm.head for alarm in found] == [0, 1, 2, 3]
     assert {alarm.says for alarm in found} == {"its largest logit is NaN"}
+
+
+def test_a_head_that_sees_no_key_has_no_figures_and_raises_no_alarm() -> None:
+    model = attention()
+    seen = torch.ones(1, 4, LENGTH, LENGTH, dtype=torch.bool)
+    seen[:, 1] = False
+    with hw.watch(model, alarms=[LogitGrowth(), DeadHead()]) as watch:
+        model(inputs(), mask=hw.mask.dense(seen))
+    blind, other = watch.heads()[1], watch.heads()[0]
+    figures = [name for name in other if name not in ("layer", "name", "kind", "head")]
+    assert all(math.isnan(blind[name]) for name in figures)
+    assert all(math.isfinite(other[name]) for name in figures)
+    assert watch.alarms == []
 
 
 def test_a_head_without_numbers_is_not_called_dead_and_hides_no_other() -> None:
