@@ -10,7 +10,6 @@ from torch import nn
 
 import headwise as hw
 from headwise.apps.cli.watch_view import on_a_line
-from headwise.apps.look.watched_folder import trained_in
 from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import Device
 from headwise.models import GPT, GPTConfig
@@ -153,8 +152,8 @@ def test_a_folder_and_loggers_get_it(tmp_path: Path) -> None:
     follower.end()
     assert 0 < told["attn/mfu"] < 1
     run = open_run(tmp_path / "run")
-    assert trained_in(run) == {"mfu": told["attn/mfu"]}
-    assert on_a_line(trained_in(run) or {}) == f"MFU {100 * told['attn/mfu']:.3g} %"
+    assert run.training() == {"mfu": told["attn/mfu"]}
+    assert on_a_line(run.training() or {}) == f"MFU {100 * told['attn/mfu']:.3g} %"
 
 
 def test_a_state_keeps_it() -> None:
