@@ -90,6 +90,7 @@ def test_values_are_shown_as_far_as_there_is_room() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_gpu_sums_up_without_waiting() -> None:
     x = torch.randn(32, 128, 128)
     on_gpu = x.cuda()
