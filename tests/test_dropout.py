@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.dropout import keep, mix, row_hash, threshold
 from tests import oracle
-from tests.problems import Recipe, recipes
+from tests.problems import Call, Recipe, recipes
 
 ENGINES = ("streaming", "reference")
 
@@ -239,3 +240,67 @@ def test_triton_drops_the_same_weights_for_every_seed(seed: int) -> None:
     there = (x.to(device) for x in (q, k, v))
     found = hw.attention(*there, dropout=hw.Dropout(0.5, seed), engine="triton")
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-2, atol=1e-2)
+
+
+# Against the oracle: what is dropped, from every side
+
+
+def against_the_oracle(call: Call, engine: str, close: dict[str, float]) -> None:
+    """Assert that out, gradients, lse and entropy are the oracle's; statistics know no dropout."""
+    truth, made = call.copy(torch.float64), call.copy()
+    known, (out, seen) = oracle.answer(truth), made.observe(engine, stats=("lse", "entropy"))
+    for name in ("lse", "entropy"):
+        torch.testing.assert_close(getattr(seen, name).double(), getattr(known, name), **close)
+    torch.testing.assert_close(out.double(), known.out, **close)
+    grad = torch.randn(known.out.shape, generator=torch.Generator().manual_seed(5)).double()
+    for result in (known.out, out):
+        result.backward(grad.to(result.dtype))
+    for name, x in truth.learnable().items():
+        found = made.learnable()[name].grad
+        wanted = torch.zeros_like(x) if x.grad is None else x.grad
+        found = torch.zeros_like(wanted) if found is None else found.double()
+        torch.testing.assert_close(found, wanted, **close)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@given(recipes(dropout="dropout", dtype="float64", longest=10))
+def test_outputs_and_gradients_are_the_oracles(engine: str, recipe: Recipe) -> None:
+    against_the_oracle(recipe.call(), engine, {"rtol": 1e-7, "atol": 1e-7})
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(dropout="dropout", mask="causal", heads="grouped", sinks="sinks"),
+        Recipe(dropout="dropout", mask="documents", bias="tensor"),
+        Recipe(dropout="dropout", mask="sinks and window", bias="alibi", softcap="cap"),
+        Recipe(dropout="dropout", score="additive", mask="padding"),
+        Recipe(dropout="dropout", score="cosine", mask="dense"),
+    ],
+    ids=str,
+)
+def test_triton_drops_as_the_oracle_in_outputs_and_gradients(recipe: Recipe) -> None:
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    if torch.cuda.is_available():
+        pytest.skip("test_agreement compares the kernels on a GPU")
+    small = replace(recipe, dtype="float32", longest=6)
+    against_the_oracle(small.call(), "triton", {"rtol": 1e-3, "atol": 1e-4})
+
+
+@given(
+    recipes(
+        dropout="dropout", dtype="float64", longest=10, lengths="square", bias="none", mask="causal"
+    )
+)
+def test_parts_of_the_keys_drop_what_the_whole_drops(recipe: Recipe) -> None:
+    call = recipe.call().copy()
+    q, k, v, options = call.q, call.k, call.v, call.options()
+    parts = [
+        hw.partial(
+            q, k[:, :, at : at + 3], v[:, :, at : at + 3], first_key=at,
+            **options,
+        )
+        for at in range(0, call.sizes.keys, 3)
+    ]  # fmt: skip
+    found = hw.merge(*parts).finish()
+    torch.testing.assert_close(found, oracle.answer(call).out, rtol=1e-7, atol=1e-7)

@@ -133,7 +133,7 @@ def test_a_model_in_a_folder_called_headwise_is_found_by_its_line(tmp_path: Path
 
 def test_nothing_in_the_package_looks_for_a_name_in_a_path() -> None:
     package = Path(hw.__file__).parent
-    looked_for = re.compile(r"[\\/][^ ]{0,8}\b(torch|headwise|site-packages)\b[^ ]{0,8}[\\/]")
+    looked_for = re.compile(r"[\\/][^ ]{0,8}\b(torch|headwise)\b[^ ]{0,8}[\\/]|\w+-packages")
     found = [
         f"{path.relative_to(package)}:{node.lineno}: {node.value}"
         for path in package.rglob("*.py")

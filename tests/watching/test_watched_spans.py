@@ -57,7 +57,7 @@ def test_compiled_layers_record_spans() -> None:
         torch.testing.assert_close(compiled(x), wanted)
     for mine, theirs in zip(seen.heads(), plain.heads(), strict=True):
         for name in ("span_a_mean", "span_own_mean"):
-            assert mine[name] == pytest.approx(theirs[name], abs=1e-6)
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-5)
 
 
 def test_a_generated_token_weighs_the_same_span() -> None:
