@@ -23,7 +23,7 @@ from headwise.apps.cli.cost_question import (
 from headwise.apps.cli.progress_bar import bar, shown_in
 from headwise.apps.cli.spoken import Zh, explained
 from headwise.apps.look import cost_picture, pictures
-from headwise.costs.explaining import Language
+from headwise.costs.explaining import Language, missing
 from headwise.costs.machines import measure as measuring
 from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import DEVICES
@@ -163,6 +163,7 @@ def answer(asked: list[tuple[Model, Scenario]], sweep: Sweep | None, output: Out
                 "model": each.name,
                 "tokens": use.length,
                 **use.figures(each.architecture),
+                "left_out": [str(what) for what in use.cost(each.architecture).left_out],
                 "parts": use.cost(each.architecture).to_dict()["parts"],
             }
             for each, use in asked
@@ -190,7 +191,10 @@ def show_sweep(asked: list[tuple[Model, Scenario]], sweep: Sweep, output: Output
     """Print a table for each model, and draw them if asked to."""
     caption = cost_view.described(asked[0][1], sweep.axis)
     rows = {each.name: sweep.rows(each, use) for each, use in asked}
-    show = lambda: cost_view.show_sweep(output.console, rows, caption, sweep, output.zh)  # noqa: E731
+    notes = {each.name: missing(use.cost(each.architecture)) for each, use in asked}
+    show = lambda: cost_view.show_sweep(  # noqa: E731
+        output.console, rows, notes, caption, sweep, output.zh
+    )
     cost_view.say_or_show(rows, output.as_json, show)
     if output.plot is not None:
         cost_picture.save(output.plot, rows, sweep.axis, caption)
@@ -199,16 +203,19 @@ def show_sweep(asked: list[tuple[Model, Scenario]], sweep: Sweep, output: Output
 
 def fitted(model: Model, use: Scenario, room: int) -> dict[str, Any]:
     """The longest context of a model that fits into so many bytes."""
-    tokens = use.longest(model.architecture, room)
+    fits = tokens = use.longest(model.architecture, room)
+    stated = use.stated(model.architecture)
     try:
         replace(use, length=tokens + 1).cost(model.architecture)
         limit = "memory" if tokens < LONGEST else "search"
     except ValueError:
         limit = "positions"
+    if stated is not None and stated < tokens:
+        tokens, limit = stated, "stated"
     phase = "training" if use.phase == "training" else "inference"
     return {
-        "model": model.name, "tokens": tokens, "limit": limit, "room": room, "batch": use.batch,
-        "phase": phase,
+        "model": model.name, "tokens": tokens, "limit": limit, "fits": fits, "room": room,
+        "batch": use.batch, "phase": phase,
     }  # fmt: skip
 
 

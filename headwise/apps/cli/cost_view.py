@@ -14,6 +14,7 @@ from headwise.apps.cli.cost_question import Model, Sweep
 from headwise.apps.cli.spoken import in_language
 from headwise.apps.look.scene import printable
 from headwise.costs.cost import Cost
+from headwise.costs.explaining import missing
 from headwise.costs.machines.hardware import DEVICES
 from headwise.costs.uses.scenario import Scenario
 from headwise.costs.words import translated
@@ -111,6 +112,10 @@ def show_figures(
     console.print(table)
     caption = described(use, "" if alike else "length")
     console.print(f"[dim]{in_language(caption, zh)}[/dim]", highlight=False)
+    for each, use in asked:
+        for note in missing(use.cost(each.architecture)):
+            name = f"{printable(in_language(each.name, zh))}: " if len(models) > 1 else ""
+            console.print(f"[yellow]{name}{in_language(note, zh)}[/yellow]", highlight=False)
     if len(models) == 1:
         console.print()
         show_parts(console, use, use.cost(models[0].architecture), zh)
@@ -142,6 +147,7 @@ def show_parts(console: Console, use: Scenario, whole: Cost, zh: bool = False) -
 def show_sweep(
     console: Console,
     found: Mapping[str, list[dict[str, Any]]],
+    notes: Mapping[str, Sequence[Sentence]],
     caption: Sentence,
     sweep: Sweep,
     zh: bool = False,
@@ -160,6 +166,8 @@ def show_sweep(
             shown = [written(row[name], labels[name][1]) for name in names]
             table.add_row(f"{row[sweep.axis]:,}", *shown)
         console.print(table)
+        for note in notes[model]:
+            console.print(f"[yellow]{in_language(note, zh)}[/yellow]", highlight=False)
         console.print(f"[dim]{in_language(caption, zh)}[/dim]\n", highlight=False)
 
 
@@ -173,9 +181,19 @@ def show_fit(console: Console, found: Sequence[Mapping[str, Any]], zh: bool = Fa
             room=written(each["room"], "B"),
             batch=each["batch"],
             phase=PHASES[each["phase"]],
-            limit=LIMITS[each["limit"]],
+            limit=_limit(each),
         )
         console.print(in_language(sentence, zh), highlight=False)
+
+
+def _limit(fit: Mapping[str, Any]) -> Sentence:
+    """What keeps a context from being longer."""
+    if fit["limit"] != "stated":
+        return LIMITS[fit["limit"]]
+    return say(
+        "; its configuration states no more positions, and memory has room for {fits:,}",
+        fits=fit["fits"],
+    )
 
 
 def show_device(console: Console, device: Mapping[str, Any], zh: bool = False) -> None:
