@@ -177,6 +177,26 @@ CHINESE: dict[str, str] = {
     "the head {head!r} of {kind!r} is unknown; known are {known}": (
         "{kind!r} 的输出层 {head!r} 未知；已知的有 {known}"
     ),
+    "transformers can't build this configuration of {kind!r}: {message}": (
+        "transformers 无法按这份 {kind!r} 配置构建模型：{message}"
+    ),
+    "transformers builds {held:,} parameters from this configuration of {kind!r}, and "
+    "{counted:,} are counted: one of its fields is not read, so its cost is not known": (
+        "transformers 按这份 {kind!r} 配置构建出 {held:,} 个参数，而计得 {counted:,} 个："
+        "有字段未被读取，因此无法给出开销"
+    ),
+    "{kind!r} with {given} is not counted: transformers builds {held:,} parameters from it, "
+    "and {counted:,} are counted. A configuration with {usual} is": (
+        "无法计算带有 {given} 的 {kind!r}：transformers 由此构建出 {held:,} 个参数，"
+        "而计得 {counted:,} 个。可以计算 {usual} 的配置"
+    ),
+    "{config} has sizes that no tensor has: {reason}": "{config} 的尺寸超出张量所能：{reason}",
+    "{kind!r} has {name}={value}; sizes up to {most:,} are counted": (
+        "{kind!r} 的 {name}={value}；最大只计算到 {most:,}"
+    ),
+    "batch={value} is too large; at most {most:,} sequences are counted": (
+        "batch={value} 太大；最多计算 {most:,} 个序列"
+    ),
     "{kind!r} has {layers:,} layers; at most {most:,} are counted": (
         "{kind!r} 有 {layers:,} 层；最多只算 {most:,} 层"
     ),
@@ -352,6 +372,9 @@ CHINESE: dict[str, str] = {
     "training": "训练",
     "inference": "推理",
     "; the model has no more positions": "；模型没有更多的位置",
+    "; its configuration states no more positions, and memory has room for {fits:,}": (
+        "；其配置没有更多的位置，而内存可容纳 {fits:,} 个"
+    ),
     "; longer ones are not tried": "；没有试更长的",
     "exactly": "精确值",
     "its own": "自有长度",
@@ -562,7 +585,10 @@ CHINESE: dict[str, str] = {
     ),
     "KV cache, bytes: {count:,}": "KV 缓存，字节：{count:,}",
     "Recurrent state, bytes: {count:,}": "循环状态，字节：{count:,}",
-    "  the FLOPs of the recurrence itself are not counted": "  循环本身的 FLOPs 没有计入",
+    "not counted in FLOPs, bytes moved and times: {what}": (
+        "FLOPs、搬运字节数与时间中没有计入：{what}"
+    ),
+    "the recurrence of linear attention and Mamba layers": "线性注意力层与 Mamba 层的循环",
     "Bytes moved by the forward: {count:,}; {intensity:.1f} FLOPs per byte": (
         "前向读写的字节：{count:,}；每字节 {intensity:.1f} FLOPs"
     ),

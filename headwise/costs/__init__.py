@@ -4,6 +4,7 @@ from headwise.costs.calculate import cost
 from headwise.costs.calculate import read as read_architecture
 from headwise.costs.cost import Cost
 from headwise.costs.explaining import Language
+from headwise.costs.explaining import missing as missing_costs
 from headwise.costs.layers import Architecture
 from headwise.costs.machines.hardware import DEVICES, Device
 from headwise.costs.machines.measure import about_now as about_this_machine
@@ -35,6 +36,7 @@ __all__ = [
     "cost",
     "find_device",
     "measure_device",
+    "missing_costs",
     "present_device",
     "read_architecture",
     "save_device",

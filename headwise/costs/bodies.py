@@ -71,7 +71,7 @@ def mixture(tape: Tape, layer: ExpertsLayer, x: Flow) -> Flow:
 
 
 def matrices(tape: Tape, layer: MatrixLayer, x: Flow, tokens: Tokens) -> Flow:
-    """The matrices and the state; a recurrence itself is not counted."""
+    """The matrices and the state; what the layer leaves out is recorded by name."""
     b = tokens.b
     for matrix in layer.matrices:
         inputs = x if matrix.inputs == x.width.value else Flow(x.rows, size("i", matrix.inputs))
@@ -80,6 +80,8 @@ def matrices(tape: Tape, layer: MatrixLayer, x: Flow, tokens: Tokens) -> Flow:
         )
     for weight in layer.others:
         tape.weight(weight.label, *sides(weight.shape, x.width))
+    if layer.left_out is not None:
+        tape.leave_out(layer.left_out)
     if layer.state:
         tape.state("state", b * layer.state * tape.element)
     if layer.wide_state:

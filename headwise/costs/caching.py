@@ -15,8 +15,8 @@ def count_cache(tape: Tape, layer: AttentionLayer, tokens: Tokens) -> None:
         return
     layout, ranks = tape.work.cache, tape.work.ranks
     length = tokens.keys
-    for limit in (layer.window, layer.chunk):
-        length = length if limit is None else min(length, limit)
+    if layer.keeps is not None:
+        length = min(length, layer.keeps)
     length = -(-length // ranks.cp)
     room = layout.room(length)
     t = tokens.t if room == tokens.keys else size("w" if room == layer.window else "n", room)

@@ -108,8 +108,8 @@ def _check_params(module: nn.Module, counted: int) -> None:
     if held != counted:
         raise ValueError(
             f"{type(module).__name__} has {held:,} parameters, but its architecture has "
-            f"{counted:,}: it was changed after it was built, so its cost is not known; hw.cost "
-            "of its config gives that of the original"
+            f"{counted:,}: it holds parameters beside those of its class, so its cost is not "
+            "known; hw.cost of its config gives that of the class"
         )
 
 

@@ -13,6 +13,7 @@ from headwise.costs.machines.hardware import Device
 from headwise.costs.machines.this_machine import find
 from headwise.costs.timing import seconds
 from headwise.costs.workload import Workload
+from headwise.messages import Sentence
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Cost:
     """Everything that a part takes, for all of its `count` copies; parts add up to their whole.
 
     All figures are exact counts: of parameters, FLOPs (two per multiply-add) and bytes. Under a
-    mesh they are those of one rank, the busiest one.
+    mesh they are those of one rank, the busiest one. What FLOPs, bytes moved and times do not
+    include, such as the recurrence of a hybrid model, is in `left_out`.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Cost:
     parts: Mapping[str, Cost] = field(default_factory=dict, repr=False)
     lines: tuple[Line, ...] = field(default=(), repr=False)  # the formulas, for `explain`
     work: Workload = field(default=Workload(), repr=False)
+    left_out: tuple[Sentence, ...] = ()  # work that FLOPs, bytes moved and times do not include
 
     @property
     def flops(self) -> int:
@@ -96,7 +99,11 @@ class Cost:
         """Every figure and every part, ready for JSON."""
         figures = {name: getattr(self, name) for name in FIGURES}
         parts = {name: part.to_dict() for name, part in self.parts.items()}
-        return {"name": self.name, "count": self.count, **figures, "parts": parts}
+        left_out = [str(what) for what in self.left_out]
+        return {
+            "name": self.name, "count": self.count, **figures, "left_out": left_out,
+            "parts": parts,
+        }  # fmt: skip
 
     def explain(self, language: Language = "en") -> str:
         """Every formula with its numbers, in English ("en") or 中文 ("zh")."""

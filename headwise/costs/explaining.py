@@ -79,6 +79,7 @@ def _flops(cost: Any) -> list[str | Sentence]:
         "Forward FLOPs (two per multiply-add, visible pairs): {count:,}", count=cost.flops
     )
     found += _section(cost, "flops", heading)
+    found += [Sentence(f"  {note}", f"  {note.zh}") for note in missing(cost)]
     found += _notes(cost)
     found += [
         say(
@@ -95,6 +96,14 @@ def _flops(cost: Any) -> list[str | Sentence]:
             why=_why(cost.work)),
     ]  # fmt: skip
     return found
+
+
+def missing(cost: Any) -> list[Sentence]:
+    """A sentence for everything that FLOPs, bytes moved and times do not include."""
+    return [
+        say("not counted in FLOPs, bytes moved and times: {what}", what=what)
+        for what in cost.left_out
+    ]
 
 
 def _why(work: Workload) -> Sentence:
@@ -126,7 +135,6 @@ def _bytes(cost: Any) -> list[str | Sentence]:
     if cost.state:
         found += ["", *_section(cost, "state", say("Recurrent state, bytes: {count:,}",
                                                    count=cost.state))]  # fmt: skip
-        found.append(say("  the FLOPs of the recurrence itself are not counted"))
     found += [
         "",
         say(

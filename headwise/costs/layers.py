@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headwise.core.intervals import Mask
+from headwise.messages import Sentence
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "sigmoid", "relu2", "none"]
 
@@ -111,6 +112,7 @@ class AttentionLayer:
     causal: bool = False
     window: int | None = None
     chunk: int | None = None
+    keeps: int | None = None  # tokens that its cache keeps at most; None: all of them
     mask: Mask | None = None
     query_bias: bool = True
     key_bias: bool = True
@@ -121,6 +123,7 @@ class AttentionLayer:
     context: tuple[int, int] | None = None  # widths of the sequence that a cross-attention sees
     qk_norm: NormLayer | None = None
     norm_all_heads: bool = False  # one norm over all heads together
+    norm_each_head: bool = False  # a norm for each head, with a scale of its own
     rotary: int = 0  # entries of a head that are rotated
     positions: int = 0  # rows of a table of positions that is added to the input
     score: Literal["dot", "additive", "general", "cosine", "fixed"] = "dot"
@@ -169,7 +172,7 @@ class ExpertsLayer:
 class MatrixLayer:
     """A layer known by its matrices, its other weights, and the state of its recurrence, if any.
 
-    Its matrix products are counted; a recurrence itself is not.
+    Its matrix products are counted; what is `left_out` is not, and is named in the result.
     """
 
     label: str
@@ -178,6 +181,7 @@ class MatrixLayer:
     others: tuple[LooseWeight, ...]
     state: int = 0  # numbers per batch entry, in the model's dtype
     wide_state: int = 0  # numbers that are kept in float32
+    left_out: Sentence | None = None
 
 
 Body = AttentionLayer | FeedForwardLayer | ExpertsLayer | MatrixLayer | ConvolutionLayer
@@ -222,6 +226,7 @@ class LayerStack:
     after: tuple[Step, ...] = ()
     tokens: int | None = None  # its own length, such as the patches of an image
     longest: int | None = None  # more tokens have no position
+    stated: int | None = None  # the positions that its configuration states
     width: int = 0
     reads_tokens: bool = True  # False: its input is numbers, such as the output of other layers
 

@@ -128,6 +128,8 @@ def _head_norm(
 ) -> Flow:
     if layer.norm_all_heads:
         tape.norm(x, norm, label, x.width, x.rows)
+    elif layer.norm_each_head:
+        tape.norm(x, norm, label, x.width, x.rows * heads)
     else:
         tape.norm(x, norm, label, n.d, x.rows * heads)
     return Flow(x.rows, x.width, heads_apart=True)

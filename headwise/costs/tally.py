@@ -9,6 +9,7 @@ from headwise.costs.cost import Cost
 from headwise.costs.formula import Line
 from headwise.costs.kernel import Kernel
 from headwise.costs.workload import Workload
+from headwise.messages import Sentence
 
 
 @dataclass
@@ -22,6 +23,7 @@ class CountedPart:
     backward: list[Kernel] = field(default_factory=list)
     saved: list[Line] = field(default_factory=list)
     active: int = 0
+    left_out: list[Sentence] = field(default_factory=list)
     children: list[CountedPart] = field(default_factory=list)
 
 
@@ -65,6 +67,7 @@ def summed(part: CountedPart, copies: int, work: Workload) -> Cost:
         parts=_named(children),
         lines=tuple(lines),
         work=work,
+        left_out=_once([*part.left_out, *(x for child in children for x in child.left_out)]),
     )
 
 
@@ -77,6 +80,10 @@ def _named(parts: Sequence[Cost]) -> dict[str, Cost]:
             name, number = f"{part.name} {number}", number + 1
         found[name] = part
     return found
+
+
+def _once(sentences: Sequence[Sentence]) -> tuple[Sentence, ...]:
+    return tuple(dict.fromkeys(sentences))
 
 
 def _sum(lines: Sequence[Line], figure: str) -> int:

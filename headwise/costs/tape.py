@@ -141,6 +141,11 @@ class Tape:
         """Count bytes of a recurrent state."""
         self._open[-1].lines.append(Line("state", label, size))
 
+    def leave_out(self, what: Sentence) -> None:
+        """Record work that no count of FLOPs, bytes moved or time includes."""
+        if what not in self._open[-1].left_out:
+            self._open[-1].left_out.append(what)
+
     def run(self, kernel: Kernel, backward: bool = False) -> None:
         """Add a kernel to the forward or the backward."""
         if self._idle:

@@ -68,6 +68,7 @@ PARTS = {
     "Mamba 2 layers": "Mamba 2 层",
     "low-rank path": "低秩旁路",
     "mixed streams": "混合各路",
+    "narrowed output": "收窄的输出",
     "norm": "归一化",
     "norm of inputs": "输入归一化",
     "output": "输出投影",
@@ -85,6 +86,8 @@ PARTS = {
     "segments": "片段嵌入",
     "streams": "多路",
     "transform": "变换层",
+    "unused bias": "未使用的偏置",
+    "widened embedding": "加宽的词嵌入",
     "writer": "写出端",
 }
 PATTERNS = (

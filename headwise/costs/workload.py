@@ -166,6 +166,7 @@ def dtype_name(what: str, given: Any) -> str:
     return name
 
 
+MOST_SEQUENCES = 1 << 40
 MOST_TOKENS = 1 << 24
 """The longest sequence: the pairs of a mask are counted row by row."""
 
@@ -181,6 +182,11 @@ def check_workload(work: Workload) -> None:
                 say("{name}={value} is too long; at most {most:,} tokens are counted", name=name,
                     value=value, most=MOST_TOKENS)
             )  # fmt: skip
+    if work.batch > MOST_SEQUENCES:
+        raise ValueError(
+            say("batch={value} is too large; at most {most:,} sequences are counted",
+                value=str(work.batch)[:40], most=MOST_SEQUENCES)
+        )  # fmt: skip
     if work.dtype not in COMPUTED:
         raise ValueError(
             say(

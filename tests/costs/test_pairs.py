@@ -128,7 +128,7 @@ def test_chunks_end_where_they_end() -> None:
     name = next(name for name in cost.parts if "chunks" in name)
     part = cost.parts[name].parts["attention"].parts["scores and values"]
     assert part.flops == 3 * 4 * 64 * (2 * (8 * 9 // 2) + 4 * 5 // 2)
-    assert cost.parts[name].kv_cache == 3 * 2 * 8 * 32 * 2, "at most a chunk"
+    assert cost.parts[name].kv_cache == 3 * 2 * 7 * 32 * 2, "as in DynamicCache"
 
 
 def test_pairs_of_a_long_sequence_take_no_square() -> None:

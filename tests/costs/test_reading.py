@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "3 heads of 64 are not the width of its Mamba layers, 128",
     ),
     "no head width": ({**LLAMA, "head_dim": 0}, "head_dim=0; it must be a positive integer"),
-    "many layers": ({**LLAMA, "num_hidden_layers": 10**9}, "1,000,000,000 layers; at most 10,000"),
+    "many layers": ({**LLAMA, "num_hidden_layers": 10**9}, "1,000,000,000 layers; at most 1,000"),
     "negative window": (
         {**LLAMA, "model_type": "mistral", "sliding_window": -5},
         "sliding_window=-5; it must be a positive integer",
@@ -232,6 +232,7 @@ def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"batch": 0}, "batch=0 must be a positive integer"),
+        ({"batch": 10**400}, "batch=1000.* is too large; at most 1,099,511,627,776 sequences"),
         ({"queries": 1.5}, "queries=1.5 must be a positive integer"),
         ({"queries": 1 << 40}, "is too long; at most 16,777,216 tokens are counted"),
         ({"queries": 8, "keys": 4}, "keys=4 are fewer than queries=8"),

@@ -32,6 +32,7 @@ from headwise.costs import (
     about_this_machine,
     find_device,
     measure_device,
+    missing_costs,
     present_device,
     save_device,
 )
@@ -170,6 +171,7 @@ def answer(asked: list[tuple[Model, Scenario]], sweep: Sweep | None, output: Out
                 "model": each.name,
                 "tokens": use.length,
                 **use.figures(each.architecture),
+                "left_out": [str(what) for what in use.cost(each.architecture).left_out],
                 "parts": use.cost(each.architecture).to_dict()["parts"],
             }
             for each, use in asked
@@ -197,7 +199,10 @@ def show_sweep(asked: list[tuple[Model, Scenario]], sweep: Sweep, output: Output
     """Print a table for each model, and draw them if asked to."""
     caption = cost_view.described(asked[0][1], sweep.axis)
     rows = {each.name: sweep.rows(each, use) for each, use in asked}
-    show = lambda: cost_view.show_sweep(output.console, rows, caption, sweep, output.zh)  # noqa: E731
+    notes = {each.name: missing_costs(use.cost(each.architecture)) for each, use in asked}
+    show = lambda: cost_view.show_sweep(  # noqa: E731
+        output.console, rows, notes, caption, sweep, output.zh
+    )
     cost_view.say_or_show(rows, output.as_json, show)
     if output.plot is not None:
         cost_picture.save(output.plot, rows, sweep.axis, caption)
@@ -206,16 +211,19 @@ def show_sweep(asked: list[tuple[Model, Scenario]], sweep: Sweep, output: Output
 
 def fitted(model: Model, use: Scenario, room: int) -> dict[str, Any]:
     """The longest context of a model that fits into so many bytes."""
-    tokens = use.longest(model.architecture, room)
+    fits = tokens = use.longest(model.architecture, room)
+    stated = use.stated(model.architecture)
     try:
         replace(use, length=tokens + 1).cost(model.architecture)
         limit = "memory" if tokens < LONGEST else "search"
     except ValueError:
         limit = "positions"
+    if stated is not None and stated < tokens:
+        tokens, limit = stated, "stated"
     phase = "training" if use.phase == "training" else "inference"
     return {
-        "model": model.name, "tokens": tokens, "limit": limit, "room": room, "batch": use.batch,
-        "phase": phase,
+        "model": model.name, "tokens": tokens, "limit": limit, "fits": fits, "room": room,
+        "batch": use.batch, "phase": phase,
     }  # fmt: skip
 
 

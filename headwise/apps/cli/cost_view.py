@@ -14,7 +14,7 @@ from headwise import Cost
 from headwise.apps.cli.cost_question import Model, Sweep
 from headwise.apps.cli.spoken import in_language
 from headwise.apps.look.scene import printable
-from headwise.costs import DEVICES, Scenario, translated_part
+from headwise.costs import DEVICES, Scenario, missing_costs, translated_part
 from headwise.messages import Sentence, say
 
 FIGURES = (
@@ -109,6 +109,10 @@ def show_figures(
     console.print(table)
     caption = described(use, "" if alike else "length")
     console.print(f"[dim]{in_language(caption, zh)}[/dim]", highlight=False)
+    for each, use in asked:
+        for note in missing_costs(use.cost(each.architecture)):
+            name = f"{printable(in_language(each.name, zh))}: " if len(models) > 1 else ""
+            console.print(f"[yellow]{name}{in_language(note, zh)}[/yellow]", highlight=False)
     if len(models) == 1:
         console.print()
         show_parts(console, use, use.cost(models[0].architecture), zh)
@@ -140,6 +144,7 @@ def show_parts(console: Console, use: Scenario, whole: Cost, zh: bool = False) -
 def show_sweep(
     console: Console,
     found: Mapping[str, list[dict[str, Any]]],
+    notes: Mapping[str, Sequence[Sentence]],
     caption: Sentence,
     sweep: Sweep,
     zh: bool = False,
@@ -158,6 +163,8 @@ def show_sweep(
             shown = [written(row[name], labels[name][1]) for name in names]
             table.add_row(f"{row[sweep.axis]:,}", *shown)
         console.print(table)
+        for note in notes[model]:
+            console.print(f"[yellow]{in_language(note, zh)}[/yellow]", highlight=False)
         console.print(f"[dim]{in_language(caption, zh)}[/dim]\n", highlight=False)
 
 
@@ -171,9 +178,19 @@ def show_fit(console: Console, found: Sequence[Mapping[str, Any]], zh: bool = Fa
             room=written(each["room"], "B"),
             batch=each["batch"],
             phase=PHASES[each["phase"]],
-            limit=LIMITS[each["limit"]],
+            limit=_limit(each),
         )
         console.print(in_language(sentence, zh), highlight=False)
+
+
+def _limit(fit: Mapping[str, Any]) -> Sentence:
+    """What keeps a context from being longer."""
+    if fit["limit"] != "stated":
+        return LIMITS[fit["limit"]]
+    return say(
+        "; its configuration states no more positions, and memory has room for {fits:,}",
+        fits=fit["fits"],
+    )
 
 
 def show_device(console: Console, device: Mapping[str, Any], zh: bool = False) -> None:

@@ -11,10 +11,15 @@ from typing import Any
 from torch import nn
 
 from headwise.costs.layers import Architecture, LayerStack, LinearLayer, Step
-from headwise.costs.readers.decoders import read_decoder
+from headwise.costs.readers.built_models import (
+    check_built,
+    counted_params,
+    held_params,
+)
+from headwise.costs.readers.decoders import out_width, read_decoder
 from headwise.costs.readers.encoders import Head, read_bert, read_t5, read_vit, read_whisper
 from headwise.costs.readers.families import FAMILIES
-from headwise.costs.readers.fields import Fields, unknown_head
+from headwise.costs.readers.fields import Fields, check_depth, unknown_head
 from headwise.hub import unreachable
 from headwise.messages import Sentence, say
 
@@ -44,8 +49,11 @@ def read_fields(given: Mapping[str, Any]) -> Architecture:
                 known=", ".join(sorted(KNOWN)),
             )
         )
-    completed = _complete(given)
-    return _read(Fields(completed or given, completed is not None))
+    check_depth(given)
+    config = _config(given)
+    if config is None:
+        return _read(Fields(given, complete=False))
+    return read_configuration(config)
 
 
 def _read(fields: Fields) -> Architecture:
@@ -60,7 +68,8 @@ def _read(fields: Fields) -> Architecture:
         raise ValueError(_unknown(fields))
     stack = read_decoder(fields, FAMILIES[kind])
     head = LANGUAGE_HEADS[0] if name is None else _head(fields, name)
-    after = (*stack.after, *_language_head(fields, head, stack.width))
+    width = out_width(fields, FAMILIES[kind], stack.width)
+    after = (*stack.after, *_language_head(fields, head, width))
     return Architecture(name or kind, (replace(stack, after=after),))
 
 
@@ -145,8 +154,8 @@ def _check_contents(fields: Fields) -> None:
             )  # fmt: skip
 
 
-def _complete(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The fields with the defaults of transformers' config class; None if they are not known.
+def _config(given: Mapping[str, Any]) -> Any | None:
+    """The config object of transformers with these fields; None if it is not known.
 
     A config.json leaves out what its class has by default.
     """
@@ -159,14 +168,13 @@ def _complete(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     fields = {name: value for name, value in given.items() if name != "model_type"}
     try:
-        config = AutoConfig.for_model(kind, **fields)
+        return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # each class has checks of its own
         message = " ".join(str(error).split())
         raise ValueError(
             say("transformers refuses this configuration of {kind!r}: {message}", kind=kind,
                 message=message)
         ) from None  # fmt: skip
-    return {**_fields(config), "architectures": given.get("architectures")}
 
 
 def is_configuration(what: object) -> bool:
@@ -174,12 +182,15 @@ def is_configuration(what: object) -> bool:
     return callable(getattr(what, "to_dict", None)) and hasattr(what, "model_type")
 
 
-def read_configuration(config: Any, name: str | None = None) -> Architecture:
-    """The architecture of a config object; `name` is the class of its model, if there is one."""
-    fields = _fields(config)
-    if name is not None:
-        fields["architectures"] = [name]
-    return _read(Fields(fields))
+def read_configuration(config: Any) -> Architecture:
+    """The architecture of a config object, checked against the model that transformers builds."""
+    fields = Fields(_fields(config))
+    check_depth(fields.given)
+    if fields.kind not in KNOWN:
+        raise ValueError(_unknown(fields))
+    usual = OTHERS[fields.kind][1] if fields.kind in OTHERS else LANGUAGE_HEADS[0]
+    read = lambda each: _read(Fields(_fields(each)))  # noqa: E731
+    return check_built(config, _class_name(fields), usual, read)
 
 
 def _fields(config: Any) -> dict[str, Any]:
@@ -192,7 +203,13 @@ def _fields(config: Any) -> dict[str, Any]:
 def read_transformers_model(model: nn.Module) -> Architecture:
     """The architecture of a transformers model, also of a class derived from one."""
     kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
-    return read_configuration(model.config, (kinds or [type(model)])[0].__name__)
+    name = (kinds or [type(model)])[0].__name__
+    config: Any = model.config
+    architecture = _read(Fields({**_fields(config), "architectures": [name]}))
+    if counted_params(architecture) != held_params(model):
+        read = lambda each: _read(Fields({**_fields(each), "architectures": [name]}))  # noqa: E731
+        check_built(config, name, LANGUAGE_HEADS[0], read)
+    return architecture
 
 
 def read_name(name: str) -> Architecture:

@@ -14,6 +14,7 @@ from headwise.costs.layers import (
     ExpertsLayer,
     FeedForwardLayer,
     LayerStack,
+    LinearLayer,
     MatrixLayer,
     NormLayer,
     StackedLayer,
@@ -23,7 +24,6 @@ from headwise.costs.layers import (
 from headwise.costs.readers.fields import HEADS, HIDDEN, LAYERS, WIDTH, Fields
 from headwise.messages import say
 
-MOST_LAYERS = 10_000
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
 """The types of layers that `layer_types` may list."""
 
@@ -37,11 +37,15 @@ class DecoderFamily:
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = True
     norms: Literal["before", "around", "after"] = "before"
+    norms_before_if: str | None = None  # the field without which norms follow the residual sums
+    norm_scale: Flag = True
+    final_norm: Callable[[Fields], bool] | None = None
+    embedding_width: str | None = None  # the field with the width of the table of tokens
     qkv_bias: Flag = False
     out_bias: Flag = False
     mlp_bias: Flag = False
     gated: bool = True
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "each", "all"] | None = None
     qk_norm_if: str | None = None  # the field that switches it on
     parallel: Flag = False
     parallel_norms: bool = False  # a norm for each of the parallel sublayers
@@ -65,50 +69,74 @@ def read_decoder(fields: Fields, family: DecoderFamily) -> LayerStack:
     """The stack of a decoder, without its output layer."""
     fields.needs(WIDTH, HEADS, LAYERS, ("vocab_size",))
     width, layers = fields.size(*WIDTH), fields.size(*LAYERS)
-    if layers > MOST_LAYERS:
-        raise ValueError(
-            say("{kind!r} has {layers:,} layers; at most {most:,} are counted", kind=fields.kind,
-                layers=layers, most=MOST_LAYERS)
-        )  # fmt: skip
     bodies = _feed_forwards(fields, family, layers)
     mixers = _mixers(fields, family, layers)
     found: list[StackedLayer] = []
     for number in range(layers):
         if family.alongside is not None:
             other = family.alongside(fields)
-            found += _side_by_side(family, mixers[number], other, bodies[number], width)
+            norm = _norm(fields, family, width)
+            found += _side_by_side(norm, mixers[number], other, bodies[number])
             continue
         layer = _layer(fields, family, mixers[number], bodies[number], width)
         if family.beside is not None:
             layer = replace(layer, sublayers=layer.sublayers + family.beside(fields))
         found.append(layer)
-    before: list[Step] = [EmbeddingLayer("embedding", fields.size("vocab_size"), width, split=True)]
+    narrow = out_width(fields, family, width)
+    table = EmbeddingLayer("embedding", fields.size("vocab_size"), narrow, split=True)
+    before: list[Step] = [table]
+    if narrow != width:
+        before.append(LinearLayer("widened embedding", narrow, width))
     longest = None
     if family.positions:
         longest = fields.size(*family.positions)
         rows = longest + family.more_positions
         before.append(EmbeddingLayer("positions", rows, width, per_batch=False))
     before.append(DropoutStep(fields.rate("embd_pdrop", "embedding_dropout")))
-    after: tuple[Step, ...] = (_norm(family, width),)
+    after: tuple[Step, ...] = ()
+    if family.final_norm is None or family.final_norm(fields):
+        after = (_norm(fields, family, width),)
+    if narrow != width:
+        after = (*after, LinearLayer("narrowed output", width, narrow))
     if family.steps is not None:
         first, last = family.steps(fields)
         before, after = [*before, *first], (*last, *after)
-    return LayerStack("decoder", tuple(before), tuple(found), after, longest=longest, width=width)
+    stated = fields.get("max_position_embeddings")
+    return LayerStack(
+        "decoder",
+        tuple(before),
+        tuple(found),
+        after,
+        longest=longest,
+        stated=stated if type(stated) is int and stated > 0 else None,
+        width=width,
+    )
 
 
-def _norm(family: DecoderFamily, width: int) -> NormLayer:
-    return NormLayer(width, family.norm, family.norm_bias)
+def out_width(fields: Fields, family: DecoderFamily, width: int) -> int:
+    """The width of a token's entry in the table, and of what the output layer sees."""
+    if family.embedding_width is None or fields.chosen(family.embedding_width) is None:
+        return width
+    return fields.size(family.embedding_width)
+
+
+def _norm(fields: Fields, family: DecoderFamily, width: int) -> NormLayer:
+    scale = fields.flag(family.norm_scale)
+    return NormLayer(width, family.norm, family.norm_bias and scale, scale)
 
 
 def _layer(
     fields: Fields, family: DecoderFamily, mixer: Body, body: Body, width: int
 ) -> StackedLayer:
-    norm = _norm(family, width)
+    norm = _norm(fields, family, width)
     before = norm if family.norms in ("before", "around") else None
     after = norm if family.norms in ("around", "after") else None
+    post = None
+    if family.norms_before_if is not None and not fields.flag(family.norms_before_if):
+        before, post = None, norm
     dropout = fields.rate("resid_pdrop", "residual_dropout", "hidden_dropout", "dropout")
     subs = tuple(
-        SubLayer(name, part, before, after, dropout=dropout)
+        SubLayer(name, part, before, after, post, dropout=dropout)
         for name, part in ((_sublayer(mixer), mixer), ("feed-forward", body))
     )
     name = _label(mixer, body)
@@ -121,10 +149,9 @@ def _layer(
 
 
 def _side_by_side(
-    family: DecoderFamily, mixer: Body, other: MatrixLayer, body: Body, width: int
+    norm: NormLayer, mixer: Body, other: MatrixLayer, body: Body
 ) -> tuple[StackedLayer, StackedLayer]:
     """A layer in two: attention and another mixer on the same input, then the feed-forward."""
-    norm = _norm(family, width)
     both = (SubLayer("attention", mixer), SubLayer("recurrence", other))
     return (
         StackedLayer(both, True, norm, label=f"attention and {other.label} layers"),
@@ -166,10 +193,14 @@ def _mixers(fields: Fields, family: DecoderFamily, layers: int) -> list[Body]:
     others = family.mixer(fields, layers) if family.mixer is not None else [None] * layers
     for number, (window, chunk) in enumerate(windows):
         other = others[number]
+        if other is not None:
+            found.append(other)
+            continue
+        limit = window or chunk
+        # transformers drops the key that the next query no longer sees at once
+        keeps = None if limit is None else limit - 1
         reuses = number >= shared
-        found.append(
-            replace(plain, window=window, chunk=chunk, reuses=reuses) if other is None else other
-        )
+        found.append(replace(plain, window=window, chunk=chunk, keeps=keeps, reuses=reuses))
     return found
 
 
@@ -246,6 +277,7 @@ def read_attention_fields(fields: Fields, family: DecoderFamily) -> AttentionLay
         out_bias=fields.flag(family.out_bias),
         qk_norm=norm,
         norm_all_heads=family.qk_norm == "all",
+        norm_each_head=family.qk_norm == "each",
         rotary=_rotary(fields, head_dim) if family.rotary else 0,
         softcap=bool(family.softcap and fields.get(family.softcap)),
         sinks=family.sinks,

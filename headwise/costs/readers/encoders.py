@@ -62,11 +62,14 @@ def bert_head(fields: Fields, head: Head, width: int, dropout: float) -> tuple[S
     if head == "ForMaskedLM":
         vocabulary = fields.size("vocab_size")
         tied = fields.flag("tie_word_embeddings")
-        return (
+        steps: tuple[Step, ...] = (
             LinearLayer("transform", width, width, True, activation="gelu"),
             NormLayer(width),
             LinearLayer("head", width, vocabulary, True, tied, split="columns"),
         )
+        if not tied and fields.kind != "distilbert":  # the bias is tied with the matrix
+            steps = (LooseWeight("unused bias", (vocabulary,)), *steps)
+        return steps
     first = LinearLayer("classifier", width, labels, True, first_only=True)
     if head == "ForSequenceClassification":
         pooled = relu if fields.kind == "distilbert" else dense
@@ -154,7 +157,9 @@ def read_t5(fields: Fields, head: Head) -> tuple[LayerStack, ...]:
     buckets = fields.size("relative_attention_num_buckets") * heads
     distance = fields.size("relative_attention_max_distance")
     norm, rate = NormLayer(width, "rms"), fields.rate("dropout_rate")
-    gated = fields.flag("is_gated_act") or str(fields.get("feed_forward_proj")).startswith("gated")
+    gated = fields.get("is_gated_act")
+    if gated is None:
+        gated = str(fields.get("feed_forward_proj")).startswith("gated")
     name = fields.get("dense_act_fn") or str(fields.need("feed_forward_proj")).split("-")[-1]
     kind = Fields({"model_type": "t5", "hidden_act": name}).activation()
     feed_forward = FeedForwardLayer(
@@ -188,6 +193,11 @@ def read_t5(fields: Fields, head: Head) -> tuple[LayerStack, ...]:
 
     encoder = stack("encoder", fields.size(*LAYERS), False, ())
     if head == "EncoderModel":
+        if fields.get("is_decoder"):
+            raise ValueError(
+                say("{kind!r} with {name}={value} is not supported", kind=fields.kind,
+                    name="is_decoder", value=True)
+            )  # fmt: skip
         return (encoder,)
     count = int(fields.get("num_decoder_layers") or fields.size(*LAYERS))
     return encoder, stack("decoder", count, True, seq2seq_head(fields, head, width))

@@ -6,6 +6,16 @@ from dataclasses import replace
 
 from headwise.costs.readers import hybrids, mixtures
 from headwise.costs.readers.decoders import DecoderFamily
+from headwise.costs.readers.fields import Fields
+
+
+def opt_final_norm(fields: Fields) -> bool:
+    """True if OPT norms the output of its last layer."""
+    before, removed = (
+        fields.flag(name) for name in ("do_layer_norm_before", "_remove_final_layer_norm")
+    )
+    return before and not removed
+
 
 LLAMA = DecoderFamily(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias",
                       windows="none")  # fmt: skip
@@ -89,6 +99,8 @@ FAMILIES: dict[str, DecoderFamily] = {
         norm_bias=False,
         qkv_bias="attention_bias",
         out_bias="attention_bias",
+        qk_norm="each",
+        qk_norm_if="use_qk_norm",
         parallel=True,
         windows="none",
     ),
@@ -114,7 +126,18 @@ FAMILIES: dict[str, DecoderFamily] = {
         windows="none",
     ),
     "gpt2": GPT2,
-    "opt": replace(GPT2, positions=("max_position_embeddings",), more_positions=2),
+    "opt": replace(
+        GPT2,
+        qkv_bias="enable_bias",
+        out_bias="enable_bias",
+        mlp_bias="enable_bias",
+        norm_scale="layer_norm_elementwise_affine",
+        norms_before_if="do_layer_norm_before",
+        final_norm=opt_final_norm,
+        embedding_width="word_embed_proj_dim",
+        positions=("max_position_embeddings",),
+        more_positions=2,
+    ),
     "jamba": DecoderFamily(
         rotary=False, windows="none", mixture=mixtures.jamba, mixer=hybrids.jamba
     ),

@@ -30,6 +30,13 @@ HIDDEN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_
 ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
+DEPTHS = (*LAYERS, "encoder_layers", "decoder_layers", "num_decoder_layers", "layers")
+MOST_LAYERS = 1_000
+"""Layers are described one by one, by transformers too."""
+
+LARGEST = (1 << 63) - 1
+"""The largest size of a tensor."""
+
 
 class Fields:
     """A configuration's fields; what is missing is named, in one error, with its other names.
@@ -104,6 +111,11 @@ class Fields:
                     value=value,
                 )
             )
+        if value > LARGEST:
+            raise ValueError(
+                say("{kind!r} has {name}={value}; sizes up to {most:,} are counted",
+                    kind=self.kind, name=names[0], value=str(value)[:40], most=LARGEST)
+            )  # fmt: skip
         return value
 
     def rate(self, *names: str) -> float:
@@ -190,6 +202,17 @@ class Fields:
     def contradiction(self, what: Sentence) -> ValueError:
         """The error of fields that exclude each other."""
         return ValueError(say("{kind!r} contradicts itself: {what}", kind=self.kind, what=what))
+
+
+def check_depth(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for more layers than can be described one by one."""
+    for name in DEPTHS:
+        layers = given.get(name)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise ValueError(
+                say("{kind!r} has {layers:,} layers; at most {most:,} are counted",
+                    kind=str(given.get("model_type", "?")), layers=layers, most=MOST_LAYERS)
+            )  # fmt: skip
 
 
 def unknown_head(fields: Fields, head: str, known: str) -> ValueError:

@@ -17,6 +17,8 @@ from headwise.costs.layers import (
 from headwise.costs.readers.fields import LAYERS, WIDTH, Fields
 from headwise.messages import say
 
+RECURRENCE = say("the recurrence of linear attention and Mamba layers")
+
 
 def gated_attention(fields: Fields, layer: AttentionLayer) -> AttentionLayer:
     """Attention with a gate on its output."""
@@ -47,6 +49,7 @@ def qwen3_next(fields: Fields, layers: int) -> list[Body | None]:
         ),
         state=mixed * kernel,
         wide_state=values * key_dim * value_dim,
+        left_out=RECURRENCE,
     )
     kinds = fields.kinds(layers)
     if not kinds:
@@ -80,6 +83,7 @@ def jamba(fields: Fields, layers: int) -> list[Body | None]:
         tuple(others),
         state=inner * kernel,
         wide_state=inner * states,
+        left_out=RECURRENCE,
     )
     period, offset = fields.size("attn_layer_period"), int(fields.need("attn_layer_offset"))
     return [None if (number - offset) % period == 0 else layer for number in range(layers)]
@@ -133,6 +137,7 @@ def _mamba2(fields: Fields, inner: int, out_bias: str, norm: bool = True) -> Mat
         tuple(others),
         state=mixed * kernel,
         wide_state=heads * head_dim * states,
+        left_out=RECURRENCE,
     )
 
 

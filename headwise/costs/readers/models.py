@@ -24,8 +24,10 @@ from headwise.costs.layers import (
     SubLayer,
 )
 from headwise.costs.readers.attention_modules import read_attention
+from headwise.costs.readers.fields import check_depth
 from headwise.costs.readers.modules import read_block, read_decoder_layer, uncached
 from headwise.costs.readers.simple_modules import read_norm
+from headwise.messages import say
 from headwise.models.config import Config
 from headwise.nn.block import Residual
 from headwise.nn.positions import LearnedPosition
@@ -51,8 +53,18 @@ def read_model(model: nn.Module) -> Architecture | None:
 
 def read_config(config: Config) -> Architecture:
     """The architecture of the model that a configuration describes."""
-    with torch.device("meta"):
-        model = BUILT[type(config)](config)
+    depths = {f"{place}layers" for place in ("", "encoder_", "decoder_")}
+    check_depth({"model_type": type(config).__name__.removesuffix("Config"),
+                 **{name: getattr(config, name, None) for name in depths}})  # fmt: skip
+    try:
+        with torch.device("meta"):
+            model = BUILT[type(config)](config)
+    except (RuntimeError, OverflowError, TypeError) as error:  # torch refuses such sizes
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            say("{config} has sizes that no tensor has: {reason}", config=repr(config)[:200],
+                reason=reason)
+        ) from None  # fmt: skip
     found = read_model(model)
     assert found is not None
     return found

@@ -105,10 +105,16 @@ class Scenario:
             return found.weights + found.kv_cache + found.state
         return ADAM * found.weights * 8 // BITS[self.dtype] + found.activations
 
-    def longest(self, what: Any, room: float) -> int:
-        """The most tokens per sequence that fit into so many bytes, and have positions.
+    def stated(self, architecture: Architecture) -> int | None:
+        """The positions that a model's configuration states; None if it does not."""
+        found = [stack.stated for stack in architecture.stacks if stack.stated is not None]
+        return min(found, default=None)
 
-        At most `LONGEST`; ValueError if not even one token fits.
+    def longest(self, what: Any, room: float) -> int:
+        """The most tokens per sequence that fit into so many bytes.
+
+        At most `LONGEST`, and no more than a table of positions has rows; ValueError if not even
+        one token fits.
         """
         use = self if self.phase == "training" else replace(self, phase="decode")
 

@@ -138,6 +138,37 @@ def test_a_model_is_not_asked_for_more_tokens_than_it_takes(tmp_path: Path) -> N
     assert "1024" in refused(str(path), "--length", "1k")
 
 
+def test_a_fit_has_no_more_tokens_than_the_configuration_has_positions(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    path.write_text(json.dumps({"model_type": "llama", **small, "max_position_embeddings": 512}))
+    (fit,) = found(str(path), "--fit", "1GB")
+    assert (fit["tokens"], fit["limit"]) == (512, "stated")
+    assert fit["fits"] > 512
+    said = " ".join(run(str(path), "--fit", "1GB").split())
+    assert "512 tokens fit into 1.00 GB" in said
+    assert f"states no more positions, and memory has room for {fit['fits']:,}" in said
+    assert "配置没有更多的位置" in run(str(path), "--fit", "1GB", "--zh")
+
+
+def test_the_figures_of_a_hybrid_say_what_they_leave_out(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "bamba", "num_hidden_layers": 2}))
+    (figures,) = found(str(path))
+    assert figures["left_out"] == ["the recurrence of linear attention and Mamba layers"]
+    assert "not counted in FLOPs, bytes moved and times: the recurrence" in run(str(path))
+    assert "没有计入" in run(str(path), "--zh")
+    swept = run(str(path), "--sweep", "length=1k..2k")
+    assert "not counted in FLOPs" in " ".join(swept.split())
+
+
+def test_absurd_numbers_are_refused_at_once() -> None:
+    flags = ["--layers", "2", "--width", "64", "--heads", "4"]
+    assert "at most 1,000" in refused("--layers", "999999999999", *flags[2:])
+    for name in ("--hidden", "--vocabulary", "--head-dim", "--batch"):
+        assert "Error" in refused(*flags, name, "9" * 30)
+
+
 def test_a_mesh_gives_the_cost_of_one_rank() -> None:
     (whole,), (rank,) = (found(*DECODER, *more) for more in ([], ["--mesh", "tp=2"]))
     assert rank["kv_cache"] == whole["kv_cache"] / 2
