@@ -99,8 +99,10 @@ class WatchedFolder:
 def trained_in(run: WatchedRun) -> dict[str, float] | None:
     """Loss, speed and utilisation of the training that a run watches, as far as they are known."""
     measured = Run(run.folder.parent).progress() if run.folder.name == INSIDE else None
-    found = {**run.manifest.get("mfu", {}), **(measured or {})}
-    return {name: found[name] for name in ("loss", "per_second", "mfu") if name in found} or None
+    metered = run.manifest.get("mfu")
+    found = {**(metered if isinstance(metered, dict) else {}), **(measured or {})}
+    wanted = {name: found.get(name) for name in ("loss", "per_second", "mfu")}
+    return {name: x for name, x in wanted.items() if isinstance(x, int | float)} or None
 
 
 def stride(steps: int, heads: int) -> int:

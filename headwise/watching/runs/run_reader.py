@@ -15,7 +15,7 @@ from headwise.watching.recording import NAN, Entry, Recording
 from headwise.watching.runs import manifest, parts
 from headwise.watching.runs.kept_maps import FOLDER, MapFile, maps_in, read_map
 from headwise.watching.runs.parts import Rows, SeriesPart
-from headwise.watching.runs.run_writer import read_alarms
+from headwise.watching.runs.run_writer import WrittenAlarms, read_alarms
 from headwise.watching.table import Table
 
 
@@ -53,7 +53,6 @@ class WatchedRun(Recording):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.damaged: list[str] = []
         self._read: dict[SeriesPart, Rows | None] = {}
         self._rows: Rows | None = None
         self._series: list[Entry] | None = None
@@ -67,11 +66,16 @@ class WatchedRun(Recording):
             return False
         known = self._read
         self._read = {x: known[x] if x in known else parts.read(self.folder, x) for x in there}
-        self.damaged = [part.name for part, rows in self._read.items() if rows is None]
-        found = [rows for rows in self._read.values() if rows is not None]
+        found = [rows for rows in self._read.values() if rows is not None and len(rows)]
         self._rows = _merged(parts.concatenated(found)) if found else None
         self._series = None
         return True
+
+    @property
+    def damaged(self) -> list[str]:
+        """The names of files that are left out, whole or in part, because they are damaged."""
+        parts = [part.name for part, rows in self._read.items() if rows is None]
+        return parts + [file.name for file, found in self._written_alarms() if found.damaged]
 
     @property
     def ended(self) -> bool:
@@ -154,10 +158,14 @@ class WatchedRun(Recording):
     def alarms(self) -> list[Alarm]:  # type: ignore[override]
         """The alarms in order, each head and rule once."""
         first: dict[tuple[str, int | None, int | None], Alarm] = {}
-        files = sorted(self.folder.glob("alarms-rank*.jsonl"))
-        for alarm in sorted((x for file in files for x in read_alarms(file)), key=lambda x: x.step):
+        found = [alarm for _, written in self._written_alarms() for alarm in written.alarms]
+        for alarm in sorted(found, key=lambda x: x.step):
             first.setdefault((alarm.rule, alarm.layer, alarm.head), alarm)
         return list(first.values())
+
+    def _written_alarms(self) -> list[tuple[Path, WrittenAlarms]]:
+        files = sorted(self.folder.glob("alarms-rank*.jsonl"))
+        return [(file, read_alarms(file)) for file in files]
 
     @property
     def kept(self) -> list[MapFile]:
@@ -184,8 +192,10 @@ def _merged(rows: Rows) -> Rows:
     if len(set(rows["rank"].to_pylist())) > 1:
         keys = ["step", *PLACES]
         figures = [name for name in rows.column_names if name not in (*keys, "rank")]
-        how = {"max": "max", "min": "min", "mean": "mean"}
-        wanted = [(name, how[next(x for x in how if f"_{x}" in name)]) for name in figures]
+        wanted = [
+            (name, next((way for way in ("max", "min") if f"_{way}" in name), "mean"))
+            for name in figures
+        ]
         rows = rows.group_by(keys).aggregate(wanted)
         rows = rows.rename_columns([*keys, *figures])
     else:
