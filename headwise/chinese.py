@@ -414,7 +414,10 @@ CHINESE: dict[str, str] = {
     "{folder} can't be read as a watched run: {reason}": (
         "无法把 {folder} 当作监视记录读取：{reason}"
     ),
-    "{path} is damaged: {reason}": "{path} 已损坏：{reason}",
+    "{path} is damaged: {reason}; restore it from a copy, or choose another folder": (
+        "{path} 已损坏：{reason}；请用备份恢复，或换一个文件夹"
+    ),
+    "{entry} is not what it should be": "{entry} 的内容不对",
     "{part} has no {names}": "{part} 缺少 {names}",
     "{path} was not written by headwise: it names no format": (
         "{path} 不是 headwise 写的：没有注明格式"

@@ -85,6 +85,7 @@ def from_json(content: dict[str, Any]) -> dict[str, Any]:
     found = content.get("zh")
     if not isinstance(found, dict):
         return content
+    found = {english: zh for english, zh in found.items() if isinstance(zh, str)}
     return {name: _understood(x, found) for name, x in content.items() if name != "zh"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from headwise.messages import from_json, with_chinese
@@ -34,6 +34,23 @@ class Alarm:
     def to_dict(self) -> dict[str, Any]:
         """The alarm as a dictionary for JSON."""
         return with_chinese(asdict(self))
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Alarm:
+        """The alarm that `to_dict` returned; ValueError for anything else.
+
+        >>> Alarm.from_dict({"step": "3"})
+        Traceback (most recent call last):
+        ValueError: this is not an alarm: {'step': '3'}
+        """
+        found: dict[str, Any] = from_json(content) if isinstance(content, dict) else {}
+        numbers = [found.get(name) for name in ("step", "layer", "head")]
+        texts = [found.get(name) for name in ("rule", "says")]
+        whole = all(type(x) is int or x is None for x in numbers) and numbers[0] is not None
+        if not (whole and all(isinstance(x, str) for x in texts)):
+            raise ValueError(f"this is not an alarm: {content!r:.200}")
+        given: dict[str, Any] = {each.name: found.get(each.name) for each in fields(cls)}
+        return cls(**given)
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.rule}: {self.where}: {self.says}"
@@ -82,6 +99,13 @@ class Alarms:
             new += found
         self.raised += new
         return new
+
+    def know(self, alarms: Iterable[Alarm]) -> None:
+        """Take alarms of the same run that were raised before; they are not raised again."""
+        for alarm in alarms:
+            if (alarm.rule, alarm.layer, alarm.head) not in self._known:
+                self._known.add((alarm.rule, alarm.layer, alarm.head))
+                self.raised.append(alarm)
 
     def state_dict(self) -> dict[str, Any]:
         """The alarms so far, the number of looks, and the states of rules that have one."""

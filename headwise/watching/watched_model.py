@@ -292,6 +292,8 @@ class Watch(SteppedRecording):
         """
         about = manifest.describe(self.model, self.options, self._alarms.rules)
         writer = RunWriter(folder, about, pending=self._settle, **options)
+        # A kill may have come after the folder was written and before a checkpoint was.
+        self._alarms.know(writer.alarms_before(self.steps))
         self._runs.append(writer)
         return writer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import threading
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.apps.cli import lab_view
-from headwise.apps.cli.spoken import Zh, explained
+from headwise.apps.cli.spoken import Zh, explained, json_text
 from headwise.apps.lab import handbook, record
 from headwise.apps.lab.claim import Claim
 from headwise.apps.lab.claims import CLAIMS
@@ -105,7 +104,7 @@ def listing(
     with explained(zh):
         found = [(claim, record.best(claim, folders)) for claim in CLAIMS]
     if as_json:
-        typer.echo(lab_view.as_json([record.described(*each) for each in found]))
+        typer.echo(json_text([record.described(*each) for each in found]))
     else:
         lab_view.show_list(Console(), found, zh)
 
@@ -163,7 +162,7 @@ def run_claims(
         results = run_all(claims, lab, folder, again, as_json, zh)
     if as_json:
         entries = [record.described(find([result.id])[0], result) for result in results]
-        typer.echo(lab_view.as_json(entries))
+        typer.echo(json_text(entries))
     if len(results) < len(claims):
         raise typer.Exit(1)
     if as_json:
@@ -222,7 +221,7 @@ def show(
         (claim,) = claims
         result = record.best(claim, [out or record.own_folder(), record.RECORDED])
     if as_json:
-        typer.echo(json.dumps(record.described(claim, result), indent=2, ensure_ascii=False))
+        typer.echo(json_text(record.described(claim, result)))
     else:
         lab_view.show_claim(Console(), claim, result, zh)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -17,6 +15,7 @@ from headwise.apps.lab.charts import Shown, cells
 from headwise.apps.lab.claim import NOTES, TOPICS, VERDICTS, Claim
 from headwise.apps.lab.record import Result
 from headwise.apps.lab.runner import Told
+from headwise.apps.look.scene import printable
 from headwise.messages import say
 
 STYLES = {
@@ -27,11 +26,6 @@ STYLES = {
     "wrong": "red",
     "undecided": "cyan",
 }
-
-
-def as_json(entries: list[dict[str, Any]]) -> str:
-    """Entries as JSON."""
-    return json.dumps(entries, indent=2, ensure_ascii=False)
 
 
 def verdict_text(result: Result | None, stale: bool, zh: bool) -> Text:
@@ -85,10 +79,10 @@ def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) 
     console.print()
     console.print(verdict_text(result, stale, zh))
     if result.condition is not None:
-        console.print(Text(in_language(result.condition, zh)))
-    console.print(Text(in_language(result.because, zh)))
+        console.print(Text(printable(in_language(result.condition, zh))))
+    console.print(Text(printable(in_language(result.because, zh))))
     origin = f"{result.command} · {result.form} · {result.machine} · {result.date}"
-    console.print(Text(f"\n{origin} · {result.seconds:g} s", style="dim"))
+    console.print(Text(f"\n{printable(origin)} · {result.seconds:g} s", style="dim"))
     if stale:
         advice = say("measured by other code; run it again: headwise lab run {id}", id=claim.id)
         console.print(Text(in_language(advice, zh), style="yellow"))
@@ -96,12 +90,12 @@ def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) 
 
 def table_of(shown: Shown, zh: bool) -> Table:
     """A chart, listing or map as a table of numbers."""
-    table = Table(title=Text(in_language(shown.title, zh)), title_justify="left")
+    table = Table(title=Text(printable(in_language(shown.title, zh))), title_justify="left")
     headings, rows = cells(shown, zh)
     for number, heading in enumerate(headings):
-        table.add_column(Text(heading), justify="left" if number == 0 else "right")
+        table.add_column(Text(printable(heading)), justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 
@@ -131,7 +125,7 @@ class LabProgress:
         line.append_text(verdict_text(result, False, zh))
         line.append(f"  {result.seconds:g} s", style="dim")
         self.console.print(line)
-        self.console.print(Text(f"    {in_language(result.because, zh)}"))
+        self.console.print(Text(f"    {printable(in_language(result.because, zh))}"))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 
 from headwise.apps.cli import watch_view
+from headwise.apps.cli.spoken import json_text
+from headwise.apps.look.scene import printable
 from headwise.watching import WatchedRun, open_run
 
 app = typer.Typer()
@@ -49,13 +50,13 @@ def watch(
         opened = open_run(run)
         if as_json:
             found = watch_view.as_dictionary(opened, statistic)
-            typer.echo(json.dumps(_plain(found), indent=2, ensure_ascii=False))
+            typer.echo(json_text(_plain(found)))
         elif once or not console.is_terminal:
             watch_view.show(console, opened, statistic)
         else:
             follow(console, opened, statistic, seconds)
     except (ModuleNotFoundError, OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(printable(str(error))) from error
 
 
 def follow(console: Console, run: WatchedRun, statistic: str, seconds: float) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
+from headwise.apps.look.scene import printable
 from headwise.watching import Alarm, WatchedRun, scalars
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -47,7 +48,7 @@ def view(run: WatchedRun, statistic: str, width: int) -> RenderableType:
     """The whole view of a run as it stands."""
     steps = run.steps
     if not steps:
-        return Text(f"{run.folder}: nothing has been written yet", style="dim")
+        return Text(f"{printable(str(run.folder))}: nothing has been written yet", style="dim")
     figure = resolve(run, statistic)
     return Group(
         header(run, steps, figure),
@@ -73,19 +74,21 @@ def header(run: WatchedRun, steps: Sequence[int], figure: str) -> Text:
     looking, model = run.manifest["looking"], run.manifest["model"]
     rows = "all rows" if looking["rows"] is None else f"{looking['rows']} rows per pass"
     every = "" if looking["every"] == 1 else f", one step in {looking['every']}"
-    text = Text(f"{run.folder} ", style="bold")
-    text.append(f"{model['class']}, {model['parameters']:,} parameters\n", style="dim")
+    text = Text(f"{printable(str(run.folder))} ", style="bold")
+    text.append(f"{printable(model['class'])}, {model['parameters']:,} parameters\n", style="dim")
     text.append(f"step {steps[-1]}", style="bold")
     many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}"
     text.append(f"  {many} recorded, {rows}{every}\n", style="dim")
     if trained := run.training():
         text.append(f"{on_a_line(trained)}\n", style="dim")
-    text.append(figure, style="bold cyan")
+    text.append(printable(figure), style="bold cyan")
     if run.unread:
         names = ", ".join(name or "the model" for name in run.unread)
-        text.append(f"\nattention that could not be read: {names}", style="yellow")
+        text.append(f"\nattention that could not be read: {printable(names)}", style="yellow")
     if run.damaged:
-        text.append(f"\n{len(run.damaged)} damaged parts are left out", style="yellow")
+        text.append(
+            f"\n{len(run.damaged)} damaged files are left out, whole or in part", style="yellow"
+        )
     return text
 
 
@@ -112,10 +115,13 @@ def grid(run: WatchedRun, figure: str, width: int) -> Grid:
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     course = courses(run, figure)
     heads = sorted({head for line in values.values() for head in line})
-    cell = 7 if 10 + 7 * len(heads) + COURSE <= width else 2
+    wide = 1 + max(6, max((len(short(x)) for x in finite), default=0))
+    cell = wide if 10 + wide * len(heads) + COURSE <= width else 2
     drawn = Grid(box=None, padding=(0, 1, 0, 0), header_style="dim")
     drawn.add_column("layer", justify="right", no_wrap=True)
-    numbers = "".join(f"{head:>{cell}}"[-cell:] for head in heads)
+    numbers = "".join(
+        f"{head:>{cell}}"[-cell:] if cell == 2 else f"{head:>{cell - 1}} " for head in heads
+    )
     drawn.add_column(numbers, no_wrap=True)
     drawn.add_column("over the steps", no_wrap=True)
     for layer, line in values.items():
@@ -172,7 +178,7 @@ def alarm_lines(alarms: Sequence[Alarm]) -> list[RenderableType]:
     ]
     return [
         title,
-        *(Text(f"  {line}", overflow="fold") for line in groups[-ALARMS:]),
+        *(Text(f"  {printable(line)}", overflow="fold") for line in groups[-ALARMS:]),
         *(Text(f"  → {line}", style="cyan", overflow="fold") for line in remedies),
     ]
 
@@ -244,7 +250,17 @@ def _cell(value: float, low: float, high: float, width: int) -> tuple[str, str]:
         return "×".rjust(width), "bold red"
     step = (value - low) / (high - low) if high > low else 0.0
     characters, colour = SHADES[min(len(SHADES) - 1, int(step * len(SHADES)))]
-    return (characters if width == 2 else f"{value:>{width - 1}.4g} "), colour
+    return (characters if width == 2 else f"{short(value):>{width - 1}} "), colour
+
+
+def short(value: float) -> str:
+    """Up to four digits, and fewer if they would take more than six characters.
+
+    >>> short(3.14159), short(0.008228), short(6.342e-05), short(-123.456)
+    ('3.142', '0.0082', '6e-05', '-123.5')
+    """
+    tried = [f"{value:.{digits}g}" for digits in (4, 3, 2, 1)]
+    return next((text for text in tried if len(text) <= 6), tried[-1])
 
 
 def _mean(values: Sequence[float]) -> float:

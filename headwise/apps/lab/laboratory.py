@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.apps.lab.fingerprint import fingerprint
-from headwise.files import write_whole
+from headwise.files import read_json, write_whole
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -131,9 +131,14 @@ class Lab:
         file = None if self.folder is None else self.folder / "kept" / f"{name}.json"
         if file is None or not file.exists():
             return None
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        same = found["about"] == self._about(compute, settings)
-        return dict(found["figures"]) if same else None
+        try:
+            found = read_json(file)
+            same = found["about"] == self._about(compute, settings)
+            return dict(found["figures"]) if same else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file} is damaged ({error!r:.200}); delete it, and it is computed again"
+            ) from error
 
     def _about(self, compute: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
         return plain({"form": self.form, "settings": settings, "code": fingerprint(compute)})

@@ -9,13 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from headwise import __version__
-from headwise.apps.lab.claim import Claim, Figures
+from headwise.apps.lab.charts import cells
+from headwise.apps.lab.claim import VERDICTS, Claim, Figures
 from headwise.apps.lab.fingerprint import fingerprint
-from headwise.files import cache_folder, write_whole
+from headwise.files import cache_folder, read_json, write_whole
 from headwise.messages import Sentence, from_json, with_chinese
 
 RECORDED = Path(__file__).parent / "results"
 """The results that come with the package."""
+
+
+TEXT = (str, Sentence)
+TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("id", "verdict", "because", "form", "command", "machine", "date"), TEXT),
+    **dict.fromkeys(("version", "code"), TEXT),
+    "condition": (*TEXT, type(None)),
+    "figures": (dict,),
+    "seconds": (int, float),
+}
+"""The types that the fields of a result have in its file."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +78,18 @@ def read(folder: Path, id: str, form: str) -> Result | None:
     if not file.exists():
         return None
     try:
-        content: dict[str, Any] = from_json(json.loads(file.read_text(encoding="utf-8")))
+        content: dict[str, Any] = from_json(read_json(file))
         known = {field.name: content[field.name] for field in fields(Result)}
+        wrong = [name for name, kinds in TYPES.items() if type(known[name]) not in kinds]
+        if wrong or known["verdict"] not in VERDICTS or known["id"] != id:
+            raise ValueError(f"its {(wrong or ['verdict or id'])[0]} is not what it should be")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is not a result of the lab ({error!r}); delete it") from error
+        raise _damaged(file, error) from error
     return Result(**known)
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} is not a result of the lab ({error!r:.200}); delete it")
 
 
 def best(claim: Claim, folders: Iterable[Path]) -> Result | None:
@@ -78,9 +97,29 @@ def best(claim: Claim, folders: Iterable[Path]) -> Result | None:
 
     Among equals the earlier folder wins.
     """
-    found = [read(folder, claim.id, form) for form in ("full", "quick") for folder in folders]
-    there = [result for result in found if result is not None]
-    return min(there, key=lambda result: result.stale(claim), default=None)
+    there = [
+        (file_of(folder, claim.id, form), result)
+        for form in ("full", "quick")
+        for folder in folders
+        if (result := read(folder, claim.id, form)) is not None
+    ]
+    if not there:
+        return None
+    file, result = min(there, key=lambda found: found[1].stale(claim))
+    if not result.stale(claim):  # older figures may not fit, and are not drawn
+        _check_figures(file, claim, result)
+    return result
+
+
+def _check_figures(file: Path, claim: Claim, result: Result) -> None:
+    """ValueError if the figures of a result can't be shown."""
+    try:
+        for shown in claim.shows(result.figures):
+            _, rows = cells(shown)
+            if not all(isinstance(cell, str) for row in rows for cell in row):
+                raise ValueError("a figure is neither a number nor a text")
+    except Exception as error:  # whatever damage does to figures
+        raise _damaged(file, error) from error
 
 
 def described(claim: Claim, result: Result | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.apps.train import checkpoints
-from headwise.files import json_object, write_whole
+from headwise.files import FolderLock, json_object, parsed_json, write_whole
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,11 @@ class Run:
         if self.metrics.exists():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
-                    yield json.loads(line)
+                    found = parsed_json(line)
                 except ValueError:
                     continue
+                if isinstance(found, dict) and isinstance(found.get("step"), int):
+                    yield found
 
     def forget_after(self, step: int) -> None:
         """Drop the measurements that a run resuming at this step will make again."""
@@ -108,15 +110,8 @@ class Run:
         if not self.writes:
             yield
             return
+        lock = FolderLock(self.folder)
         try:
-            import fcntl
-        except ImportError:  # Windows
             yield
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ValueError(f"another process is training in {self.folder}") from error
-            yield
+        finally:
+            lock.release()

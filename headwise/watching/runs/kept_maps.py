@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.core.problem import Terms
-from headwise.files import write_whole
+from headwise.files import parsed_json, write_whole
 from headwise.maps.attention_map import AttentionMap
 from headwise.maps.region import Region
 from headwise.watching.runs.parts import numbers_in
@@ -73,12 +73,27 @@ def write_map(path: Path, amap: AttentionMap) -> None:
 
 
 def read_map(path: Path) -> AttentionMap:
-    """The map that `write_map` wrote."""
+    """The map that `write_map` wrote; ValueError if the file is damaged."""
+    try:
+        amap = _map_in(path)
+        amap[..., :1, :]  # a row shows that its tensors belong together
+        amap[..., -1:, :]
+    except OSError:
+        raise
+    except Exception as error:  # whatever damage does to a file, or to the shapes in it
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{path} is damaged: {reason:.200}; delete it") from error
+    return amap
+
+
+def _map_in(path: Path) -> AttentionMap:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        terms: dict[str, Any] = json.loads(file.metadata()["headwise"])
+        terms: dict[str, Any] = parsed_json((file.metadata() or {})["headwise"])
     q, k, lse = (tensors.pop(name) for name in ("q", "k", "lse"))
+    if lse.shape != q.shape[:-1]:
+        raise ValueError(f"lse has the shape {tuple(lse.shape)}, and q {tuple(q.shape)}")
     region = Region(q, k, k[..., :0], Terms(**{**terms, **tensors}))
     return AttentionMap.of(region, lse)

@@ -8,7 +8,6 @@ maps/step-...-head-...safetensors q, k and lse of the heads that were kept
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from headwise.core.spans import plain
+from headwise.files import read_json
 from headwise.messages import from_json, say, with_chinese
 from headwise.watching.recorder.watch_options import WatchOptions
 from headwise.watching.rules import Rule
@@ -31,8 +31,14 @@ FORMAT = 1
 
 NAME = "manifest.json"
 
-NEEDED = {"model": ("class", "parameters"), "looking": ("rows", "every")}
-"""The entries that a reader relies on."""
+NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
+    "model": {"class": (str,), "parameters": (int,)},
+    "looking": {"rows": (int, type(None)), "every": (int,)},
+}
+"""The entries that a reader relies on, and their types."""
+
+LISTS: dict[str, type] = {"unread": str, "rules": dict}
+"""Lists that may be there, and the types of what they hold."""
 
 
 def describe(model: nn.Module, options: WatchOptions, rules: Sequence[Rule]) -> dict[str, Any]:
@@ -66,7 +72,7 @@ def read(folder: Path) -> dict[str, Any]:
     """A folder's manifest; ValueError if there is no run, a damaged one, or a newer headwise's."""
     path = folder / NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except FileNotFoundError as error:
         raise ValueError(
             say("{folder} holds no watched run: it has no {name}", folder=folder, name=NAME)
@@ -77,9 +83,9 @@ def read(folder: Path) -> dict[str, Any]:
             say("{folder} can't be read as a watched run: {reason}", folder=folder, reason=reason)
         ) from error
     except ValueError as error:
-        raise ValueError(say("{path} is damaged: {reason}", path=path, reason=error)) from error
+        raise _damaged(path, error) from error
     version = found.get("format") if isinstance(found, dict) else None
-    if not isinstance(version, int):
+    if type(version) is not int:
         raise ValueError(say("{path} was not written by headwise: it names no format", path=path))
     if version > FORMAT:
         raise ValueError(
@@ -96,8 +102,26 @@ def read(folder: Path) -> dict[str, Any]:
         missing = [x for x in names if not isinstance(inside, dict) or x not in inside]
         if missing:
             lacks = say("{part} has no {names}", part=part, names=" and no ".join(missing))
-            raise ValueError(say("{path} is damaged: {reason}", path=path, reason=lacks))
+            raise _damaged(path, lacks)
+        for name, kinds in names.items():
+            if type(inside[name]) not in kinds:
+                wrong = f"{part}.{name}"
+                raise _damaged(path, say("{entry} is not what it should be", entry=wrong))
+    for name, kind in LISTS.items():
+        values = found.get(name, [])
+        if not isinstance(values, list) or not all(isinstance(x, kind) for x in values):
+            raise _damaged(path, say("{entry} is not what it should be", entry=name))
     return from_json(found)
+
+
+def _damaged(path: Path, reason: object) -> ValueError:
+    return ValueError(
+        say(
+            "{path} is damaged: {reason}; restore it from a copy, or choose another folder",
+            path=path,
+            reason=reason,
+        )
+    )
 
 
 def rank() -> int:

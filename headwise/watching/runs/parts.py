@@ -22,6 +22,9 @@ Rows = Any
 
 NAME = re.compile(r"series-rank(?P<rank>\d+)-(?P<first>\d{6,})(?:-(?P<last>\d{6,}))?\.parquet")
 
+NUMBERS = {"step": 2**53, "rank": 1_000_000, "layer": 100_000, "head": 100_000}
+"""The whole numbers of a row, each below so many: readers count to a damaged one."""
+
 LEFTOVER = re.compile(r"\.(manifest\.json|.*rank(?P<rank>\d+).*)-\d+")
 """The name of a file that is being written; the manifest is written by process 0."""
 
@@ -73,6 +76,7 @@ def numbers_in(name: str, pattern: re.Pattern[str]) -> dict[str, int] | None:
 def arrow() -> Any:
     """Import pyarrow, which only run folders need."""
     try:
+        import pyarrow.compute  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
@@ -122,9 +126,28 @@ def read(folder: Path, part: SeriesPart) -> Rows | None:
     """A part's rows; None if the file is damaged, or was joined into another meanwhile."""
     pyarrow = arrow()
     try:
-        return pyarrow.parquet.read_table(folder / part.name)
-    except (FileNotFoundError, pyarrow.ArrowInvalid):
+        with pyarrow.parquet.ParquetFile(folder / part.name) as file:
+            table = file.read()
+        table.validate(full=True)  # texts are UTF-8
+        table = table.cast(pyarrow.schema([(x, _type(x)) for x in table.column_names]))
+        return table if _is_whole(table) else None
+    except (OSError, ValueError, KeyError, MemoryError, pyarrow.ArrowException):
         return None
+
+
+def _is_whole(table: Rows) -> bool:
+    """True if every row says where its figures belong, and each column is there once."""
+    compute = arrow().compute
+    if len(set(table.column_names)) < len(table.column_names):
+        return False
+    if any(table[name].null_count for name in ("name", "kind")):
+        return False
+    for name, most in NUMBERS.items():
+        column = table[name]
+        inside = compute.and_(compute.greater_equal(column, 0), compute.less(column, most))
+        if column.null_count or not compute.all(inside, min_count=0).as_py():
+            return False
+    return True
 
 
 def join(folder: Path, parts: Sequence[SeriesPart], before: int | None = None) -> None:
@@ -134,8 +157,9 @@ def join(folder: Path, parts: Sequence[SeriesPart], before: int | None = None) -
         whole = concatenated(tables)
         if before is not None:
             whole = whole.filter([step < before for step in whole["step"].to_pylist()])
-        joined = SeriesPart(parts[0].rank, parts[0].first, parts[-1].last)
-        write(folder, joined, whole)
+        joined = SeriesPart(parts[0].rank, parts[0].first, parts[-1].last) if len(whole) else None
+        if joined is not None:
+            write(folder, joined, whole)
         for part in parts:
             if part != joined:
                 (folder / part.name).unlink(missing_ok=True)
@@ -149,6 +173,6 @@ def concatenated(tables: Iterable[Rows]) -> Rows:
 
 def _type(name: str) -> Any:
     pyarrow = arrow()
-    if name in ("step", "rank", "layer", "head"):
+    if name in NUMBERS:
         return pyarrow.int64()
     return pyarrow.string() if name in ("name", "kind") else pyarrow.float64()

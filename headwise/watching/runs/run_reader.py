@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
+from headwise.files import parsed_json
 from headwise.maps.attention_map import AttentionMap
 from headwise.messages import say
 from headwise.watching.alarms import Alarm
@@ -16,7 +16,7 @@ from headwise.watching.recording import NAN, Entry, Recording
 from headwise.watching.runs import manifest, parts
 from headwise.watching.runs.kept_maps import FOLDER, MapFile, maps_in, read_map
 from headwise.watching.runs.parts import Rows, SeriesPart
-from headwise.watching.runs.run_writer import read_alarms
+from headwise.watching.runs.run_writer import WrittenAlarms, read_alarms
 from headwise.watching.table import Table
 
 
@@ -66,7 +66,6 @@ class WatchedRun(Recording):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.damaged: list[str] = []
         self._read: dict[SeriesPart, Rows | None] = {}
         self._rows: Rows | None = None
         self._series: list[Entry] | None = None
@@ -74,11 +73,13 @@ class WatchedRun(Recording):
 
     def training(self) -> dict[str, float]:
         """Loss, speed and utilisation of the training that is watched, as far as they are known."""
-        found: dict[str, Any] = dict(self.manifest.get("mfu", {}))
+        metered = self.manifest.get("mfu")
+        found: dict[str, Any] = dict(metered) if isinstance(metered, dict) else {}
         beside = self.folder.parent / MEASURED
         if self.folder.name == INSIDE and beside.is_file():
             found |= _last_step(beside)
-        return {name: found[name] for name in ("loss", "per_second", "mfu") if name in found}
+        wanted = {name: found.get(name) for name in ("loss", "per_second", "mfu")}
+        return {name: x for name, x in wanted.items() if isinstance(x, int | float)}
 
     def refresh(self) -> bool:
         """Read what is new; False if nothing is."""
@@ -88,11 +89,16 @@ class WatchedRun(Recording):
             return False
         known = self._read
         self._read = {x: known[x] if x in known else parts.read(self.folder, x) for x in there}
-        self.damaged = [part.name for part, rows in self._read.items() if rows is None]
-        found = [rows for rows in self._read.values() if rows is not None]
+        found = [rows for rows in self._read.values() if rows is not None and len(rows)]
         self._rows = _merged(parts.concatenated(found)) if found else None
         self._series = None
         return True
+
+    @property
+    def damaged(self) -> list[str]:
+        """The names of files that are left out, whole or in part, because they are damaged."""
+        parts = [part.name for part, rows in self._read.items() if rows is None]
+        return parts + [file.name for file, found in self._written_alarms() if found.damaged]
 
     @property
     def ended(self) -> bool:
@@ -175,10 +181,14 @@ class WatchedRun(Recording):
     def alarms(self) -> list[Alarm]:  # type: ignore[override]
         """The alarms in order, each head and rule once."""
         first: dict[tuple[str, int | None, int | None], Alarm] = {}
-        files = sorted(self.folder.glob("alarms-rank*.jsonl"))
-        for alarm in sorted((x for file in files for x in read_alarms(file)), key=lambda x: x.step):
+        found = [alarm for _, written in self._written_alarms() for alarm in written.alarms]
+        for alarm in sorted(found, key=lambda x: x.step):
             first.setdefault((alarm.rule, alarm.layer, alarm.head), alarm)
         return list(first.values())
+
+    def _written_alarms(self) -> list[tuple[Path, WrittenAlarms]]:
+        files = sorted(self.folder.glob("alarms-rank*.jsonl"))
+        return [(file, read_alarms(file)) for file in files]
 
     @property
     def kept(self) -> list[MapFile]:
@@ -205,8 +215,10 @@ def _merged(rows: Rows) -> Rows:
     if len(set(rows["rank"].to_pylist())) > 1:
         keys = ["step", *PLACES]
         figures = [name for name in rows.column_names if name not in (*keys, "rank")]
-        how = {"max": "max", "min": "min", "mean": "mean"}
-        wanted = [(name, how[next(x for x in how if f"_{x}" in name)]) for name in figures]
+        wanted = [
+            (name, next((way for way in ("max", "min") if f"_{way}" in name), "mean"))
+            for name in figures
+        ]
         rows = rows.group_by(keys).aggregate(wanted)
         rows = rows.rename_columns([*keys, *figures])
     else:
@@ -222,7 +234,7 @@ def _last_step(measured: Path) -> dict[str, Any]:
     """The last measurement of a training step; a line that a kill cut short is passed over."""
     for line in reversed(measured.read_text(encoding="utf-8", errors="replace").splitlines()):
         try:
-            found = json.loads(line)
+            found = parsed_json(line)
         except ValueError:
             continue
         if isinstance(found, dict) and "loss" in found:

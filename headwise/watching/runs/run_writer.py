@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from headwise.files import write_whole
-from headwise.messages import from_json
+from headwise.files import FolderLock, parsed_json, write_whole
 from headwise.watching.alarms import Alarm
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.runs import manifest, parts
@@ -75,7 +74,12 @@ class RunWriter:
         self._metered = False  # the last utilisation waits, which the manifest has
         self._flushed_at = time.monotonic()
         self._failing: set[str] = set()  # what could not be done, until it can
-        self._resuming = self._begin(about, resume)
+        self._lock = FolderLock(self.folder, f".lock-rank{self.rank}")
+        try:
+            self._resuming = self._begin(about, resume)
+        except BaseException:
+            self._lock.release()
+            raise
 
     def _begin(self, about: dict[str, Any], resume: bool) -> bool:
         """Set up the folder; True if it held a run before, which is continued."""
@@ -86,7 +90,6 @@ class RunWriter:
                 raise ValueError(
                     f"{self.folder} holds a watched run already; resume=True continues it"
                 )
-        self.folder.mkdir(parents=True, exist_ok=True)
         for place in (self.folder, self.folder / FOLDER):
             parts.remove_leftovers(place, self.rank)
         self._about = manifest.read(self.folder) if there else about
@@ -162,10 +165,10 @@ class RunWriter:
 
     def _write_alarms(self, before: int | None = None) -> None:
         """Write the alarms that wait after the written ones; `before` drops this step and later."""
-        path = self.folder / f"alarms-rank{self.rank}.jsonl"
+        path = self._alarm_file
         if not self._alarms and not path.exists():
             return
-        known = read_alarms(path) if path.exists() else []
+        known = read_alarms(path).alarms
         known = [alarm for alarm in known if before is None or alarm.step < before]
         said = [json.dumps(x.to_dict(), ensure_ascii=False) for x in (*known, *self._alarms)]
         write_whole(path, "".join(f"{line}\n" for line in said))
@@ -180,6 +183,10 @@ class RunWriter:
             if kept.rank == self.rank and kept.step >= step:
                 (self.folder / FOLDER / kept.name).unlink(missing_ok=True)
 
+    def alarms_before(self, step: int) -> list[Alarm]:
+        """The alarms of this process that the folder holds from before a step."""
+        return [alarm for alarm in read_alarms(self._alarm_file).alarms if alarm.step < step]
+
     def close(self) -> None:
         """Write what waits, and join the parts into one file."""
         self.flush()
@@ -187,6 +194,7 @@ class RunWriter:
         if len(mine := self._parts()) > 1:
             self._try("", lambda: parts.join(self.folder, mine))
         self._try("", lambda: self._write_manifest({**self._about, "ended": manifest.now()}))
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -195,6 +203,10 @@ class RunWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _alarm_file(self) -> Path:
+        return self.folder / f"alarms-rank{self.rank}.jsonl"
 
     def _parts(self) -> list[SeriesPart]:
         return [part for part in parts.parts_in(self.folder) if part.rank == self.rank]
@@ -220,15 +232,28 @@ class RunWriter:
             self._failing.discard(what)
 
 
-def read_alarms(path: Path) -> list[Alarm]:
-    """The alarms of a file; a line that a kill cut short is skipped."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+class WrittenAlarms(NamedTuple):
+    """The alarms of a file, and whether some of it could not be read."""
+
+    alarms: list[Alarm]
+    damaged: bool = False
+
+
+def read_alarms(path: Path) -> WrittenAlarms:
+    """The alarms of a file; a damaged line is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return WrittenAlarms([])
+    except OSError:
+        return WrittenAlarms([], damaged=True)
+    found, damaged = [], False
+    for line in lines:
         try:
-            found.append(Alarm(**from_json(json.loads(line))))
-        except (ValueError, TypeError):
-            continue
-    return found
+            found += [Alarm.from_dict(parsed_json(line))] if line else []
+        except ValueError:
+            damaged = True
+    return WrittenAlarms(found, damaged)
 
 
 def save_recording(
