@@ -141,14 +141,22 @@ def test_a_config_whose_model_has_other_parameters_is_refused(
         hw.cost({**fields, "mlp_bias": True}, queries=8)
 
 
-def test_a_model_is_refused_for_the_reason_that_its_config_is() -> None:
-    """Not as one that was changed after it was built, unless it was."""
+def test_a_model_is_refused_for_the_reason_that_its_config_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not as one with parameters of its own, unless it has some."""
     config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, vocab_size=100,
                                       intermediate_size=96, num_attention_heads=4)  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
         model.extra = torch.nn.Linear(5, 5)
     with pytest.raises(ValueError, match="holds parameters beside those of its class"):
+        hw.cost(model, queries=8)
+    monkeypatch.setattr(built_models, "model_class", lambda *given: Wider)
+    config.mlp_bias = True
+    with torch.device("meta"):
+        model = Wider(config)
+    with pytest.raises(ValueError, match="'llama' with mlp_bias=True is not counted"):
         hw.cost(model, queries=8)
 
 

@@ -64,7 +64,9 @@ class Sweep:
                 each = model.with_heads(value)
             else:
                 asked = replace(use, **{self.axis: value})  # type: ignore[arg-type]
-            found.append({self.axis: value, **asked.figures(each.architecture)})
+            left_out = [str(what) for what in asked.cost(each.architecture).left_out]
+            figures = asked.figures(each.architecture)
+            found.append({self.axis: value, **figures, "left_out": left_out})
         return found
 
 

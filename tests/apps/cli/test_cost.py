@@ -158,6 +158,8 @@ def test_the_figures_of_a_hybrid_say_what_they_leave_out(tmp_path: Path) -> None
     assert figures["left_out"] == ["the recurrence of linear attention and Mamba layers"]
     assert "not counted in FLOPs, bytes moved and times: the recurrence" in run(str(path))
     assert "没有计入" in run(str(path), "--zh")
+    (rows,) = found(str(path), "--sweep", "length=1k..2k").values()
+    assert all(row["left_out"] == figures["left_out"] for row in rows)
     swept = run(str(path), "--sweep", "length=1k..2k")
     assert "not counted in FLOPs" in " ".join(swept.split())
 
