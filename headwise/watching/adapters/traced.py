@@ -47,6 +47,9 @@ Read = TypeVar("Read")
 ATTENDED: list[nn.Module] = []
 """The modules of the region that is being traced that attended so far, once for each time."""
 
+ACROSS: list[nn.Module] = []
+"""The same for attention to another sequence."""
+
 
 def current() -> nn.Module | None:
     """The module whose forward is being traced; None inside a call that is read already."""
@@ -79,6 +82,7 @@ def run(
         _leave()
         if not RUNNING:
             ATTENDED.clear()
+            ACROSS.clear()
             traced_masks.forget()
 
 
@@ -197,9 +201,12 @@ def _prepared(module: nn.Module | None, q: Tensor, across: bool) -> tuple[str, T
     group = _group(module)
     if group < 0:
         return "", None
-    again = 0 if across else sum([one is module for one in ATTENDED])
-    if module is not None and not across:
-        ATTENDED.append(module)
+    before = ACROSS if across else ATTENDED
+    again = sum([one is module for one in before])
+    if across and q.shape[2] == 1:
+        again = 0  # the next row of a sequence that is looked at step by step
+    elif module is not None:
+        before.append(module)
     _prepare(group, again, across, q.shape[1], q.shape[3], q.device.type, q.device.index)
     way = key(again, across)
     return way, getattr(module, tap_name(way), None)

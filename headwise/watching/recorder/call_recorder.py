@@ -188,7 +188,8 @@ class CallRecorder:
         start = first + (forgotten or 0) if kind == "self" else 0
         passes.first = max(passes.first, start)
         passes.past = passes.past or start > 0
-        name = self.registry.distinct_name(passes.depth_name(name, kind), kind)
+        name, again = passes.depth_name(name, call, kind)
+        name = self.registry.distinct_name(name, kind)
         layer = self.registry.layer(name, call, kind)
         if layer is None:
             return
@@ -208,7 +209,7 @@ class CallRecorder:
         if forgotten is None and last is not None and forgets(layer, call, start):
             start = last.start + last.queries  # the cache's first keys are not the sequence's
             passes.first = max(passes.first, start)
-        continues = passes.continues(layer, call, start)
+        continues = passes.continues(layer, call, start, again)
         found = SeenCall(
             call.q.shape[0],
             call.q.shape[2],

@@ -20,6 +20,11 @@ def joined_call(parts: list[SeenCall], calls: list[Call], across: bool, title: s
     `parts` tell where each call stands in the pass; `across` is True if they look at another
     sequence. ValueError, with the layer's title, if the last call lacks keys that others saw.
     """
+    if across and not all(part.alike is None or bool(part.alike) for part in parts):
+        raise ValueError(
+            f"the rows of {title} saw different keys: the sequence that it looks at changed while "
+            "the model generated. Watch a single step to have its map"
+        )
     last, end = calls[-1], parts[-1].start + parts[-1].queries
     before = [] if across else [call.k for call in calls[:-1]]
     begun = sum(k.shape[2] for k in before)

@@ -71,9 +71,13 @@ class WatchedLayer:
             self._calls.pop()  # tokens that were taken back
         if self._calls and self.kind == "self":
             self._calls[-1] = self._calls[-1].cut(seen.start - self._calls[-1].start)
+        seen = seen if seen.call is None else seen.keeping(owned(seen.call))
         if self._calls and self._calls[-1].call is not None and not self._calls[-1].lost:
-            self._calls[-1] = self._calls[-1].with_own_keys(first=len(self._calls) == 1)
-        self._calls.append(seen if seen.call is None else seen.keeping(owned(seen.call)))
+            if self.kind == "cross":
+                self._calls[-1], seen = seen.after(self._calls[-1])
+            else:
+                self._calls[-1] = self._calls[-1].with_own_keys(first=len(self._calls) == 1)
+        self._calls.append(seen)
 
     @property
     def module(self) -> str:

@@ -38,6 +38,7 @@ class SeenCall:
     keys: int = 0  # how many it saw
     newest: Tensor | None = None  # (B, Hkv, D): the key of its last query, if keys are known
     address: int = 0  # of its keys: the same keys again have the same address
+    alike: Tensor | None = None  # True if it saw the keys of the call before; None if that is known
     kept: Versions | None = None  # the tensors that its map is made of
     split: tuple[SplitCalls, Call] | None = None
     """The call of this rank's part of a split sequence, and who makes its map with the others."""
@@ -51,6 +52,17 @@ class SeenCall:
         """The same with this call, and a note of what its tensors hold."""
         return replace(self, call=call, kept=versions_of(call))
 
+    def after(self, before: SeenCall) -> tuple[SeenCall, SeenCall]:
+        """The call before and this one, which looks at the same other sequence: it is kept once.
+
+        That the keys are the same is read when somebody asks for the map; a GPU need not wait.
+        """
+        if before.call is None or self.call is None:
+            return before, self
+        old, new = before.call.k, self.call.k
+        alike = None if lie_together(old, new) else (old == new).all()
+        return before.keeping(before.call._replace(k=new)), replace(self, alike=alike)
+
     def with_own_keys(self, first: bool) -> SeenCall:
         """The same with the keys of its own rows only: the next call holds the others too."""
         assert self.call is not None
@@ -60,8 +72,8 @@ class SeenCall:
     def emptied(self) -> SeenCall:
         """The same without tensors: where the call stood, and how its logits were made."""
         return replace(
-            self, observation=None, padding=None, call=None, lse=None, newest=None, kept=None,
-            split=None,
+            self, observation=None, padding=None, call=None, lse=None, newest=None, alike=None,
+            kept=None, split=None,
         )  # fmt: skip
 
     def cut(self, queries: int) -> SeenCall:
@@ -175,6 +187,12 @@ def address(x: Tensor) -> int:
         return x.data_ptr()
     except RuntimeError:
         return 0
+
+
+def lie_together(x: Tensor, y: Tensor) -> bool:
+    """True if two tensors of one shape are the same place in memory."""
+    where = address(x)
+    return where != 0 and where == address(y) and x.stride() == y.stride()
 
 
 def _shown_keys(mask: Mask, place: Place) -> Tensor:
