@@ -7,6 +7,9 @@ import typer
 
 SKETCH = "A decoder of your own"
 
+MOST = 10**6
+"""The largest of most numbers: weights of three such factors are still counted exactly."""
+
 HELP = """
 Count what a model takes before it runs: parameters, FLOPs, memory and time.
 
@@ -36,9 +39,13 @@ cache. A device with R FLOPs and B bytes per second waits for memory below R/B F
 """
 
 
-def _number(help: str) -> typer.models.OptionInfo:
+def _number(help: str, most: int = MOST) -> typer.models.OptionInfo:
     """A number that describes a decoder of your own."""
-    found: typer.models.OptionInfo = typer.Option(help=help, min=1, rich_help_panel=SKETCH)
+    return _from_one(help, most, SKETCH)
+
+
+def _from_one(help: str, most: int, panel: str | None = None) -> typer.models.OptionInfo:
+    found: typer.models.OptionInfo = typer.Option(help=help, min=1, max=most, rich_help_panel=panel)
     return found
 
 
@@ -59,7 +66,7 @@ Length = Annotated[
     str | None,
     typer.Option(help="Tokens per sequence: 8192, 32k; 4096, or as many as the model takes."),
 ]
-Batch = Annotated[int | None, typer.Option(help="Sequences at once; 1 by default.", min=1)]
+Batch = Annotated[int | None, _from_one("Sequences at once; 1 by default.", 10**9)]
 Decode = Annotated[bool, _flag("--decode", "One more token, the others in the KV cache.")]
 Training = Annotated[bool, _flag("--training", "A forward and a backward, and Adam's memory.")]
 Recompute = Annotated[bool, _flag("--recompute", "In training, keep only the inputs of layers.")]
@@ -73,14 +80,14 @@ DeviceName = Annotated[
 Mesh = Annotated[
     str | None, typer.Option(help="Cost of one rank of a mesh: tp=4,cp=2,dp=2,fsdp=8.")
 ]
-Layers = Annotated[int | None, _number("Layers.")]
+Layers = Annotated[int | None, _number("Layers.", 10**4)]
 Width = Annotated[int | None, _number("Model width.")]
 Heads = Annotated[int | None, _number("Query heads.")]
 KeyHeads = Annotated[int | None, _number("Key and value heads; as many as heads.")]
 HeadDim = Annotated[int | None, _number("Width of a head; width / heads.")]
-Hidden = Annotated[int | None, _number("Feed-forward width; 8/3 of width.")]
-Vocabulary = Annotated[int | None, _number("Tokens it knows; 32000.")]
-Window = Annotated[int | None, _number("Keys each query sees.")]
+Hidden = Annotated[int | None, _number("Feed-forward width; 8/3 of width.", 10**9)]
+Vocabulary = Annotated[int | None, _number("Tokens it knows; 32000.", 10**9)]
+Window = Annotated[int | None, _number("Keys each query sees.", 10**12)]
 SweepOver = Annotated[
     str | None, typer.Option(help="length=1k..128k (doubling), batch=1,8,64, or heads=1..64.")
 ]

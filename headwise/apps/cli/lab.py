@@ -40,10 +40,12 @@ Out = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Minutes = Annotated[
-    float | None, typer.Option(help="Stop after so many minutes; the same command continues.")
+    float | None,
+    typer.Option(max=10**6, help="Stop after so many minutes; the same command continues."),
 ]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that share the work; by default one per core.")
+    int | None,
+    typer.Option(min=1, max=1024, help="Processes that share the work; by default one per core."),
 ]
 Form = Annotated[str | None, typer.Option(hidden=True)]
 
@@ -229,7 +231,8 @@ def show(
 @app.command()
 def table(
     minutes: Annotated[
-        float, typer.Option(help="Stop after so many minutes; the same command continues.")
+        float,
+        typer.Option(max=10**6, help="Stop after so many minutes; the same command continues."),
     ] = 9.0,
     workers: Workers = None,
     device: Annotated[
@@ -264,12 +267,12 @@ def piece(
     form: Form = None,
     device: Annotated[str | None, typer.Option()] = None,
     minutes: Minutes = None,
-    at_once: Annotated[int, typer.Option()] = 4,
+    at_once: Annotated[int, typer.Option(min=1, max=1024)] = 4,
     out: Out = None,
 ) -> None:
     """Make pieces of a long experiment: what the processes of a session run."""
-    lab = Lab(form or ("full" if full else "quick"), devices.chosen(device), out)
     with explained(zh=False):
+        lab = Lab(form or ("full" if full else "quick"), devices.chosen(device), out)
         known = {each.name: each for each in pieces.every(lab)}
         for name in names:
             if name not in known:

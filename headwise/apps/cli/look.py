@@ -123,7 +123,7 @@ def draw(asked: Asked, every: bool, as_json: bool) -> None:
 def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> None:
     """Write the page as a file, or a head as a picture, or both; print their names and sizes."""
     for path in (out, picture):
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+        if path is not None and (path.is_dir() or not _resolved(path).parent.is_dir()):
             raise ValueError(f"{path} can't be written: name a file in an existing folder")
     if picture is not None:
         pictures.check(picture)
@@ -150,6 +150,14 @@ def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> N
                 f"no font here has {boxes[:20]}, drawn as boxes: install Noto Sans CJK, or use .svg"
             )
             typer.echo(said, err=True)
+
+
+def _resolved(path: Path) -> Path:
+    """The path behind all links."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # Python 3.11 and 3.12 raise RuntimeError
+        raise ValueError(f"{path} can't be written: its links lead in a circle") from error
 
 
 def serve(asked: Asked, port: int, no_open: bool) -> None:

@@ -1,27 +1,56 @@
 """The command `headwise`: its subcommands, and --version."""
 
+from __future__ import annotations
+
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 try:
     import typer
+    from typer.core import TyperGroup
 except ModuleNotFoundError as missing:
     raise SystemExit(
         f"The command line needs {missing.name}: pip install 'headwise[cli]'"
     ) from missing
 
 from headwise import __version__
-from headwise.apps.cli import cost, doctor, lab, look, train, watch
+
+COMMANDS = {
+    "look": "See what a model's attention heads do with a text, on a page in your browser.",
+    "watch": "Watch a run: the health of every head, layer by layer, while the model trains.",
+    "cost": "Count what a model takes before it runs: parameters, FLOPs, memory and time.",
+    "train": "Train a small model: translate, continue text, or classify images.",
+    "lab": "Test what textbooks say about attention: every claim is an experiment with a verdict.",
+    "doctor": "Check this machine: versions, devices, engines, and known problems with "
+    "their cures.",
+}
+"""The commands and what they do; each is a module with an `app` of the same name."""
+
+
+class Commands(TyperGroup):
+    """Knows the commands by name, and loads the one that runs: all together take seconds."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else loaded(name), rest
+
+
+def loaded(name: str) -> Any:
+    """The command of this name, with its options."""
+    return typer.main.get_command(import_module(f"headwise.apps.cli.{name}").app)
+
 
 app = typer.Typer(
+    cls=Commands,
     name="headwise",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
-for command in (look, watch, cost, train, lab, doctor):
-    app.add_typer(command.app)
+for name, about in COMMANDS.items():
+    app.command(name, help=about)(lambda: None)
 
 
 def print_version(wanted: bool) -> None:

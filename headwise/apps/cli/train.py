@@ -37,21 +37,25 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --ou
 Data = Annotated[
     str | None, typer.Option(help="A corpus by name, or your own file.", show_default=False)
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Number of steps instead of the preset's.")]
-Minutes = Annotated[float | None, typer.Option(help="As many steps as fit into this time.")]
+Steps = Annotated[
+    int | None, typer.Option(min=1, max=10**9, help="Number of steps instead of the preset's.")
+]
+Minutes = Annotated[
+    float | None, typer.Option(max=10**6, help="As many steps as fit into this time.")
+]
 Seed = Annotated[int | None, typer.Option(help="Random seed instead of the preset's.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:1; by default a GPU if there is one.")
 ]
 Watch = Annotated[
     int | None,
-    typer.Option(min=1, help="Watch the heads every so many steps, for headwise watch."),
+    typer.Option(min=1, max=10**9, help="Watch the heads every so many steps, for headwise watch."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print each measurement as a line of JSON.")]
 
 
 Context = Annotated[
-    int | None, typer.Option(min=2, help="Tokens per text instead of the preset's.")
+    int | None, typer.Option(min=2, max=10**9, help="Tokens per text instead of the preset's.")
 ]
 ContextRanks = Annotated[
     int,

@@ -33,7 +33,9 @@ def watch(
         bool,
         typer.Option("--json", help="Print the last step, trends and alarms as JSON."),
     ] = False,
-    seconds: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 1.0,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds between updates.", min=0.1, max=3600)
+    ] = 1.0,
 ) -> None:
     """Watch a run: the health of every head, layer by layer, while the model trains.
 

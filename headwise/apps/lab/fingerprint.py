@@ -19,7 +19,7 @@ import textwrap
 import threading
 import tokenize
 from dataclasses import is_dataclass
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -65,7 +65,7 @@ def _collect(value: Any, name: str, parts: dict[str, str]) -> None:
             return
         if value.__name__ == "<lambda>":
             raise ValueError(f"{name} uses a lambda, whose code can't be told apart; use def")
-        source = textwrap.dedent(inspect.getsource(value))
+        source = _source(value)
         parts[key] = bare(source)
         for used, found in _used(value, source):
             _collect(found, used, parts)
@@ -101,6 +101,7 @@ def _functions_in(value: Any) -> list[FunctionType | type]:
     return [value] if isinstance(value, FunctionType | type) else []
 
 
+@cache  # experiments share most of their code
 def bare(source: str) -> str:
     """Source without comments, docstrings and white space: the same for every Python.
 
@@ -124,11 +125,22 @@ def bare(source: str) -> str:
     return "".join("".join(kept).split())
 
 
+@cache
+def _source(value: Any) -> str:
+    return textwrap.dedent(inspect.getsource(value))
+
+
+@cache
+def _names(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The names and the attributes in a source."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = frozenset(node.id for node in nodes if isinstance(node, ast.Name))
+    return names, frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
+
+
 def _used(value: Any, source: str) -> list[tuple[str, Any]]:
     """The globals that a function or class names, and what it names of modules of the lab."""
-    nodes = list(ast.walk(ast.parse(source)))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names, attributes = _names(source)
     module = inspect.getmodule(value)
     around = getattr(value, "__globals__", vars(module) if module else {})
     found: list[tuple[str, Any]] = []

@@ -3,6 +3,8 @@
 import importlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from headwise.apps.cli import machine
+from headwise.apps.cli import machine, main
 from headwise.apps.cli.main import app
 from headwise.apps.look import terminal_view as terminal
 from headwise.apps.look.readers.opening import opened
@@ -35,6 +37,26 @@ def test_help_names_the_commands_and_teaches_by_example() -> None:
     assert "look" in run("--help")
     assert "doctor" in run("--help")
     assert "headwise look --terminal --text 'to be or not to be'" in run("look", "--help")
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
+    helped = (main.loaded(name).help or "").split("[b]")[0].strip().split("\n\n")[0]
+    assert " ".join(helped.split()) == main.COMMANDS[name]
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("watch", "--help")])
+def test_a_command_loads_only_what_it_needs(words: tuple[str, ...]) -> None:
+    told = f"""
+import sys
+from headwise.apps.cli.main import app
+app({list(words)}, standalone_mode=False)
+print([name for name in sys.modules if name.startswith("headwise.apps.")], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    others = {"look", "cost", "train", "lab", "doctor"}
+    assert not [name for name in others if f"headwise.apps.cli.{name}'" in done.stderr]
+    assert "headwise.apps.lab" not in done.stderr
 
 
 def test_version_is_the_package_s() -> None:

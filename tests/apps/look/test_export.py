@@ -1,6 +1,7 @@
 """The page as one file: self-contained, bounded, and safe from what the text says."""
 
 import base64
+import errno
 import gzip
 import json
 import re
@@ -59,6 +60,26 @@ def test_a_file_has_its_notes_in_both_languages(long: Session) -> None:
     state = export.Recorded(session, 1000).content([])["answers"]["/api/state"]["json"]
     assert state["inputs"][0]["notes"] == [note]
     assert state["zh"] == {note: "5,000 个词元；模型训练时一次只读 4,096 个"}
+
+
+def test_a_page_that_can_t_be_written_leaves_the_old_one(
+    long: Session, tmp_path: Path, static: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target, link = tmp_path / "page.html", tmp_path / "link.html"
+    target.write_text("the old page")
+    link.symlink_to(target)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            export.write(long, link, (), 20_000_000, static)
+    assert target.read_text() == "the old page"
+    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "link.html", "static"}
+    size, _ = export.write(long, link, (), 20_000_000, static)
+    assert link.is_symlink()
+    assert target.stat().st_size == size
 
 
 def test_a_text_can_not_break_out_of_the_file(tmp_path: Path, static: Path) -> None:

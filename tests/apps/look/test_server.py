@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.request import urlopen
 
@@ -20,8 +20,10 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
+from headwise.apps.look.background import StoppedError
 from headwise.apps.look.readers.reader import MOST_TOKENS
 from headwise.apps.look.serving import server
+from headwise.apps.look.serving.answers import answer
 from headwise.apps.look.serving.guard import MOST_BYTES
 from headwise.apps.look.serving.server import application, listening
 from headwise.apps.look.session import Session
@@ -218,7 +220,7 @@ def test_a_tile_that_was_scrolled_past_is_not_computed(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[str] = []
-    monkeypatch.setattr(server, "answer", lambda session, path: computed.append(path))
+    monkeypatch.setattr(server, "answer", lambda *given: computed.append(given[1]))
     sent: list[Any] = []
 
     async def gone() -> Any:
@@ -239,6 +241,97 @@ def test_a_tile_that_was_scrolled_past_is_not_computed(
         pool.submit(asyncio.run, application(session)(scope, gone, send)).result()
     assert sent[0]["status"] == 499
     assert not computed
+
+
+def test_a_body_that_its_sender_gave_up_is_forgotten_without_a_word(
+    session: Session, static: Path
+) -> None:
+    sent: list[Any] = []
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/api/inputs",
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1:8470"), (b"content-length", b"1000")],
+        "server": ("127.0.0.1", 8470),
+    }
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, application(session, static)(scope, gone, send)).result()
+    assert sent[0]["status"] == 499
+
+
+class Slow:
+    """An answer that goes on until it is told to stop."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = Event(), Event()
+
+    def __call__(self, session: Session, address: str, check: Callable[[], None]) -> None:
+        self.begun.set()
+        try:
+            while not self.ended.wait(0.01):
+                check()
+        finally:
+            self.ended.set()
+
+
+def test_an_answer_that_nobody_waits_for_is_given_up(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr(server, "answer", slow)
+    asking = HTTPConnection("127.0.0.1", port)
+    asking.request("GET", "/api/inputs/0/span")
+    assert slow.begun.wait(60)
+    assert not slow.ended.is_set()
+    asking.close()
+    assert slow.ended.wait(60)
+
+
+def test_a_span_asks_between_heads_whether_anyone_waits(session: Session) -> None:
+    asked = []
+
+    def check() -> None:
+        asked.append(True)
+        if len(asked) == 3:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        answer(session, "/api/inputs/0/span?first=0&last=2", check)
+
+
+def test_ctrl_c_during_a_long_answer_prints_no_traceback(
+    session: Session,
+    static: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr(server, "answer", slow)
+    bound = listening()
+    config = uvicorn.Config(
+        application(session, static), log_level="warning", lifespan="off",
+        timeout_graceful_shutdown=0,
+    )  # fmt: skip
+    running = uvicorn.Server(config)
+    thread = Thread(target=running.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    asking = HTTPConnection("127.0.0.1", bound.getsockname()[1])
+    asking.request("GET", "/api/inputs/0/span")
+    assert slow.begun.wait(60)
+    running.should_exit = True  # as Ctrl-C does
+    assert slow.ended.wait(60)
+    thread.join(60)
+    asking.close()
+    assert not thread.is_alive()
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_a_page_that_is_not_built_says_how_to_build_it(session: Session, tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from headwise.apps.look.watched_folder import WatchedFolder
 from headwise.messages import halves, said_by, say, with_chinese
 
 
-def answer(session: Session, address: str) -> Answer:
+def answer(session: Session, address: str, check: Callable[[], None] = lambda: None) -> Answer:
     """Answer a path and query such as /api/inputs/0/heads.
+
+    What takes long calls `check` now and then, which raises `StoppedError` to end it.
 
     >>> answer(Session(), "/api/nowhere").status
     404
@@ -27,7 +29,7 @@ def answer(session: Session, address: str) -> Answer:
         for pattern, reply in ROUTES:
             match = re.fullmatch(pattern, parts.path)
             if match:
-                return reply(session, Query(parts.query), *match.groups())
+                return reply(session, Query(parts.query, check), *match.groups())
         nothing = say("there is nothing at {path}", path=parts.path[:200])
         raise Refusal(404, nothing, say("see docs/look.md"))
     except Refusal as refusal:

@@ -116,6 +116,7 @@ def span(session: Session, query: Query, id: str) -> Answer:
     keys, row = _keys(query, group), _row(query, group)
     found = []
     for head in group.heads:
+        query.check()
         mass = head.map.mass(keys.start, keys.stop)[0, 0]  # (N,)
         shares = {"mean": number(float(mass.mean())), "row": number(float(mass[row]))}
         found.append({"layer": head.layer, "head": head.number, **shares})

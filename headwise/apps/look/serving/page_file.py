@@ -14,6 +14,7 @@ from headwise.apps.look.scene import Group, Head
 from headwise.apps.look.serving.answers import answer
 from headwise.apps.look.serving.input_answers import MOST_TOKENS
 from headwise.apps.look.session import Session
+from headwise.files import write_whole
 from headwise.messages import with_chinese
 
 STATIC = Path(__file__).parent.parent / "static"
@@ -47,7 +48,7 @@ def write(
     heads = recorded.record(chosen)
     data = json.dumps(recorded.content(heads), ensure_ascii=False, allow_nan=False)
     content = (page[0] + data.replace("<", "\\u003c") + page[1]).encode(errors="replace")
-    path.write_bytes(content)
+    write_whole(path.resolve(), content)  # a page that is there stays until this one is complete
     return len(content), heads
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
@@ -48,7 +49,8 @@ def number(value: float) -> float | None:
 class Query:
     """The part of an address after the question mark; a bad value is a `Refusal`."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, check: Callable[[], None] = lambda: None) -> None:
+        self.check = check  # raises StoppedError once nobody waits for the answer
         self.given = {name: values[-1] for name, values in parse_qs(text).items()}
 
     def number(self, name: str, default: int, low: int = 0, high: int = 1 << 31) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import PlainTextResponse, Response
     from starlette.routing import BaseRoute, Mount, Route
     from starlette.staticfiles import StaticFiles
@@ -21,6 +23,7 @@ except ModuleNotFoundError as missing:
         f"the page's server needs {missing.name}: pip install 'headwise[look]'", name=missing.name
     ) from missing
 
+from headwise.apps.look.background import StoppedError
 from headwise.apps.look.serving.answers import answer, answer_post
 from headwise.apps.look.serving.guard import Guard, TooLargeError, too_large
 from headwise.apps.look.serving.page_file import STATIC, built
@@ -42,16 +45,19 @@ def application(session: Session, static: Path = STATIC) -> Starlette:
         async with turns:
             if await request.is_disconnected():  # the user has scrolled past it
                 return Response(status_code=499)
-            return response(await run_in_threadpool(answer, session, address))
+            return await computed(request, lambda check: answer(session, address, check))
 
     async def post(request: Request) -> Response:
         try:
             what = _sent(request.headers.get("content-type", ""), await request.body())
         except TooLargeError:
             return too_large()
+        except ClientDisconnect:  # before the body had come
+            return Response(status_code=499)
         except Refusal as refusal:
             return response(refusal.answer())
-        return response(await run_in_threadpool(answer_post, session, request.url.path, what))
+        path = request.url.path
+        return await computed(request, lambda check: answer_post(session, path, what))
 
     routes = [
         Route("/api/inputs", post, methods=["POST"]),
@@ -75,6 +81,31 @@ def page(static: Path) -> BaseRoute:
 
         return Route("/{path:path}", missing)
     return Mount("/", StaticFiles(directory=static, html=True))
+
+
+async def computed(request: Request, work: Callable[[Callable[[], None]], Answer]) -> Response:
+    """Compute an answer in a thread, which is told to stop when nobody waits for it any more."""
+    left = Event()
+
+    def check() -> None:
+        if left.is_set():
+            raise StoppedError
+
+    async def listen() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    listening = asyncio.create_task(listen())
+    try:
+        return response(await run_in_threadpool(work, check))
+    except StoppedError:
+        return Response(status_code=499)
+    except asyncio.CancelledError:  # Ctrl-C: the server waits no longer
+        left.set()
+        return Response(status_code=503)
+    finally:
+        listening.cancel()
 
 
 def response(given: Answer) -> Response:
