@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.files import write_whole
+from headwise.core.arguments import is_integer
+from headwise.files import json_object, write_whole
 from headwise.messages import say
 from headwise.version import __version__
 
@@ -74,24 +76,48 @@ def remove_leftovers(path: Path) -> None:
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, on the CPU, and its description."""
+    with opened(path) as (file, about):
+        try:
+            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+        except _safetensors().SafetensorError as error:
+            raise damaged(path, error) from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A file, whose tensors are not read yet, and its description."""
     safetensors = _safetensors()
     if not path.is_file():
         raise ValueError(say("there is no checkpoint {path}", path=path))
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            described = (file.metadata() or {}).get("headwise")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        file = safetensors.safe_open(path, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
-    if described is None:
-        raise ValueError(f"{path} was not written by headwise: it has no description")
-    about: dict[str, Any] = json.loads(described)
+        raise damaged(path, error) from error
+    with file:
+        about = (file.metadata() or {}).get("headwise")
+        if about is None:
+            raise ValueError(f"{path} was not written by headwise: it has no description")
+        yield file, described(json_object(about, path), path)
+
+
+def described(about: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The description that a checkpoint has; ValueError if it is of another format or damaged."""
     if about.get("format") != FORMAT:
         raise ValueError(
             f"{path} has format {about.get('format')!r} (headwise {about.get('version')}), and "
             f"this headwise, {__version__}, reads format {FORMAT}"
         )
-    return tensors, about
+    step, asked = about.get("step"), about.get("asked", {})
+    if not is_integer(step) or step < 0 or not isinstance(asked, dict):
+        raise damaged(path, "its step or its settings are not what headwise writes")
+    return about
+
+
+def damaged(path: Path, reason: object) -> ValueError:
+    """The error for a file that can't be read."""
+    return ValueError(
+        f"{path} is damaged or not a safetensors file: {reason}; copy it again, or train again"
+    )
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -123,7 +123,7 @@ def load(what: str | Path, device: Device = "cpu") -> LanguageModel | Translator
     if run.model.exists():
         checkpoints.put_weights(model, checkpoints.load(run.model)[0], run.model)
     elif shared is not None and not sharded_checkpoints.is_older(shared, run.state):
-        sharded_checkpoints.restore_weights(shared, model)
+        checkpoints.put_weights(model, sharded_checkpoints.weights(shared), shared)
     else:
         tensors = checkpoints.below("model/", checkpoints.load(run.state)[0])
         checkpoints.put_weights(model, tensors, run.state)

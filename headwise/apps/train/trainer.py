@@ -147,17 +147,17 @@ class Trainer(Generic[Batch]):
         step, shared = 0, sharded_checkpoints.newest(self.run.shared_state)
         if self.run.state.exists():
             tensors, about = checkpoints.load(self.run.state)
-            step = int(about["step"])
+            step = about["step"]
             if shared is None or int(shared.name) < step:
-                refuse_another_run(self.settings, about["asked"], self.run.state)
+                refuse_another_run(self.settings, about.get("asked", {}), self.run.state)
                 checkpoints.restore(model, optimizer, tensors, self.run.state)
                 shared = None
         optimizer = sharded_checkpoints.spread(model, optimizer, self.recipe.optimizer, self.ranks)
         if shared is not None:
             about = sharded_checkpoints.about(shared)
-            step = int(about["step"])
-            refuse_another_run(self.settings, about["asked"], shared)
-            sharded_checkpoints.restore(shared, model, optimizer, self.ranks)
+            step = about["step"]
+            refuse_another_run(self.settings, about.get("asked", {}), shared)
+            sharded_checkpoints.restore(shared, model, optimizer)
         if step != self.ranks.largest(step):
             raise ValueError(
                 f"this rank sees a checkpoint of step {step} and another one a later step: "
