@@ -36,6 +36,14 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], origin: Path) -> None:
     """Copy tensors into a model of the same shape; ValueError, and no change, if they differ."""
+    check_weights(model, tensors, origin)
+    with torch.no_grad():
+        for name, tensor in weights(model).items():
+            tensor.copy_(tensors[name])
+
+
+def check_weights(model: nn.Module, tensors: Mapping[str, Tensor], origin: Path) -> None:
+    """ValueError unless tensors have the names and shapes of a model's."""
     into = weights(model)
     differences = [f"{name} is missing" for name in into.keys() - tensors.keys()]
     differences += [f"{name} is not in the model" for name in tensors.keys() - into.keys()]
@@ -44,14 +52,16 @@ def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], origin: Path) -
         for name in into.keys() & tensors.keys()
         if tensors[name].shape != into[name].shape
     ]
+    differences += [
+        f"{name} is of {tensors[name].dtype} and should be of {into[name].dtype}"
+        for name in into.keys() & tensors.keys()
+        if tensors[name].is_floating_point() != into[name].is_floating_point()
+    ]
     if differences:
         some = "; ".join(sorted(differences)[:3])
         raise ValueError(
             f"{origin} holds another model: {some} ({len(differences)} differences in all)"
         )
-    with torch.no_grad():
-        for name, tensor in into.items():
-            tensor.copy_(tensors[name])
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
@@ -107,8 +117,8 @@ def described(about: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{path} has format {about.get('format')!r} (headwise {about.get('version')}), and "
             f"this headwise, {__version__}, reads format {FORMAT}"
         )
-    step, asked = about.get("step"), about.get("asked", {})
-    if not is_integer(step) or step < 0 or not isinstance(asked, dict):
+    about = {"step": 0, "asked": {}, **about}
+    if not is_integer(about["step"]) or about["step"] < 0 or not isinstance(about["asked"], dict):
         raise damaged(path, "its step or its settings are not what headwise writes")
     return about
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.apps.train import checkpoints
-from headwise.files import write_whole
+from headwise.files import json_object, write_whole
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,9 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """The settings that this run was started with."""
         try:
-            found: dict[str, Any] = json.loads(self.config.read_text(encoding="utf-8"))
+            return json_object(self.config.read_bytes(), self.config)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ValueError(f"{self.folder} does not hold a run: it has no config.json") from error
-        except ValueError as error:
-            raise ValueError(f"{self.config} is damaged: {error}") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{self.config} is damaged: it holds a {type(found).__name__}")
-        return found
 
     def record(self, measured: dict[str, Any]) -> None:
         """Append a measurement."""
@@ -93,7 +88,7 @@ class Run:
         if self.metrics.exists():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
-                    yield json.loads(line)
+                    yield json_object(line, self.metrics)
                 except ValueError:
                     continue
 

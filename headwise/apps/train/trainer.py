@@ -149,14 +149,14 @@ class Trainer(Generic[Batch]):
             tensors, about = checkpoints.load(self.run.state)
             step = about["step"]
             if shared is None or int(shared.name) < step:
-                refuse_another_run(self.settings, about.get("asked", {}), self.run.state)
+                refuse_another_run(self.settings, about["asked"], self.run.state)
                 checkpoints.restore(model, optimizer, tensors, self.run.state)
                 shared = None
         optimizer = sharded_checkpoints.spread(model, optimizer, self.recipe.optimizer, self.ranks)
         if shared is not None:
             about = sharded_checkpoints.about(shared)
             step = about["step"]
-            refuse_another_run(self.settings, about.get("asked", {}), shared)
+            refuse_another_run(self.settings, about["asked"], shared)
             sharded_checkpoints.restore(shared, model, optimizer)
         if step != self.ranks.largest(step):
             raise ValueError(

@@ -236,7 +236,7 @@ def read_name(name: str) -> Architecture:
             )
         )
     try:
-        return read_configuration(AutoConfig.from_pretrained(name))
+        return read_configuration(AutoConfig.from_pretrained(name, trust_remote_code=False))
     except OSError as error:
         raise ValueError(
             say("{name!r} is not on the hub: {reason}", name=name,
@@ -247,7 +247,7 @@ def read_name(name: str) -> Architecture:
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(say("{path} is not JSON: {reason}", path=path, reason=error)) from None
     if not isinstance(fields, dict):
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from headwise.apps.look.readers.builtin import ImageReader, TextReader, Translat
 from headwise.apps.look.readers.reader import Reader
 from headwise.apps.look.watched_folder import WatchedFolder
 from headwise.apps.train.loading import Classifier, LanguageModel, built_in, load
+from headwise.files import json_object
 from headwise.hub import unreachable
 from headwise.watching.runs.manifest import NAME
 from headwise.watching.runs.run_reader import INSIDE
@@ -66,9 +66,10 @@ def recorded(folder: Path) -> bool:
 
 def trained_here(folder: Path) -> bool:
     """True if a folder is a run of `headwise train`."""
+    path = folder / "config.json"
     try:
-        return "task" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        return "task" in json_object(path.read_bytes(), path)
+    except (OSError, ValueError):
         return False
 
 
