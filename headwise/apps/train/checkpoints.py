@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise import __version__
-from headwise.extend import is_integer
+from headwise.core.arguments import is_integer
 from headwise.files import json_object, write_whole
 from headwise.messages import say
 
@@ -43,7 +42,7 @@ def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], origin: Path) -
 
 
 def check_weights(model: nn.Module, tensors: Mapping[str, Tensor], origin: Path) -> None:
-    """ValueError if these are not the weights of a model; one on the meta device will do."""
+    """ValueError unless tensors have the names and shapes of a model's."""
     into = weights(model)
     differences = [f"{name} is missing" for name in into.keys() - tensors.keys()]
     differences += [f"{name} is not in the model" for name in tensors.keys() - into.keys()]
@@ -51,6 +50,11 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Tensor], origin: Path)
         f"{name} is {tuple(tensors[name].shape)} and should be {tuple(into[name].shape)}"
         for name in into.keys() & tensors.keys()
         if tensors[name].shape != into[name].shape
+    ]
+    differences += [
+        f"{name} is of {tensors[name].dtype} and should be of {into[name].dtype}"
+        for name in into.keys() & tensors.keys()
+        if tensors[name].is_floating_point() != into[name].is_floating_point()
     ]
     if differences:
         some = "; ".join(sorted(differences)[:3])
@@ -112,8 +116,8 @@ def described(about: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{path} has format {about.get('format')!r} (headwise {about.get('version')}), and "
             f"this headwise, {__version__}, reads format {FORMAT}"
         )
-    step, asked = about.setdefault("step", 0), about.setdefault("asked", {})
-    if not is_integer(step) or step < 0 or not isinstance(asked, dict):
+    about = {"step": 0, "asked": {}, **about}
+    if not is_integer(about["step"]) or about["step"] < 0 or not isinstance(about["asked"], dict):
         raise damaged(path, "its step or its settings are not what headwise writes")
     return about
 

@@ -14,13 +14,14 @@ from headwise.apps.train import checkpoints, setups, sharded_checkpoints
 from headwise.apps.train.data.tokenisers import Tokeniser
 from headwise.apps.train.run_folder import Run
 from headwise.apps.train.tasks.translating import translate
+from headwise.core.arguments import is_number
 from headwise.models import GPT, Greedy, Strategy, Transformer, ViT
 
 ASSETS = Path(__file__).parents[2] / "assets"
 """The folder of the built-in models."""
 
-MOST_BUFFERED = 1 << 28
-"""Numbers that a model may have besides its weights: a gigabyte."""
+MOST = 2**31
+"""The largest number in a model's configuration: a context of two thousand million tokens."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,17 @@ def load(what: str | Path, device: Device = "cpu") -> LanguageModel | Translator
     if not isinstance(task, str) or task not in setups.CONFIGS:
         known = ", ".join(setups.CONFIGS)
         raise ValueError(f"{run.config} describes an unknown task {task!r}; known are {known}")
+    tensors, origin = _weights(run)
     try:
         config = setups.CONFIGS[task].from_dict(settings["model"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{run.config} does not describe a model: {error}") from error
-    tensors, origin = _weights(run)
-    _check_size(config, tensors, run.config)
+        check_sizes(config.to_dict(), len(tensors))
+        with torch.device("meta"):  # takes no memory, whatever the configuration asks for
+            checkpoints.check_weights(setups.build(config), tensors, origin)
+    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{run.config} does not describe the model in {origin}: {reason}; copy both again"
+        ) from error
     model = setups.build(config)
     checkpoints.put_weights(model, tensors, origin)
     model.to(device).eval()
@@ -130,7 +136,7 @@ def load(what: str | Path, device: Device = "cpu") -> LanguageModel | Translator
 
 
 def _weights(run: Run) -> tuple[dict[str, Tensor], Path]:
-    """The weights of a run, or of its last checkpoint, and the file or folder they are from."""
+    """The weights of a run and the file that holds them; of its last checkpoint if it goes on."""
     if run.model.exists():
         return checkpoints.load(run.model)[0], run.model
     shared = sharded_checkpoints.newest(run.shared_state)
@@ -139,39 +145,57 @@ def _weights(run: Run) -> tuple[dict[str, Tensor], Path]:
     return checkpoints.below("model/", checkpoints.load(run.state)[0]), run.state
 
 
-def _check_size(config: Any, tensors: Mapping[str, Tensor], described: Path) -> None:
-    """ValueError, before memory is used, if a configuration is larger than its weights."""
-    for name, value in vars(config).items():
-        if "layers" in name and isinstance(value, int) and value > len(tensors):
-            raise ValueError(
-                f"{described} has {name}={value:,}, and there are weights of fewer layers "
-                f"({len(tensors)} tensors); copy the folder again"
-            )
-    try:
-        with torch.device("meta"):
-            empty = setups.build(config)
-    except Exception as error:  # PyTorch raises several kinds for sizes that it can't count
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{described} describes a model that can't be built: {reason}") from error
-    checkpoints.check_weights(empty, tensors, described)
-    kept = sum(x.numel() for x in empty.buffers())  # tables of positions, which have no weights
-    if kept > MOST_BUFFERED:
-        raise ValueError(
-            f"{described} asks for tables of {kept:,} numbers besides its weights; at most "
-            f"{MOST_BUFFERED:,} are made"
-        )
+def check_sizes(described: Any, tensors: int, name: str = "model") -> None:
+    """ValueError if a configuration's numbers are too large for its weights, before it is built.
+
+    >>> check_sizes({"layers": 10**9}, tensors=62)
+    Traceback (most recent call last):
+    ValueError: model.layers=1000000000 is more than the 62 tensors of the weights
+    """
+    if isinstance(described, dict):
+        for key, value in described.items():
+            check_sizes(value, tensors, f"{name}.{key}")
+    elif isinstance(described, list):
+        for value in described:
+            check_sizes(value, tensors, name)
+    elif isinstance(described, int) and name.endswith("layers") and described > tensors:
+        raise ValueError(f"{name}={described} is more than the {tensors} tensors of the weights")
+    elif isinstance(described, int) and abs(described) > MOST:
+        raise ValueError(f"{name}={described} is more than the {MOST} that headwise reads")
 
 
 def _ready(model: Any, run: Run) -> LanguageModel | Translator | Classifier:
     path = run.folder / "card.md"
-    card = path.read_text(encoding="utf-8") if path.exists() else ""
+    card = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if isinstance(model, ViT):
+        return Classifier(model, card, *_pixels(run, model.config.channels))
+    tokeniser = Tokeniser.load(run.tokeniser)
+    if tokeniser.size > model.config.vocabulary:
+        raise ValueError(
+            f"{run.tokeniser} has {tokeniser.size} tokens, and the model knows "
+            f"{model.config.vocabulary}: they are not of one run; copy both again"
+        )
     if isinstance(model, GPT):
-        return LanguageModel(model, Tokeniser.load(run.tokeniser), card)
-    if isinstance(model, Transformer):
-        return Translator(model, Tokeniser.load(run.tokeniser), card)
+        return LanguageModel(model, tokeniser, card)
+    return Translator(model, tokeniser, card)
+
+
+def _pixels(run: Run, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The mean and deviation of each channel, if the run kept them."""
     pixels = run.settings().get("pixels", {})
-    mean, deviation = (tuple(pixels.get(name, ())) for name in ("mean", "deviation"))
-    return Classifier(model, card, mean, deviation)
+    if not pixels:
+        return (), ()
+    found: list[Any] = [
+        pixels.get(x) if isinstance(pixels, dict) else None for x in ("mean", "deviation")
+    ]
+    for each in found:
+        if not isinstance(each, list) or len(each) != channels or not all(map(is_number, each)):
+            raise ValueError(
+                f"{run.config} is damaged: pixels={pixels!r} should have a mean and a deviation of "
+                f"{channels} numbers each; copy it again"
+            )
+    mean, deviation = found
+    return tuple(mean), tuple(deviation)
 
 
 def built_in() -> list[str]:

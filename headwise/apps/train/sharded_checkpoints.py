@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from headwise import __version__
 from headwise.apps.train import checkpoints
 from headwise.apps.train.ranks import TrainingRanks
-from headwise.distributed import held_range
+from headwise.distributed.sharded_tensors import held_range
 from headwise.files import json_object, write_whole
+from headwise.version import __version__
 
 # torch.distributed.checkpoint takes half a second to import, so only those who use it do. It names
 # the states of an optimiser by parameters; its own files are pickles and are never opened.
@@ -38,8 +39,8 @@ def newest(folder: Path) -> Path | None:
     found = [path for path in steps if (path / INDEX).is_file()]
     if not found and any((path / ".metadata").exists() for path in (folder, *steps)):
         raise ValueError(
-            f"{folder} holds a checkpoint of an older headwise, a pickle, which can run code "
-            "and is not opened; finish the run with the headwise that wrote it, or delete "
+            f"{folder} holds a checkpoint of an older headwise that is a pickle, which can run "
+            "code and is not opened; finish the run with the headwise that wrote it, or delete "
             f"{folder} and train again"
         )
     return max(found, key=lambda path: int(path.name), default=None)
