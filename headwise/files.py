@@ -8,6 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "FolderLock",
+    "cache_folder",
+    "json_object",
+    "parsed_json",
+    "read_json",
+    "write_whole",
+]
+
+DEEPEST = 60
+"""Levels of lists and dictionaries in a JSON file; more would exhaust the stack of its readers."""
+
 
 def cache_folder() -> Path:
     """The folder of downloads and measurements: $HEADWISE_CACHE, or this system's cache folder."""
@@ -35,26 +47,6 @@ def write_whole(path: Path, content: bytes | str) -> None:
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def json_object(content: bytes | str, origin: object) -> dict[str, Any]:
-    """Parse JSON that must hold an object; ValueError names the origin, whatever is wrong.
-
-    >>> json_object('{"layers": 2}', "config.json")
-    {'layers': 2}
-    >>> json_object("null", "config.json")
-    Traceback (most recent call last):
-    ValueError: config.json is damaged: it holds a NoneType, not an object of JSON
-    """
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:  # recursion: nested a thousand deep
-        raise ValueError(f"{origin} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{origin} is damaged: it holds a {type(found).__name__}, not an object of JSON"
-        )
-    return found
 
 
 def _sync_folder(folder: Path) -> None:

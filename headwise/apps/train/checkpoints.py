@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.core.arguments import is_integer
+from headwise import __version__
+from headwise.extend import is_integer
 from headwise.files import json_object, write_whole
 from headwise.messages import say
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -14,7 +14,7 @@ from headwise.apps.train import checkpoints, setups, sharded_checkpoints
 from headwise.apps.train.data.tokenisers import Tokeniser
 from headwise.apps.train.run_folder import Run
 from headwise.apps.train.tasks.translating import translate
-from headwise.core.arguments import is_number
+from headwise.extend import is_number
 from headwise.models import GPT, Greedy, Strategy, Transformer, ViT
 
 ASSETS = Path(__file__).parents[2] / "assets"

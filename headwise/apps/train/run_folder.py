@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.apps.train import checkpoints
-from headwise.files import json_object, write_whole
+from headwise.files import FolderLock, json_object, parsed_json, write_whole
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Run:
         if self.metrics.exists():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
-                    yield json_object(line, self.metrics)
+                    found = parsed_json(line)
                 except ValueError:
                     continue
                 if isinstance(found, dict) and isinstance(found.get("step"), int):

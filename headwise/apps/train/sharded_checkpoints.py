@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from headwise import __version__
 from headwise.apps.train import checkpoints
 from headwise.apps.train.ranks import TrainingRanks
-from headwise.distributed.sharded_tensors import held_range
+from headwise.distributed import held_range
 from headwise.files import json_object, write_whole
-from headwise.version import __version__
 
 # torch.distributed.checkpoint takes half a second to import, so only those who use it do. It names
 # the states of an optimiser by parameters; its own files are pickles and are never opened.

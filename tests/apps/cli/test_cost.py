@@ -166,7 +166,7 @@ def test_the_figures_of_a_hybrid_say_what_they_leave_out(tmp_path: Path) -> None
 
 def test_absurd_numbers_are_refused_at_once() -> None:
     flags = ["--layers", "2", "--width", "64", "--heads", "4"]
-    assert "at most 1,000" in refused("--layers", "999999999999", *flags[2:])
+    assert "--layers" in refused("--layers", "999999999999", *flags[2:])
     for name in ("--hidden", "--vocabulary", "--head-dim", "--batch"):
         assert "Error" in refused(*flags, name, "9" * 30)
 

@@ -60,9 +60,8 @@ def watched(what: str) -> WatchedFolder | None:
 
 def trained_here(folder: Path) -> bool:
     """True if a folder is a run of `headwise train`."""
-    path = folder / "config.json"
     try:
-        return "task" in json_object(path.read_bytes(), path)
+        return "task" in json_object((folder / "config.json").read_bytes(), folder)
     except (OSError, ValueError):
         return False
 
