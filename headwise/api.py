@@ -23,7 +23,7 @@ from headwise.core.observation import (
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
 from headwise.core.row_sums import EVERYTHING, WIDE
-from headwise.core.spans import NEEDED, PREFIX, Span, Spans, check_spans, span_weights
+from headwise.core.spans import NEEDED, SPAN_PREFIX, Span, Spans, check_spans, span_weights
 from headwise.dropout import Dropout, draw_seed
 from headwise.engines import calls
 from headwise.engines.contract import Engine, Results, compute
@@ -223,7 +223,7 @@ def _observation(
     if not batched:
         values = {name: value[0] for name, value in values.items()}
     if len(values) > len(names):
-        kept = (*names, *(name for name in values if name.startswith(PREFIX)))
+        kept = (*names, *(name for name in values if name.startswith(SPAN_PREFIX)))
         values = {name: value for name, value in values.items() if name in kept}
     return Observation(values, highest, rows)
 

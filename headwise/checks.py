@@ -115,9 +115,16 @@ def check_integers(
 
 
 Size = Annotated[int, check_size]
+"""An integer of at least 1."""
+
 Count = Annotated[int, check_count]
+"""An integer of at least 0."""
+
 Positive = Annotated[float, check_positive]
+"""A finite number above 0."""
+
 Rate = Annotated[float, check_rate]
+"""A number from 0 to 1, 1 excluded."""
 
 
 class CheckedFields:

@@ -9,7 +9,7 @@ from headwise.core.intervals import Mask
 from headwise.core.patterns import Between, Causal, Dense, Documents, Lengths, Window
 from headwise.core.problem import Problem
 from headwise.core.row_sums import ROW_SUMS, RowResults, RowSum
-from headwise.core.spans import PREFIX as SPAN_PREFIX
+from headwise.core.spans import SPAN_PREFIX
 from headwise.engines.contract import Engine
 from headwise.engines.plan import ENGINES
 from headwise.watching.rules import Rule

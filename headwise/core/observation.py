@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.core.arguments import INTEGER_DTYPES, as_int, is_integer
 from headwise.core.reduction import Columns, reduce_rows
-from headwise.core.spans import PREFIX
+from headwise.core.spans import SPAN_PREFIX
 
 
 class Statistic:
@@ -88,8 +88,8 @@ class Observation:
     @property
     def spans(self) -> dict[str, Tensor]:
         """The weight on each span of keys that was asked for, Σ p over the span, (B, Hq, N)."""
-        named = {name: x for name, x in self.values.items() if name.startswith(PREFIX)}
-        return {name.removeprefix(PREFIX): x for name, x in named.items()}
+        named = {name: x for name, x in self.values.items() if name.startswith(SPAN_PREFIX)}
+        return {name.removeprefix(SPAN_PREFIX): x for name, x in named.items()}
 
     @property
     def sampled(self) -> bool:

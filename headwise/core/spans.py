@@ -20,7 +20,7 @@ from headwise.core.patterns import Between, Stretch
 Span = tuple[int | Tensor, int | Tensor]
 Spans = Mapping[str, Span]
 
-PREFIX = "span_"
+SPAN_PREFIX = "span_"
 """The weight on the span "image" is the statistic span_image."""
 
 NEEDED = ("max_logit", "top_prob")
@@ -137,7 +137,7 @@ def span_weights(
     for name, span in spans.items():
         keys = shown(span, known[NEEDED[0]].device)
         part = observe(keys if mask is None else mask & keys)
-        found[PREFIX + name] = share([known[each] for each in NEEDED], part)
+        found[SPAN_PREFIX + name] = share([known[each] for each in NEEDED], part)
     return found
 
 

@@ -11,6 +11,8 @@ from headwise.costs.workload import Workload
 from headwise.messages import Sentence, say
 
 Language = Literal["en", "zh"]
+"""The language of an explanation."""
+
 TERMS = 8  # a longer formula is shown by its parts
 DEPTH = 3  # levels of parts
 

@@ -19,7 +19,7 @@ from headwise.core.observation import Observation, sample_rows
 from headwise.core.place import four
 from headwise.core.problem import Problem
 from headwise.core.row_sums import RowResults
-from headwise.core.spans import NEEDED, PREFIX, Spans, check_spans, span_weights
+from headwise.core.spans import NEEDED, SPAN_PREFIX, Spans, check_spans, span_weights
 from headwise.core.statistics import complete, named, wanted
 from headwise.distributed.call_header import Asked, call_header, checked_part
 from headwise.distributed.descriptions import Values
@@ -143,7 +143,7 @@ def observe(
     if sampled is not None:
         values = {name: x.index_select(2, sampled) for name, x in values.items()}
     highest = values["max_logit"]
-    kept = (*asked.stats, *(PREFIX + name for name in asked.spans))
+    kept = (*asked.stats, *(SPAN_PREFIX + name for name in asked.spans))
     return out, Observation({name: values[name] for name in kept}, highest, sampled)
 
 

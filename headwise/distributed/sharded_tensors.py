@@ -19,7 +19,7 @@ from headwise.bias import ALiBi, RelativeBuckets
 from headwise.core.observation import Observation, check_statistics, sample_rows
 from headwise.core.place import Place, four
 from headwise.core.problem import pose, restate
-from headwise.core.spans import PREFIX, Spans, check_spans
+from headwise.core.spans import SPAN_PREFIX, Spans, check_spans
 from headwise.distributed import rank_attention
 from headwise.distributed.head_options import learnt, options_of
 from headwise.distributed.header import Header, agree
@@ -127,7 +127,7 @@ class ShardedCall:
         none = out.sum(-1, dtype=wide)
         none = none if sampled is None else none.index_select(2, sampled)
         names = check_statistics(given.get("stats"))
-        names = (*names, *(PREFIX + name for name in given.get("spans") or ()))
+        names = (*names, *(SPAN_PREFIX + name for name in given.get("spans") or ()))
         whole = self.whole(none)
         return Observation(dict.fromkeys(names, whole), whole, sampled)
 

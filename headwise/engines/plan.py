@@ -21,6 +21,8 @@ from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.hopper import HOPPER
 
 ENGINES: tuple[Engine, ...] = (HOPPER, TRITON, SDPA, STREAMING, REFERENCE)
+"""The engines; "auto" asks them in the order of their ranks."""
+
 NAMES = tuple(engine.name for engine in ENGINES)
 
 

@@ -25,7 +25,8 @@ from headwise.maps.region import Box, Index, Region, indexed, written
 from headwise.maps.row_totals import LazyTotals
 
 LIMIT = 1 << 26  # the most weights that one slice may hold
-TILE = 256  # cells along each side of a pyramid's tile
+TILE = 256
+"""Cells along each side of a pyramid's tile."""
 
 
 class AttentionMap:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 How = Literal["mean", "max"]
+"""How the weights of a cell become one number."""
 
 
 class Cells:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.core.spans import PREFIX
+from headwise.core.spans import SPAN_PREFIX
 from headwise.maps.attention_map import AttentionMap
 from headwise.watching import figure_names as naming
 from headwise.watching import head_types
@@ -118,7 +118,7 @@ class Recording:
         """
         found: dict[str, dict[int, Tensor]] = {}
         for layer in self.layers:
-            if any(stat.startswith(PREFIX) for stat in layer.stats):
+            if any(stat.startswith(SPAN_PREFIX) for stat in layer.stats):
                 for name, weight in layer.observation.spans.items():
                     found.setdefault(name, {})[layer.number] = weight
         return found

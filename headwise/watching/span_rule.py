@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from headwise.core.spans import PREFIX
+from headwise.core.spans import SPAN_PREFIX
 from headwise.messages import say
 from headwise.watching.figure_names import figure
 from headwise.watching.recorder.layer import WatchedLayer
@@ -44,7 +44,7 @@ class SpanWeight:
     @property
     def needs(self) -> tuple[str, ...]:
         """The statistic that it reads."""
-        return (PREFIX + self.span,)
+        return (SPAN_PREFIX + self.span,)
 
     @property
     def says(self) -> str:
@@ -63,7 +63,7 @@ class SpanWeight:
 
     def check(self, table: Table, layers: Sequence[WatchedLayer]) -> Iterator[Finding]:
         """The heads, or the model, whose mean weight is beyond the limit."""
-        weights = figure(table, f"{PREFIX}{self.span}_mean")
+        weights = figure(table, f"{SPAN_PREFIX}{self.span}_mean")
         rows = [(row, x) for row, x in zip(table, weights, strict=False) if not math.isnan(x)]
         if self.per_head:
             for row, weight in rows:

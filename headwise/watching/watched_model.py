@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headwise.core.edges import Edges, check_edges
 from headwise.core.observation import check_sink_keys, check_statistics
-from headwise.core.spans import PREFIX, Spans, check_spans
+from headwise.core.spans import SPAN_PREFIX, Spans, check_spans
 from headwise.watching.adapters import (
     flash_calls,
     flex_calls,
@@ -109,7 +109,7 @@ def watch(
             raise ValueError(f"hw.watch({name}={value!r}): it must be a whole number, at least 1")
     marked = check_spans(spans)
     options = WatchOptions(
-        (*check_statistics(stats), *(PREFIX + name for name in marked)),
+        (*check_statistics(stats), *(SPAN_PREFIX + name for name in marked)),
         rows,
         _several("layers", layers, int | str, "numbers or names of layers"),
         _several("heads", heads, int, "numbers of heads"),

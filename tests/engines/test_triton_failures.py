@@ -251,13 +251,13 @@ def gradients_sum(*given: Tensor, engine: str = "auto") -> Tensor:
 def test_the_doctor_tries_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = pytest.importorskip("headwise.apps.cli.machine", reason="the extra cli is missing")
     assert machine.tried_engines()["triton"] is None
-    assert machine.failed_kernels() == ()
+    assert machine.kernel_traps() == ()
     broken(monkeypatch, map_lse, "log_sums")
     broken(monkeypatch, backward_call, "grad_keys")
     engines = machine.tried_engines()
     assert "the kernel grad_keys" in str(engines["triton"])
     assert engines["streaming"] is None
-    (trap,) = machine.failed_kernels()
+    (trap,) = machine.kernel_traps()
     assert "maps failed on this machine: the kernel of a map" in trap.what
     failures.forget()
     broken(monkeypatch, forward_call, "forward")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise import AttentionMap
 from headwise.apps.look.predictions import Predictor
-from headwise.extend import SPAN_PREFIX as PREFIX
+from headwise.extend import SPAN_PREFIX
 from headwise.messages import say
 
 InputKind = Literal["text", "translation", "image"]
@@ -66,7 +66,7 @@ class Head:
     def marked(self, spans: Mapping[str, tuple[int, int]]) -> Head:
         """The same with the mean weight on each of the spans."""
         found = {
-            f"{PREFIX}{name}_mean": float(self.map.mass(*span).mean())
+            f"{SPAN_PREFIX}{name}_mean": float(self.map.mass(*span).mean())
             for name, span in spans.items()
         }
         return replace(self, figures=self.figures | found)
@@ -116,8 +116,10 @@ class Group:
     def leaders(self) -> list[tuple[Head, str]]:
         """The heads worth a look first: those that lead all others in a figure, each once."""
         found: dict[str, tuple[Head, str]] = {}
-        spans = [name for name in self.heads[0].figures if name.startswith(PREFIX)]
-        leads = [(name, f"looks most at {name[len(PREFIX) : -len('_mean')]}") for name in spans]
+        spans = [name for name in self.heads[0].figures if name.startswith(SPAN_PREFIX)]
+        leads = [
+            (name, f"looks most at {name[len(SPAN_PREFIX) : -len('_mean')]}") for name in spans
+        ]
         for figure, reason in (*leads, *(LEADS if self.square else LEADS[-3:])):
             able = [head for head in self.heads if figure in head.figures]
             if able:

@@ -10,7 +10,7 @@ from rich.text import Text
 from torch import Tensor
 
 from headwise.apps.look.scene import Group, Head, Input, printable
-from headwise.extend import SPAN_PREFIX as PREFIX
+from headwise.extend import SPAN_PREFIX
 
 SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is a"
 """The text to read if none is given: some of its words return."""
@@ -109,8 +109,8 @@ def head_tables(heads: Sequence[Head], square: bool, width: int) -> list[Table]:
     names = ["head", *(head.name for head in heads)]
     tables: list[list[list[str]]] = []
     left = 0
-    spans = [name for name in heads[0].figures if name.startswith(PREFIX)] if heads else []
-    named = [(name[len(PREFIX) : -len("_mean")], name, "{:.0%}") for name in spans]
+    spans = [name for name in heads[0].figures if name.startswith(SPAN_PREFIX)] if heads else []
+    named = [(name[len(SPAN_PREFIX) : -len("_mean")], name, "{:.0%}") for name in spans]
     for title, figure, form in (*COLUMNS, *named):
         if square or title not in WITHIN:
             column = [title, *(form.format(head.figures[figure]) for head in heads)]

@@ -15,6 +15,7 @@ from headwise.costs.workload import BITS, Recompute
 from headwise.messages import say
 
 Phase = Literal["prefill", "decode", "training"]
+"""The part of a model's use whose cost is asked for."""
 
 ADAM = 16
 """Bytes per parameter of training with Adam: in half precision 2 for the weight, 2 for its

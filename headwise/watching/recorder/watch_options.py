@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from headwise.core.observation import STATISTICS
-from headwise.core.spans import PREFIX, Span
+from headwise.core.spans import SPAN_PREFIX, Span
 from headwise.watching.recorder.seen_call import Kind
 
 WITHIN = ("self_mass", "previous_mass", "distance")
@@ -48,4 +48,4 @@ def matches(number: int, name: str, wanted: Sequence[int | str]) -> bool:
 
 def plain_statistics(stats: Iterable[str]) -> tuple[str, ...]:
     """The statistics that are not weights on spans."""
-    return tuple(name for name in stats if not name.startswith(PREFIX))
+    return tuple(name for name in stats if not name.startswith(SPAN_PREFIX))
