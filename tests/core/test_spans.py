@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.core.spans import within
 from tests.oracle import answer
 from tests.problems import Recipe, every_pair, small_blocks
 from tests.rounding import bounds, close
@@ -125,3 +126,10 @@ def test_what_is_no_range_of_keys_is_refused(spans: object, says: str) -> None:
     with pytest.raises(ValueError, match=says) as raised:
         hw.observe(*three(), spans=spans)
     assert "in hw.observe(q float32 (2, 4, 12, 8)" in str(raised.value)
+
+
+def test_a_span_moves_with_the_keys_that_a_cache_forgot() -> None:
+    spans = {"early": (0, 3), "late": (5, 9), "own": (torch.tensor([1, 6]), torch.tensor([4, 20]))}
+    found = within(spans, keys=6, forgotten=2)
+    assert (found["early"], found["late"]) == ((0, 1), (3, 6))
+    assert [x.tolist() for x in found["own"]] == [[0, 4], [2, 6]]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
 from headwise.distributed.geometry import geometry
+from headwise.distributed.layouts import visible_per_row
 from headwise.distributed.ranges import numbers, size
 from tests.distributed.processes import Processes
 
@@ -99,3 +100,8 @@ def test_a_mask_is_forgotten_with_the_batch_it_belongs_to() -> None:
     del mask, found, layout
     gc.collect()
     assert gone() is None
+
+
+def test_a_row_whose_interval_is_the_wrong_way_round_sees_no_key() -> None:
+    mask = hw.mask.causal() & hw.mask.window(2) & hw.mask.prefix(3)
+    assert visible_per_row(mask, 8, 8).tolist() == [1, 2, 3, 2, 1, 0, 0, 0]
