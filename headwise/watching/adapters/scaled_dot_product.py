@@ -49,6 +49,7 @@ class MaskMemo:
 
 def scaled_dot_product(
     memo: MaskMemo,
+    heads: Callable[[Tensor], int],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,30 +61,37 @@ def scaled_dot_product(
 ) -> tuple[Call, Kind | None]:
     """Read a call of F.scaled_dot_product_attention; dropout does not change the statistics.
 
-    "cross" if all queries see the same keys, and there are not as many keys as queries.
+    `heads` tells how many heads queries (B · H, N, D) have. "cross" if all queries see the same
+    keys, and there are not as many keys as queries.
     """
-    q, k, v = (_with_heads(x.detach()) for x in (query, key, value))
+    count = heads(query) if query.ndim == 3 else 1
+    q, k, v = (_with_heads(x.detach(), count) for x in (query, key, value))
     mask: Mask | None = None
     bias: Tensor | None = None
     if is_causal:
         mask = causal(offset=0)  # PyTorch aligns it at the start, also where N ≠ M
     elif attn_mask is not None:
-        mask, bias = _read(memo, attn_mask, query)
+        mask, bias = _read(memo, attn_mask, query, count)
     alike = not is_causal and (attn_mask is None or attn_mask.shape[-2:-1] == (1,))
     kind: Kind | None = "cross" if alike and lengths_differ(q, k) else None
     return Call(q, k, v, Dot(scale), mask, bias, None, None, dropout_p, "auto"), kind
 
 
 def attend_without(
-    memo: MaskMemo, cut: Callable[[Call, Kind | None], Call], *given: Any, **options: Any
+    memo: MaskMemo,
+    heads: Callable[[Tensor], int],
+    cut: Callable[[Call, Kind | None], Call],
+    *given: Any,
+    **options: Any,
 ) -> Tensor:
     """The output of a call of F.scaled_dot_product_attention after `cut` has changed its mask."""
-    call, kind = scaled_dot_product(memo, *given, **options)
+    call, kind = scaled_dot_product(memo, heads, *given, **options)
     named = dict(zip(("query", "key", "value", "attn_mask"), given, strict=False)) | options
     mask = named.get("attn_mask")
     if isinstance(mask, Tensor) and mask.requires_grad:
         raise ValueError("keys can't be hidden where attn_mask has a gradient; detach it")
-    q, k, v = (_with_heads(named[name]) for name in ("query", "key", "value"))  # with gradients
+    count = call.q.shape[1]
+    q, k, v = (_with_heads(named[name], count) for name in ("query", "key", "value"))  # gradients
     out = cut(call._replace(q=q, k=k, v=v), kind).attend()
     return out.reshape(*named["query"].shape[:-1], v.shape[-1])
 
@@ -93,31 +101,33 @@ def lengths_differ(q: Tensor, k: Tensor) -> bool:
     return q.shape[2] > 1 and q.shape[2] != k.shape[2]
 
 
-def _read(memo: MaskMemo, given: Tensor, query: Tensor) -> tuple[Mask | None, Tensor | None]:
+def _read(
+    memo: MaskMemo, given: Tensor, query: Tensor, heads: int
+) -> tuple[Mask | None, Tensor | None]:
     """A mask tensor, True = may attend or added to the logits, as mask and bias."""
 
     def made() -> tuple[Mask | None, Tensor | None]:
-        fitting = _with_four_axes(given.detach(), query)
+        fitting = _with_four_axes(given.detach(), query, heads)
         if torch.compiler.is_compiling():
             return traced_mask(fitting, query.shape[-2])
         seen, bias = (fitting, None) if given.dtype == torch.bool else split_mask(fitting)
         # One row for several queries does not tell where they stand.
         return None if seen is None else read_mask(seen, seen.shape[-2] == query.shape[-2]), bias
 
-    return memo.recall(made, given, query.ndim, query.shape[-2])
+    return memo.recall(made, given, query.ndim, query.shape[-2], heads)
 
 
-def _with_heads(x: Tensor) -> Tensor:
-    """(..., H, N, D) with one batch axis; (B, N, D) is one head."""
+def _with_heads(x: Tensor, heads: int) -> Tensor:
+    """(..., H, N, D) with one batch axis; (B · H, N, D) has so many heads."""
     if x.ndim == 3:
-        return x[:, None]
+        return x.reshape(-1, heads, *x.shape[1:])
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 
-def _with_four_axes(mask: Tensor, query: Tensor) -> Tensor:
+def _with_four_axes(mask: Tensor, query: Tensor, heads: int) -> Tensor:
     """The mask of queries with three, four or more axes, with four axes."""
     if query.ndim == 3 and mask.ndim == 3:
-        return mask[:, None]
+        return mask[:, None] if len(mask) == 1 else mask.unflatten(0, (-1, heads))
     if query.ndim > 4 and mask.ndim > 4:
         mask = mask.expand(*query.shape[:-3], *mask.shape[-3:])
         return mask.reshape(-1, *mask.shape[-3:])

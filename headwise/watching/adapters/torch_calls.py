@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
+from headwise.watching.adapters.other_sequence import looks_elsewhere
 from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
     SCALED_DOT_PRODUCT,
@@ -25,7 +26,7 @@ from headwise.watching.adapters.scaled_dot_product import (
     lengths_differ,
     scaled_dot_product,
 )
-from headwise.watching.adapters.written.logits_call import looks_across
+from headwise.watching.adapters.written.logits_call import head_count, looks_across
 from headwise.watching.adapters.written.softmax_results import STARTS
 from headwise.watching.adapters.written.written_attention import (
     Operation,
@@ -82,6 +83,8 @@ class Frame:
     sizes: tuple[int, ...]  # of the first tensor that the outermost module was called with
     attends: bool = False  # something was heard that is attention, or may be a part of it
     named_only: bool = False  # it gives calls of others their name, and hears nothing itself
+    given: tuple[Any, ...] = ()  # the arguments that it was called with
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Running(threading.local):
@@ -132,7 +135,9 @@ class Listener(ModelMode):
         heard = changed or not is_compiled(module)
         listening = not quiet and needed and not on and not silent and heard
         sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
-        self.frames.append(Frame(module, name, quiet, listening, on or listening, sizes))
+        frame = Frame(module, name, quiet, listening, on or listening, sizes)
+        frame.given, frame.options = given, options
+        self.frames.append(frame)
         recorder.passes.begin()
         if listening:
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -176,6 +181,7 @@ class Listener(ModelMode):
         if frame.heard and not frame.attends:
             key = id(frame.module)
             self.heard_nothing[key] = self.heard_nothing.get(key, 0) + 1
+            frame.given, frame.options = (), {}
             self.names_only[key] = replace(frame, listening=False, heard=False, named_only=True)
         if self.frames:
             self.running.written_out.leave()
@@ -240,21 +246,41 @@ class Listener(ModelMode):
         self, original: Callable[..., Tensor], given: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Tensor:
         """A call of F.scaled_dot_product_attention; its output."""
-        name = self.frames[-1].name
+        name, changes = self.frames[-1].name, self.recorder.interventions
 
         def cut(call: Call, kind: Kind | None) -> Call:
-            return self.recorder.interventions.cut(name, call, kind or kind_of(name))
+            return changes.cut(name, call, kind or self.kind(name, call))
 
         with taken():
-            if self.recorder.interventions.edges_of(name):
-                out = attend_without(self.memo, cut, *given, **options)
+            if changes.edges_of(name):
+                out = attend_without(self.memo, self.heads, cut, *given, **options)
             else:
                 out = original(*given, **options)
         if self.recorder.wants(name):
             with self.recorder.unread.reading(name):
-                call, kind = scaled_dot_product(self.memo, *given, **options)
-                self.recorder.beside(name, cut(call, kind), kind or kind_of(name), out=out)
-        return self.recorder.interventions.silence(name, out)
+                call, kind = scaled_dot_product(self.memo, self.heads, *given, **options)
+                kind, whole = kind or self.kind(name, call), out.reshape(*call.q.shape[:3], -1)
+                self.recorder.beside(name, cut(call, kind), kind, out=whole)
+        if out.ndim == 3 and name in changes.silenced:
+            split = out.unflatten(0, (-1, self.heads(out)))  # (B, H, N, D)
+            return changes.silence(name, split).flatten(0, 1)
+        return changes.silence(name, out)
+
+    def heads(self, x: Tensor) -> int:
+        """The number of heads in queries or outputs (B · H, N, D) of the module that runs.
+
+        ValueError if nothing states it.
+        """
+        if self.frames[0].sizes[:2] == x.shape[:2]:
+            return 1  # (B, N, D), as the model's input
+        return head_count([frame.module for frame in self.frames[:-3:-1]], x.shape, ())
+
+    def kind(self, name: str, call: Call) -> Kind:
+        """The kind of a call whose lengths do not tell it, by the module's name and arguments."""
+        frame = next((x for x in reversed(self.frames) if x.name == name), None)
+        if frame is not None and looks_elsewhere(frame.module, frame.given, frame.options, call):
+            return "cross"
+        return kind_of(name)
 
     def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """A call of hw.attention in somebody's own module."""
@@ -264,7 +290,7 @@ class Listener(ModelMode):
         else:
             call = Call(q, k, v, **(options | {"score": options["score"] or Dot()}))
             across = call.mask is None and lengths_differ(q, k)
-            kind: Kind = "cross" if across else kind_of(name)
+            kind: Kind = "cross" if across else self.kind(name, call)
             call = recorder.interventions.cut(name, call, kind)
             out = recorder.inside(name, call, kind) if recorder.wants(name) else call.attend()
         return recorder.interventions.silence(name, out)
@@ -301,7 +327,7 @@ class Listener(ModelMode):
     def observe_written(self, found: WrittenAttention, call: Call, out: Tensor) -> None:
         """Hand over attention that is written out, after the product that completes it."""
         known: Mapping[str, Tensor] = {}
-        kind: Kind = "cross" if looks_across(call) else kind_of(found.name)
+        kind: Kind = "cross" if looks_across(call) else self.kind(found.name, call)
         proof = whole = None
         if isinstance(found, WholeProduct) and found.exact:
             whole = found.heads_first(out)

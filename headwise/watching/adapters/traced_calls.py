@@ -25,6 +25,7 @@ from headwise.watching.adapters.scaled_dot_product import (
 )
 from headwise.watching.adapters.torch_calls import Listener, may_attend
 from headwise.watching.adapters.traced_modules import TracedModel
+from headwise.watching.adapters.written.logits_call import head_count
 
 _memo = MaskMemo()
 _DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
@@ -100,7 +101,11 @@ def _traced(original: Callable[..., Any], given: tuple[Any, ...], options: dict[
         return original(*given, **options)
     with traced.taken():
         out = original(*given, **options)
-    read = traced.attempt(module, lambda: scaled_dot_product(_memo, *given, **options), out)
+
+    def heads(x: Tensor) -> int:
+        return head_count([module], x.shape, ())
+
+    read = traced.attempt(module, lambda: scaled_dot_product(_memo, heads, *given, **options), out)
     if read is not None:
         call, kind = read
         shown = out if out.ndim == 4 else None

@@ -118,7 +118,7 @@ def _stated(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def head_count(modules: Sequence[nn.Module], shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """The number of heads in logits of shape (B · H, N, M); ValueError if nothing states it."""
+    """The number of heads in tensors of shape (B · H, N, ...); ValueError if nothing states it."""
     entries = shape[0]
     for heads in _stated(modules):
         if entries % heads == 0:
@@ -126,6 +126,6 @@ def head_count(modules: Sequence[nn.Module], shape: Sequence[int], sizes: Sequen
     if tuple(sizes[:1]) == (entries,) or tuple(sizes[:2]) == (shape[1], entries):
         return 1  # (B, N, ...) or (N, B, ...)
     raise ValueError(
-        f"nothing states how many heads its logits {tuple(shape)} have (give the module an "
+        f"nothing states how many heads its tensors {tuple(shape)} have (give the module an "
         "attribute num_heads)"
     )
