@@ -1,5 +1,6 @@
 """What every test and every example runs under: a safe CPU, few threads, repeatable problems."""
 
+import importlib
 import importlib.util
 import os
 
@@ -10,6 +11,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # A graph that the compiler kept on disk may call an operator as an earlier version defined it.
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+
+# PyTorch's compiler imports setuptools, which fails where Python's own distutils came first.
+if importlib.util.find_spec("setuptools"):
+    importlib.import_module("setuptools")
 
 import pytest
 import torch
