@@ -10,13 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headwise import mask
-from headwise.api import attention, attention_map, explain, observe, partial
+from headwise.api import attention, attention_map, effect_map, explain, observe, partial
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.partial import Partial, merge
 from headwise.dropout import Dropout
 from headwise.engines.plan import Plan
 from headwise.maps.attention_map import AttentionMap
+from headwise.maps.effect_map import EffectMap
 from headwise.score import Additive, Cosine, Dot, General
 from headwise.version import __version__
 
@@ -57,6 +58,7 @@ __all__ = [
     "Dot",
     "Dropout",
     "Edge",
+    "EffectMap",
     "General",
     "Observation",
     "Partial",
@@ -68,6 +70,7 @@ __all__ = [
     "attention_map",
     "cost",
     "distributed",
+    "effect_map",
     "explain",
     "knock_out",
     "load",

@@ -32,6 +32,7 @@ from headwise.engines.plan import Plan, choose, choose_partial, family
 from headwise.engines.plan import plan as _plan
 from headwise.handover import sharded, split_calls, taken_over
 from headwise.maps.attention_map import AttentionMap
+from headwise.maps.effect_map import EffectMap
 from headwise.score import Score
 
 OPTIONS = ("score", "mask", "bias", "softcap", "sinks", "dropout")
@@ -351,6 +352,52 @@ def attention_map(
         "attention_map", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
     )
     return AttentionMap(problem, lse if lse is None or q.ndim == 4 else lse[None])
+
+
+def effect_map(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> EffectMap:
+    """The effect of removing each edge, from the gradient of the output: any part of it on demand.
+
+    grad (B, Hq, N, Dv) is the gradient of a scalar with respect to the output of
+    `attention(q, k, v, ...)`, whose options are those here. An edge's effect is what the scalar
+    gains, to first order, if row i no longer sees key j: p/(1 - p) · grad · (out - v_j). If k and v
+    hold only some of the rows' keys, such as a chunk, out (B, Hq, N, Dv) and lse (B, Hq, N) are
+    those of the whole rows; otherwise they are not needed. Without a batch, the map has a batch of
+    one.
+
+    >>> import torch, headwise as hw
+    >>> q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))
+    >>> out = hw.attention(q, k, v, mask=hw.mask.causal())
+    >>> out.retain_grad()
+    >>> out.square().sum().backward()
+    >>> emap = hw.effect_map(q, k, v, out.grad, mask=hw.mask.causal())
+    >>> effects, places = emap.largest(5)
+    >>> places.shape  # batch entry, head, row, key
+    torch.Size([5, 4])
+    """
+    if split_calls() is not None or sharded(q, k, v) is not None:
+        raise ValueError(
+            "hw.effect_map takes plain tensors of whole rows; of a part of the keys, give out and "
+            f"lse of the whole rows\n  in {restate('effect_map', q, k, v)}"
+        )
+    four = _batched("effect_map", q, k, v)
+    problem = pose(
+        "effect_map", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
+    )
+    rows = [x[None] if isinstance(x, Tensor) and q.ndim == 3 else x for x in (grad, out, lse)]
+    return EffectMap(problem, *rows)  # type: ignore[arg-type]
 
 
 def explain(

@@ -28,7 +28,7 @@ from headwise.distributed.rank_attention import observe
 from headwise.distributed.shards import check_layout, unshard
 from headwise.distributed.transport import RankGroup
 from headwise.maps.attention_map import AttentionMap
-from headwise.maps.pooling import Cells, How
+from headwise.maps.pooling import Cells, Reduction
 from headwise.maps.region import Box
 from headwise.score import Score
 
@@ -150,7 +150,7 @@ class SplitMap(AttentionMap):
     def lse(self) -> Tensor:
         return self._lse
 
-    def head(self, batch: int, head: int) -> AttentionMap:
+    def head(self, batch: int, head: int) -> SplitMap:
         b, h, *_ = self._parse((batch, head), f".head({batch!r}, {head!r})")
         assert isinstance(b, int)
         assert isinstance(h, int)
@@ -181,7 +181,7 @@ class SplitMap(AttentionMap):
             found[..., keys] = part._received(own)
         return self._together(found, dist.ReduceOp.SUM)
 
-    def _pool(self, box: Box, rows: Cells, keys: Cells, how: How) -> Tensor:
+    def _pool(self, box: Box, rows: Cells, keys: Cells, how: Reduction) -> Tensor:
         self._asks(f"the {how} of {len(rows)} by {len(keys)} cells of {box}")
         found = self._zeros(*box.shape[:2], len(rows), len(keys))
         widths = torch.tensor(keys.widths, dtype=self.dtype, device=found.device)

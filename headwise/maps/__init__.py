@@ -1,6 +1,8 @@
-"""The attention matrix that is never stored: any part of it is computed on demand."""
+"""Matrices that are never stored: any part of one is computed on demand."""
 
-from headwise.maps.attention_map import TILE, AttentionMap
-from headwise.maps.pooling import Cells, How
+from headwise.maps.attention_map import AttentionMap
+from headwise.maps.effect_map import EffectMap, SpanEffect
+from headwise.maps.lazy_map import TILE
+from headwise.maps.pooling import Cells, Gather, How
 
-__all__ = ["TILE", "AttentionMap", "Cells", "How"]
+__all__ = ["TILE", "AttentionMap", "Cells", "EffectMap", "Gather", "How", "SpanEffect"]

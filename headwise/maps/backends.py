@@ -8,33 +8,41 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from headwise.core.row_totals import RowTotals
 from headwise.engines import failures
 from headwise.engines.failures import KernelError, family
 from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.limits import WIDEST, fits_grid
 from headwise.maps import blockwise
-from headwise.maps.pooling import Cells, How
+from headwise.maps.blockwise import Totals
+from headwise.maps.pooling import Cells, Reduction
 from headwise.maps.region import Region
 
 
 class Backend(Protocol):
-    """The functions that a map is computed by: the modules `fused` and `blockwise`."""
+    """The functions that a map is computed by: the modules `fused` and `blockwise`.
 
-    def row_totals(self, region: Region) -> RowTotals:
-        """The totals that turn every row's logits into weights, over all keys of the region."""
+    The numbers of a region are weights or effects, and its totals are of the same kind.
+    """
 
-    def fill(self, region: Region, totals: RowTotals) -> Tensor:
-        """Every weight, (B, Hq, N, M)."""
+    def row_totals(self, region: Region) -> Totals:
+        """The totals that every row's numbers need, over all keys of the region."""
 
-    def pool(self, region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: How) -> Tensor:
-        """The mean or the largest weight of each cell, (B, Hq, row cells, key cells)."""
+    def fill(self, region: Region, totals: Totals) -> Tensor:
+        """Every number, (B, Hq, N, M)."""
 
-    def received(self, region: Region, totals: RowTotals) -> Tensor:
-        """The sum of each key's weights over the rows, (B, Hq, M)."""
+    def pool(
+        self, region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduction
+    ) -> Tensor:
+        """One number for each cell, (B, Hq, row cells, key cells)."""
 
-    def top(self, region: Region, totals: RowTotals, count: int) -> tuple[Tensor, Tensor]:
-        """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for none."""
+    def received(self, region: Region, totals: Totals) -> Tensor:
+        """The sum of each key's numbers over the rows, (B, Hq, M)."""
+
+    def top(self, region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
+        """The largest numbers of each row and their keys, (B, Hq, N, count) each; -1 for none.
+
+        Effects are ranked by magnitude.
+        """
 
 
 class FusedOrBlockwise:
@@ -59,6 +67,7 @@ def backend_for(region: Region) -> Backend:
     """The fused kernels if they can compute this region, else the blockwise functions."""
     q, terms = region.q, region.terms
     fits = q.dtype != torch.float64 and 0 < q.shape[-1] <= WIDEST and terms.additive is None
+    fits = fits and region.grad is None
     if not fits or not fits_grid(q.shape) or TRITON.absent(q.device) is not None:
         return cast(Backend, blockwise)
     return cast(Backend, FusedOrBlockwise())

@@ -24,7 +24,7 @@ from headwise.engines.triton.kernels.maps import map_lse as logsum
 from headwise.engines.triton.kernels.maps.map_cells import Totals, cells
 from headwise.engines.triton.kernels.maps.map_largest import largest
 from headwise.maps import blockwise
-from headwise.maps.pooling import Cells, How
+from headwise.maps.pooling import Cells, Reduction
 from headwise.maps.region import Region
 
 MOST = 64  # largest weights per row that fit on chip
@@ -33,19 +33,21 @@ MOST = 64  # largest weights per row that fit on chip
 def row_totals(region: Region) -> RowTotals:
     """The totals that turn every row's logits into weights, over all keys of the region."""
     if not all(region.box.shape):
-        return blockwise.row_totals(region)
+        found = blockwise.row_totals(region)
+        assert isinstance(found, RowTotals)
+        return found
     call = _call(region)
     batch, heads, rows, _ = region.box.shape
-    found = region.q.new_empty(3, batch, heads, rows, dtype=torch.float32)
+    sums = region.q.new_empty(3, batch, heads, rows, dtype=torch.float32)
 
     def launch(shape: Shape) -> None:
         logsum.log_sums[(-(-rows // shape.rows), heads, batch)](
-            call.q, call.k, *found, outer_strides(call.q), outer_strides(call.k), call.given,
+            call.q, call.k, *sums, outer_strides(call.q), outer_strides(call.k), call.given,
             *call.sizes, **_constants(shape), **_flags(call),
         )  # fmt: skip
 
     _fit(call, launch)
-    return RowTotals(*found)
+    return RowTotals(*sums)
 
 
 def fill(region: Region, totals: RowTotals) -> Tensor:
@@ -54,7 +56,7 @@ def fill(region: Region, totals: RowTotals) -> Tensor:
     return _reduce(region, totals, Cells.every(rows, 1), Cells.every(keys, 1), "mean")
 
 
-def pool(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: How) -> Tensor:
+def pool(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: Reduction) -> Tensor:
     """The mean or the largest weight of each cell, (B, Hq, row cells, key cells)."""
     out = _reduce(region, totals, rows, keys, how)
     if how == "mean":
@@ -92,7 +94,7 @@ def top(region: Region, totals: RowTotals, count: int) -> tuple[Tensor, Tensor]:
     return best.exp2_(), key[..., :count].gather(-1, order).long()
 
 
-def _reduce(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: How) -> Tensor:
+def _reduce(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: Reduction) -> Tensor:
     """The sum or the largest weight of each cell, (B, Hq, row cells, key cells)."""
     batch, heads, *_ = region.box.shape
     out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)

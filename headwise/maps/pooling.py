@@ -12,6 +12,12 @@ from torch import Tensor
 How = Literal["mean", "max"]
 """How the weights of a cell become one number."""
 
+Gather = Literal["sum", "max"]
+"""How the effects of a cell become one number: "max" is the one of the largest magnitude."""
+
+Reduction = Literal["mean", "max", "sum", "furthest"]
+"""How backends reduce a cell; "furthest" is the number furthest from zero, with its sign."""
+
 
 class Cells:
     """The cells of an axis: cell c holds the positions edges[c] <= i < edges[c + 1]."""
@@ -41,21 +47,39 @@ class Cells:
         first = bisect_right(self.edges, part.start) - 1
         return slice(first, bisect_left(self.edges, part.stop))
 
-    def pooled(self, x: Tensor, axis: int, part: slice, how: How) -> Tensor:
-        """The sum or the largest entry of each touched cell along axis -1 or -2 of x."""
+    def pooled(self, x: Tensor, axis: int, part: slice, how: Reduction) -> Tensor:
+        """The sum or an extreme entry of each touched cell along axis -1 or -2 of x."""
         width = self.width
         if width == 1:
             return x
         if width and part.start % width == part.stop % width == 0:
             cells: Tensor = x.unflatten(axis, (-1, width))
-            return cells.sum(axis) if how == "mean" else cells.amax(axis)
+            return _reduced(cells, axis, how)
         # Cell by cell: a product with zeros and ones would spread a NaN to all cells.
         parts = x.split(self._cut(part), axis)
-        pooled = [cell.sum(axis) if how == "mean" else cell.amax(axis) for cell in parts]
-        return torch.stack(pooled, axis)
+        return torch.stack([_reduced(cell, axis, how) for cell in parts], axis)
 
     def _cut(self, part: slice) -> list[int]:
         """The number of each touched cell's positions that are in the part."""
         cells = self.touched(part)
         inner = self.edges[cells.start + 1 : cells.stop]
         return [last - first for first, last in pairwise([part.start, *inner, part.stop])]
+
+
+def joined(found: Tensor, more: Tensor, how: Reduction) -> Tensor:
+    """Cells of which two parts were reduced apart: sums, or extreme entries."""
+    if how in ("mean", "sum"):
+        return found + more
+    if how == "max":
+        return torch.maximum(found, more)
+    return torch.where(more.abs() > found.abs(), more, found)
+
+
+def _reduced(cells: Tensor, axis: int, how: Reduction) -> Tensor:
+    if how in ("mean", "sum"):
+        return cells.sum(axis)
+    highest = cells.amax(axis)
+    if how == "max":
+        return highest
+    lowest = cells.amin(axis)
+    return torch.where(highest >= -lowest, highest, lowest)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
+from headwise.maps.effect_totals import Whole
 
 Index = SupportsIndex | slice | EllipsisType
 
@@ -46,17 +47,22 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """All that the weights of a rectangle depend on besides lse."""
+    """All that the numbers of a rectangle depend on besides the totals of its rows.
+
+    They are weights, or with `grad` the effects of edges.
+    """
 
     q: Tensor  # (B, Hq, N, D)
     k: Tensor  # (B, Hkv, M, D)
     v: Tensor  # (B, Hkv, M, Dv), Dv = 0: not known
     terms: Terms
     norms: Tensor | None = None  # (B, Hkv, M, 1): factors of each key's weights
+    grad: Tensor | None = None  # (B, Hq, N, Dv): the gradient of the output
+    whole: Whole | None = None  # of the rows, if they see keys that are not in k
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the weights depend on, by name."""
-        named = {"q": self.q, "k": self.k, "v": self.v, **self.terms._asdict()}
+        """Every tensor that the numbers depend on, by name."""
+        named = {"q": self.q, "k": self.k, "v": self.v, "grad": self.grad, **self.terms._asdict()}
         return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
     @property
@@ -85,9 +91,14 @@ class Region:
         def of_keys(x: Tensor) -> Tensor:
             return _cut(x, batch, shared, keys, None)
 
+        def of_rows(x: Tensor) -> Tensor:
+            return _cut(x, batch, heads, rows)
+
         return replace(
             self,
             q=_cut(self.q, batch, heads, rows, None),
+            grad=None if self.grad is None else of_rows(self.grad),
+            whole=None if self.whole is None else self.whole.cut(of_rows),
             k=of_keys(self.k),
             v=of_keys(self.v),
             norms=None if self.norms is None else of_keys(self.norms),

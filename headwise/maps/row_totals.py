@@ -9,33 +9,37 @@ from torch import Tensor
 
 from headwise.core.row_totals import RowTotals
 from headwise.maps.backends import backend_for
+from headwise.maps.blockwise import Totals
+from headwise.maps.effect_totals import EffectTotals
 from headwise.maps.region import Box, Region
 
 
 @dataclass(frozen=True, eq=False)
 class LazyTotals:
-    """`RowTotals` of a region's rows over all of its keys, filled in row by row."""
+    """The totals of a region's rows over all of its keys, filled in row by row."""
 
     region: Region
-    totals: RowTotals  # (B, Hq, N) each
+    totals: Totals  # (B, Hq, N) each
     known: Tensor  # (B, Hq, N) bool: the rows that are filled in
 
     @staticmethod
-    def of(region: Region, lse: Tensor | None) -> LazyTotals:
+    def of(region: Region, lse: Tensor | None = None) -> LazyTotals:
         """Totals from lse if it is given, else unknown in every row."""
         q, wide = region.q, region.wide
+        kind = RowTotals if region.grad is None else EffectTotals
         with torch.inference_mode(False):  # they will be written to, perhaps outside of that mode
             known = torch.full(q.shape[:3], lse is not None, device=q.device)
             if lse is None:
-                empty = (q.new_empty(q.shape[:3], dtype=wide) for _ in RowTotals._fields)
-                return LazyTotals(region, RowTotals(*empty), known)
+                types = (torch.int32 if name == "peak" else wide for name in kind._fields)
+                empty = (q.new_empty(q.shape[:3], dtype=dtype) for dtype in types)
+                return LazyTotals(region, kind(*empty), known)
         return LazyTotals(region, RowTotals.of_lse(lse.detach().to(q.device, wide)), known)
 
     def cut(self, box: Box) -> LazyTotals:
         """The same for some heads: views, so that both know what one of them computes."""
         return LazyTotals(self.region.cut(box), self._part(box), _part(self.known, box))
 
-    def at(self, box: Box) -> RowTotals:
+    def at(self, box: Box) -> Totals:
         """The totals of a box's rows, (B, Hq, N) each."""
         unknown = _part(self.known, box).logical_not()
         if all(box.shape) and bool(unknown.any()):
@@ -58,8 +62,8 @@ class LazyTotals:
                 target.copy_(value)
             _part(self.known, part).fill_(True)
 
-    def _part(self, box: Box) -> RowTotals:
-        return RowTotals(*(_part(x, box) for x in self.totals))
+    def _part(self, box: Box) -> Totals:
+        return type(self.totals)(*(_part(x, box) for x in self.totals))
 
 
 def _part(tensor: Tensor, box: Box) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.core.row_totals import RowTotals
-from headwise.maps import attention_map as map_module
 from headwise.maps import blockwise
+from headwise.maps import lazy_map as map_module
 from headwise.maps.region import Region
 from tests.oracle import answer
 from tests.problems import Call, Recipe, recipes, small_blocks
