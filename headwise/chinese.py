@@ -22,9 +22,10 @@ CHINESE: dict[str, str] = {
     "there are: {there}": "现有：{there}",
     "none yet": "还没有",
     "there is no group {id!r}; there are {there}": "没有 {id!r} 这一组；现有 {there}",
-    "there is no head {name!r}; heads are layer.number, {first} to {last}": (
-        "没有头 {name!r}；头写作 层.号，从 {first} 到 {last}"
+    "there is no head {name!r}; heads are layer.number, {there}": (
+        "没有头 {name!r}；头写作 层.号，现有 {there}"
     ),
+    "{first} to {last}": "{first} 到 {last}",
     "input {id} is not an image": "输入 {id} 不是图片",
     "axis={axis!r}; use rows or columns": "axis={axis!r}；可以是 rows 或 columns",
     "how={how!r}; use mean or max": "how={how!r}；可以是 mean 或 max",
@@ -77,6 +78,19 @@ CHINESE: dict[str, str] = {
     "image; hw.watch has its figures": (
         "{name} 把图像放进 {count} 个不相连的词元，而页面只画一幅图像；hw.watch 有它的统计量"
     ),
+    "layers 0 to {last} are not shown: they see the image before it is among the tokens; shown are those of {module}, numbered as in hw.watch(model)": (  # noqa: E501
+        "第 0 到 {last} 层没有显示：它们在图像进入词元序列之前处理图像；"
+        "这里显示的是 {module} 的层，编号与 hw.watch(model) 相同"
+    ),
+    "the tokeniser does not know this script: it cuts each character into about {pieces} pieces (· continues one), so the model has hardly learnt from it and its heads find little; try a text in the language it was trained on": (  # noqa: E501
+        "分词器不认识这种文字：每个字被切成约 {pieces} 段（· 表示续前一字），"
+        "模型几乎没有从中学到什么，各个头也看不出多少规律；请换用模型训练时所用语言的文本"
+    ),
+    "nearly all heads give even weights: this model looks untrained; were its weights loaded?": (
+        "几乎所有头的权重都接近均匀：这个模型像是没有训练过；权重加载了吗？"
+    ),
+    "not shown, for they look through windows: {names}": "未显示，因为它们通过窗口查看：{names}",
+    "not shown, for they could not be read: {names}": "未显示，因为无法读取：{names}",
     "{name} reads the image as {count} tokens, which are not the patches of one square; hw.watch "
     "has its figures": (
         "{name} 把图像读作 {count} 个词元，它们不是一个正方形的图块；hw.watch 有它的统计量"

@@ -15,7 +15,9 @@ from website.notebook_pages import notebook_page, read_notebook
 
 LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-APART = re.compile(r"(`[^`]*`|<[^>]+>|!\[[^\]]*|\]\([^)]*\)|^#.*$)", re.MULTILINE)
+APART = re.compile(
+    r"((?:(?<=\n\n)|\A)(?: {4}.*\n?)+|`[^`]*`|<[^>]+>|!\[[^\]]*|\]\([^)]*\)|^#.*$)", re.MULTILINE
+)
 """Parts of a text that are not prose: code, tags, names of pictures, links' targets, headings."""
 INDEXED = re.compile(r"(?<![A-Za-zα-ω_\\])([A-Za-zα-ω])_([A-Za-z0-9]+)")
 BROKEN = re.compile(r"^(?![#|>])(.*[一-鿿，。；：、！？）”])\n(?=[一-鿿（“])", re.MULTILINE)
@@ -33,6 +35,8 @@ def indexed(prose: str) -> str:
 
     >>> indexed("# Why √d_k\\nq_i and `d_k`, see [d_k](d_k.md)")
     '# Why √dₖ\\nq<sub>i</sub> and `d_k`, see [d<sub>k</sub>](d_k.md)'
+    >>> indexed("d_k:\\n\\n    q·k / √d_k\\n")
+    'd<sub>k</sub>:\\n\\n    q·k / √d_k\\n'
     """
     parts = APART.split(prose)
     for at, part in enumerate(parts):

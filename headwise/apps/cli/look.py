@@ -23,6 +23,7 @@ from headwise.apps.cli.progress_bar import bar, shown_in
 from headwise.apps.look import pictures, terminal_view
 from headwise.apps.look import session as sessions
 from headwise.apps.look.atlas import Atlas
+from headwise.apps.look.fit import remarks
 from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, silent
 from headwise.apps.look.scene import printable
@@ -183,7 +184,8 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
                 read = next(reversed(session.atlases.values())).input
                 heads = sum(len(group.heads) for group in read.groups)
                 ready = f"{len(read.main.rows):,} tokens, {heads} heads are ready"
-                print("; ".join([ready, *map(printable, read.notes)]), flush=True)
+                notes = map(printable, (*read.notes, *remarks(read)))
+                print("; ".join([ready, *notes]), flush=True)
 
         session.heard = heard
         session.run = opening.watched(asked.model)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise import AttentionMap
 from headwise.apps.look.scene import Group, Head
-from headwise.messages import say
+from headwise.messages import Sentence, say
 from headwise.watching import Recording, WatchedLayer, head_types
 
 NAMES = {
@@ -30,15 +30,14 @@ def groups(
     """The heads of a recording in groups; `axes` has the tokens of each possible group.
 
     The groups are "encoder", "decoder" and "cross" for a model with an encoder and a decoder, else
-    "self". `ids` are the numbers of a text's tokens, which induction heads are found by.
+    "self". `ids` are the numbers of a text's tokens, which induction heads are found by. Layers
+    have the numbers of the recording, in every group.
     """
     figures = {(row["layer"], row["head"]): row for row in seen.heads()}
     tokens = seen.tokens if ids is None else torch.tensor([ids])
     found: dict[str, list[Head]] = {id: [] for id in axes}
     for layer in mapped(seen):
-        group = found[side(layer, axes)]
-        number = group[-1].layer + 1 if group else 0
-        group.extend(_heads(layer, number, figures, tokens, batch))
+        found[side(layer, axes)].extend(_heads(layer, figures, tokens, batch))
     made = []
     for id, heads in found.items():
         queries, keys = map(tuple, axes[id])
@@ -63,14 +62,35 @@ def mapped(seen: Recording) -> list[WatchedLayer]:
     return found
 
 
+def left_out(seen: Recording) -> tuple[Sentence, ...]:
+    """A note that names the layers whose maps are not shown, if there are any."""
+    windows = [layer.name for layer in seen.layers if layer.kind == "window"]
+    found = []
+    if windows:
+        found.append(say("not shown, for they look through windows: {names}", names=few(windows)))
+    if seen.unread:
+        names = few([name or "the model" for name in seen.unread])
+        found.append(say("not shown, for they could not be read: {names}", names=names))
+    return tuple(found)
+
+
+def few(names: Sequence[str], most: int = 4) -> str:
+    """Some names, and how many more there are.
+
+    >>> few(["a", "b", "c"], 2)
+    'a, b +1'
+    """
+    more = f" +{len(names) - most}" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def _heads(
     layer: WatchedLayer,
-    number: int,
     figures: Mapping[Any, Mapping[str, Any]],
     tokens: Tensor | None,
     batch: int,
 ) -> Iterator[Head]:
-    """The heads of the `number`-th layer of a group."""
+    """The heads of a layer."""
     maps, rows, scores = layer.map(), layer.observation, head_types.scores(layer, tokens)
     for head, (kind, judged) in enumerate(zip(scores.types(), scores.by_type(), strict=True)):
         row = figures[layer.number, head]
@@ -78,7 +98,7 @@ def _heads(
         mine |= {"induction_mean": float(scores.induction[head])}
         mine |= {"local_mean": float(scores.local[head])}
         yield Head(
-            number,
+            layer.number,
             head,
             layer.name,
             {name: value for name, value in mine.items() if not math.isnan(value)},

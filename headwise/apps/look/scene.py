@@ -98,13 +98,19 @@ class Group:
         for head in self.heads:
             if head.name == name:
                 return head
-        first, last = self.heads[0].name, self.heads[-1].name
         raise ValueError(
             say(
-                "there is no head {name!r}; heads are layer.number, {first} to {last}",
-                name=name, first=first, last=last,
+                "there is no head {name!r}; heads are layer.number, {there}",
+                name=name, there=self._there(),
             )
         )  # fmt: skip
+
+    def _there(self) -> str:
+        """The heads by their names: all from first to last, or those of each layer."""
+        layers = [layer for layer, _, _ in self.layers()]
+        if layers == list(range(layers[0], layers[-1] + 1)):
+            return say("{first} to {last}", first=self.heads[0].name, last=self.heads[-1].name)
+        return ", ".join(f"{layer}.0–{layer}.{count - 1}" for layer, _, count in self.layers())
 
     def layers(self) -> list[tuple[int, str, int]]:
         """The number, the module and the count of heads of each layer."""
@@ -173,9 +179,13 @@ class Input:
         return replace(self, groups=(*self.groups[:-1], replace(self.main, heads=heads)))
 
     def find(self, name: str) -> tuple[Group, Head]:
-        """The head of a name such as 5.1, in the main group, or cross:0.3, in another."""
+        """The head of a name such as 5.1; cross:4.3 says its group too."""
         id, _, head = name.rpartition(":")
-        group = self.group(id) if id else self.main
+        if id:
+            group = self.group(id)
+        else:
+            having = (x for x in self.groups if any(head == each.name for each in x.heads))
+            group = next(having, self.main)
         return group, group.head(head)
 
     @property

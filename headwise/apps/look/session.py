@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from headwise import STATISTICS, Edge, Observation, __version__
 from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.background import Background, BusyError
+from headwise.apps.look.fit import remarks
 from headwise.apps.look.lab_job import LabJob
 from headwise.apps.look.predictions import Outcome, Predictor
 from headwise.apps.look.readers.reader import Given, Reader, check_length, most_tokens
@@ -226,7 +227,7 @@ def _input(id: str, atlas: Atlas) -> dict[str, Any]:
         "kind": read.kind,
         "rows": len(main.rows),
         "columns": len(main.columns),
-        "notes": list(read.notes),
+        "notes": [*read.notes, *remarks(read)],
         "image": None
         if read.image is None
         else {"grid": list(read.image.grid), "first": read.image.first},

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from headwise.apps.look.fit import remarks
 from headwise.apps.look.scene import Group, Head, Input, printable
 from headwise.extend import SPAN_PREFIX
 
@@ -67,10 +68,10 @@ DRAWN = 3
 
 def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool = False) -> None:
     """Print the tokens, the figures of some or all heads, and some maps."""
-    group = read.main
+    group = _group_of(read, chosen)
     console.print(Text(f"{len(group.columns)} tokens", style="bold"))
     console.print(token_lines(group.columns, console.width))
-    for note in read.notes:
+    for note in (*read.notes, *remarks(read)):
         console.print(Text(printable(note), style="italic"))
     firsts = group.leaders()
     listed = group.heads if every else chosen or [head for head, _ in firsts]
@@ -135,11 +136,11 @@ def _table(columns: Sequence[Sequence[str]]) -> Table:
 
 def as_dictionary(read: Input, chosen: Sequence[Head] = ()) -> dict[str, object]:
     """The same for programs: the tokens, the figures of each head, and the maps of chosen ones."""
-    group = read.main
+    group = _group_of(read, chosen)
     return {
         "rows": list(group.rows),
         "columns": list(group.columns),
-        "notes": list(read.notes),
+        "notes": [*read.notes, *remarks(read)],
         "heads": [
             {"layer": head.layer, "head": head.number, "statistics": head.figures}
             | ({"map": _map(head)} if head in chosen else {})
@@ -147,6 +148,11 @@ def as_dictionary(read: Input, chosen: Sequence[Head] = ()) -> dict[str, object]
             if not chosen or head in chosen
         ],
     }
+
+
+def _group_of(read: Input, chosen: Sequence[Head]) -> Group:
+    """The group of the first chosen head; the main one if none is chosen."""
+    return next((x for x in read.groups if chosen and chosen[0] in x.heads), read.main)
 
 
 def _map(head: Head) -> dict[str, object]:

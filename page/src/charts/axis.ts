@@ -39,6 +39,14 @@ export function ticks({ low, high, log }: Axis, count: number): number[] {
   return range(first, last + 1, every).map((power) => log ** power);
 }
 
+/** Ticks as texts that differ: as many digits as the step between them needs. */
+export function tickLabels(axis: Axis, values: readonly number[]): string[] {
+  const texts = values.map((value) => label(axis, value));
+  if (axis.format || axis.log || new Set(texts).size === texts.length) return texts;
+  const digits = values.length > 1 ? Math.ceil(-Math.log10(values[1]! - values[0]!)) : 3;
+  return values.map((value) => value.toFixed(Math.min(12, Math.max(0, digits))).replace('-', '−'));
+}
+
 /** A tick as text: 10⁻⁶ rather than 0.000001, 4k rather than 4,096 where there is little room. */
 export function label(axis: Axis, value: number): string {
   if (axis.format) return axis.format(value);

@@ -34,7 +34,8 @@ export function missing(parameters: Parameters, inputs: Input[], sides: Side[]):
     const kind = named('group');
     const group = kind ? input.groups.find((each) => each.id === kind) : input.groups.at(-1);
     if (!group) return { what: 'group', side, asked: kind ?? '', input };
-    const asked = [parameters[`layer${side}`] ?? '0', parameters[`head${side}`] ?? '0'];
+    const first = String(group.layers[0]?.layer ?? 0);
+    const asked = [parameters[`layer${side}`] ?? first, parameters[`head${side}`] ?? '0'];
     if (!isThere(group, asked)) {
       return { what: 'head', side, asked: asked.join('.'), input, group };
     }

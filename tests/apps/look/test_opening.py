@@ -168,7 +168,7 @@ def test_classifiers_masked_models_and_translators_predict(tmp_path: Path) -> No
     read = opening.opened("translate", "cpu").read("The cat is black.", silent)
     assert read.predictor is not None
     assert read.predictor.groups == ("decoder", "cross")
-    module = read.groups[2].head("1.0").module
+    module = read.groups[2].head("6.0").module
     outcomes, moved = read.predictor.compare(0, [Edge(module, None, (0, 2))])
     assert moved > 0
     assert outcomes[0].name.strip() == "Le"
@@ -214,6 +214,8 @@ def test_a_language_model_sees_an_image_among_its_tokens(tmp_path: Path) -> None
     assert [name.strip() for name in rows[first : first + 5]] == ["0,0", "0,1", "0,2", "0,3", "1,0"]
     assert "".join(rows[first + 16 :]).strip() == "What is round?"
     assert len(read.main.heads) == 8  # those of the language model
+    assert {head.layer for head in read.main.heads} == {2, 3}  # as in a watch of the whole model
+    assert "layers 0 to 1 are not shown" in read.notes[0]
     assert read.main.causal
     assert read.predictor is not None
     edge = Edge(read.main.heads[0].module, None, (first, first + 16))

@@ -364,7 +364,7 @@ def test_a_translation_s_words_are_aligned_and_hostile_text_stays_text(
 ) -> None:
     said = "The <img src=x onerror=alert(1)> cat is black."
     served = serve("translate", said).wait_until_read()
-    page = visit("#/head?layer=1&head=2", base=served.url)
+    page = visit("#/head?layer=6&head=2", base=served.url)
     page.on("dialog", lambda dialog: pytest.fail("the text was run"))
     group = served.session.atlases["0"].input.group("cross")
     plot(page)
@@ -378,7 +378,7 @@ def test_a_translation_s_words_are_aligned_and_hostile_text_stays_text(
     reading = point(page, 0.4, 0.4)
     expect(reading).to_have_attribute("data-exact", re.compile(r"\d"))
     row, column = map(int, reading.locator(".number").all_inner_texts())
-    weight = float(the_map(served, "1.2", "cross")[0, 0, row, column])
+    weight = float(the_map(served, "6.2", "cross")[0, 0, row, column])
     assert float(reading.get_attribute("data-exact") or "nan") == pytest.approx(weight, rel=1e-6)
 
 

@@ -35,6 +35,29 @@ def test_every_head_is_drawn_layer_by_layer(visit: Visits, served: Served) -> No
     wait_for_maps(page)
 
 
+def test_one_head_opens_the_head_that_is_highlighted(visit: Visits) -> None:
+    page = visit()
+    selected = page.locator("aside h2")
+    name = selected.inner_text().removeprefix("Head ")
+    assert name != "0.0"
+    page.get_by_role("link", name="One head").click()
+    layer, head = name.split(".")
+    expect(page.get_by_label("Layer", exact=True)).to_have_value(layer)
+    expect(page.get_by_label("Head", exact=True)).to_have_value(head)
+
+
+def test_the_maps_of_a_comparison_stand_abreast_whatever_their_names(
+    serve: Callable[..., Served], visit: Visits
+) -> None:
+    served = serve("translate", "她从来没有见过这么大的黑狗，从来没有。" * 3).wait_until_read()
+    served.session.add("The cat is black, and the dog has never been seen in the garden.")
+    page = visit("#/compare", base=served.wait_until_read().url)
+    figures = page.locator(".maps figure")
+    expect(figures).to_have_count(3)
+    tops = figures.evaluate_all("all => all.map(each => each.getBoundingClientRect().top)")
+    assert len(set(tops)) == 1
+
+
 def test_heads_are_sorted_by_the_library_s_figure(visit: Visits, served: Served) -> None:
     page = visit("#/heads")
     page.get_by_label("Statistic").select_option("previous_mass_mean")

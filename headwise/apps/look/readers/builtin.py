@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headwise.apps.look.head_groups import groups
+from headwise.apps.look.head_groups import groups, left_out
 from headwise.apps.look.predictions import Predictor
 from headwise.apps.look.readers import image_bytes as images
 from headwise.apps.look.readers.reader import (
@@ -74,7 +74,7 @@ class TextReader:
 
         predictor = Predictor(loaded.model, logits, lambda id: loaded.tokeniser.pieces([id])[0])
         made = groups(seen, {"self": (tokens, tokens)}, ids)
-        return Input(title(text), "text", made, notes, predictor=predictor)
+        return Input(title(text), "text", made, (*notes, *left_out(seen)), predictor=predictor)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.apps.look.head_groups import groups
+from headwise.apps.look.head_groups import groups, left_out
 from headwise.apps.look.predictions import Predictor
 from headwise.apps.look.readers import image_bytes as images
 from headwise.apps.look.readers.reader import (
@@ -23,10 +23,24 @@ from headwise.apps.look.readers.reader import (
 from headwise.apps.look.readers.transformers_reader import from_config, naming, pieces, unscaled
 from headwise.apps.look.scene import Description, Image, Input
 from headwise.messages import say
-from headwise.watching import watch
+from headwise.watching import Watch, watch
 
 QUESTION = "Describe this image."
 """The text that stands beside an image if none is given."""
+
+
+def tower(shown: str, seen: Watch) -> tuple[str, ...]:
+    """A note on the layers that run before the module that is shown, under the same numbering."""
+    first = min((layer.number for layer in seen.layers), default=0)
+    if not first:
+        return ()
+    said = say(
+        "layers 0 to {last} are not shown: they see the image before it is among the tokens; "
+        "shown are those of {module}, numbered as in hw.watch(model)",
+        last=first - 1,
+        module=shown,
+    )
+    return (said,)
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,8 @@ class TransformersImageTextReader:
         given = given.to(self.whole.device)
         ids = given["input_ids"][0].tolist()
         check_length(len(ids), self.whole.device.type)
-        with watch(self.model) as seen, running(self.model, report):
+        inside = self._inside()
+        with watch(self.whole, layers=f"{inside}.*") as seen, running(self.model, report):
             self.whole(**given)
         first, count = self._place(ids)
         grid = self._grid(given, count)
@@ -79,12 +94,18 @@ class TransformersImageTextReader:
         def logits(row: int) -> Tensor:
             return self.whole(**given).logits[0, row]  # type: ignore[no-any-return]
 
-        predictor = Predictor(self.model, logits, naming(self.processor.tokenizer))
+        predictor = Predictor(self.whole, logits, naming(self.processor.tokenizer))
         shown = Image(self._shown(given, opened), grid, first)
         # All patches have the number of one token, and none of them is a repetition of another.
         apart = [-1 - at if first <= at < first + count else id for at, id in enumerate(ids)]
         made = groups(seen, {"self": (tokens, tokens)}, apart)
-        return Input(title(question), "text", made, (), shown, predictor)
+        notes = (*tower(inside, seen), *left_out(seen))
+        return Input(title(question), "text", made, notes, shown, predictor)
+
+    def _inside(self) -> str:
+        """The name of the language model among the modules of the whole one."""
+        inside = self.model
+        return next(name for name, module in self.whole.named_modules() if module is inside)
 
     def _prompt(self, question: str) -> str:
         """The question as the model was trained to be asked, with a place for the image."""

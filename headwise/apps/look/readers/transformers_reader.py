@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.apps.look.head_groups import groups
+from headwise.apps.look.head_groups import groups, left_out
 from headwise.apps.look.predictions import Predictor
 from headwise.apps.look.readers import image_bytes as images
 from headwise.apps.look.readers.reader import (
@@ -78,6 +78,7 @@ class TransformersTextReader:
             self.model(given)
         tokens = pieces(self.tokeniser, ids)
         made = groups(seen, {"self": (tokens, tokens)}, ids)
+        notes = (*notes, *left_out(seen))
         return Input(title(text), "text", made, notes, predictor=self._predictor(given))
 
     def _predictor(self, ids: torch.Tensor) -> Predictor | None:
@@ -136,7 +137,8 @@ class TransformersTranslationReader:
             self.model, logits, naming(self.tokeniser), groups=("decoder", "cross")
         )
         made = groups(seen, axes)
-        return Input(title(text), "translation", made, (f"→ {said}",), predictor=predictor)
+        notes = (f"→ {said}", *left_out(seen))
+        return Input(title(text), "translation", made, notes, predictor=predictor)
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class TransformersImageReader:
         tokens = images.patch_names(first, *grid)
         shown = Image(images.png(unscaled(self.processor, values[0])), grid, first)
         made = groups(seen, {"self": (tokens, tokens)})
-        return Input("image", "image", made, (), shown, self._predictor(given))
+        return Input("image", "image", made, left_out(seen), shown, self._predictor(given))
 
     def _predictor(self, values: torch.Tensor) -> Predictor | None:
         """The predictions of the image's class; None if the model has no output layer."""

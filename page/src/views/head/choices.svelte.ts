@@ -18,6 +18,8 @@ export const DROPS = [0, 1, 4] as const;
 
 export class Choices {
   readonly #look: Look;
+  /** The head to open where the address names none; null until it is known. */
+  start = $state.raw<readonly [number, number] | null>(null);
 
   constructor(look: Look) {
     this.#look = look;
@@ -28,11 +30,13 @@ export class Choices {
     return headsOf(this.#look.state, this.#look.group);
   }
 
-  /** The head, by default the first of its group. */
+  /** The head, by default the most remarkable one of its group, as among all heads. */
   get head(): HeadAddress | null {
     const { input, group, router } = this.#look;
     if (!input || !group) return null;
-    const [layer, head] = this.heads[0] ?? [0, 0];
+    const named = ['layer', 'head'].every((name) => name in router.route.parameters);
+    if (!named && !this.start) return null;
+    const [layer, head] = this.start ?? [0, 0];
     return {
       input: input.id,
       group: group.id,

@@ -75,7 +75,7 @@ export class Lines {
 
 /** A token as it is shown: what would be invisible gets a sign. */
 export function shown(token: string): string {
-  if (token === '') return '∅';
+  if (token === '') return '·'; // continues the character of the token before
   const signed = token.replaceAll('\n', '↵').replaceAll('\t', '⇥');
   return signed.trim() === '' ? signed.replaceAll(' ', '␣') : signed;
 }

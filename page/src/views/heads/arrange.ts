@@ -1,6 +1,7 @@
 /** Filters and sorts the heads. */
 
-import type { HeadFigures } from '../../lib/types';
+import type { Place } from '../../lib/lookup';
+import type { GroupId, HeadFigures } from '../../lib/types';
 import { figure, headType } from '../../locales/statistics';
 
 export type Order = 'layers' | 'rising' | 'falling';
@@ -50,6 +51,14 @@ export function examples(heads: readonly HeadFigures[], most = 3): HeadFigures[]
   const clear = [...heads].sort((a, b) => clarity(b) - clarity(a));
   const firsts = REMARKABLE.flatMap((type) => clear.find((head) => head.type === type) ?? []);
   return [...firsts, ...clear.filter((head) => !firsts.includes(head))].slice(0, most);
+}
+
+/** The heads of a group that have a map: the clearest of each type first. */
+export function openable(heads: readonly HeadFigures[], maps: readonly Place[], group: GroupId) {
+  const names = new Set(maps.map((place) => place.join('.')));
+  const found = heads.filter((head) => head.group === group && names.has(nameOf(head)));
+  const others = maps.map(([layer, head]) => ({ layer, head, type: null }));
+  return [...examples(found, Infinity), ...others];
 }
 
 /** The smallest and the largest of a figure. */
