@@ -23,7 +23,7 @@ from headwise.version import __version__
 
 if TYPE_CHECKING:
     from headwise import costs as costs
-    from headwise import distributed, models, nn
+    from headwise import distributed, models, nn, sparse
     from headwise import watching as watching
     from headwise.apps.train.loading import load
     from headwise.core.edges import Edge
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headwise.watching import Recording as Recording
     from headwise.watching import Watch, knock_out, qk_clip, watch
 
-_PACKAGES = {"costs", "distributed", "models", "nn", "watching"}
+_PACKAGES = {"costs", "distributed", "models", "nn", "sparse", "watching"}
 _LATER = {
     "CacheLayout": "headwise.costs.workload",
     "Cost": "headwise.costs.cost",
@@ -81,6 +81,7 @@ __all__ = [
     "observe",
     "partial",
     "qk_clip",
+    "sparse",
     "watch",
 ]
 

@@ -62,8 +62,8 @@ class RegionLoop(Loop):
                 q, grad = self.blocks.queries(unit, rows), self.grads(unit, rows)
                 for segment in self.schedule.segments(unit, rows):
                     s = self.logits(unit, rows, segment, q)
-                    s = self.log_weights(unit, rows, s)
-                    self.hide(unit, s, self.seen(unit, rows, segment))
+                    seen = self.seen(unit, rows, segment, s)
+                    s = self.hide(unit, self.log_weights(unit, rows, s), seen)
                     rank = None
                     if grad is not None:
                         hidden = s == -torch.inf if ranked else None
@@ -120,7 +120,7 @@ class RegionLoop(Loop):
                 found: PeakSums | None = None
                 for segment in self.schedule.segments(unit, rows):
                     s = self.logits(unit, rows, segment, q)
-                    self.hide(unit, s, self.seen(unit, rows, segment))
+                    self.hide(unit, s, self.seen(unit, rows, segment, s))
                     first = self.terms.first_key + segment.columns.start
                     here = self.peak(s, self.products(segment, grad), first)
                     found = here if found is None else found.join(here)

@@ -12,7 +12,7 @@ from headwise.core.row_totals import RowTotals
 from headwise.core.schedule import Segment
 from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.streaming.forward_loop import row_totals
-from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop
+from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop, Selection
 
 
 class Backward(Loop):
@@ -31,8 +31,9 @@ class Backward(Loop):
         grad_lse: Tensor | None,
         grad_entropy: Tensor | None,
         bias_learns: bool,
+        selection: Selection | None = None,
     ) -> None:
-        super().__init__(q, k, v, terms)
+        super().__init__(q, k, v, terms, selection)
         wide = self.blocks.wide
         self.grad_out, self.grad_entropy = grad_out, grad_entropy
         if totals.base is totals.lse and totals.coarse():
@@ -71,7 +72,7 @@ class Backward(Loop):
         columns = segment.columns
         k, v = self.k[:, columns], self.v[:, columns]
         s, slope = self.logits_and_slope(unit, rows, segment, q)
-        s = self.hide(unit, s, self.seen(unit, rows, segment))
+        s = self.hide(unit, s, self.seen(unit, rows, segment, s))
         s = self.log_weights(unit, rows, s)
         p = torch.exp2(s, out=self.buffer(1, s.shape))
         grad_p = torch.bmm(grad_out, v.transpose(1, 2), out=self.buffer(2, s.shape))

@@ -22,7 +22,7 @@ from headwise.core.row_sums import (
 from headwise.core.row_totals import RowTotals
 from headwise.core.schedule import Segment
 from headwise.engines.streaming.key_moments import KeyMoments, logit_moments
-from headwise.engines.streaming.loop import LOG2_E, NO_WEIGHT, Loop
+from headwise.engines.streaming.loop import LOG2_E, NO_WEIGHT, Loop, Selection
 
 HEADROOM = 20.0  # how far a logit may rise above its base: exp(20) is far from overflow
 
@@ -33,8 +33,16 @@ class Forward(Loop):
     Each block of rows writes its sums into a table, and all are divided at once at the end.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> None:
-        super().__init__(q, k, v, terms)
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        terms: Terms,
+        wants: int,
+        selection: Selection | None = None,
+    ) -> None:
+        super().__init__(q, k, v, terms, selection)
         self.wants, self.dtype = wants, self.blocks.wide if wants & WIDE else q.dtype
         self.sums = asked_sums(wants)
         lines = 3 + len(self.sums) + 3 * bool(wants & MOMENTS)  # base, maximum, total, and these
@@ -123,7 +131,7 @@ class _Rows:
         """Merge the keys of a segment into the part."""
         loop, wants = self.loop, self.loop.wants
         s = loop.logits(self.unit, self.rows, segment, self.q)
-        seen = loop.seen(self.unit, self.rows, segment)
+        seen = loop.seen(self.unit, self.rows, segment, s)
         clean = loop.clean and seen is None
         if wants & MOMENTS:
             self.count_moments(segment, s, seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NO_WEIGHT = -1e4  # 2 to this power is 0 in every dtype, and times 0 it is 0, unlike -inf
 
 
+class Selection(Protocol):
+    """The keys that each row keeps, of those that it sees."""
+
+    def kept(self, loop: Loop, unit: Unit, rows: slice, columns: slice, s: Tensor) -> Tensor:
+        """True for the kept keys of a block; broadcasts to its logits s (b, h, G, R, C)."""
+
+
 class Loop:
     """The blocks of a problem, their order, and the buffers that they reuse.
 
@@ -23,9 +31,12 @@ class Loop:
     exp takes up to a hundred times as long for arguments that underflow.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, selection: Selection | None = None
+    ) -> None:
         k, v = hide_unseen(terms, k, v)
         self.blocks, self._values, self.terms = Blocks(q, k, terms), v, terms
+        self.selection = selection
         blocks = self.blocks
         shape = GroupedShape(q.shape[0], blocks.heads, blocks.group, q.shape[2], k.shape[2])
         self.schedule = Schedule(shape, terms.intervals, terms.dense is not None)
@@ -73,9 +84,17 @@ class Loop:
         torch.add(rest, s, alpha=LOG2_E, out=s)
         return s.clamp_max_(0)  # no weight is above 1, whatever rounding does
 
-    def seen(self, unit: Unit, rows: slice, segment: Segment) -> Tensor | None:
-        """The mask of the block, broadcastable to (b, h, G, R, C); None if it hides nothing."""
-        return self.blocks.visible(unit, rows, segment.columns) if segment.masked else None
+    def seen(self, unit: Unit, rows: slice, segment: Segment, s: Tensor) -> Tensor | None:
+        """The keys that the mask shows and the selection keeps, broadcastable to (b, h, G, R, C).
+
+        None if nothing is hidden. s are the block's logits, (heads, G·R, C).
+        """
+        columns = segment.columns
+        seen = self.blocks.visible(unit, rows, columns) if segment.masked else None
+        if self.selection is None:
+            return seen
+        kept = self.selection.kept(self, unit, rows, columns, self.blocks.five(unit, s))
+        return kept if seen is None else kept & seen
 
     def hide(self, unit: Unit, s: Tensor, seen: Tensor | None) -> Tensor:
         """Add -inf where a row does not see a key, which is far faster than to fill it in."""
