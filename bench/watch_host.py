@@ -25,6 +25,7 @@ import headwise as hw
 from bench import described
 from bench.watched_steps import BESIDE, FIVE, INSIDE, UNWATCHED, Size, WatchedLlama, Way, wait
 from headwise.api import statistics as statistics_of
+from headwise.core.options import Options
 from headwise.engines import library_backward
 from headwise.engines.library_kernels import CpuKernel
 from headwise.engines.triton.engine import TRITON
@@ -111,7 +112,7 @@ def calls(device: str) -> dict[str, tuple[Way, int]]:
         "observe, five, forward and backward": both(lambda: observed(FIVE)),
         "observe, all, with gradients": lambda: observed(None),
         "observe, rows=4": lambda: hw.observe(q, k, v, mask=CAUSAL, rows=4, **engine),
-        "statistics, rows=4": lambda: statistics_of(q, k, v, mask=CAUSAL, rows=4),
+        "statistics, rows=4": lambda: statistics_of(q, k, v, Options(mask=CAUSAL), rows=4),
     }
     return {name: (Way(run), 1) for name, run in found.items()}
 

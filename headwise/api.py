@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, Never, TypeVar
+from typing import NamedTuple, Never, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from headwise.core.observation import (
     sample_rows,
     with_max_logit,
 )
+from headwise.core.options import PLAIN, Options
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
 from headwise.core.row_sums import EVERYTHING, WIDE
@@ -35,7 +36,6 @@ from headwise.maps.attention_map import AttentionMap
 from headwise.maps.effect_map import EffectMap
 from headwise.score import Score
 
-OPTIONS = ("score", "mask", "bias", "softcap", "sinks", "dropout")
 Found = TypeVar("Found")
 
 
@@ -90,17 +90,12 @@ def attention(
     """
     if unknown:
         refuse_keywords("attention", unknown)
+    options = Options(score, mask, bias, softcap, sinks, dropout, engine)
     if has_torch_function_variadic(q, k, v):  # a mode, such as a watch, handles the call
-        result: Tensor = handle_torch_function(
-            attention, (q, k, v), q, k, v, score=score, mask=mask, bias=bias, softcap=softcap,
-            sinks=sinks, dropout=dropout, engine=engine,
-        )  # fmt: skip
-        return result
-    options = (score, mask, bias, softcap, sinks, dropout)
+        return handle_torch_function(attention, (q, k, v), q, k, v, **options.keywords())
     if (elsewhere := taken_over(q, k, v)) is not None:
-        named = dict(zip(OPTIONS, options, strict=True))
-        return elsewhere.attention(q, k, v, engine=engine, **named)
-    (out,) = _serve("attention", _batched("attention", q, k, v), options, engine)
+        return elsewhere.attention(q, k, v, options)
+    (out,) = _serve("attention", _batched("attention", q, k, v), options)
     return out if q.ndim == 4 else out[0]
 
 
@@ -144,28 +139,26 @@ def observe(
     """
     if unknown:
         refuse_keywords("observe", unknown)
+    options = Options(score, mask, bias, softcap, sinks, dropout, engine)
     if (elsewhere := taken_over(q, k, v)) is not None:
         return elsewhere.observe(
-            q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-            dropout=dropout, engine=engine, stats=stats, rows=rows, sink_keys=sink_keys,
-            spans=spans,
-        )  # fmt: skip
+            q, k, v, options, stats=stats, rows=rows, sink_keys=sink_keys, spans=spans
+        )
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
     marked = _restating("observe", four, check_spans, spans, len(four[0]), k.shape[-2])
     found = with_max_logit((*names, *NEEDED) if marked else names)
-    options: tuple[Any, ...] = (score, mask, bias, softcap, sinks, dropout)
     some = None if sampled is None else SampledRows(rows, sampled)
     if some is None:
-        out, *values = _serve("observe", four, options, engine, found, sink_keys)
+        out, *values = _serve("observe", four, options, found, sink_keys)
     else:
-        options = (*options[:-1], _with_seed(dropout, q.device))
-        (out,) = _serve("observe", four, options, engine)
-        values = list(_serve("observe", four, options, engine, found, sink_keys, some)[1:])
+        options = options._replace(dropout=_with_seed(dropout, q.device))
+        (out,) = _serve("observe", four, options)
+        values = list(_serve("observe", four, options, found, sink_keys, some)[1:])
     known = dict(zip(found, values, strict=True))
-    known |= _span_weights(four, options, engine, some, marked, known)
+    known |= _span_weights(four, options, some, marked, known)
     seen = _observation(known, names, sampled, q.ndim == 4)
     return out if q.ndim == 4 else out[0], seen
 
@@ -174,12 +167,8 @@ def statistics(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    options: Options = PLAIN,
     *,
-    score: Score | None = None,
-    mask: Mask | None = None,
-    bias: Bias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     stats: Iterable[str] | None = None,
     rows: int | Tensor | None = None,
     sink_keys: int = 1,
@@ -187,32 +176,31 @@ def statistics(
 ) -> Observation:
     """Return only the statistics of `observe`, without gradients, for an output from elsewhere.
 
-    With `rows`, only those rows are computed.
+    With `rows`, only those rows are computed. Any engine may serve, and dropout changes nothing.
 
     >>> import torch, headwise as hw
     >>> from headwise.api import statistics
     >>> q, k, v = torch.randn(3, 2, 8, 500, 16).unbind(0)
-    >>> statistics(q, k, v, mask=hw.mask.causal(), rows=64).entropy.shape
+    >>> statistics(q, k, v, Options(mask=hw.mask.causal()), rows=64).entropy.shape
     torch.Size([2, 8, 64])
     """
+    options = Options(*options[:5])  # of the weights before dropout
     if (split := split_calls()) is not None:
         with torch.no_grad():
             return split.observe(
-                q, k, v, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-                stats=stats, rows=rows, sink_keys=sink_keys, spans=spans,
-            )[1]  # fmt: skip
+                q, k, v, options, stats=stats, rows=rows, sink_keys=sink_keys, spans=spans
+            )[1]
     four = _batched("observe", q, k, v)
     names = _restating("observe", four, check_statistics, stats)
     sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
     marked = _restating("observe", four, check_spans, spans, len(four[0]), k.shape[-2])
-    options: tuple[Any, ...] = (score, mask, bias, softcap, sinks, 0.0)
     found = with_max_logit((*names, *NEEDED) if marked else names)
     with torch.no_grad():
         sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
         some = None if sampled is None else SampledRows(rows, sampled)
-        values = list(_serve("observe", four, options, "auto", found, sink_keys, some)[1:])
+        values = list(_serve("observe", four, options, found, sink_keys, some)[1:])
     known = dict(zip(found, values, strict=True))
-    known |= _span_weights(four, options, "auto", some, marked, known)
+    known |= _span_weights(four, options, some, marked, known)
     return _observation(known, names, sampled, batched=q.ndim == 4)
 
 
@@ -231,29 +219,26 @@ def _observation(
 
 def _span_weights(
     tensors: tuple[Tensor, Tensor, Tensor],
-    options: tuple[Any, ...],
-    engine: str,
+    options: Options,
     rows: SampledRows | None,
     spans: dict[str, Span],
     known: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the weights on spans of keys, (B, Hq, N) each, given the statistics of all keys."""
-    score, mask, bias, softcap, *_ = options
     q, k, v = (x.detach() for x in tensors)
 
     def over(keys: Mask) -> list[Tensor]:
-        some = (score, keys, bias, softcap, None, 0.0)
-        return list(_serve("observe", (q, k, v[..., :0]), some, engine, NEEDED, rows=rows)[1:])
+        some = options._replace(mask=keys, sinks=None, dropout=0.0)
+        return list(_serve("observe", (q, k, v[..., :0]), some, NEEDED, rows=rows)[1:])
 
     with torch.no_grad():
-        return span_weights(spans, mask, known, over)
+        return span_weights(spans, options.mask, known, over)
 
 
 def _serve(
     call: str,
     tensors: tuple[Tensor, Tensor, Tensor],
-    options: tuple[Any, ...],
-    engine: str,
+    options: Options,
     names: tuple[str, ...] = (),
     sink_keys: int = 1,
     rows: SampledRows | None = None,
@@ -261,11 +246,10 @@ def _serve(
     """Return out and the named statistics: by the prepared call of this description, or a new one.
 
     The path of every call: describe it and look it up; if it is new, check it, choose an engine,
-    let the engine prepare it, and run it. `options` are the values of OPTIONS; with `rows`, the
-    results are of these rows.
+    let the engine prepare it, and run it. With `rows`, the results are of these rows.
     """
-    described = (engine, names, sink_keys, None if rows is None else rows.key)
-    key, given = calls.describe(tensors, *options, options=described)
+    sample = None if rows is None else rows.key
+    key, given = calls.describe(tensors, options, names, sink_keys, sample)
     if rows is not None and rows.key is None:
         key = None
     prepared = None if key is None else calls.known(key)
@@ -274,7 +258,7 @@ def _serve(
             return prepared(*(given if rows is None else rows.of(given)))
         except KernelError:
             calls.drop(key)  # the call is planned anew
-    problem = pose(call, *tensors, **dict(zip(OPTIONS, options, strict=True)))
+    problem = pose(call, *tensors, options)
     if rows is not None:
         problem = problem.at(rows.numbers)
         given = (problem.q, *given[1:])
@@ -286,7 +270,7 @@ def _serve(
         calls.keep(key, prepared)
         return results
 
-    return _served(call, problem, engine, bool(names), run)
+    return _served(call, problem, options.engine, bool(names), run)
 
 
 def _served(
@@ -333,14 +317,13 @@ def attention_map(
     >>> amap[0, 1, 10:12, :11].shape
     torch.Size([2, 11])
     """
+    options = Options(score, mask, bias, softcap, sinks)
     if (split := split_calls()) is not None:
         if v is not None:
             raise ValueError(
                 "the map of a sequence that is split between processes knows no values; leave v out"
             )
-        return split.attention_map(
-            q, k, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks, lse=lse
-        )
+        return split.attention_map(q, k, options, lse=lse)
     if sharded(q, k) is not None:
         raise ValueError(
             "hw.attention_map takes plain tensors; give it this rank's heads, q.to_local()\n"
@@ -348,9 +331,7 @@ def attention_map(
         )
     values = k[..., :0] if v is None and isinstance(k, Tensor) else v
     four = _batched("attention_map", q, k, values)
-    problem = pose(
-        "attention_map", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
-    )
+    problem = pose("attention_map", *four, options)
     return AttentionMap(problem, lse if lse is None or q.ndim == 4 else lse[None])
 
 
@@ -430,10 +411,7 @@ def explain(
         raise ValueError(
             f"observed={observed!r} must be a bool\n  in {restate('explain', q, k, v)}"
         )
-    problem = pose(
-        "explain", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-        dropout=dropout,
-    )  # fmt: skip
+    problem = pose("explain", *four, Options(score, mask, bias, softcap, sinks, dropout))
     return _restating("explain", four, _plan, problem, engine, observed)
 
 
@@ -472,8 +450,8 @@ def partial(
     if q.ndim != 4:
         raise ValueError(f"hw.partial needs a batch axis\n  in {restate('partial', q, k, v)}")
     problem = pose(
-        "partial", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks,
-        dropout=dropout, first_query=first_query, first_key=first_key, offset=0,
+        "partial", *four, Options(score, mask, bias, softcap, sinks, dropout),
+        first_query=first_query, first_key=first_key, offset=0,
     )  # fmt: skip
     problem = replace(problem, sinks=None)
     rows = _restating("partial", four, choose_partial, problem).run(problem, EVERYTHING | WIDE)

@@ -6,6 +6,7 @@ in the `__all__` of the library's packages.
 
 from headwise.core.arguments import is_integer, is_number
 from headwise.core.intervals import Mask
+from headwise.core.options import Options
 from headwise.core.patterns import Between, Causal, Dense, Documents, Lengths, Window
 from headwise.core.problem import Problem
 from headwise.core.row_sums import ROW_SUMS, RowResults, RowSum
@@ -25,6 +26,7 @@ __all__ = [
     "Engine",
     "Lengths",
     "Mask",
+    "Options",
     "Problem",
     "RowResults",
     "RowSum",

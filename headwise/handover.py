@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.observation import Observation
+from headwise.core.options import Options
 from headwise.maps.attention_map import AttentionMap
 
 
@@ -32,14 +33,14 @@ class SplitCalls(Protocol):
     @property
     def padded_rows(self) -> Tensor | None: ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         """`attention` of this process's rows."""
         ...
 
     def observe(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, **asked: Any
     ) -> tuple[Tensor, Observation]:
-        """`observe` of this process's rows."""
+        """`observe` of this process's rows; `asked` are its stats, rows, sink_keys and spans."""
         ...
 
     def every(self, number: int) -> list[int]:
@@ -50,7 +51,9 @@ class SplitCalls(Protocol):
         """Return this process's positions, if the processes hold parts of these lengths."""
         ...
 
-    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
+    def attention_map(
+        self, q: Tensor, k: Tensor, options: Options, lse: Tensor | None
+    ) -> AttentionMap:
         """`attention_map` of the whole sequence, for which every process must ask."""
         ...
 
@@ -58,14 +61,14 @@ class SplitCalls(Protocol):
 class ShardedCalls(Protocol):
     """Takes over calls whose tensors are DTensors."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """`attention`, a DTensor."""
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, **asked: Any) -> Tensor:
+        """`attention`, a DTensor; `asked` are the arguments of `hw.distributed.attention`."""
         ...
 
     def observe(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, **asked: Any
     ) -> tuple[Tensor, Observation]:
-        """`observe`, of DTensors."""
+        """`observe`, of DTensors; `asked` are its stats, rows, sink_keys and spans."""
         ...
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from headwise.bias import ALiBi, Bias, RelativeBuckets
 from headwise.core.arguments import is_integer, is_scalar
 from headwise.core.intervals import FURTHEST, Mask
+from headwise.core.options import PLAIN, Options
 from headwise.core.place import Place, check_placed, placed
 from headwise.dropout import Dropout
-from headwise.score import Dot, Score, rewrite
+from headwise.score import Dot, rewrite
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -185,40 +186,30 @@ def pose(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    options: Options = PLAIN,
     *,
-    score: Score | None = None,
-    mask: Mask | None = None,
-    bias: Bias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float | Dropout = 0.0,
     first_query: int = 0,
     first_key: int = 0,
     offset: int | None = None,
 ) -> Problem:
     """Check a call and make it a `Problem`; a ValueError restates the call."""
     try:
-        return _pose(
-            q, k, v, score, mask, bias, softcap, sinks, dropout, first_query, first_key, offset
-        )
+        return _pose(q, k, v, options, first_query, first_key, offset)
     except ValueError as error:
-        raise ValueError(f"{error}\n  in {restate(call, q, k, v, mask=mask, bias=bias)}") from None
+        stated = restate(call, q, k, v, mask=options.mask, bias=options.bias)
+        raise ValueError(f"{error}\n  in {stated}") from None
 
 
 def _pose(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    score: Score | None,
-    mask: Mask | None,
-    bias: Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float | Dropout,
+    options: Options,
     first_query: int,
     first_key: int,
     offset: int | None,
 ) -> Problem:
+    score, mask, bias, softcap, sinks, dropout, _ = options
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
     for name, first in (("first_query", first_query), ("first_key", first_key)):

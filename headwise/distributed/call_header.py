@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from headwise.core.observation import check_sink_keys, check_statistics, with_max_logit
+from headwise.core.options import Options
 from headwise.core.place import four
 from headwise.core.problem import Problem, check_mask, pose
 from headwise.core.spans import NEEDED, Span
@@ -34,17 +35,16 @@ class Asked(NamedTuple):
         return cls(names, computed, check_sink_keys(sink_keys), spans)
 
 
-def checked_part(kind: str, tensors: tuple[Any, Any, Any], options: dict[str, Any]) -> Problem:
+def checked_part(kind: str, tensors: tuple[Any, Any, Any], options: Options) -> Problem:
     """The checked problem of this rank's part, without its mask and a tensor bias."""
     if any(not isinstance(x, Tensor) or x.ndim != 4 for x in tensors):
         raise ValueError(
             f"hw.distributed.{kind} takes q, k and v with the axes (batch, heads, length, width)"
         )
-    check_mask(options["mask"])
-    bias = options["bias"]
-    rows = bias if isinstance(bias, Tensor) else None
-    own = {name: x for name, x in options.items() if name not in ("mask", "bias", "engine")}
-    problem = pose(f"distributed.{kind}", *tensors, bias=None if rows is not None else bias, **own)
+    check_mask(options.mask)
+    rows = options.bias if isinstance(options.bias, Tensor) else None
+    own = options._replace(mask=None, bias=None if rows is not None else options.bias)
+    problem = pose(f"distributed.{kind}", *tensors, own)
     if rows is not None:
         shape, wanted = (1,) * (4 - rows.ndim) + tuple(rows.shape), tensors[0].shape[:3]
         fits = all(n in (1, want) for n, want in zip(shape, wanted, strict=False))
@@ -62,7 +62,7 @@ def call_header(
     tensors: tuple[Tensor, Tensor, Tensor],
     layout: Layout,
     move: str,
-    options: dict[str, Any],
+    options: Options,
     asked: Asked,
 ) -> Header:
     """The call of this rank as the others must know it: every option, but for values that learn."""
@@ -75,14 +75,14 @@ def call_header(
     return Header(kind, same, (tensors[0].shape[2], tensors[1].shape[2], seed))
 
 
-def described_options(problem: Problem, options: dict[str, Any]) -> dict[str, str]:
+def described_options(problem: Problem, options: Options) -> dict[str, str]:
     """Every option as a text that is the same on ranks that mean the same.
 
     A score of None is a Dot; a bias tensor has the rank's own rows; a seed that was drawn is not
     the one that is used.
     """
-    meant = dict(options)
-    score, bias, dropout = options["score"], options["bias"], options.get("dropout", 0.0)
+    meant = options.keywords()
+    score, _, bias, _, _, dropout, _ = options
     if score is None or isinstance(score, Dot):
         meant["score"] = Dot(problem.scale)
     if isinstance(bias, Tensor):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise import api, handover
 from headwise.core.observation import check_sink_keys
+from headwise.core.options import Options
 from headwise.core.place import Place, four
 from headwise.core.problem import without_autocast
 from headwise.distributed.descriptions import Values
@@ -24,7 +24,7 @@ def attend_by_heads(
     ranks: RankGroup,
     geometry: Geometry,
     tensors: tuple[Tensor, Tensor, Tensor],
-    options: dict[str, Any],
+    options: Options,
     names: tuple[str, ...],
     sink_keys: int,
     values: Mapping[str, Values],
@@ -39,7 +39,7 @@ def attend_by_heads(
     shares = head_shares(q.shape[1], k.shape[1], ranks.count)
     of_queries = Axes(tuple(share.queries for share in shares), geometry.rows)
     of_keys = Axes(tuple(share.keys for share in shares), geometry.keys)
-    moved, axes, bias = [q, k, v], [of_queries, of_keys, of_keys], options["bias"]
+    moved, axes, bias = [q, k, v], [of_queries, of_keys, of_keys], options.bias
     if isinstance(bias, Tensor):
         bias = four(bias).to(q.device)
         moved.append(bias.expand(-1, -1, q.shape[2], -1))
@@ -49,7 +49,7 @@ def attend_by_heads(
 
     def compute() -> list[Tensor]:
         q, k, v, *rest = moved
-        given = options | {"bias": rest[0] if rest else bias}
+        given = options._replace(bias=rest[0] if rest else bias)
         return _computed(geometry.whole, shares[ranks.own], (q, k, v), given, names, sink_keys)
 
     results = computed_together(ranks, compute, [*moved, *learnt(options).values()], values)
@@ -60,7 +60,7 @@ def attend_by_heads(
 
 def _computed(
     whole: Place, share: HeadShare, tensors: tuple[Tensor, Tensor, Tensor],
-    options: dict[str, Any], names: tuple[str, ...], sink_keys: int,
+    options: Options, names: tuple[str, ...], sink_keys: int,
 ) -> list[Tensor]:  # fmt: skip
     """Out (B, h, N, Dv) and, if any are named, the statistics (B, h, N, names)."""
     q, k, v = tensors
@@ -71,14 +71,14 @@ def _computed(
         )
         out = empty.expand(*empty.shape[:3], v.shape[-1])
         return [out, empty.to(wide).expand(*empty.shape[:3], len(names))][: 1 + bool(names)]
-    bias = options["bias"]
     part = options_of(whole, range(whole.batch), range(*share.queries), options)
-    part |= {"bias": bias} if isinstance(bias, Tensor) else {}  # the exchange has cut it
+    if isinstance(options.bias, Tensor):  # the exchange has cut it
+        part = part._replace(bias=options.bias)
     q = q.to(k.dtype)  # shared keys are wider
     alone, unwatched = handover.splitting(None), torch._C.DisableTorchFunction()
     with alone, unwatched, without_autocast(q.device):
         if not names:
-            return [api.attention(q, k, v, **part).to(dtype)]
+            return [api.attention(q, k, v, **part.keywords()).to(dtype)]
         sink_keys = check_sink_keys(sink_keys, k.shape[2])
-        out, seen = api.observe(q, k, v, **part, stats=names, sink_keys=sink_keys)
+        out, seen = api.observe(q, k, v, **part.keywords(), stats=names, sink_keys=sink_keys)
     return [out.to(dtype), torch.stack([seen.values[name].to(wide) for name in names], -1)]

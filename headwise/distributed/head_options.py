@@ -9,41 +9,42 @@ from torch import Tensor
 
 from headwise.bias import ALiBi, Bias, RelativeBuckets
 from headwise.core.mask_parts import part_of
+from headwise.core.options import Options
 from headwise.core.place import Place, four
 from headwise.dropout import Dropout
 from headwise.score import Additive, Cosine, General, Score
 
 
-def options_of(place: Place, batch: range, heads: range, options: dict[str, Any]) -> dict[str, Any]:
-    """The options score, mask, bias, sinks and dropout of part of the call at `place`.
+def options_of(place: Place, batch: range, heads: range, options: Options) -> Options:
+    """The options of part of the call at `place`.
 
     Dropout drops what it drops in the whole call.
     """
-    sinks, dropout = options["sinks"], options["dropout"]
-    found = {
-        "score": _score(options["score"], heads),
-        "mask": part_of(options["mask"], place, batch, heads),
-        "bias": _bias(options["bias"], batch, heads),
-        "sinks": None if sinks is None else sinks[heads.start : heads.stop],
-    }
+    sinks, dropout = options.sinks, options.dropout
     if isinstance(dropout, Dropout):
         entry, head = dropout.first
-        found["dropout"] = replace(dropout, first=(entry + batch.start, head + heads.start))
-    return options | found
+        dropout = replace(dropout, first=(entry + batch.start, head + heads.start))
+    return options._replace(
+        score=_score(options.score, heads),
+        mask=part_of(options.mask, place, batch, heads),
+        bias=_bias(options.bias, batch, heads),
+        sinks=None if sinks is None else sinks[heads.start : heads.stop],
+        dropout=dropout,
+    )
 
 
-def learnt(options: dict[str, Any]) -> dict[str, Tensor]:
+def learnt(options: Options) -> dict[str, Tensor]:
     """The tensors of a call's options that may have a gradient, by name: all ranks have the same.
 
     A bias tensor is not one of them: it has the rows of its rank.
 
     >>> import torch, headwise as hw
-    >>> list(learnt({"score": None, "bias": hw.ALiBi(4), "sinks": torch.zeros(4)}))
+    >>> list(learnt(Options(bias=hw.ALiBi(4), sinks=torch.zeros(4))))
     ['the slopes of bias', 'sinks']
     """
     found: dict[str, Any] = {}
     for option in ("score", "bias", "sinks"):
-        given = options[option]
+        given = getattr(options, option)
         if not isinstance(given, Tensor) and given is not None:
             found |= {f"the {name} of {option}": x for name, x in vars(given).items()}
         elif option != "bias":

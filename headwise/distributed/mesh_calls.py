@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.core.observation import Observation
+from headwise.core.options import Options
 from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Layout
 from headwise.distributed.ranges import numbers
@@ -33,19 +34,24 @@ class MeshCalls:
     tokens: Tensor | None = None
     padded_rows: Tensor | None = None
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         """`hw.distributed.attention` on the mesh."""
-        return attention(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **options)
+        given = options.keywords()
+        return attention(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **given)
 
     def observe(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, **asked: Any
     ) -> tuple[Tensor, Observation]:
         """`hw.distributed.observe` on the mesh."""
-        return observe(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **options)
+        given = options.keywords() | asked
+        return observe(q, k, v, mesh=self.mesh, layout=self.layout, move=self.move, **given)
 
-    def attention_map(self, q: Tensor, k: Tensor, **options: Any) -> AttentionMap:
+    def attention_map(
+        self, q: Tensor, k: Tensor, options: Options, lse: Tensor | None
+    ) -> AttentionMap:
         """`hw.distributed.attention_map` on the mesh."""
-        return attention_map(q, k, mesh=self.mesh, layout=self.layout, **options)
+        given = options.of_weights()
+        return attention_map(q, k, mesh=self.mesh, layout=self.layout, lse=lse, **given)
 
     def every(
         self, number: int, same: Mapping[str, str] | None = None, failure: Exception | None = None

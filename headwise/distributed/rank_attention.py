@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from headwise.api import OPTIONS
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation, sample_rows
+from headwise.core.options import Options
 from headwise.core.place import four
 from headwise.core.problem import Problem
 from headwise.core.row_sums import RowResults
@@ -81,11 +81,10 @@ def attention(
     Gradients of k and v come from the rows of every rank. Those of sinks, slopes, tables and
     weights are this rank's share: sum them over ranks, as for every replicated parameter.
     """
-    given = (score, mask, bias, softcap, sinks, dropout, engine)
-    options = dict(zip((*OPTIONS, "engine"), given, strict=True))
+    options = Options(score, mask, bias, softcap, sinks, dropout, engine)
     over_ranks = sharded(q, k, v)
     if over_ranks is not None:
-        return over_ranks.attention(q, k, v, mesh=mesh, layout=layout, move=move, **options)
+        return over_ranks.attention(q, k, v, options, mesh=mesh, layout=layout, move=move)
     out, _ = _call("attention", (q, k, v), mesh, layout, move, options, Asked())
     return out
 
@@ -115,12 +114,11 @@ def observe(
     `rows` samples this rank's rows, as `hw.observe` does. `spans` are ranges of the whole
     sequence's keys; each is one more exchange of those keys.
     """
-    given = (score, mask, bias, softcap, sinks, dropout, engine)
-    options = dict(zip((*OPTIONS, "engine"), given, strict=True))
+    options = Options(score, mask, bias, softcap, sinks, dropout, engine)
     over_ranks = sharded(q, k, v)
     if over_ranks is not None:
         return over_ranks.observe(
-            q, k, v, mesh=mesh, layout=layout, move=move, **options, stats=stats, rows=rows,
+            q, k, v, options, mesh=mesh, layout=layout, move=move, stats=stats, rows=rows,
             sink_keys=sink_keys, spans=spans,
         )  # fmt: skip
     asked, sampled, failure = Asked(), None, None
@@ -134,7 +132,7 @@ def observe(
     needed = Asked(NEEDED, NEEDED)
 
     def over(keys: Mask) -> list[Tensor]:
-        plain = options | {"mask": keys, "sinks": None, "dropout": 0.0}
+        plain = options._replace(mask=keys, sinks=None, dropout=0.0)
         _, seen = _call("observe", part, mesh, layout, move, plain, needed)
         return [seen[name] for name in NEEDED]
 
@@ -163,20 +161,20 @@ def _call(
     mesh: DeviceMesh,
     layout: Layout | None,
     move: str,
-    options: dict[str, Any],
+    options: Options,
     asked: Asked,
     failure: Exception | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Agree on a call, make it, and return out and the statistics."""
     ranks = RankGroup.of(mesh)
-    mask, bias, names = options["mask"], options["bias"], asked.computed
+    mask, bias, names = options.mask, options.bias, asked.computed
     problem, header, values = None, Header(kind), {}
     if failure is None:
         try:
             layout = check_layout(layout)
             check_move(move)
             problem = checked_part(kind, tensors, options)
-            options = options | {"engine": _engine(problem, move, options["engine"], names)}
+            options = options._replace(engine=_engine(problem, move, options.engine, names))
             header = call_header(kind, problem, tensors, layout, move, options, asked)
             values = {name: Values(x) for name, x in learnt(options).items()}
         except Exception as error:  # the others wait: they hear of it first
@@ -184,7 +182,7 @@ def _call(
     every = agree(ranks, header, failure)
     assert problem is not None and layout is not None
     lengths = tuple(own[0] for own in every), tuple(own[1] for own in every)
-    problem, dropout = _same_seed(problem, options["dropout"], every[0][2])
+    problem, dropout = _same_seed(problem, options.dropout, every[0][2])
     place = problem.place
     found = geometry(mask, place.batch, place.heads, *lengths, layout)
     if isinstance(bias, Tensor) and four(bias).shape[3] not in (1, found.whole.keys):
@@ -195,15 +193,14 @@ def _call(
     widths = CallWidths.of(*tensors)
     chosen, _ = choose_move(found, move, widths, problem.q.dtype, isinstance(bias, Tensor))
     if chosen == "ulysses":
-        options = options | {"dropout": dropout}
+        options = options._replace(dropout=dropout)
         q, k, v = (x.to(problem.v.dtype) for x in tensors)  # as autocast asks
         return attend_by_heads(ranks, found, (q, k, v), options, names, asked.sink_keys, values)
     found = found.everything() if chosen == "gather" else found
     exchange = (RingExchange if chosen == "ring" else RangeExchange)(ranks, found)
     singles = tuple(name for name in SINGLES if name in names)
     sink_keys = min(asked.sink_keys, max(1, found.whole.keys))
-    engine = options["engine"]
-    blocks = KeyBlocks(problem, found, ranks.own, engine, wanted(names), singles, sink_keys)
+    blocks = KeyBlocks(problem, found, ranks.own, options.engine, wanted(names), singles, sink_keys)
     terms = problem.terms()
     given = (problem.q, problem.k, problem.v, terms.additive)
     rest = (None if not isinstance(bias, Tensor) else four(bias), terms.slopes, terms.relative)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from headwise import api
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.core.observation import Observation, check_statistics, sample_rows
+from headwise.core.options import Options
 from headwise.core.place import Place, four
 from headwise.core.problem import pose, restate
 from headwise.core.spans import SPAN_PREFIX, Spans, check_spans
@@ -35,34 +36,35 @@ BATCH, HEADS, POSITIONS = 0, 1, 2  # axes of q, k and v
 class DTensorCalls:
     """Calls of `attention` and `observe` whose q, k and v are DTensors."""
 
-    def attention(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def attention(self, q: Any, k: Any, v: Any, options: Options, **asked: Any) -> Any:
         """The output as a DTensor (B, Hq, N, Dv), placed like q."""
-        call = ShardedCall.of(_called("attention", options), q, k, v)
-        part, given = call.told((q, k, v), options)
+        call = ShardedCall.of(_called("attention", asked), q, k, v)
+        part, given, asked = call.told((q, k, v), options, asked)
         if not part[0].shape[1]:
             return call.whole(_nothing(part, given, part[2].shape[-1]))
         attend: Callable[..., Any] = api.attention
         if call.sequence is not None:
             attend = rank_attention.attention
-        return call.whole(attend(*part, **given))
+        return call.whole(attend(*part, **given.keywords(), **asked))
 
-    def observe(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Observation]:
+    def observe(
+        self, q: Any, k: Any, v: Any, options: Options, **asked: Any
+    ) -> tuple[Any, Observation]:
         """The output and the statistics as DTensors, placed like q."""
-        call = ShardedCall.of(_called("observe", options), q, k, v)
-        if call.sequence is not None and options.get("rows") is not None:
+        call = ShardedCall.of(_called("observe", asked), q, k, v)
+        if call.sequence is not None and asked.get("rows") is not None:
             raise call.error(
                 "rows= samples the rows of one rank, and the sequence of these DTensors is "
                 "sharded; give hw.distributed.observe this rank's part, q.to_local()"
             )
-        part, given = call.told((q, k, v), options)
+        part, given, asked = call.told((q, k, v), options, asked)
         if not part[0].shape[1]:
-            return call.whole(out := _nothing(part, given, part[2].shape[-1])), call.unseen(
-                out, given
-            )
+            out = _nothing(part, given, part[2].shape[-1])
+            return call.whole(out), call.unseen(out, asked)
         look: Callable[..., Any] = api.observe
         if call.sequence is not None:
             look = rank_attention.observe
-        out, seen = look(*part, **given)
+        out, seen = look(*part, **given.keywords(), **asked)
         values = {name: call.whole(x) for name, x in seen.values.items()}
         return call.whole(out), Observation(values, call.whole(seen.highest), seen.rows)
 
@@ -120,14 +122,14 @@ class ShardedCall:
         sequence = split[POSITIONS][0] if split[POSITIONS] else None
         return cls(kind, (q, k, v), mesh, placed, keys, batch, heads, rows, sequence)
 
-    def unseen(self, out: Tensor, given: dict[str, Any]) -> Observation:
+    def unseen(self, out: Tensor, asked: dict[str, Any]) -> Observation:
         """The statistics of a rank without heads."""
         wide = torch.promote_types(out.dtype, torch.float32)
-        sampled = sample_rows(given.get("rows"), out.shape[2], out.device)
+        sampled = sample_rows(asked.get("rows"), out.shape[2], out.device)
         none = out.sum(-1, dtype=wide)
         none = none if sampled is None else none.index_select(2, sampled)
-        names = check_statistics(given.get("stats"))
-        names = (*names, *(SPAN_PREFIX + name for name in given.get("spans") or ()))
+        names = check_statistics(asked.get("stats"))
+        names = (*names, *(SPAN_PREFIX + name for name in asked.get("spans") or ()))
         whole = self.whole(none)
         return Observation(dict.fromkeys(names, whole), whole, sampled)
 
@@ -136,11 +138,11 @@ class ShardedCall:
         return ValueError(f"{reason}\n  in {restate(self.kind, *self.tensors)}")
 
     def told(
-        self, tensors: tuple[Any, Any, Any], options: Mapping[str, Any]
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        self, tensors: tuple[Any, Any, Any], options: Options, asked: Mapping[str, Any]
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Options, dict[str, Any]]:
         """`local`; if it fails, the ranks that wait for this one's positions hear of it first."""
         try:
-            return self.local(tensors, options)
+            return self.local(tensors, options, asked)
         except Exception as error:
             if self.sequence is not None:
                 kind = self.kind.removeprefix("distributed.")
@@ -148,36 +150,37 @@ class ShardedCall:
             raise
 
     def local(
-        self, tensors: tuple[Any, Any, Any], options: Mapping[str, Any]
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        """This rank's q, k and v, and the options that belong to them."""
+        self, tensors: tuple[Any, Any, Any], options: Options, asked: Mapping[str, Any]
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Options, dict[str, Any]]:
+        """This rank's q, k and v, and the options and other arguments that belong to them."""
         q, k, v = tensors
         batch, heads, queries, _ = q.shape
         place = Place(batch, heads, queries, k.shape[2], offset=k.shape[2] - queries)
-        given = dict(options) | self._replicated(options)
-        self._check(given)
-        rate = given["dropout"]
+        given, more = self._replicated(options), dict(asked)
+        self._check(given, more.get("spans"))
+        rate = given.dropout
         if rate and (not isinstance(rate, Dropout) or rate.seed is None):
-            given["dropout"] = self._seeded(rate)
+            given = given._replace(dropout=self._seeded(rate))
         given = options_of(place, self.batch, self.heads, given)
-        if given.get("spans"):
-            given["spans"] = _spans_of(given["spans"], self.batch)
-        given |= self._over_positions(given)
+        if more.get("spans"):
+            more["spans"] = _spans_of(more["spans"], self.batch)
+        given, more = self._over_positions(given, more)
         q = q.redistribute(placements=self.placements).to_local()
         k, v = (self._keys(x, heads) for x in (k, v))
-        return (q, k, v), given
+        return (q, k, v), given, more
 
-    def _check(self, given: dict[str, Any]) -> None:
+    def _check(self, given: Options, spans: Spans | None) -> None:
         """Raise ValueError for options that do not fit the whole call, before they are cut."""
         like = [
             torch.empty((), dtype=x.dtype, device=x.to_local().device).expand(x.shape)
             for x in self.tensors
         ]
-        checked = {name: given[name] for name in ("mask", "bias", "softcap", "sinks")}
-        pose(self.kind, *like, **checked)
-        pose(self.kind, *(x[:, :, :1] for x in like), score=given["score"])  # it may widen q
-        if given.get("spans"):
-            check_spans(given["spans"], len(like[0]))
+        q, k, v = like
+        pose(self.kind, q, k, v, given._replace(score=None, dropout=0.0))
+        q, k, v = (x[:, :, :1] for x in like)
+        pose(self.kind, q, k, v, Options(score=given.score))  # it may widen q
+        if spans:
+            check_spans(spans, len(like[0]))
 
     def _keys(self, x: Any, heads: int) -> Tensor:
         """This rank's keys or values: those of its query heads."""
@@ -204,31 +207,32 @@ class ShardedCall:
                 return part
         return part.index_select(1, torch.tensor(used, device=part.device))  # one per query head
 
-    def _over_positions(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The options that only a sharded sequence has; without one they must not be given."""
-        asked = {name: given.pop(name) for name in ("mesh", "layout", "move") if name in given}
+    def _over_positions(
+        self, given: Options, more: dict[str, Any]
+    ) -> tuple[Options, dict[str, Any]]:
+        """The arguments of a sharded sequence; without one, mesh, layout and move are refused."""
         if self.sequence is None:
-            if asked:
+            if more.keys() & {"mesh", "layout", "move"}:
                 raise self.error(
                     "hw.distributed takes DTensors whose positions (axis 2) are sharded over "
                     f"mesh=, and q is placed {self.placements}; "
                     f"use {self.kind.replace('distributed', 'hw')}"
                 )
-            return {}
+            return given, more
         group = self.mesh.get_group(self.sequence)
-        mesh = asked.get("mesh")
+        mesh = more.get("mesh")
         if mesh is None:
             mesh = DeviceMesh.from_group(group, self.mesh.device_type)
         elif mesh.ndim != 1 or mesh.get_group().group_name != group.group_name:
             raise self.error("mesh= must be the dimension over which the positions are sharded")
-        bias = given["bias"]
+        bias = given.bias
         if isinstance(bias, Tensor) and four(bias).shape[2] > 1:
             length, count = self.tensors[0].shape[2], self.mesh.size(self.sequence)
             chunk = -(-length // count)  # as DTensor cuts it
             lengths = [max(0, min(chunk, length - chunk * rank)) for rank in range(count)]
-            held = check_layout(asked.get("layout")).of_lengths(lengths)
+            held = check_layout(more.get("layout")).of_lengths(lengths)
             bias = cut(four(bias), 2, held[self.mesh.get_local_rank(self.sequence)])
-        return asked | {"mesh": mesh, "bias": bias}
+        return given._replace(bias=bias), more | {"mesh": mesh}
 
     def _seeded(self, dropout: float | Dropout) -> Dropout:
         """The dropout with a seed that all ranks of the mesh have: the first rank's."""
@@ -244,9 +248,9 @@ class ShardedCall:
             seed = moved.cpu()
         return replace(found, seed=int(seed))
 
-    def _replicated(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that hold DTensors, with all of their values on every rank."""
-        score, bias = options["score"], options["bias"]
+    def _replicated(self, options: Options) -> Options:
+        """The options, with all values of those that hold DTensors on every rank."""
+        score, bias = options.score, options.bias
         if isinstance(score, Additive | General):
             score = type(score)(self._all_of(score.weight))
         elif isinstance(score, Cosine):
@@ -257,7 +261,7 @@ class ShardedCall:
             bias = replace(bias, table=self._all_of(bias.table))
         else:
             bias = self._all_of(bias)
-        return {"score": score, "bias": bias, "sinks": self._all_of(options["sinks"])}
+        return options._replace(score=score, bias=bias, sinks=self._all_of(options.sinks))
 
     def _all_of(self, x: Any) -> Any:
         """All values of a DTensor; its gradient is the sum over the parts that ranks compute."""
@@ -286,8 +290,8 @@ class ShardedCall:
 
 
 def local_part(
-    q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], tuple[int, int]]:
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[tuple[Tensor, Tensor, Tensor], Options, tuple[int, int]]:
     """This rank's part of a call on DTensors: q, k, v, the options, its first head and all heads.
 
     ValueError if the positions are sharded: then a part is not a call of its own.
@@ -295,7 +299,7 @@ def local_part(
     call = ShardedCall.of("observe", q, k, v)
     if call.sequence is not None:
         raise call.error("the positions of these DTensors are sharded")
-    part, given = call.local((q, k, v), options)
+    part, given, _ = call.local((q, k, v), options, {})
     return part, given, (call.heads.start, q.shape[1])
 
 
@@ -309,9 +313,9 @@ def held_range(length: int, mesh: DeviceMesh, dimensions: list[int]) -> range:
     return range(first, first + length)
 
 
-def _called(function: str, options: Mapping[str, Any]) -> str:
+def _called(function: str, asked: Mapping[str, Any]) -> str:
     """The function that the user called: those of hw.distributed take a mesh."""
-    return f"distributed.{function}" if "mesh" in options else function
+    return f"distributed.{function}" if "mesh" in asked else function
 
 
 def _spans_of(spans: Spans, batch: range) -> dict[str, Any]:
@@ -324,7 +328,7 @@ def _spans_of(spans: Spans, batch: range) -> dict[str, Any]:
     return {name: (part(first), part(last)) for name, (first, last) in spans.items()}
 
 
-def _nothing(part: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], width: int) -> Tensor:
+def _nothing(part: tuple[Tensor, Tensor, Tensor], given: Options, width: int) -> Tensor:
     """The output of a rank without heads; its backward must be called like the others'."""
     q, k, v = part
     used = (k, v, *learnt(given).values())

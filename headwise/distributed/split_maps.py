@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
+from headwise.core.options import Options
 from headwise.core.place import four
 from headwise.core.problem import pose
 from headwise.distributed.call_header import checked_part, described_options
@@ -53,28 +54,27 @@ def attention_map(
     rank computes the weights of its own keys, and all get the result. Each receives the queries of
     all ranks, so give it the heads that are looked at.
     """
-    options: dict[str, Any] = {"score": score, "mask": mask, "bias": bias}
-    options |= {"softcap": softcap, "sinks": sinks}
+    options = Options(score, mask, bias, softcap, sinks)
     ranks = RankGroup.of(mesh)
     layout, lengths = _agreed(ranks, q, k, layout, options, lse)
     if lse is None:
         with torch.no_grad():
             given: dict[str, Any] = {"mesh": mesh, "layout": layout, "stats": ("lse",)}
-            lse = observe(q, k, k[..., :0], **given, **options)[1].lse
+            lse = observe(q, k, k[..., :0], **given, **options.of_weights())[1].lse
     with torch.no_grad():
         whole = unshard(q.detach(), mesh, dim=2, layout=layout)
         totals = unshard(lse.detach(), mesh, dim=2, layout=layout)
         if isinstance(bias, Tensor):  # this rank's rows over all keys
             every_row = four(bias).expand(-1, -1, q.shape[2], -1)
-            bias = unshard(every_row, mesh, dim=2, layout=layout)
+            options = options._replace(bias=unshard(every_row, mesh, dim=2, layout=layout))
     queries, keys, parts, at = whole.shape[2], sum(lengths), [], 0
     for first, last in layout.of_lengths(lengths)[ranks.own]:
         here = k[:, :, at : at + last - first].detach()
         at += last - first
         if last > first:
             problem = pose(
-                "attention_map", whole, here, here[..., :0], score=score, mask=mask, bias=bias,
-                softcap=softcap, first_key=first, offset=keys - queries,
+                "attention_map", whole, here, here[..., :0], options._replace(sinks=None),
+                first_key=first, offset=keys - queries,
             )  # fmt: skip
             parts.append(KeyColumns(first, last, AttentionMap(problem, totals)))
     box = Box(*(range(n) for n in (*whole.shape[:3], keys)))
@@ -82,7 +82,7 @@ def attention_map(
 
 
 def _agreed(
-    ranks: RankGroup, q: Tensor, k: Tensor, layout: Layout | None, options: dict[str, Any],
+    ranks: RankGroup, q: Tensor, k: Tensor, layout: Layout | None, options: Options,
     lse: Tensor | None,
 ) -> tuple[Layout, list[int]]:  # fmt: skip
     """The layout, and the keys of each rank; an error on every rank unless they ask for one map."""

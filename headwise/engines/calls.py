@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from headwise.core.intervals import Mask
+from headwise.core.options import Options
 from headwise.engines.contract import Prepared
 from headwise.score import Dot
 
@@ -25,21 +26,15 @@ _PREPARED: dict[Key, Prepared] = {}
 
 
 def describe(
-    tensors: tuple[Tensor, ...],
-    score: object,
-    mask: object,
-    bias: object,
-    softcap: object,
-    sinks: Tensor | None,
-    dropout: object,
-    *,
-    options: tuple[object, ...],
+    tensors: tuple[Tensor, ...], options: Options, *more: object
 ) -> tuple[Key | None, tuple[Tensor, ...]]:
     """Return a call's description and its tensors; None if the call depends on more than that.
 
-    `tensors` are q, k, v, or what a cache stores in their place; `options` is hashable: the engine,
-    the statistics, whatever else the results depend on.
+    `tensors` are q, k, v, or what a cache stores in their place; `more` is hashable: the
+    statistics, whatever else the results depend on.
     """
+    score, _, bias, softcap, sinks, dropout, engine = options
+    mask: object = options.mask  # it is not checked yet
     if torch.compiler.is_compiling() or bias is not None:
         return None, ()
     if type(dropout) is not float or dropout != 0.0:
@@ -62,7 +57,7 @@ def describe(
         tensors += mask.tensors()
     if is_transformed(tensors):
         return None, ()
-    parts: list[object] = [options, masked, scale, softcap, sinks is None, learns(tensors)]
+    parts: list[object] = [engine, more, masked, scale, softcap, sinks is None, learns(tensors)]
     if tensors[0].dtype is torch.float32:
         parts.append(torch.backends.cuda.matmul.fp32_precision)  # its older name may raise
     for x in tensors:

@@ -12,6 +12,7 @@ from headwise.api import observe
 from headwise.checks import CheckedFields, Size, check_sizes, check_tensor
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
+from headwise.core.options import Options
 from headwise.nn.caches.cache import Memory
 from headwise.nn.call import Call, check_dtype
 from headwise.score import Additive
@@ -90,7 +91,7 @@ class AdditiveAttention(nn.Module):
         memory = keys if isinstance(keys, Memory) else self.remember(keys, values)
         check_dtype(self.query, queries=queries)
         q, score = self.query(queries)[:, None], Additive(self.weight)
-        return Call(q, memory.keys, memory.values, score, mask, None, None, None, 0.0, "auto")
+        return Call(q, memory.keys, memory.values, Options(score, mask))
 
     def join(self, out: Tensor) -> Tensor:
         """Drop the axis of the one head: (B, 1, N, Dv) -> (B, N, Dv)."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from headwise.api import attention
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
+from headwise.core.options import PLAIN, Options
 from headwise.core.problem import autocasting, describe
 from headwise.dropout import Dropout
 from headwise.handover import held_positions, reached, split_calls
@@ -17,7 +18,7 @@ from headwise.nn.caches.cache import Cache, Memory, check_cache
 from headwise.nn.caches.cache_masks import LaterKeys
 from headwise.nn.layer_options import Widths
 from headwise.nn.positions import PositionModule
-from headwise.score import Score
+from headwise.score import Dot, Score
 
 
 class Call(NamedTuple):
@@ -26,22 +27,56 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    score: Score
-    mask: Mask | None
-    bias: Bias | None
-    softcap: float | None
-    sinks: Tensor | None
-    dropout: float | Dropout
-    engine: str
+    given: Options = PLAIN
 
     def options(self) -> dict[str, Any]:
         """Every argument but q, k and v, by keyword."""
-        return dict(zip(self._fields[3:], self[3:], strict=True))
+        return self.given.keywords()
 
     def attend(self) -> Tensor:
         """The output of the call, (B, Hq, N, Dv)."""
-        mask = self.mask.plain if isinstance(self.mask, LaterKeys) else self.mask
+        mask = self.given.mask
+        mask = mask.plain if isinstance(mask, LaterKeys) else mask
         return attention(self.q, self.k, self.v, **self.options() | {"mask": mask})
+
+    def changed(self, **options: Any) -> Call:
+        """The same call with other options."""
+        return self._replace(given=self.given._replace(**options))
+
+    @property
+    def score(self) -> Score:
+        """How a query and a key give a logit."""
+        return self.given.score or Dot()
+
+    @property
+    def mask(self) -> Mask | None:
+        """The keys that each query may see; None for all."""
+        return self.given.mask
+
+    @property
+    def bias(self) -> Bias | None:
+        """What is added to the logits."""
+        return self.given.bias
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap of the logits."""
+        return self.given.softcap
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Logits (Hq,) that take weight and have no value."""
+        return self.given.sinks
+
+    @property
+    def dropout(self) -> float | Dropout:
+        """The rate at which weights are dropped."""
+        return self.given.dropout
+
+    @property
+    def engine(self) -> str:
+        """The engine that was asked for."""
+        return self.given.engine
 
 
 def position_and_cache(

@@ -12,6 +12,7 @@ from headwise.api import observe
 from headwise.checks import check_flag, check_integers, check_sizes, check_tensor
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
+from headwise.core.options import Options
 from headwise.core.problem import check_mask
 from headwise.engines.plan import check_engine
 from headwise.handover import held_positions
@@ -122,7 +123,7 @@ class FixedAttention(nn.Module):
                 if not isinstance(start, int):  # a FixedCache returns all its room
                     bias = F.pad(bias, (0, k.shape[2] - columns))
                 bias, mask = cache.place_bias(bias), cache.place(mask, queries)
-        return Call(zeros, k, v, Dot(), mask, bias, None, None, 0.0, self.engine)
+        return Call(zeros, k, v, Options(Dot(), mask, bias, engine=self.engine))
 
     def join(self, out: Tensor) -> Tensor:
         """Concatenate the heads' outputs (B, H, N, D) and apply the output projection."""

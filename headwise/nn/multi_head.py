@@ -13,6 +13,7 @@ from headwise.bias import Bias
 from headwise.checks import check_flag
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
+from headwise.core.options import Options
 from headwise.core.problem import check_mask
 from headwise.dropout import Dropout
 from headwise.handover import held_positions, split_calls
@@ -213,10 +214,8 @@ class MultiHeadAttention(nn.Module):
         tensor([1.0000, 1.0000])
         """
         call = self.prepare(x, context, mask=mask, bias=bias, positions=positions)
-        options = call.options()
-        del options["dropout"], options["engine"]  # a map shows the weights before dropout
         values = call.v if split_calls() is None else None  # a split map knows no values
-        return attention_map(call.q, call.k, values, **options)
+        return attention_map(call.q, call.k, values, **call.given.of_weights())
 
     def remember(self, context: Tensor, values: Tensor | None = None) -> Memory:
         """Project a context (B, M, context_dim) once, for many calls that attend to it.
@@ -308,13 +307,15 @@ class MultiHeadAttention(nn.Module):
             q,
             k,
             v,
-            score=self.score() if isinstance(self.score, nn.Module) else self.score,
-            mask=mask,
-            bias=bias,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            dropout=self._dropout(q.shape[-3]),
-            engine=self.engine,
+            Options(
+                score=self.score() if isinstance(self.score, nn.Module) else self.score,
+                mask=mask,
+                bias=bias,
+                softcap=self.softcap,
+                sinks=self.sinks,
+                dropout=self._dropout(q.shape[-3]),
+                engine=self.engine,
+            ),
         )
 
     def _compared(self, x: Tensor, norm: nn.Module | None) -> Tensor:

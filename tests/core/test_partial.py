@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
+from headwise.core.options import Options
 from headwise.core.problem import pose
 from headwise.engines.plan import choose_partial
 from tests.oracle import answer
@@ -261,7 +262,7 @@ def test_on_a_gpu_the_triton_engine_computes_the_parts() -> None:
     shapes = [(2, heads, 300, 64) for heads in (4, 2, 2)]
     q, k, v = (torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes)
     options = {"mask": hw.mask.causal() & hw.mask.window(99), "sinks": torch.randn(4).cuda()}
-    problem = pose("partial", q, k, v, **options)
+    problem = pose("partial", q, k, v, Options(**options))
     assert choose_partial(problem).name == "triton"
     cut = ((0, 130), (130, 300))
     parts = [hw.partial(q, k[:, :, i:j], v[:, :, i:j], first_key=i, **options) for i, j in cut]

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
+from headwise.core.options import Options
 from headwise.core.problem import Problem, pose
 from headwise.core.row_sums import ENTROPY, RowResults, unpacked
 from headwise.engines import sdpa
@@ -54,7 +55,7 @@ def leaves(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def posed(call: Call) -> Problem:
-    return pose("attention", call.q, call.k, call.v, **call.options())
+    return pose("attention", call.q, call.k, call.v, Options(**call.options()))
 
 
 @contextmanager

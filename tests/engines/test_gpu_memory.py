@@ -10,6 +10,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.core.observation import STATISTICS
+from headwise.core.options import Options
 from headwise.core.problem import pose
 from headwise.engines.plan import ENGINES
 from tests.core.test_memory import LINEAR, MASKS, N
@@ -46,7 +47,7 @@ def serves(engine: str, **given: object) -> None:
     """Skip the test if this machine's engine does not take such a call."""
     q, k, v = three()
     reason = SERVING[engine].absent(q.device)
-    reason = reason or SERVING[engine].refuses(pose("attention", q, k, v, **given), True)
+    reason = reason or SERVING[engine].refuses(pose("attention", q, k, v, Options(**given)), True)
     if reason is not None:
         pytest.skip(reason)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.core.options import Options
 from headwise.core.problem import pose
 from headwise.engines.triton.hopper import HOPPER
 from tests.engines import test_agreement as agreement
@@ -80,7 +81,7 @@ def test_it_refuses_what_it_cannot_do_with_a_reason(case: str) -> None:
     q = torch.randn(1, 2, given["queries"], given["width"]).to(given["dtype"])
     k = torch.randn(1, 2, given["keys"], given["width"]).to(given["dtype"])
     v = k[..., : given.get("values")]
-    assert word in str(HOPPER.refuses(pose("attention", q, k, v, **options), False))
+    assert word in str(HOPPER.refuses(pose("attention", q, k, v, Options(**options)), False))
     assert (
         HOPPER.refuses(pose("attention", *torch.randn(3, 1, 2, 200, 64).bfloat16()), True) is None
     )
@@ -90,7 +91,7 @@ def test_it_refuses_what_it_cannot_do_with_a_reason(case: str) -> None:
 @pytest.mark.parametrize("scale", [0.125, -0.3])  # the scale of a capped score may be negative
 def test_caps_are_served(scale: float, observed: bool) -> None:
     q, k, v = torch.randn(3, 1, 2, 200, 64).bfloat16()
-    problem = pose("attention", q, k, v, score=hw.Dot(scale), softcap=30.0)
+    problem = pose("attention", q, k, v, Options(hw.Dot(scale), softcap=30.0))
     assert HOPPER.refuses(problem, observed) is None
 
 
@@ -167,7 +168,9 @@ def test_generated_problems_agree_with_the_reference(
 
 def refusal(recipe: Recipe, device: str = "cpu") -> str | None:
     call = recipe.call().copy(device=device)
-    return HOPPER.refuses(pose("attention", call.q, call.k, call.v, **call.options()), True)
+    return HOPPER.refuses(
+        pose("attention", call.q, call.k, call.v, Options(**call.options())), True
+    )
 
 
 def test_all_but_a_few_generated_problems_are_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from headwise.core.options import Options
 from headwise.core.problem import pose
 from headwise.engines import failures
 from headwise.engines import library_kernels as library
@@ -273,7 +274,7 @@ def test_a_compiled_step_uses_the_kernel_if_lse_stays_inside(ran: list[str]) -> 
 def test_the_triangle_is_known_from_bands_as_well() -> None:
     def found(mask: hw.mask.Mask | None, queries: int = 20, banded: bool = True) -> bool | None:
         q, k, v = three(queries)
-        return library.is_causal(q, k, pose("attention", q, k, v, mask=mask).terms(banded))
+        return library.is_causal(q, k, pose("attention", q, k, v, Options(mask=mask)).terms(banded))
 
     for banded in (True, False):
         assert found(None, banded=banded) is False

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from headwise.core.options import Options
 from headwise.core.problem import pose
 from headwise.engines import library_backward
 from headwise.engines import library_kernels as library
@@ -91,7 +92,7 @@ def test_gradients_on_a_gpu_are_those_of_the_reference(
         out, _ = hw.observe(*leaves, mask=mask, engine=engine)
         grad = torch.randn_like(out)
         found = list(torch.autograd.grad(out, leaves, grad))
-        problem = pose("observe", *leaves, mask=mask)
+        problem = pose("observe", *leaves, Options(mask=mask))
         refused = kernel.refuses(*leaves, problem.terms(banded=True))
         assert ran == ([] if refused else [kernel.name]), refused
         whole = shape[0] % library.FEW == shape[1] % library.FEW == 0

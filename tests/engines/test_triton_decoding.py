@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.core.options import Options
 from headwise.engines import calls
 from headwise.engines.triton.stored_call import attend_stored
 from headwise.nn import Int8Cache, PagedCache, PagePool
@@ -61,7 +62,7 @@ def test_the_kernel_reads_a_packed_cache_directly(cache: hw.nn.Packed) -> None:
     cache = cache.fresh()
     cache.append(k, v)
     for options in ({"mask": CAUSAL}, {"softcap": 5.0, "sinks": normal(4)}):
-        assert attend_stored(q, cache.held(), **options) is not None
+        assert attend_stored(q, cache.held(), Options(**options)) is not None
         truth = hw.attention(q, *cache.read(), engine="reference", **options)
         near(cache.attend(q, **options), truth, 1e-5 if DEVICE == "cpu" else 4e-3)
 

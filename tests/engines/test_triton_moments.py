@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.core.options import Options
 from headwise.core.problem import pose
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -40,7 +41,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def served(q: Tensor, k: Tensor, **options: object) -> bool:
-    posed = pose("observe", q, k, k, **options)
+    posed = pose("observe", q, k, k, Options(**options))
     call = operands(posed.q, posed.k, posed.v, posed.terms(banded=True))
     return moments.cut_of(call) is not None
 

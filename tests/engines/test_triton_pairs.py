@@ -16,6 +16,7 @@ from tests.engines.test_triton import DEVICE, check, normal
 
 pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
 
+from headwise.core.options import Options
 from headwise.core.problem import pose
 from headwise.engines.triton.host.operands import operands, pair_tiles
 
@@ -70,7 +71,7 @@ def agrees(**options: object) -> None:
 def tiles(mask: hw.mask.Mask | None = None, bias: Tensor | None = None) -> tuple[bool, bool]:
     """Return whether TMA loads the bias, and the dense mask."""
     q, k, v = three()
-    terms = pose("attention", q, k, v, bias=bias, mask=mask).terms(banded=True)
+    terms = pose("attention", q, k, v, Options(bias=bias, mask=mask)).terms(banded=True)
     bias_tiles, dense_tiles = pair_tiles(operands(q, k, v, terms), 32, 32)
     return bias_tiles is not None, dense_tiles is not None
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.core.options import Options
 from headwise.core.partial import Partial, merge
 from headwise.core.problem import pose
 from headwise.core.row_sums import EVERYTHING, WIDE
@@ -34,8 +35,8 @@ def test_parts_are_as_wide_as_float32_and_as_exact_as_the_whole(score: str, quer
 
     def part(i: int, j: int) -> tuple[object, ...]:
         problem = pose(
-            "partial", q, k[:, :, i:j], v[:, :, i:j], first_query=40 - queries, first_key=i,
-            offset=0, **given,
+            "partial", q, k[:, :, i:j], v[:, :, i:j], Options(**given), first_query=40 - queries,
+            first_key=i, offset=0,
         )  # fmt: skip
         return (problem.q, problem.k, problem.v, *problem.terms())
 

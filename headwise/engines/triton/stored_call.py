@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headwise.core.options import Options
 from headwise.core.patterns import Causal
 from headwise.core.stored import Stored
 from headwise.engines import calls, failures
@@ -15,22 +16,12 @@ from headwise.engines.triton.limits import fits_grid
 from headwise.score import Dot
 
 
-def attend_stored(
-    q: Tensor,
-    stored: Stored,
-    *,
-    score: object = None,
-    mask: object = None,
-    bias: object = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: object = 0.0,
-    engine: str = "auto",
-) -> Tensor | None:
+def attend_stored(q: Tensor, stored: Stored, options: Options) -> Tensor | None:
     """Return attention of the last tokens' queries q (B, Hq, N, D) over everything in a KV cache.
 
-    The options are those of `hw.attention`. None if the decoding kernels do not serve the call.
+    None if the decoding kernels do not serve the call.
     """
+    score, mask, _, softcap, sinks, _, engine = options
     if engine not in ("auto", TRITON.name) or not _serves(q, stored, mask, softcap, sinks):
         return None
     alike = failures.family(TRITON.name, "cached attention", q, stored.values, False)
@@ -39,8 +30,8 @@ def attend_stored(
     held = (stored.key_scales, stored.value_scales, stored.pages)
     key, tensors = calls.describe(
         (q, stored.keys, stored.values, *(x for x in held if x is not None)),
-        score, None, bias, softcap, sinks, dropout,
-        options=("stored", engine, mask is not None, stored.length, *(x is None for x in held)),
+        options._replace(mask=None),
+        "stored", mask is not None, stored.length, *(x is None for x in held),
     )  # fmt: skip
     if key is None or calls.learns(tensors):
         return None

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headwise.core.options import Options
 from headwise.core.patterns import Causal, Window
 from headwise.core.problem import pose
 from headwise.engines.triton.engine import TRITON
@@ -80,16 +81,16 @@ def keep(device: torch.device, found: list[Tuned]) -> Path:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> object:
     with torch.no_grad():
-        return TRITON.attend(pose("attention", q, k, v, mask=Causal(), softcap=softcap))
+        return TRITON.attend(pose("attention", q, k, v, Options(mask=Causal(), softcap=softcap)))
 
 
 def _narrow(q: Tensor, k: Tensor, v: Tensor) -> object:
     with torch.no_grad():
-        return TRITON.attend(pose("attention", q, k, v, mask=Window(1023)))
+        return TRITON.attend(pose("attention", q, k, v, Options(mask=Window(1023))))
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> object:
-    out = TRITON.attend(pose("attention", q, k, v, mask=Causal(), softcap=softcap))
+    out = TRITON.attend(pose("attention", q, k, v, Options(mask=Causal(), softcap=softcap)))
     return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 

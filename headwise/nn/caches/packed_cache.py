@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.api import attention
 from headwise.core.intervals import Mask
+from headwise.core.options import Options
 from headwise.core.stored import Stored
 from headwise.engines.triton.stored_call import attend_stored
 from headwise.nn.caches.cache import Cache, needs_grad
@@ -60,7 +61,7 @@ class Packed(Cache):
         given = {"score": score, "mask": mask, "softcap": softcap, "sinks": sinks} | options
         out = None
         if not options.keys() - {"bias", "dropout", "engine"}:  # else `attention` refuses it
-            out = attend_stored(q, self.held(), **given)
+            out = attend_stored(q, self.held(), Options(**given))
         return attention(q, *self.read(), **given) if out is None else out
 
     def place(self, mask: Mask | None, queries: int) -> Mask | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headwise import mask as masks
 from headwise.bias import ALiBi
 from headwise.core.intervals import Mask
+from headwise.core.options import Options
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters import traced
@@ -132,13 +133,12 @@ def read(function: str, given: tuple[Any, ...], options: dict[str, Any]) -> tupl
         q,
         k,
         v,
-        Dot(named.get("softmax_scale")),
-        _mask(named, causal, k.shape[2]),
-        None if slopes is None else ALiBi(slopes.detach()),
-        named.get("softcap") or None,
-        None,
-        0.0,
-        "auto",
+        Options(
+            Dot(named.get("softmax_scale")),
+            _mask(named, causal, k.shape[2]),
+            None if slopes is None else ALiBi(slopes.detach()),
+            named.get("softcap") or None,
+        ),
     )
     return call, bool(named.get("dropout_p"))
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
 from headwise.core.intervals import Mask
+from headwise.core.options import Options
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
@@ -102,7 +103,7 @@ def read(
     across = block_mask is None and lengths_differ(q, k)
     kind: Kind = "cross" if across else kind_of(name)
     mask = None if block_mask is None else _mask(name, block_mask, q, k, kind)
-    call = Call(q, k, v, Dot(scale), mask, None, None, None, 0.0, "auto")
+    call = Call(q, k, v, Options(Dot(scale), mask))
     return (call if score_mod is None else _modified(name, call, score_mod)), kind
 
 

@@ -65,7 +65,7 @@ def attend(
     call = _to_call(module, query, key, value, attention_mask, options)
     # A tensor-parallel plan gives a rank some of the heads.
     share = head_place(module, query.shape[1], query.shape[3]) if dropout else None
-    call = call._replace(dropout=numbered_dropout(dropout, share))
+    call = call.changed(dropout=numbered_dropout(dropout, share))
     out = attention(*call[:3], **call.options()) if look is None else look(call)
     shown = weights(call) if options.get("output_attentions") else None
     return out.transpose(1, 2).contiguous(), shown
@@ -76,14 +76,15 @@ def _to_call(
 ) -> Call:
     if isinstance(given, MaskTensor):
         plain = InterfaceCall("eager", module, q, k, v, None, options)
-        call = to_call(plain, "self", None, _memo)._replace(mask=given.mask)
+        call = to_call(plain, "self", None, _memo).changed(mask=given.mask)
     else:  # without a mask the module's own is_causal decides, as with PyTorch's kernels
         plain = InterfaceCall("sdpa", module, q, k, v, given, options)
         call = to_call(plain, "self", None, _memo)
     apart = by_lengths(options, call.q, call.k, _memo)
     if apart is None:
         return call
-    return call._replace(mask=apart if call.mask is None else call.mask & apart)
+    shown = call.given.mask
+    return call.changed(mask=apart if shown is None else shown & apart)
 
 
 def weights(call: Call) -> Tensor:
@@ -94,9 +95,7 @@ def weights(call: Call) -> Tensor:
             f"output_attentions=True asks for {shape} weights per layer, and headwise returns at "
             f"most {WEIGHTS:,}; with hw.watch(model) as seen: seen.map(layer, head) has any of them"
         )
-    options = call.options()
-    del options["dropout"], options["engine"]
-    return attention_map(call.q, call.k, **options).to_tensor()
+    return attention_map(call.q, call.k, **call.given.of_weights()).to_tensor()
 
 
 def mask(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask, traced_mask
+from headwise.core.options import Options
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
@@ -89,13 +90,13 @@ def to_call(
         q,
         k,
         v,
-        Dot(None if scaling is None else float(scaling)),
-        mask,
-        bias,
-        given.option("softcap"),
-        None if sinks is None else sinks.reshape(-1),
-        0.0,
-        "auto",
+        Options(
+            Dot(None if scaling is None else float(scaling)),
+            mask,
+            bias,
+            given.option("softcap"),
+            None if sinks is None else sinks.reshape(-1),
+        ),
     )
 
 

@@ -38,7 +38,7 @@ class LastCall:
         if k.shape[2] != q.shape[2]:
             k = k.clone()  # it may be a cache, which will be written into
         none = call.v.new_empty(*call.v.shape[:3], 0)  # a view would hold all the values
-        self.call = Call(q, k, none, *call[3:])  # torch 2.11 can't rebuild what _replace() makes
+        self.call = Call(q, k, none, call.given)  # torch 2.11 can't rebuild what _replace() makes
         self.padding, self.rows = padding, seen.rows
         self.highest, self.values = seen.highest, dict(seen.values)
 

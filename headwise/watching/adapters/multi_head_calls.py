@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.core.mask_reading import HIDDEN
+from headwise.core.options import Options
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.nn.torch_masks import read_torch_masks
@@ -321,7 +322,7 @@ def _projected(
         padding = key_padding_mask.reshape(-1, k.shape[2])
         padding = padding if padding.dtype == torch.bool else padding == -torch.inf
     bias = None if bias is None else bias.detach()
-    return Call(q, k, v, Dot(), mask, bias, None, None, 0.0, "auto"), across, padding
+    return Call(q, k, v, Options(Dot(), mask, bias)), across, padding
 
 
 def _turned(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.core.mask_reading import read_mask, split_mask, traced_mask
+from headwise.core.options import Options
 from headwise.core.place import four
 from headwise.mask import Mask, causal
 from headwise.nn.call import Call
@@ -74,7 +75,7 @@ def scaled_dot_product(
         mask, bias = _read(memo, attn_mask, query, count)
     alike = not is_causal and (attn_mask is None or attn_mask.shape[-2:-1] == (1,))
     kind: Kind | None = "cross" if alike and lengths_differ(q, k) else None
-    return Call(q, k, v, Dot(scale), mask, bias, None, None, dropout_p, "auto"), kind
+    return Call(q, k, v, Options(Dot(scale), mask, bias, dropout=dropout_p)), kind
 
 
 def attend_without(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from headwise.api import attention
+from headwise.core.options import Options
 from headwise.nn.call import Call
-from headwise.score import Dot
 from headwise.watching.adapters.headwise_calls import OURS
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.other_sequence import looks_elsewhere
@@ -288,7 +288,7 @@ class Listener(ModelMode):
         if q.ndim != 4 or not (recorder.wants(name) or recorder.interventions.edges_of(name)):
             out = attention(q, k, v, **options)
         else:
-            call = Call(q, k, v, **(options | {"score": options["score"] or Dot()}))
+            call = Call(q, k, v, Options(**options))
             across = call.mask is None and lengths_differ(q, k)
             kind: Kind = "cross" if across else self.kind(name, call)
             call = recorder.interventions.cut(name, call, kind)

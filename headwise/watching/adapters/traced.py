@@ -134,7 +134,7 @@ def inside(
     They are computed beside it where a recorder does so, and on a CPU.
     """
     way, tap = _prepared(module, call.q, across)
-    apart = call.engine != "auto" or bool(call.dropout) or call.q.device.type == "cpu"
+    apart = call.given.engine != "auto" or bool(call.given.dropout) or call.q.device.type == "cpu"
     if module is None or tap is None or apart or tap.rows is not None:
         with taken():
             out = call.attend()
@@ -152,9 +152,8 @@ def _beside(
     module: nn.Module, way: str, tap: Tap, call: Call, padding: Tensor | None, out: Tensor | None
 ) -> None:
     q, k, v = (x.detach() for x in call[:3])
-    options, asked = call.options(), _asked(tap, k)
-    del options["dropout"], options["engine"]
-    known = out is not None and not call.dropout and out.shape[:3] == q.shape[:3]
+    asked = _asked(tap, k)
+    known = out is not None and not call.given.dropout and out.shape[:3] == q.shape[:3]
     if known:  # its norm needs no values and no second weighting of them
         asked["stats"] = tuple(name for name in asked["stats"] if name != "output_norm")
         v = v[..., :0]
@@ -162,7 +161,7 @@ def _beside(
         rows = None
         if tap.rows is not None:
             rows = traced_masks.sampled(tap.rows, q.shape[2], q.device)
-        seen = statistics(q, k, v, **options, **asked, rows=rows)
+        seen = statistics(q, k, v, call.given, **asked, rows=rows)
         if out is not None and known and "output_norm" in tap.stats:
             seen.values["output_norm"] = norms(out.detach(), seen)
         _record(module, way, tap, call, padding, seen)
@@ -172,7 +171,7 @@ def _record(
     module: nn.Module, way: str, tap: Tap, call: Call, padding: Tensor | None, seen: Observation
 ) -> None:
     if padding is None and tap.kind == "self":
-        padding = padding_rows(call.mask, call.q, call.k)
+        padding = padding_rows(call.given.mask, call.q, call.k)
     last: LastCall = getattr(module, last_name(way))
     last.set(call)
     if tap.maps:

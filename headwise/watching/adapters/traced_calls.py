@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.api import attention
+from headwise.core.options import Options
 from headwise.nn.call import Call
-from headwise.score import Dot
 from headwise.watching.adapters import traced
 from headwise.watching.adapters.module_forwards import named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, places
@@ -28,7 +28,6 @@ from headwise.watching.adapters.traced_modules import TracedModel
 from headwise.watching.adapters.written.logits_call import head_count
 
 _memo = MaskMemo()
-_DEFAULTS: dict[str, Any] = attention.__kwdefaults__ or {}
 
 
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
@@ -86,9 +85,8 @@ def _make_own(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         module = traced.current()
         if not torch.compiler.is_compiling() or module is None or q.ndim != 4:
             return original(q, k, v, **options)
-        named = {**_DEFAULTS, **options}
-        call = Call(q, k, v, **named | {"score": named["score"] or Dot()})
-        return traced.inside(module, call, call.mask is None and lengths_differ(q, k))
+        call = Call(q, k, v, Options(**options))
+        return traced.inside(module, call, call.given.mask is None and lengths_differ(q, k))
 
     attend.__watched_attention__ = True  # type: ignore[attr-defined]
     return attend

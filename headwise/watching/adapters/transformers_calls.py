@@ -309,7 +309,7 @@ def _without_edges(
     with torch.no_grad():
         own = modules.recorder.interventions.proofs.compare
         own(name, form, call, lambda: _undropped(function, given))
-    call = call._replace(dropout=given.option("dropout") or 0.0)
+    call = call.changed(dropout=given.option("dropout") or 0.0)
     call = modules.recorder.interventions.cut(name, call, kind, forgotten)
     few = call.q.shape[:3].numel() * call.k.shape[2] <= ours.WEIGHTS
     shown = given.option("output_attentions") or (given.implementation == "eager" and few)

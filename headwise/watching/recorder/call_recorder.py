@@ -98,12 +98,10 @@ class CallRecorder:
             return
         share = None
         if sharded(*call[:3]) is not None:  # this rank's heads, under the numbers of all
-            part, given, share = local_part(*call[:3], call.options())
-            call, out = Call(*part, **given), None if out is None else out.to_local()  # type: ignore[attr-defined]
+            part, given, share = local_part(*call)
+            call, out = Call(*part, given), None if out is None else out.to_local()  # type: ignore[attr-defined]
         q, k, v = (x.detach() for x in call[:3])
-        options = call._replace(q=q, k=k, v=v).options()
         look = self._look(kind, k.shape[2], forgotten)
-        del options["dropout"], options["engine"]
         known = known or {}
         if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
             out = None  # its norm would be that of something else
@@ -111,7 +109,7 @@ class CallRecorder:
         look["stats"] = tuple(x for x in look["stats"] if x not in found)
         # Where the output is known, its norm needs no values and no second weighting of them.
         v = v if "output_norm" in look["stats"] else v[..., :0]
-        seen = statistics(q, k, v, **options, **look)
+        seen = statistics(q, k, v, call.given, **look)
         for stat in (x for x in self.options.stats if x in found):
             if stat in known:
                 value = known[stat]
@@ -183,7 +181,7 @@ class CallRecorder:
         options, passes, whole, divided = self.options, self.passes, call, split_calls()
         cut = self.interventions.last_cut
         if cut is not None and call.mask is cut[0]:
-            whole = call._replace(mask=cut[1])  # which tells positions and padding
+            whole = call.changed(mask=cut[1])  # which tells positions and padding
         first = first_position(whole) if kind == "self" else 0
         start = first + (forgotten or 0) if kind == "self" else 0
         passes.first = max(passes.first, start)

@@ -66,7 +66,7 @@ class Interventions:
             return call
         mask = without(call.mask, list(found.values()), place)
         self.last_cut = (mask, call.mask)
-        return call._replace(mask=mask)
+        return call.changed(mask=mask)
 
     def refuse_edges(self, name: str, reason: str) -> None:
         """Raise ValueError if edges of a module are knocked out, which can't be done there."""

@@ -45,7 +45,8 @@ def joined_call(parts: list[SeenCall], calls: list[Call], across: bool, title: s
         found = zip(tensors, places, strict=True)
         bias = torch.cat([_widened(*pair, k.shape[2], 0.0) for pair in found], 2)
     mask = _joined_mask([call.mask for call in calls], places, k.shape[2])
-    return last._replace(q=torch.cat([call.q for call in calls], 2), k=k, mask=mask, bias=bias)
+    whole = last._replace(q=torch.cat([call.q for call in calls], 2), k=k)
+    return whole.changed(mask=mask, bias=bias)
 
 
 def joined_observation(seen: list[Observation], lengths: list[int]) -> Observation:

@@ -156,9 +156,7 @@ class WatchedLayer:
         call = calls[0]
         if len(calls) > 1:
             call = joined_call(self._calls, calls, self.kind == "cross", self.title)
-        options = call.options()
-        del options["dropout"], options["engine"]
-        return attention_map(call.q, call.k, **options, lse=lse)
+        return attention_map(call.q, call.k, **call.given.of_weights(), lse=lse)
 
     @property
     def split(self) -> bool:
@@ -175,16 +173,15 @@ class WatchedLayer:
         calls, call = last.split
         entry, own = slice(batch, batch + 1), range(head, head + 1)
         key_head = head // (call.q.shape[1] // call.k.shape[1])
-        options = call.options() | {"mask": None, "dropout": 0.0}
+        options = call.given._replace(mask=None, dropout=0.0)
         options = options_of(Place.of(call.q, call.k), range(len(call.q))[entry], own, options)
-        del options["dropout"], options["engine"]
         if call.mask is not None:  # it is of the whole sequence, whose length is not known here
             entries = range(len(call.q))
             mask = PartOfMask(call.mask, entries[entry], own, len(entries), call.q.shape[1])
-            options |= {"mask": mask}
+            options = options._replace(mask=mask)
         lse = None if last.lse is None else last.lse[entry, head : head + 1]
         q, k = call.q[entry, head : head + 1], call.k[entry, key_head : key_head + 1]
-        return calls.attention_map(q, k, **options, lse=lse)
+        return calls.attention_map(q, k, options, lse=lse)
 
     def _refuse_lost(self) -> None:
         if any(part.lost for part in self._calls):

@@ -72,9 +72,7 @@ def distance(call: Call, out: Tensor) -> Tensor:
     larger they are the further a correct output may be off. Rows that see nothing, NaN and
     infinities prove nothing; -inf if there was nothing else.
     """
-    options = call.options()
-    del options["dropout"], options["engine"]
-    problem = pose("attention", call.q, call.k, call.v, **options)
+    problem = pose("attention", *call[:3], call.given._replace(dropout=0.0))
     rows = sample_rows(ROWS, call.q.shape[2], call.q.device)
     if rows is not None:
         problem, out = problem.at(rows), out.index_select(1, rows)

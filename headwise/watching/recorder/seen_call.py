@@ -111,7 +111,8 @@ def owned(call: Call) -> Call:
     """
     q, k = (x.clone() if may_be_overwritten(x) else x for x in (call.q, call.k))
     sinks = None if call.sinks is None else _copy(call.sinks)
-    return call._replace(q=q, k=k, score=_score(call.score), bias=_bias(call.bias), sinks=sinks)
+    own = call.changed(score=_score(call.score), bias=_bias(call.bias), sinks=sinks)
+    return own._replace(q=q, k=k)
 
 
 def first_position(call: Call) -> int:
@@ -155,13 +156,14 @@ def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 def bent(call: Call) -> str | None:
     """The reason why a logit is more than queries times keys times a number; None if it is not."""
-    if call.softcap is not None:
-        return f"its logits are capped at {call.softcap:g}"
-    if not isinstance(call.score, Dot | General):
-        return f"a {type(call.score).__name__.lower()} score is not proportional to its weights"
-    if isinstance(call.bias, Tensor):
+    score, _, bias, softcap, *_ = call.given
+    if softcap is not None:
+        return f"its logits are capped at {softcap:g}"
+    if not isinstance(score, Dot | General | None):
+        return f"a {type(score).__name__.lower()} score is not proportional to its weights"
+    if isinstance(bias, Tensor):
         return "its logits are written out, or a tensor is added to them"
-    return None if call.bias is None else f"{type(call.bias).__name__} is added to its logits"
+    return None if bias is None else f"{type(bias).__name__} is added to its logits"
 
 
 def kind_of(name: str) -> Kind:

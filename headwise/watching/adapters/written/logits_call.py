@@ -8,6 +8,7 @@ from math import prod
 from torch import Tensor, nn
 
 from headwise.core.mask_reading import HIDDEN, read_mask, without_hidden
+from headwise.core.options import Options
 from headwise.core.patterns import Between, Dense
 from headwise.nn.call import Call
 from headwise.score import Dot
@@ -37,13 +38,7 @@ def from_logits(logits: Tensor, v: Tensor) -> Call:
         nothing[:, :, :queries],
         nothing[:, :, :keys],
         v.expand(batch, heads, *v.shape[2:]).to(logits.dtype),
-        Dot(1.0),
-        None if seen is None else read_mask(seen),
-        bias,
-        None,
-        None,
-        0.0,
-        "auto",
+        Options(Dot(1.0), None if seen is None else read_mask(seen), bias),
     )
 
 
