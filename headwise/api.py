@@ -374,9 +374,7 @@ def effect_map(
             f"lse of the whole rows\n  in {restate('effect_map', q, k, v)}"
         )
     four = _batched("effect_map", q, k, v)
-    problem = pose(
-        "effect_map", *four, score=score, mask=mask, bias=bias, softcap=softcap, sinks=sinks
-    )
+    problem = pose("effect_map", *four, Options(score, mask, bias, softcap, sinks))
     rows = [x[None] if isinstance(x, Tensor) and q.ndim == 3 else x for x in (grad, out, lse)]
     return EffectMap(problem, *rows)  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise.api import attention as whole_attention
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
+from headwise.core.options import Options
 from headwise.core.patterns import Lengths
 from headwise.core.patterns import Window as WindowMask
 from headwise.core.policies import (
@@ -64,10 +65,8 @@ def attention(
             "hw.sparse.attention takes whole sequences on one device; undo context_parallel, or "
             f"give it this rank's heads, q.to_local()\n  in {restate('sparse.attention', q, k, v)}"
         )
-    problem = pose(
-        "sparse.attention", q, k, v, score=score, mask=mask, bias=bias, softcap=softcap,
-        sinks=sinks, dropout=dropout,
-    )  # fmt: skip
+    options = Options(score, mask, bias, softcap, sinks, dropout)
+    problem = pose("sparse.attention", q, k, v, options)
     try:
         check_policy(policy, problem.place, k.shape[1])
         windowed = _windowed(policy, mask, problem)
@@ -76,10 +75,7 @@ def attention(
     except ValueError as error:
         call = restate("sparse.attention", q, k, v, mask=mask, bias=bias)
         raise ValueError(f"{error}\n  in {call}") from None
-    return whole_attention(
-        q, k, v, score=score, mask=windowed, bias=bias, softcap=softcap, sinks=sinks,
-        dropout=dropout,
-    )  # fmt: skip
+    return whole_attention(q, k, v, **options._replace(mask=windowed).keywords())
 
 
 def _windowed(policy: Policy, mask: Mask | None, problem: Problem) -> Mask | None:

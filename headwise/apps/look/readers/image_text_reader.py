@@ -105,7 +105,8 @@ class TransformersImageTextReader:
     def _inside(self) -> str:
         """The name of the language model among the modules of the whole one."""
         inside = self.model
-        return next(name for name, module in self.whole.named_modules() if module is inside)
+        name: str = next(name for name, module in self.whole.named_modules() if module is inside)
+        return name
 
     def _prompt(self, question: str) -> str:
         """The question as the model was trained to be asked, with a place for the image."""
