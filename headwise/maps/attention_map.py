@@ -5,14 +5,20 @@ A weight is exp(logit - lse), so it is enough to keep q, k and the totals of eac
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from headwise.core.arguments import is_integer
+from headwise.core.arguments import is_integer, is_number
+from headwise.core.place import Place
+from headwise.core.policies import Policy, TopK, check_policy
 from headwise.core.problem import Problem, restate, without_dropout
+from headwise.core.row_totals import RowTotals
+from headwise.maps import coverage
 from headwise.maps.backends import backend_for
+from headwise.maps.coverage import Recall
 from headwise.maps.eviction import mean_received, per_key_head, smoothed
 from headwise.maps.lazy_map import LazyMap, check_rows, refuse_vmap, times
 from headwise.maps.pooling import Cells, How
@@ -166,6 +172,105 @@ class AttentionMap(LazyMap):
                    [ 1,  0]]]]))
         """
         return self._top_checked(k)
+
+    def kept(self, keys: int | Sequence[int] | Tensor | Policy) -> Tensor:
+        """The weight of each row's largest keys, or of those that a policy keeps, (B, Hq, N).
+
+        `keys` is how many, or a policy of `hw.sparse`; for several numbers the result is
+        (B, Hq, N, numbers). A row that sees fewer keys counts all of them, and of equal weights the
+        earliest keys are kept. The weight is absolute: with sinks all keys hold less than one.
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 1, 4, 8)
+        >>> amap = hw.attention_map(q, q, mask=hw.mask.causal())
+        >>> amap.kept(2)
+        tensor([[[1.0000, 1.0000, 0.6667, 0.5000]]])
+        >>> amap.kept(hw.sparse.Window(0, sinks=1))
+        tensor([[[1.0000, 1.0000, 0.6667, 0.5000]]])
+        """
+        call = f".kept({keys!r})"
+        if isinstance(keys, Policy) and not isinstance(keys, TopK):
+            return self._kept_by(keys, call)
+        several = isinstance(keys, Sequence | Tensor)
+        per_head = isinstance(keys, TopK) and isinstance(keys.k, tuple)
+        given = keys.k if isinstance(keys, TopK) else keys
+        given = given.tolist() if isinstance(given, Tensor) else given
+        counts = [*given] if isinstance(given, Sequence) else [given]
+        if not counts or not all(is_integer(count) and count >= 1 for count in counts):
+            raise self._error(
+                "it takes a number of keys, at least 1, several numbers, or a policy of hw.sparse",
+                call,
+            )
+        if per_head:
+            self._checked(keys, call)
+        found = self._rows(lambda region, totals: coverage.kept(region, totals, counts))
+        if per_head:
+            heads = torch.arange(len(counts), device=found.device)
+            return found[:, heads, :, heads].transpose(0, 1)
+        return found if several else found[..., 0]
+
+    def recall(self, policy: Policy) -> Recall:
+        """What a policy found, against the best choice of as many keys in each row.
+
+        It counts a row's visible keys that the policy keeps, `keys`; how many of them are among the
+        row's `keys` largest, `found`; and the weight of both choices, `mass` and `best`: (B, Hq, N)
+        each. `of_keys` and `of_mass` are the recall of the true top-k and of its weight, for
+        instance of the keys that an indexer chose.
+
+        >>> import torch, headwise as hw
+        >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[1.0], [3.0], [2.0]]]])
+        >>> found = hw.attention_map(q, k).recall(hw.sparse.Indices(torch.tensor([[[[0, 1]]]])))
+        >>> found.keys.item(), found.of_keys.item()
+        (2, 0.5)
+        """
+        policy = self._checked(policy, call := f".recall({policy!r})")
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            try:
+                return coverage.recall(region, self._weights(), policy)
+            except ValueError as error:
+                raise self._error(str(error), call) from None
+
+    def needed(self, share: float) -> Tensor:
+        """How many keys each row needs for this share of its weight, int64 (B, Hq, N).
+
+        They are its largest ones; a row that sees no key needs 0. With sinks, the share is of what
+        the keys hold.
+
+        >>> import torch, headwise as hw
+        >>> q = torch.zeros(1, 1, 4, 8)
+        >>> hw.attention_map(q, q, mask=hw.mask.causal()).needed(0.5)
+        tensor([[[1, 1, 2, 2]]])
+        """
+        if not is_number(share) or not 0 < share <= 1:
+            raise self._error("share must be above 0 and at most 1", f".needed({share!r})")
+        return self._rows(lambda region, totals: coverage.needed(region, totals, share))
+
+    def _kept_by(self, policy: Policy, call: str) -> Tensor:
+        self._checked(policy, call)
+        try:
+            return self._rows(lambda region, totals: coverage.kept_by(region, totals, policy))
+        except ValueError as error:
+            raise self._error(str(error), call) from None
+
+    def _checked(self, policy: object, call: str) -> Policy:
+        """The policy if it is one for this map."""
+        region = self.region
+        try:
+            return check_policy(policy, Place.of(region.q, region.k), region.k.shape[1])
+        except ValueError as error:
+            raise self._error(str(error), call) from None
+
+    def _rows(self, work: Callable[[Region, RowTotals], Tensor]) -> Tensor:
+        """Apply a backend's function to all rows at once, whose policies may differ per head."""
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            return work(region, self._weights())
+
+    def _weights(self) -> RowTotals:
+        totals = self._totals.at(self._region.box)
+        assert isinstance(totals, RowTotals)
+        return totals
 
     def tile(self, level: int, x: int, y: int, how: How = "mean") -> Tensor:
         """One tile of a zoomable picture of one head, at most (256, 256), rows by keys.

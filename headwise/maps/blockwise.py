@@ -15,7 +15,7 @@ from headwise.core.blocks import Unit
 from headwise.core.row_totals import RowTotals
 from headwise.core.schedule import Segment
 from headwise.engines.streaming.forward_loop import row_totals as streaming_totals
-from headwise.engines.streaming.loop import LOG2_E, Loop
+from headwise.engines.streaming.loop import LOG2_E, Loop, Selection
 from headwise.maps.effect_totals import EffectTotals, PeakSums, Sums
 from headwise.maps.pooling import Cells, Reduction, joined
 from headwise.maps.region import Region
@@ -40,10 +40,16 @@ class Tile(NamedTuple):
 class RegionLoop(Loop):
     """The numbers of a region, block by block."""
 
-    def __init__(self, region: Region, totals: Totals | None) -> None:
+    def __init__(
+        self, region: Region, totals: Totals | None, selection: Selection | None = None
+    ) -> None:
         beside = region.v if region.grad is not None else region.norms
         super().__init__(
-            region.q, region.k, region.k[..., :0] if beside is None else beside, region.terms
+            region.q,
+            region.k,
+            region.k[..., :0] if beside is None else beside,
+            region.terms,
+            selection,
         )
         self.weighted, self.grad = region.norms is not None, region.grad
         self.effects = totals if isinstance(totals, EffectTotals) else None
@@ -59,22 +65,26 @@ class RegionLoop(Loop):
         for unit in self.schedule.units():
             self.enter(unit)
             for rows in self.schedule.row_blocks():
-                q, grad = self.blocks.queries(unit, rows), self.grads(unit, rows)
-                for segment in self.schedule.segments(unit, rows):
-                    s = self.logits(unit, rows, segment, q)
-                    seen = self.seen(unit, rows, segment, s)
-                    s = self.hide(unit, self.log_weights(unit, rows, s), seen)
-                    rank = None
-                    if grad is not None:
-                        hidden = s == -torch.inf if ranked else None
-                        s = self.effect(unit, rows, segment, s.exp2_(), grad)
-                        rank = None if hidden is None else s.abs().masked_fill_(hidden, -torch.inf)
-                    else:
-                        s = self.weight(segment, s, ranked)
-                        rank = s if ranked else None
-                    numbers = self.blocks.five(unit, s)
-                    rank = None if rank is None else self.blocks.five(unit, rank)
-                    yield Tile(unit, rows, segment.columns, numbers, rank)
+                yield from self.of_rows(unit, rows, ranked)
+
+    def of_rows(self, unit: Unit, rows: slice, ranked: bool) -> Iterator[Tile]:
+        """The blocks of some rows, from the first key to the last."""
+        q, grad = self.blocks.queries(unit, rows), self.grads(unit, rows)
+        for segment in self.schedule.segments(unit, rows):
+            s = self.logits(unit, rows, segment, q)
+            seen = self.seen(unit, rows, segment, s)
+            s = self.hide(unit, self.log_weights(unit, rows, s), seen)
+            rank = None
+            if grad is not None:
+                hidden = s == -torch.inf if ranked else None
+                s = self.effect(unit, rows, segment, s.exp2_(), grad)
+                rank = None if hidden is None else s.abs().masked_fill_(hidden, -torch.inf)
+            else:
+                s = self.weight(segment, s, ranked)
+                rank = s if ranked else None
+            numbers = self.blocks.five(unit, s)
+            rank = None if rank is None else self.blocks.five(unit, rank)
+            yield Tile(unit, rows, segment.columns, numbers, rank)
 
     def weight(self, segment: Segment, s: Tensor, logarithm: bool) -> Tensor:
         """Weights from their logarithms to base 2, times the norms if there are any."""

@@ -73,6 +73,17 @@ class Columns(Selection):
 
 
 @dataclass(frozen=True, eq=False)
+class Joint(Selection):
+    """The keys that both of two selections keep."""
+
+    a: Selection
+    b: Selection
+
+    def kept(self, loop: Loop, unit: Unit, rows: slice, columns: slice, s: Tensor) -> Tensor:
+        return self.a.kept(loop, unit, rows, columns, s) & self.b.kept(loop, unit, rows, columns, s)
+
+
+@dataclass(frozen=True, eq=False)
 class Band(Selection):
     """The keys from `left` before a row's own up to its own, and the first `sinks`."""
 
@@ -94,8 +105,13 @@ def select(policy: Policy, q: Tensor, k: Tensor, terms: Terms) -> Selection:
     if isinstance(policy, Evicted):
         return Columns(policy.kept().to(k.device))
     if isinstance(policy, TopK):
-        return _Largest(policy, q, k, terms).found()
+        return largest(per_head(policy.k, q.device), q, k, terms)
     return _BestBlocks(policy, q, k, terms).found()
+
+
+def largest(count: Tensor, q: Tensor, k: Tensor, terms: Terms) -> Above:
+    """The keys with the largest logits of each row; count (1,), (Hq,) or (B, Hq, N), at least 1."""
+    return _Largest(count, q, k, terms).found()
 
 
 class _Rows:
@@ -120,7 +136,9 @@ class _Rows:
             yield segment, loop.blocks.five(unit, s)
 
     def of_heads(self, numbers: Tensor) -> Tensor:
-        """Numbers (1,) or (Hq,) as (1, h|1, G|1, 1)."""
+        """Numbers (1,), (Hq,) or (B, Hq, N) as (b|1, h|1, G|1, R|1)."""
+        if numbers.ndim == 3:
+            return self.unit.of(self.loop.blocks.grouped(numbers))[..., self.rows]
         if len(numbers) == 1:
             return numbers.reshape(1, 1, 1, 1)
         blocks, unit = self.loop.blocks, self.unit
@@ -151,10 +169,10 @@ class _Choice:
 class _Largest(_Choice):
     """The k-th largest logit of each row, and the last key that equals it and is kept."""
 
-    def __init__(self, policy: TopK, q: Tensor, k: Tensor, terms: Terms) -> None:
+    def __init__(self, count: Tensor, q: Tensor, k: Tensor, terms: Terms) -> None:
         super().__init__(q, k, terms)
-        self.k = per_head(policy.k, q.device)
-        self.most = min(int(self.k.max()), self.keys)
+        self.k = count
+        self.most = min(int(count.max()), self.keys) if count.numel() else 0
         self.least = q.new_full(q.shape[:3], -torch.inf, dtype=self.loop.blocks.wide)
         self.last = torch.full(q.shape[:3], self.keys, dtype=torch.int32, device=q.device)
 
