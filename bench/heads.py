@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.apps.train.loading import ASSETS, LanguageModel, Translator
+from headwise.models.trained import ASSETS, LanguageModel, Translator
 from headwise.watching import watch
 
 STATISTICS = ("entropy", "max_logit", "sink_mass", "previous_mass", "self_mass", "distance")

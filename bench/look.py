@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.pairs import Figure, at_most, report
-from headwise.apps.train.loading import ASSETS, load
+from headwise.models.trained import ASSETS, load
 
 TARGETS = {
     2_000: 10.0,

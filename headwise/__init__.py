@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from headwise import costs as costs
     from headwise import distributed, models, nn, sparse
     from headwise import watching as watching
-    from headwise.apps.train.loading import load
     from headwise.core.edges import Edge
     from headwise.costs.calculate import cost
     from headwise.costs.cost import Cost
     from headwise.costs.workload import CacheLayout
+    from headwise.models.trained import load
     from headwise.watching import Recording as Recording
     from headwise.watching import Watch, knock_out, qk_clip, watch
 
@@ -42,7 +42,7 @@ _LATER = {
     "Watch": "headwise.watching",
     "cost": "headwise.costs.calculate",
     "knock_out": "headwise.watching",
-    "load": "headwise.apps.train.loading",
+    "load": "headwise.models.trained",
     "qk_clip": "headwise.watching",
     "watch": "headwise.watching",
 }

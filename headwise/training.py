@@ -1,29 +1,8 @@
 """An alias of `headwise.apps.train`, where training moved; it goes with the next release."""
 
-from headwise.apps.train import (
-    PRESETS,
-    LanguageSetup,
-    Recipe,
-    Tokeniser,
-    TrainingRanks,
-    TranslateSetup,
-    VisionSetup,
-    export,
-    judge,
-    preset,
-    train,
-)
+from importlib import import_module
 
-__all__ = [
-    "PRESETS",
-    "LanguageSetup",
-    "Recipe",
-    "Tokeniser",
-    "TrainingRanks",
-    "TranslateSetup",
-    "VisionSetup",
-    "export",
-    "judge",
-    "preset",
-    "train",
-]
+_moved = import_module("headwise.apps.train")  # looked up: the library imports no application
+
+__all__ = list(_moved.__all__)
+globals().update({name: getattr(_moved, name) for name in __all__})

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,3 +65,12 @@ def test_every_public_name_exists() -> None:
         module = importlib.import_module(name)
         for each in getattr(module, "__all__", []):
             assert hasattr(module, each) or importlib.import_module(f"{name}.{each}"), (name, each)
+
+
+def test_the_linter_keeps_every_part_of_the_library_from_applications() -> None:
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (kept,) = [each for each in contracts if each.get("forbidden_modules") == [APPS]]
+    there = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    there |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"apps"}
+    assert set(kept["source_modules"]) == {f"{LIBRARY}.{name}" for name in there}

@@ -22,10 +22,11 @@ from headwise.apps.cli.main import app
 from headwise.apps.lab import record
 from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import silent
-from headwise.apps.train import LanguageSetup, Recipe, checkpoints, export, judge, train
+from headwise.apps.train import LanguageSetup, Recipe, export, judge, train
 from headwise.apps.train import sharded_checkpoints as sharded
 from headwise.apps.train.ranks import ALONE
 from headwise.models import GPTConfig
+from headwise.models.trained import checkpoints
 from headwise.nn import SwiGLU
 
 pytest.importorskip("tokenizers")

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from headwise.apps.cli.main import app
 from headwise.apps.train import torchrun
-from headwise.apps.train.run_folder import Run
 from headwise.distributed import RankError
+from headwise.models.trained import Run
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
 from headwise.apps.train import LanguageSetup, Recipe, TrainingRanks, train
-from headwise.apps.train.run_folder import Run
 from headwise.apps.train.tasks.language import Language
 from headwise.models import GPTConfig
+from headwise.models.trained import Run
 from headwise.nn import SwiGLU
 from tests.distributed.processes import Processes
 

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from headwise.apps.look.readers import opening
-from headwise.apps.train import setups
-from headwise.apps.train.loading import ASSETS, built_in
-from headwise.apps.train.run_folder import Run
 from headwise.costs import DEVICES, THIS, Architecture, Scenario, Sketch, find_device
 from headwise.costs import read_architecture as read
 from headwise.messages import Sentence, say
+from headwise.models.trained import ASSETS, CONFIGS, Run, built_in
 
 AXES = ("length", "batch", "heads")
 MOST_POINTS = 64
@@ -111,7 +109,7 @@ def read_model(name: str) -> Model:
         opening.find(name)  # a wrong name is refused at once, before the hub is asked
     if name in built_in() or opening.trained_here(folder):
         settings = Run(folder).settings()
-        config = setups.CONFIGS[settings["task"]].from_dict(settings["model"])
+        config = CONFIGS[settings["task"]].from_dict(settings["model"])
         return Model(name, read(config))
     return Model(name, read(name))
 

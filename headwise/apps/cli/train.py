@@ -15,10 +15,10 @@ from headwise.apps.train.data.corpora import CORPORA
 from headwise.apps.train.evaluation import export as write
 from headwise.apps.train.evaluation import judge
 from headwise.apps.train.ranks import TrainingRanks
-from headwise.apps.train.run_folder import Run
 from headwise.apps.train.setups import LanguageSetup, Setup
 from headwise.apps.train.start import train
 from headwise.apps.train.torchrun import joined, own_device
+from headwise.models.trained import Run
 
 app = typer.Typer(
     name="train",

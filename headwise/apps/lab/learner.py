@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.apps.lab.padded_batches import FullBatches, Padded
-from headwise.apps.train import checkpoints
 from headwise.apps.train.meter import DivergedError
 from headwise.apps.train.recipe import Recipe
+from headwise.models.trained import checkpoints
 
 WARM = 2
 """Updates of each shape before it is captured: they create what is created once."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from headwise.apps.lab.laboratory import CPU
 from headwise.apps.train.data.batches import generator
 from headwise.apps.train.data.pairs import Pair
-from headwise.apps.train.data.tokenisers import Tokeniser
 from headwise.apps.train.tasks.translation import Sentences
+from headwise.models.trained import Tokeniser
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,12 @@ from headwise.apps.lab.translation_rivals import (
     recurrent_attending,
 )
 from headwise.apps.train.data.pairs import Pair, Split, read, split
-from headwise.apps.train.data.tokenisers import Tokeniser
 from headwise.apps.train.meter import DivergedError
 from headwise.apps.train.recipe import Recipe
 from headwise.apps.train.tasks.metrics import bleu
-from headwise.apps.train.tasks.translating import translate
 from headwise.apps.train.tasks.translation import by_sentence
 from headwise.models import Greedy, Transformer, TransformerConfig
+from headwise.models.trained import Tokeniser, translate
 from headwise.nn import (
     Additive,
     Cosine,

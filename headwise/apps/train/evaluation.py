@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from headwise import devices
-from headwise.apps.train import checkpoints, setups
-from headwise.apps.train.loading import ASSETS, built_in, load
-from headwise.apps.train.run_folder import Run
+from headwise.apps.train import setups
 from headwise.apps.train.trainer import undisturbed
 from headwise.files import write_whole
+from headwise.models.trained import ASSETS, Run, built_in, checkpoints, load
 
 
 def judge(what: str | Path, device: str | None = None) -> dict[str, Any]:

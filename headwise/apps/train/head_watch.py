@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from headwise.apps.train.ranks import ALONE, TrainingRanks
-from headwise.apps.train.run_folder import Run
 from headwise.files import write_whole
+from headwise.models.trained import Run
 from headwise.watching import RunWriter, Watch, watch
 
 ROWS = 64

@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 
 from headwise.apps.train.data import labelled_images as images
 from headwise.apps.train.data import pairs, texts
-from headwise.apps.train.data.tokenisers import Tokeniser, chunks
 from headwise.apps.train.recipe import Recipe
-from headwise.apps.train.run_folder import Run
 from headwise.apps.train.tasks.language import Language
 from headwise.apps.train.tasks.translation import Translation
 from headwise.apps.train.tasks.vision import Vision
 from headwise.checks import CheckedFields, Size
-from headwise.models import GPT, GPTConfig, Transformer, TransformerConfig, ViT, ViTConfig
+from headwise.models import GPTConfig, TransformerConfig, ViTConfig
+from headwise.models.trained import CONFIGS, Run, Tokeniser, chunks
 
 
 @dataclass(frozen=True)
@@ -92,18 +91,6 @@ Setup = TranslateSetup | LanguageSetup | VisionSetup
 SETUPS: dict[str, type[TranslateSetup] | type[LanguageSetup] | type[VisionSetup]] = {
     kind.task: kind for kind in (TranslateSetup, LanguageSetup, VisionSetup)
 }
-CONFIGS: dict[str, type[TransformerConfig] | type[GPTConfig] | type[ViTConfig]] = {
-    "translate": TransformerConfig,
-    "language": GPTConfig,
-    "vision": ViTConfig,
-}
-
-
-def build(config: TransformerConfig | GPTConfig | ViTConfig) -> Transformer | GPT | ViT:
-    """Build the model of a configuration."""
-    if isinstance(config, TransformerConfig):
-        return Transformer(config)
-    return GPT(config) if isinstance(config, GPTConfig) else ViT(config)
 
 
 def to_dict(setup: Setup) -> dict[str, Any]:

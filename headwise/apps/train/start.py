@@ -11,11 +11,11 @@ from torch import nn
 from headwise import devices
 from headwise.apps.train import setups
 from headwise.apps.train.ranks import ALONE, TrainingRanks
-from headwise.apps.train.run_folder import Run
 from headwise.apps.train.setups import LanguageSetup, Setup
 from headwise.apps.train.tasks.language import Language
 from headwise.apps.train.tasks.vision import Vision
 from headwise.apps.train.trainer import Trainer, steps_within
+from headwise.models.trained import Run
 
 
 def train(

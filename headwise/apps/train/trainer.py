@@ -10,14 +10,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from headwise.apps.train import checkpoints, sharded_checkpoints
+from headwise.apps.train import sharded_checkpoints
 from headwise.apps.train.data.batches import mixed
 from headwise.apps.train.head_watch import HeadWatch, watched
 from headwise.apps.train.meter import Meter
 from headwise.apps.train.ranks import ALONE, TrainingRanks
 from headwise.apps.train.recipe import Recipe
-from headwise.apps.train.run_folder import Run
 from headwise.costs import Utilisation
+from headwise.models.trained import Run, checkpoint_parts, checkpoints
 
 Batch = TypeVar("Batch")
 Answer = TypeVar("Answer")
@@ -144,7 +144,7 @@ class Trainer(Generic[Batch]):
     def begin(self) -> tuple[nn.Module, torch.optim.Optimizer, int]:
         """The model, its optimiser, and the step to start from."""
         model, optimizer = self.made()
-        step, shared = 0, sharded_checkpoints.newest(self.run.shared_state)
+        step, shared = 0, checkpoint_parts.newest(self.run.shared_state)
         if self.run.state.exists():
             tensors, about = checkpoints.load(self.run.state)
             step = about["step"]
@@ -154,7 +154,7 @@ class Trainer(Generic[Batch]):
                 shared = None
         optimizer = sharded_checkpoints.spread(model, optimizer, self.recipe.optimizer, self.ranks)
         if shared is not None:
-            about = sharded_checkpoints.about(shared)
+            about = checkpoint_parts.about(shared)
             step = about["step"]
             refuse_another_run(self.settings, about["asked"], shared)
             sharded_checkpoints.restore(shared, model, optimizer)

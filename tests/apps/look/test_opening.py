@@ -16,10 +16,9 @@ from headwise.apps.look.readers.image_bytes import MOST_PIXELS, pixels
 from headwise.apps.look.readers.reader import Illustrated, silent
 from headwise.apps.look.readers.transformers_reader import pieces
 from headwise.apps.look.scene import Input
-from headwise.apps.train import checkpoints
-from headwise.apps.train.loading import ASSETS
 from headwise.core.edges import Edge
 from headwise.models import ViT, ViTConfig
+from headwise.models.trained import ASSETS, checkpoints
 
 transformers = pytest.importorskip("transformers", reason="its models are looked at here")
 Image = pytest.importorskip("PIL.Image", reason="images are read with Pillow")

@@ -17,9 +17,9 @@ from PIL import Image, ImageDraw
 from playwright.sync_api import Error, Locator, Page, Route, expect
 
 from headwise.apps.look.serving import page_file as export
-from headwise.apps.train import checkpoints
 from headwise.maps.attention_map import AttentionMap
 from headwise.models import ViT, ViTConfig
+from headwise.models.trained import checkpoints
 from tests.apps.look.conftest import Served, Visits, eventually
 
 HEAD = "#/head?layer=5&head=1"

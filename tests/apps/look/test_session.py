@@ -14,8 +14,8 @@ from headwise.apps.look.readers.opening import opened
 from headwise.apps.look.readers.reader import MOST_TOKENS, Report, check_length
 from headwise.apps.look.scene import Input
 from headwise.apps.look.session import Progress, Session
-from headwise.apps.train.loading import LanguageModel
 from headwise.models import GPT, GPTConfig
+from headwise.models.trained import LanguageModel
 
 
 def reading(what: str, **options: object) -> Session:

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 import headwise as hw
 from headwise.apps.cli.main import app
 from headwise.apps.look.readers import opening
-from headwise.apps.train import checkpoints
-from headwise.apps.train.loading import ASSETS
 from headwise.models import GPT, GPTConfig
+from headwise.models.trained import ASSETS, checkpoints
 
 CONFIG = GPTConfig(vocabulary=4096, context=16, d_model=8, layers=1, heads=2)
 ODD: tuple[object, ...] = (None, -1, 0, 1.5, "x", [], {}, [[]], True, 1e308, 10**30, 10**9)

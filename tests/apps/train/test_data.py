@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headwise.apps.train.data import labelled_images as images
 from headwise.apps.train.data import pairs, texts
 from headwise.apps.train.data.batches import ByLength, Shuffled
-from headwise.apps.train.data.tokenisers import Tokeniser, chunks
+from headwise.models.trained import Tokeniser, chunks
 
 SENTENCES = [f"Sentence number {n} says {word}." for n in range(300) for word in ("yes", "no")]
 

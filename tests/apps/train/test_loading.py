@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.apps.train.loading import ASSETS, built_in
 from headwise.apps.train.tasks.language import numbers, text_loss
 from headwise.apps.train.tasks.metrics import bits_per_byte, bleu
+from headwise.models.trained import ASSETS, built_in
 
 
 def sample(name: str) -> Any:

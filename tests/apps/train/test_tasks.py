@@ -20,9 +20,7 @@ import headwise as hw
 from headwise.apps.cli.main import app
 from headwise.apps.train import evaluation, presets, setups
 from headwise.apps.train.data import labelled_images as images
-from headwise.apps.train.loading import Classifier, LanguageModel, Translator
 from headwise.apps.train.recipe import Recipe
-from headwise.apps.train.run_folder import Run
 from headwise.apps.train.setups import LanguageSetup, TranslateSetup, VisionSetup
 from headwise.apps.train.start import train
 from headwise.apps.train.tasks import metrics
@@ -30,6 +28,7 @@ from headwise.apps.train.tasks.language import text_loss
 from headwise.apps.train.tasks.translation import Sentences
 from headwise.apps.train.tasks.vision import moved, patched
 from headwise.models import GPTConfig, TransformerConfig, ViTConfig
+from headwise.models.trained import Classifier, LanguageModel, Run, Translator
 from headwise.nn import GELU, PreNorm, ReLU, SwiGLU
 
 CPU = torch.device("cpu")

@@ -18,12 +18,11 @@ import typer
 from torch import Tensor, nn
 
 from headwise.apps.cli.train_view import explained
-from headwise.apps.train import checkpoints
 from headwise.apps.train.data.batches import generator
 from headwise.apps.train.meter import DivergedError
 from headwise.apps.train.recipe import Recipe
-from headwise.apps.train.run_folder import Run
 from headwise.apps.train.trainer import Trainer, steps_within
+from headwise.models.trained import Run, checkpoints
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
@@ -205,7 +204,7 @@ def test_a_full_disk_spares_the_last_checkpoint(
 KILLED = """
 import sys, torch
 from pathlib import Path
-from headwise.apps.train import checkpoints
+from headwise.models.trained import checkpoints
 torch.set_num_threads(1)
 path = Path(sys.argv[1])
 step = 0

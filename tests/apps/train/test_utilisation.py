@@ -12,7 +12,6 @@ import headwise as hw
 from headwise.apps.cli.watch_view import on_a_line
 from headwise.apps.train.meter import Meter
 from headwise.apps.train.presets import preset
-from headwise.apps.train.run_folder import Run
 from headwise.apps.train.start import train
 from headwise.apps.train.trainer import known_utilisation
 from headwise.costs.calculate import cost
@@ -20,6 +19,7 @@ from headwise.costs.machines import this_machine
 from headwise.costs.machines.hardware import Device
 from headwise.costs.uses.utilisation import Utilisation
 from headwise.models import GPT, GPTConfig
+from headwise.models.trained import Run
 from headwise.watching.runs.run_reader import open_run
 
 CPU = torch.device("cpu")

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.apps.train import checkpoints
 from headwise.apps.train.data.batches import generator
 from headwise.apps.train.recipe import Recipe
-from headwise.apps.train.run_folder import Run
 from headwise.apps.train.trainer import Trainer
+from headwise.models.trained import Run, checkpoints
 from headwise.watching import open_run
 from headwise.watching.runs.run_writer import RunWriter
 

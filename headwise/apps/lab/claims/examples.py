@@ -22,7 +22,7 @@ from headwise.apps.lab.claim import (
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.masked_characters import PROJECTIONS, read_sentence
 from headwise.apps.lab.masked_characters import SENTENCE as SELF
-from headwise.apps.train.loading import Translator, load
+from headwise.models.trained import Translator, load
 
 SENTENCE = "The cat sat on the mat."
 CHANGED = ("The dog sat on the mat.", "The cat sat on the bed.", "The cat ran to the door.")

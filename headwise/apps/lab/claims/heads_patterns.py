@@ -13,9 +13,9 @@ from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold
 from headwise.apps.lab.experiments.many_heads import unread
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.translation_runs import translated
-from headwise.apps.train.loading import load
 from headwise.messages import Sentence
 from headwise.models import GPT
+from headwise.models.trained import load
 
 TEXT = (
     "When the sun rose over the old harbour, the fishermen who had stayed at sea all night came "

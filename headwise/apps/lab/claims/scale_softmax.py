@@ -12,7 +12,7 @@ from headwise.apps.lab.charts import Chart, Listing, series
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.experiments.why_scale import jacobian_norm
 from headwise.apps.lab.laboratory import Lab
-from headwise.apps.train.loading import load
+from headwise.models.trained import load
 
 SCALINGS = ("unscaled", "scaled")
 LABELS = {

@@ -21,7 +21,7 @@ from headwise.apps.lab.claim import (
 )
 from headwise.apps.lab.estimates import slope
 from headwise.apps.lab.laboratory import Lab
-from headwise.apps.train.loading import load
+from headwise.models.trained import load
 
 WIDTHS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -24,8 +24,8 @@ from headwise.apps.look.readers.reader import (
     too_long,
 )
 from headwise.apps.look.scene import Description, Image, Input
-from headwise.apps.train.loading import Classifier, LanguageModel, Translator
 from headwise.messages import say
+from headwise.models.trained import Classifier, LanguageModel, Translator
 from headwise.watching import watch
 
 

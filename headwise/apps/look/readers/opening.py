@@ -10,9 +10,9 @@ from headwise.apps.look.readers import transformers_opening
 from headwise.apps.look.readers.builtin import ImageReader, TextReader, TranslationReader
 from headwise.apps.look.readers.reader import Reader
 from headwise.apps.look.watched_folder import WatchedFolder
-from headwise.apps.train.loading import Classifier, LanguageModel, built_in, load
 from headwise.files import json_object
 from headwise.hub import unreachable
+from headwise.models.trained import Classifier, LanguageModel, built_in, load
 from headwise.watching import holds_run
 
 

@@ -27,8 +27,8 @@ from headwise.apps.look.readers.reader import (
     too_long,
 )
 from headwise.apps.look.scene import Description, Image, Input
-from headwise.apps.train.data.characters import whole_characters
 from headwise.messages import say
+from headwise.models.trained import whole_characters
 from headwise.watching import watch
 
 MOST_ANSWER = 128

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from headwise.apps.train.data.batches import Shuffled, generator
 from headwise.apps.train.data.texts import Text
-from headwise.apps.train.data.tokenisers import Tokeniser, chunks
 from headwise.apps.train.ranks import ALONE, TrainingRanks
 from headwise.apps.train.tasks.metrics import bits_per_byte
 from headwise.models import GPT, GPTConfig
+from headwise.models.trained import Tokeniser, chunks
 
 
 class TextBatch(NamedTuple):

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from headwise.apps.train.data.batches import ByLength
 from headwise.apps.train.data.pairs import Pair, Split
-from headwise.apps.train.data.tokenisers import Tokeniser
 from headwise.apps.train.tasks.metrics import bleu
-from headwise.apps.train.tasks.translating import translate
 from headwise.models import LSTM, Greedy, Transformer, TransformerConfig
+from headwise.models.trained import Tokeniser, translate
 
 
 class SentenceBatch(NamedTuple):

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from headwise.apps.train.data.tokenisers import Tokeniser
-from headwise.models import LSTM, Beam, Strategy, Transformer
+from headwise.models.generate import Beam, Strategy
+from headwise.models.lstm import LSTM
+from headwise.models.trained.tokenisers import Tokeniser
+from headwise.models.transformer import Transformer
 
 MOST = 1000
 """The longest sentence, in tokens."""

@@ -10,18 +10,28 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from headwise.apps.train import checkpoints, setups, sharded_checkpoints
-from headwise.apps.train.data.tokenisers import Tokeniser
-from headwise.apps.train.run_folder import Run
-from headwise.apps.train.tasks.translating import translate
-from headwise.extend import is_number
-from headwise.models import GPT, Greedy, Strategy, Transformer, ViT
+from headwise.core.arguments import is_number
+from headwise.models.generate import Greedy, Strategy
+from headwise.models.gpt import GPT, GPTConfig
+from headwise.models.trained import checkpoint_parts, checkpoints
+from headwise.models.trained.run_folder import Run
+from headwise.models.trained.tokenisers import Tokeniser
+from headwise.models.trained.translating import translate
+from headwise.models.transformer import Transformer, TransformerConfig
+from headwise.models.vit import ViT, ViTConfig
 
 ASSETS = Path(__file__).parents[2] / "assets"
 """The folder of the built-in models."""
 
 MOST = 2**31
 """The largest number in a model's configuration: a context of two thousand million tokens."""
+
+CONFIGS: dict[str, type[TransformerConfig] | type[GPTConfig] | type[ViTConfig]] = {
+    "translate": TransformerConfig,
+    "language": GPTConfig,
+    "vision": ViTConfig,
+}
+"""The configuration of the model of each task."""
 
 
 @dataclass(frozen=True)
@@ -115,33 +125,40 @@ def load(what: str | Path, device: Device = "cpu") -> LanguageModel | Translator
     run = Run(folder)
     settings = run.settings()
     task = settings.get("task")
-    if not isinstance(task, str) or task not in setups.CONFIGS:
-        known = ", ".join(setups.CONFIGS)
+    if not isinstance(task, str) or task not in CONFIGS:
+        known = ", ".join(CONFIGS)
         raise ValueError(f"{run.config} describes an unknown task {task!r}; known are {known}")
     tensors, origin = _weights(run)
     try:
-        config = setups.CONFIGS[task].from_dict(settings["model"])
+        config = CONFIGS[task].from_dict(settings["model"])
         check_sizes(config.to_dict(), len(tensors))
         with torch.device("meta"):  # takes no memory, whatever the configuration asks for
-            checkpoints.check_weights(setups.build(config), tensors, origin)
+            checkpoints.check_weights(build(config), tensors, origin)
     except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{run.config} does not describe the model in {origin}: {reason}; copy both again"
         ) from error
-    model = setups.build(config)
+    model = build(config)
     checkpoints.put_weights(model, tensors, origin)
     model.to(device).eval()
     return _ready(model, run)
+
+
+def build(config: TransformerConfig | GPTConfig | ViTConfig) -> Transformer | GPT | ViT:
+    """Build the model of a configuration."""
+    if isinstance(config, TransformerConfig):
+        return Transformer(config)
+    return GPT(config) if isinstance(config, GPTConfig) else ViT(config)
 
 
 def _weights(run: Run) -> tuple[dict[str, Tensor], Path]:
     """The weights of a run and the file that holds them; of its last checkpoint if it goes on."""
     if run.model.exists():
         return checkpoints.load(run.model)[0], run.model
-    shared = sharded_checkpoints.newest(run.shared_state)
-    if shared is not None and not sharded_checkpoints.is_older(shared, run.state):
-        return sharded_checkpoints.weights(shared), shared
+    shared = checkpoint_parts.newest(run.shared_state)
+    if shared is not None and not checkpoint_parts.is_older(shared, run.state):
+        return checkpoint_parts.weights(shared), shared
     return checkpoints.below("model/", checkpoints.load(run.state)[0]), run.state
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.apps.train import checkpoints
 from headwise.files import FolderLock, json_object, parsed_json, write_whole
+from headwise.models.trained import checkpoints
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise import __version__
-from headwise.extend import is_integer
+from headwise.core.arguments import is_integer
 from headwise.files import json_object, write_whole
 from headwise.messages import say
+from headwise.version import __version__
 
 FORMAT = 1
 """The format of the files; a reader refuses any other number."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headwise.apps.train.data.characters import whole_characters
-
 BYTES = 256
 """The smallest vocabulary: one token per byte."""
+
+LONGEST = 4  # bytes of a character in UTF-8, so at most this many tokens spell one
+BROKEN = "\ufffd"
 
 
 class Tokeniser:
@@ -105,6 +106,27 @@ def whole(text: str) -> str:
             "read the file with errors='replace'"
         ) from error
     return text
+
+
+def whole_characters(ids: Iterable[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """The text of each token; a character that several tokens spell goes to the first of them.
+
+    Byte-level tokens may split a character such as 中, and its parts have no text of their own.
+
+    >>> spelt = {1: b"to ", 2: b"\\xe4\\xb8", 3: b"\\xad", 4: b"."}
+    >>> whole_characters([1, 2, 3, 4],
+    ...                  lambda ids: b"".join(map(spelt.get, ids)).decode(errors="replace"))
+    ['to ', '中', '', '.']
+    """
+    found: list[str] = []
+    waiting: list[int] = []
+    for id in ids:
+        waiting.append(id)
+        text = decode(waiting)
+        if not text.endswith(BROKEN) or len(waiting) == LONGEST:
+            found += [text, *[""] * (len(waiting) - 1)]
+            waiting = []
+    return found + [decode([id]) for id in waiting]
 
 
 def chunks(text: str, characters: int = 1 << 16) -> Iterator[str]:
