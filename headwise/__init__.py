@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headwise.costs.workload import CacheLayout
     from headwise.models.trained import load
     from headwise.watching import Recording as Recording
-    from headwise.watching import Watch, knock_out, qk_clip, watch
+    from headwise.watching import Watch, knock_out, qk_clip, steer, watch
 
 _PACKAGES = {"costs", "distributed", "models", "nn", "sparse", "watching"}
 _LATER = {
@@ -44,6 +44,7 @@ _LATER = {
     "knock_out": "headwise.watching",
     "load": "headwise.models.trained",
     "qk_clip": "headwise.watching",
+    "steer": "headwise.watching",
     "watch": "headwise.watching",
 }
 
@@ -82,6 +83,7 @@ __all__ = [
     "partial",
     "qk_clip",
     "sparse",
+    "steer",
     "watch",
 ]
 

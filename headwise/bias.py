@@ -81,7 +81,31 @@ class RelativeBuckets:
         return offset + torch.where(distance < exact, distance, wide)
 
 
-Bias = ALiBi | RelativeBuckets | Tensor
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """A bias of distances and a tensor (B|1, Hq|1, N|1, M|1), both added to the logits."""
+
+    distances: ALiBi | RelativeBuckets
+    tensor: Tensor
+
+
+Bias = ALiBi | RelativeBuckets | Sum | Tensor
+
+
+def plus(bias: Bias | None, tensor: Tensor) -> Bias:
+    """A bias and a tensor (B|1, Hq|1, N|1, M|1) that is added to it."""
+    if bias is None:
+        return tensor
+    if isinstance(bias, Sum):
+        return Sum(bias.distances, bias.tensor + tensor)
+    return bias + tensor if isinstance(bias, Tensor) else Sum(bias, tensor)
+
+
+def parts_of(bias: Bias | None) -> tuple[ALiBi | RelativeBuckets | None, Tensor | None]:
+    """The bias of distances and the tensor that a bias is made of."""
+    if isinstance(bias, Sum):
+        return bias.distances, bias.tensor
+    return (None, bias) if isinstance(bias, Tensor) else (bias, None)
 
 
 def check_buckets(buckets: int, bidirectional: bool, max_distance: int) -> None:

@@ -1,4 +1,4 @@
-"""A mask for some of a call's batch entries and heads, where it was made for all of them."""
+"""A mask for some of a call's batch entries, heads or rows, where it was made for all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import overload
 
 from torch import Tensor
 
-from headwise.core.intervals import Interval, Mask
+from headwise.core.intervals import FURTHEST, Interval, Mask
+from headwise.core.patterns import Stretch
 from headwise.core.place import Place
 
 
@@ -76,6 +77,68 @@ class PartOfMask(Mask):
             if axis < bound.ndim and bound.shape[axis] > 1:
                 bound = bound.narrow(axis, part.start, len(part))
         return bound
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RowsOfMask(Mask):
+    """Some rows of a mask that was made for all queries of a call, which says where they stand."""
+
+    mask: Mask
+    first: int
+    queries: int  # of the whole call
+    offset: int  # the key beside which its first query stands, if the mask does not state that
+    pieces: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pieces", self.mask.pieces)
+
+    def __repr__(self) -> str:
+        return f"{self.mask!r} from row {self.first}"
+
+    def check(self, place: Place) -> None:
+        self.mask.check(self._whole(place))
+
+    def intervals(self, place: Place) -> tuple[Interval, ...]:
+        return self.mask.intervals(self._whole(place))
+
+    @property
+    def rows_alike(self) -> bool:
+        return self.mask.rows_alike
+
+    def alignment(self, place: Place) -> int | Tensor | None:
+        stated = self.mask.alignment(self._whole(place))
+        return self.first + (self.offset if stated is None else stated)
+
+    def band(self, place: Place) -> tuple[int, int] | None:
+        band = self.mask.band(self._whole(place))
+        return None if band is None else (band[0] + self.first, band[1] + self.first)
+
+    def start(self, place: Place) -> int | Tensor:
+        start = self.mask.start(self._whole(place))
+        if isinstance(start, Tensor) and start.ndim and start.shape[-1] == self.queries > 1:
+            start = start[..., self.first + place.first_query :][..., : place.queries]
+        return start
+
+    def to_dense(self, place: Place) -> Tensor:
+        return self.mask.to_dense(self._whole(place))
+
+    def _whole(self, place: Place) -> Place:
+        first = self.first + place.first_query
+        return replace(place, first_query=first, offset=self.offset, whole=False)
+
+
+def rows_of(mask: Mask | None, place: Place, rows: slice) -> Mask:
+    """The mask of some rows of a call, which stand where they stood.
+
+    >>> import torch, headwise as hw
+    >>> place = Place(batch=1, heads=1, queries=4, keys=4)
+    >>> some = rows_of(hw.mask.causal(), place, slice(1, 3))
+    >>> some.to_dense(replace(place, queries=2, offset=2))[0, 0].int()
+    tensor([[1, 1, 0, 0],
+            [1, 1, 1, 0]], dtype=torch.int32)
+    """
+    whole = Stretch(0, FURTHEST) if mask is None else mask
+    return RowsOfMask(whole, rows.start, place.queries, place.offset)
 
 
 def part_of(mask: Mask | None, place: Place, batch: range, heads: range) -> Mask | None:

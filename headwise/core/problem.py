@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.bias import ALiBi, Bias, RelativeBuckets
+from headwise.bias import ALiBi, Bias, RelativeBuckets, Sum, parts_of
 from headwise.core.arguments import is_integer, is_scalar
 from headwise.core.intervals import FURTHEST, Mask
 from headwise.core.options import PLAIN, Options
@@ -141,8 +141,8 @@ class Problem:
 
     def terms(self, banded: bool = False) -> Terms:
         """The problem as flat arguments of an operator; `banded` if the operator takes a band."""
-        bias, device = self.bias, self.q.device
-        tensor = placed(bias, self.place).to(device) if isinstance(bias, Tensor) else None
+        (bias, added), device = parts_of(self.bias), self.q.device
+        tensor = None if added is None else placed(added, self.place).to(device)
         band, rest = self.band() if banded else (None, self.mask)
         return Terms(
             additive=self.additive,
@@ -360,6 +360,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_bias(bias: object, place: Place, q: Tensor) -> None:
+    if isinstance(bias, Sum):
+        _check_bias(bias.distances, place, q)
+        bias = bias.tensor
     if bias is None:
         return
     tensor = getattr(bias, "slopes", getattr(bias, "table", bias))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.bias import ALiBi, Bias, RelativeBuckets
+from headwise.bias import ALiBi, Bias, RelativeBuckets, Sum
 from headwise.core.mask_parts import part_of
 from headwise.core.options import Options
 from headwise.core.place import Place, four
@@ -70,8 +70,13 @@ def _bias(bias: Bias | None, batch: range, heads: range) -> Bias | None:
         return ALiBi(bias.slopes[part])
     if isinstance(bias, RelativeBuckets):
         return replace(bias, table=bias.table[:, part])
-    if not isinstance(bias, Tensor):
-        return bias
+    if isinstance(bias, Sum):
+        tensor = _bias(bias.tensor, batch, heads)
+        distances = _bias(bias.distances, batch, heads)
+        assert isinstance(tensor, Tensor) and isinstance(distances, ALiBi | RelativeBuckets)
+        return Sum(distances, tensor)
+    if bias is None:
+        return None
     bias = four(bias)
     bias = bias if bias.shape[0] == 1 else bias[batch.start : batch.stop]
     return bias if bias.shape[1] == 1 else bias[:, part]

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.bias import ALiBi, RelativeBuckets
+from headwise.bias import ALiBi, RelativeBuckets, parts_of
 from headwise.core.problem import Problem, Terms
 
 Kernels = Literal[
@@ -73,9 +73,9 @@ def family_of_terms(engine: str, q: Tensor, v: Tensor, terms: Terms, learns: boo
 def family_of_problem(engine: str, problem: Problem, learns: bool) -> Family:
     """Return the family of a call that is being planned: that of its operator's call."""
     kernels: Kernels = "attention" if problem.additive is None else "additive attention"
-    bias, mask = problem.bias, problem.mask
+    (bias, added), mask = parts_of(problem.bias), problem.mask
     options = (
-        isinstance(bias, Tensor),
+        added is not None,
         isinstance(bias, ALiBi),
         isinstance(bias, RelativeBuckets),
         mask is not None and mask.pieces == 0,

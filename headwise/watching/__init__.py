@@ -3,6 +3,7 @@
 from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
 from headwise.watching.clipping import Clip, qk_clip
+from headwise.watching.experiments.steering import knock_out, steer
 from headwise.watching.figure_names import scalars
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
@@ -11,7 +12,7 @@ from headwise.watching.runs.run_reader import WatchedRun, holds_run, open_run
 from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.span_rule import SpanWeight
 from headwise.watching.table import Table
-from headwise.watching.watched_model import Watch, knock_out, watch
+from headwise.watching.watched_model import Watch, watch
 
 __all__ = [
     "RULES",
@@ -31,5 +32,6 @@ __all__ = [
     "open_run",
     "qk_clip",
     "scalars",
+    "steer",
     "watch",
 ]

@@ -73,7 +73,7 @@ class SteppedRecording(Recording):
         self.model, self._meter = model, StepMeter(model)
         self.ranks = ranks  # the processes whose figures are joined when a step ends
         recorder.registry.some_layers = ranks is not None and ranks.stages
-        recorder.registry.placed = partial(_placed, model)
+        recorder.registry.placed = partial(placed_heads, model)
         self._recorder, self._alarms = recorder, Alarms(rules)
         self._series: list[Entry] = []
         self._ended: EndedStep | None = None  # the last step, if it was not read yet
@@ -368,7 +368,7 @@ class SteppedRecording(Recording):
                 )
 
 
-def _placed(model: nn.Module, name: str, heads: int, width: int) -> tuple[int, int] | None:
+def placed_heads(model: nn.Module, name: str, heads: int, width: int) -> tuple[int, int] | None:
     """The place of a module's heads among those of the whole layer; None if it is not known."""
     try:
         return head_place(find_module(model, name), heads, width)

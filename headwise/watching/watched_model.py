@@ -8,33 +8,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from headwise.core.edges import Edges, check_edges
+from headwise.core.edges import Edges
 from headwise.core.observation import check_sink_keys, check_statistics
 from headwise.core.spans import SPAN_PREFIX, Spans, check_spans
-from headwise.watching.adapters import (
-    flash_calls,
-    flex_calls,
-    headwise_calls,
-    multi_head_calls,
-    torch_calls,
-    traced_calls,
-    transformers_calls,
-)
-from headwise.watching.adapters.module_forwards import Follower, find_module, follow
+from headwise.watching.adapters import torch_calls
+from headwise.watching.adapters.attachment import attach, detach
+from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.adapters.patching import Undo, uncompiled
 from headwise.watching.alarms import chosen
 from headwise.watching.experiments.importance import importance
+from headwise.watching.experiments.steering import knock_out
 from headwise.watching.head_places import head_place
 from headwise.watching.head_weights import symmetry
 from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.ranks.sharded_weights import whole_weights
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.checkpointing import recomputing
+from headwise.watching.recorder.experiments import WATCHED, WatchedModel
 from headwise.watching.recorder.unread import described
 from headwise.watching.recorder.watch_options import WatchOptions, matches
 from headwise.watching.rules import Rule
@@ -42,8 +36,6 @@ from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
 from headwise.watching.table import Table, Value
 from headwise.watching.training_steps import SteppedRecording
-
-_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def watch(
@@ -123,41 +115,6 @@ def watch(
     return Watch(model, options, chosen(alarms, options.stats, maps), ranks)
 
 
-@contextmanager
-def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
-    """Hide chosen keys from chosen heads of any model while the block runs.
-
-    `edges` are tuples (layer, head, keys) or (layer, head, keys, queries); see `hw.Edge`. Their
-    layers are computed by headwise, on a fused engine; a row without keys gives 0. A compiled model
-    runs as it would without torch.compile. Gradients flow if backward runs inside the block.
-    ValueError where keys can't be hidden, and at the end of the block if an edge has hidden
-    nothing. A watched model has `seen.knock_out(edges)`.
-
-    >>> import headwise as hw
-    >>> gpt = hw.load("gpt")
-    >>> ids = gpt.encode("to be or not to be")
-    >>> with hw.knock_out(gpt.model, [(5, 1, 0)]):  # layer 5, head 1 does not see the first token
-    ...     without = gpt.model(ids)
-    >>> bool((without - gpt.model(ids)).abs().max() > 0)
-    True
-    """
-    wanted = check_edges(edges)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"hw.knock_out takes a torch.nn.Module, not {type(model).__name__}")
-    if set(model.modules()) & set(_watched):
-        raise ValueError(
-            f"this {type(model).__name__} is being watched already; use knock_out(edges) of its "
-            "watch, or detach() that first"
-        )
-    watch = Watch(model, WatchOptions(stats=(), maps=False)).attach()
-    watch._recorder.active = False  # it changes calls, and records nothing
-    try:
-        with watch.knock_out(wanted):
-            yield
-    finally:
-        watch.detach()
-
-
 def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:
     """One or more values of a type as a tuple; ValueError for anything else."""
     if given is None:
@@ -193,13 +150,14 @@ class Watch(SteppedRecording):
     def attach(self) -> Self:
         """Begin to watch; ValueError if the model is watched already."""
         modules = set(self.model.modules())
-        if modules & set(_watched):
+        if not modules.isdisjoint(WATCHED):
             raise ValueError(
                 f"this {type(self.model).__name__} is being watched already; "
                 "detach() the other watch first"
             )
         self._modules = modules
-        _watched.update(modules)
+        seen = WatchedModel(weakref.ref(self.model), self.options, self._recorder.registry)
+        WATCHED.update(dict.fromkeys(modules, seen))
         self._unfollow = register_optimizer_step_post_hook(self.optimised).remove
         try:
             self._reserve()
@@ -222,24 +180,7 @@ class Watch(SteppedRecording):
         if not looking or not self.attached:
             self._unhook()
         elif not self._undo:
-            try:
-                self._hook()
-            except BaseException:
-                self._unhook()
-                raise
-
-    def _hook(self) -> None:
-        recorder = self._recorder
-        listener = torch_calls.Listener(recorder)
-        # First the forwards that are computed in another way; around them, those that are followed.
-        self._undo += headwise_calls.attach(self.model, recorder)
-        self._undo += multi_head_calls.attach(self.model, listener)
-        whole = Follower({id(self.model)}, self._enter, lambda _: recorder.passes.end())
-        self._undo += follow(self.model, whole)
-        self._undo += traced_calls.attach(self.model, listener)
-        for adapter in (torch_calls, flex_calls, flash_calls):
-            self._undo += adapter.attach(self.model, listener)
-        self._undo += transformers_calls.attach(self.model, recorder)
+            self._undo = attach(self.model, self._recorder, self._enter)
 
     def _enter(self, _: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A pass of the whole model begins."""
@@ -249,8 +190,7 @@ class Watch(SteppedRecording):
                 self._meter.add(given, options)
 
     def _unhook(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        detach(self._undo)
 
     def detach(self) -> None:
         """End watching; the model is as it was before."""
@@ -258,7 +198,8 @@ class Watch(SteppedRecording):
         if self._unfollow is not None:
             self._unfollow()
         self._unfollow = None
-        _watched.difference_update(self._modules)
+        for module in self._modules:
+            WATCHED.pop(module, None)
         self._modules = set()
         self._settle()
 
@@ -363,31 +304,10 @@ class Watch(SteppedRecording):
 
         What is recorded in the block is what heads do without these edges.
         """
-        wanted, recorder = check_edges(edges), self._recorder
-        changes = recorder.interventions
-        if not self.attached or changes.edges:
-            state = "is not watched" if not self.attached else "has edges knocked out already"
-            raise ValueError(f"this {type(self.model).__name__} {state}")
-        if not self._undo:
-            self._hook()  # this step is passed over
-        fast, passes = torch.backends.mha.get_fastpath_enabled(), recorder.passes.count
-        torch.backends.mha.set_fastpath_enabled(False)  # it does not call its attention
-        changes.edges, changes.cut_edges = wanted, set()
-        try:
-            with uncompiled():
-                yield
-            missed = [edge for edge in wanted if edge not in changes.cut_edges]
-            if missed and recorder.passes.count > passes:
-                there = ", ".join(f"{n} {name}" for name, n in list(changes.attended.items())[:40])
-                raise ValueError(
-                    f"{tuple(missed[0])} hid nothing: its layer, keys or queries were not in any "
-                    f"call. The layers that attended were {there or 'none'}"
-                )
-        finally:
-            changes.edges = ()
-            torch.backends.mha.set_fastpath_enabled(fast)
-            if not recorder.active:
-                self._look(False)
+        if not self.attached:
+            raise ValueError(f"this {type(self.model).__name__} is not watched")
+        with knock_out(self.model, edges):
+            yield
 
     def check(self) -> None:
         """Raise ValueError if the model ran, and no attention or not the one asked for was seen."""

@@ -18,7 +18,7 @@ from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters import traced
 from headwise.watching.adapters.packed_sequences import packed
-from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
+from headwise.watching.adapters.patching import Replacement, Undo, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.recorder.seen_call import Kind, kind_of
@@ -53,7 +53,8 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
         return callable(value) and getattr(value, "__watched_flash__", value) in known
 
     found = set(places(model, wanted, package))
-    return [_replacement(owner, name).add(listener) for owner, name in found]
+    aside = listener.recorder.aside
+    return [_replacement(owner, name).add(listener, aside) for owner, name in found]
 
 
 @functools.cache
@@ -67,7 +68,7 @@ def _make(original: Any, users: list[Listener]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return _traced(original, given, options)
         for listener in users:
-            if listener.frames and not is_taken():
+            if listener.listens:
                 return _observed(listener, original, given, options)
         return original(*given, **options)
 
@@ -80,7 +81,7 @@ def _observed(
 ) -> Any:
     """The function's own result; its call is shown to the recorder."""
     name, recorder = listener.frames[-1].name, listener.recorder
-    recorder.interventions.refuse_edges(name, "it calls flash_attn")
+    recorder.interventions.refuse(name, "it calls flash_attn")
     with listener.off(), taken():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result

@@ -22,7 +22,7 @@ from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters.mask_functions import by_rows
-from headwise.watching.adapters.patching import Replacement, Undo, is_taken, places, taken
+from headwise.watching.adapters.patching import Replacement, Undo, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.adapters.written.logits_call import from_logits
@@ -36,7 +36,8 @@ _OURS = "__watched_flex__"  # an attribute of a replacement: the function that i
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Show the flex_attention calls of a model's own code to the recorder; returns the undoing."""
     found = set(places(model, _is_flex, flex))
-    return [_replacement(owner, name).add(listener) for owner, name in found]
+    aside = listener.recorder.aside
+    return [_replacement(owner, name).add(listener, aside) for owner, name in found]
 
 
 def _is_flex(value: object) -> bool:
@@ -55,9 +56,9 @@ def _replacement(owner: Any, name: str) -> Replacement[Listener]:
 def _make(original: Any, users: list[Listener]) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def attend(*given: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling() and not is_taken():
+        if not torch.compiler.is_compiling():
             for listener in users:
-                if listener.frames:
+                if listener.listens:
                     return _observed(listener, original, given, options)
         return original(*given, **options)
 
@@ -70,7 +71,7 @@ def _observed(
 ) -> Any:
     """The function's own result; its call is shown to the recorder."""
     name, recorder = listener.frames[-1].name, listener.recorder
-    recorder.interventions.refuse_edges(name, "it calls flex_attention")
+    recorder.interventions.refuse(name, "it calls flex_attention")
     with listener.off(), taken():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.api import attention
 from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
 from headwise.nn.caches.cache import RollbackOnError
 from headwise.watching.adapters import traced
@@ -41,7 +40,9 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
     for name, module in named_modules(model):
         if isinstance(module, OURS):
             modules.names[module] = name
-    return [replacement.add(modules) for replacement in _REPLACED] if modules.names else []
+    if not modules.names:
+        return []
+    return [replacement.add(modules, recorder.aside) for replacement in _REPLACED]
 
 
 def _make_forward(original: Any, users: list[HeadwiseModules]) -> Callable[..., Any]:
@@ -72,7 +73,7 @@ def _observed(
 ) -> Tensor:
     """The module's forward, watched."""
     wanted, changes = recorder.wants(name), recorder.interventions
-    if not wanted and name not in changes.silenced and not changes.edges_of(name):
+    if not wanted and name not in changes.silenced and not changes.wants(name):
         return run(*given, **options)
     with taken():
         return _computed(module, name, recorder, wanted, given, options)
@@ -91,11 +92,11 @@ def _computed(
     with RollbackOnError(cache, call.q.shape[-2]):
         forgotten = None if cache is None else int(cache.first)
         kind = _kind(module, given, options)
-        call = recorder.interventions.cut(name, call, kind, forgotten)
+        changed = recorder.interventions.change(name, call, kind, forgotten)
         if wanted:
-            out = recorder.inside(name, call, kind, forgotten=forgotten)
+            out = recorder.inside(name, call, kind, forgotten=forgotten, changed=changed)
         else:
-            out = attention(call.q, call.k, call.v, **call.options())
+            out = (call if changed is None else changed).attend()
     return module.join(recorder.interventions.silence(name, out))  # type: ignore[no-any-return]
 
 

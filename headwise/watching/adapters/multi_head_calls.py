@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from headwise.core.mask_reading import HIDDEN
 from headwise.core.options import Options
-from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.nn.torch_masks import read_torch_masks
 from headwise.score import Dot
@@ -29,6 +28,7 @@ from headwise.watching.adapters.module_forwards import named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.changed_call import ChangedCall
 from headwise.watching.recorder.seen_call import Kind
 
 
@@ -54,7 +54,7 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     if not names:
         return []
     modules = TorchModules(names, listener)
-    return [replacement.add(modules) for replacement in _REPLACED]
+    return [replacement.add(modules, listener.recorder.aside) for replacement in _REPLACED]
 
 
 def _forward(look: Callable[..., Any]) -> Callable[[Any, list[TorchModules]], Callable[..., Any]]:
@@ -78,42 +78,39 @@ def _forward(look: Callable[..., Any]) -> Callable[[Any, list[TorchModules]], Ca
 
 @dataclass(frozen=True)
 class _Run:
-    """A module's own forward with the arguments that it was called with, or with others."""
+    """A module's own forward with the arguments that it was called with."""
 
     original: Callable[..., Any]
     module: nn.Module
     given: tuple[Any, ...]
     options: dict[str, Any]
 
-    def __call__(self, *others: Any) -> Any:
-        if others:
-            return self.original(self.module, *others)
+    def __call__(self) -> Any:
         return self.original(self.module, *self.given, **self.options)
 
 
-def _hidden(modules: TorchModules, module: nn.MultiheadAttention, *given: Any) -> Tensor:
-    """The mask that PyTorch takes, (B · H, N, M), True or -inf for the keys that are hidden.
+def _output(
+    module: nn.MultiheadAttention,
+    changed: ChangedCall,
+    axes: int,
+    need_weights: bool,
+    average_attn_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What the module returns for a call that experiments have changed, computed by headwise.
 
-    PyTorch's module has no other way to hide a key from one head. It gives NaN for a row that sees
-    nothing, so that is refused.
+    `axes` is the number of axes of its inputs.
     """
-    name, attn_mask = modules.names[id(module)], given[5]
-    call, kind, _ = _read(module, *given)
-    cut = modules.recorder.interventions.cut(name, call, kind)
-    place = Place.of(call.q, call.k)
-    shape = place.batch, place.heads, place.queries, place.keys
-    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.q.device)
-    seen = (seen if cut.mask is None else cut.mask.to_dense(place)).expand(shape)
-    if not bool(seen.any(-1).all()):
-        raise ValueError(
-            f"keys can't be hidden from heads of {name or 'the model'}: a row of "
-            "nn.MultiheadAttention would see no key, and PyTorch would return NaN"
-        )
-    hidden = ~seen.flatten(0, 1)
-    if attn_mask is None or attn_mask.dtype == torch.bool:
-        return hidden  # the mask that was given is in it
-    whole: Tensor = attn_mask if attn_mask.ndim == 3 else attn_mask[None]
-    return whole.masked_fill(hidden, -torch.inf)
+    heads = changed.dropping(module.dropout if module.training else 0.0).attend()
+    out: Tensor = module.out_proj(heads.transpose(1, 2).flatten(2))  # (B, N, width)
+    if axes == 2:
+        out = out[0]
+    elif not module.batch_first:
+        out = out.transpose(0, 1)
+    if not need_weights:
+        return out, None
+    weights = changed.weights()
+    weights = weights.mean(1) if average_attn_weights else weights
+    return out, weights[0] if axes == 2 else weights
 
 
 def _traced(
@@ -173,16 +170,22 @@ def _attention(
     modules.listener.refuse_other_threads(name)
     masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
     with modules.listener.off(), taken():
-        if modules.recorder.interventions.edges_of(name):
-            hidden = _hidden(modules, module, query, key, value, *masks)
-            others = (key_padding_mask, need_weights, hidden, average_attn_weights, False)
-            out = run(query, key, value, *others)
-        else:
+        changed = None
+        if modules.recorder.interventions.wants(name):
+            if attn_mask is not None and attn_mask.requires_grad:
+                raise ValueError(
+                    "attention can't be changed where attn_mask has a gradient; detach it"
+                )
+            call, kind, _ = _read(module, query, key, value, *masks, learning=True)
+            changed = modules.recorder.interventions.change(name, call, kind)
+        if changed is None:
             out = run()
+        else:
+            out = _output(module, changed, query.ndim, need_weights, average_attn_weights)
     modules.seen.add(id(module))
     if modules.recorder.wants(name):
         with modules.recorder.unread.reading(name):
-            _look(modules, module, query, key, value, *masks)
+            _look(modules, module, query, key, value, *masks, changed=changed)
     return out
 
 
@@ -235,12 +238,17 @@ _REPLACED: tuple[Replacement[TorchModules], ...] = (
 )
 
 
-def _look(modules: TorchModules, module: nn.MultiheadAttention, *given: Any) -> None:
+def _look(
+    modules: TorchModules,
+    module: nn.MultiheadAttention,
+    *given: Any,
+    changed: ChangedCall | None = None,
+) -> None:
     """Show the call to the recorder: its projections are computed once more."""
     with taken():
         name, recorder = modules.names[id(module)], modules.recorder
         call, kind, padding = _read(module, *given)
-        recorder.beside(name, recorder.interventions.cut(name, call, kind), kind, padding)
+        recorder.beside(name, call, kind, padding, changed=changed)
 
 
 def _read(
@@ -253,8 +261,13 @@ def _read(
     attn_mask: Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
+    *,
+    learning: bool = False,
 ) -> tuple[Call, Kind, Tensor | None]:
-    """The call that a module's forward makes, its kind, and the rows that are padding."""
+    """The call that a module's forward makes, its kind, and the rows that are padding.
+
+    Gradients flow to the inputs if it is `learning`.
+    """
     if module.bias_k is not None or module.add_zero_attn:
         option = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
         raise ValueError(
@@ -272,6 +285,7 @@ def _read(
         module.num_heads,
         (attn_mask, key_padding_mask),
         {"is_causal": is_causal, "need_weights": need_weights},
+        learning,
     )
 
 
@@ -304,13 +318,17 @@ def _projected(
     heads: int,
     masks: tuple[Tensor | None, Tensor | None],
     hints: dict[str, bool],
+    learning: bool = False,
 ) -> tuple[Call, Kind, Tensor | None]:
     """Project the inputs (N, B, width) or (N, width) once more: the call, its kind and padding."""
     query, key, value = inputs
     across: Kind = "self" if _are_same(query, key) or _are_same(query, value) else "cross"
-    inputs = (query[:, None], key[:, None], value[:, None]) if query.ndim == 2 else inputs
+    if query.ndim == 2:
+        query, key, value = query[:, None], key[:, None], value[:, None]
     parts = (None,) * 3 if biases is None else biases.chunk(3)
-    made = (F.linear(x.detach(), *one) for x, *one in zip(inputs, weights, parts, strict=True))
+    inputs = (query, key, value)
+    inputs = inputs if learning else (query.detach(), key.detach(), value.detach())
+    made = (F.linear(x, *one) for x, *one in zip(inputs, weights, parts, strict=True))
     q, k, v = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in made)
     same = across == "self"
     attn_mask, key_padding_mask = masks

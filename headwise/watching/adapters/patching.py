@@ -62,8 +62,8 @@ class Replacement(Generic[User]):
         self._original: Any = None
         self._ours: Any = None
 
-    def add(self, user: User) -> Undo:
-        """Add a user; returns the function that removes it."""
+    def add(self, user: User, last: bool = False) -> Undo:
+        """Add a user, before the others or after them; returns the function that removes it."""
         if not self.users:
             self._own = self.name in vars(self.owner)  # or is it inherited?
             self._before = vars(self.owner).get(self.name)
@@ -73,7 +73,7 @@ class Replacement(Generic[User]):
                 if isinstance(self._before, staticmethod):
                     self._ours = staticmethod(self._ours)
             setattr(self.owner, self.name, self._ours)
-        self.users.append(user)
+        self.users.insert(len(self.users) if last else 0, user)
         return partial(self._remove, user)
 
     def _remove(self, user: User) -> None:

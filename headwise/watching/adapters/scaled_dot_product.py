@@ -78,23 +78,15 @@ def scaled_dot_product(
     return Call(q, k, v, Options(Dot(scale), mask, bias, dropout=dropout_p)), kind
 
 
-def attend_without(
-    memo: MaskMemo,
-    heads: Callable[[Tensor], int],
-    cut: Callable[[Call, Kind | None], Call],
-    *given: Any,
-    **options: Any,
-) -> Tensor:
-    """The output of a call of F.scaled_dot_product_attention after `cut` has changed its mask."""
-    call, kind = scaled_dot_product(memo, heads, *given, **options)
+def with_gradients(call: Call, *given: Any, **options: Any) -> Call:
+    """A call read from these arguments of F.scaled_dot_product_attention, with their gradients."""
     named = dict(zip(("query", "key", "value", "attn_mask"), given, strict=False)) | options
     mask = named.get("attn_mask")
     if isinstance(mask, Tensor) and mask.requires_grad:
-        raise ValueError("keys can't be hidden where attn_mask has a gradient; detach it")
+        raise ValueError("attention can't be changed where attn_mask has a gradient; detach it")
     count = call.q.shape[1]
-    q, k, v = (_with_heads(named[name], count) for name in ("query", "key", "value"))  # gradients
-    out = cut(call._replace(q=q, k=k, v=v), kind).attend()
-    return out.reshape(*named["query"].shape[:-1], v.shape[-1])
+    q, k, v = (_with_heads(named[name], count) for name in ("query", "key", "value"))
+    return call._replace(q=q, k=k, v=v)
 
 
 def lengths_differ(q: Tensor, k: Tensor) -> bool:

@@ -22,9 +22,9 @@ from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
     SCALED_DOT_PRODUCT,
     MaskMemo,
-    attend_without,
     lengths_differ,
     scaled_dot_product,
+    with_gradients,
 )
 from headwise.watching.adapters.written.logits_call import head_count, looks_across
 from headwise.watching.adapters.written.softmax_results import STARTS
@@ -37,6 +37,7 @@ from headwise.watching.adapters.written.written_attention import (
 )
 from headwise.watching.adapters.written.written_out import WrittenOut
 from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.changed_call import ChangedCall
 from headwise.watching.recorder.checkpointing import recomputing
 from headwise.watching.recorder.layer import LARGEST
 from headwise.watching.recorder.seen_call import Kind, kind_of
@@ -48,6 +49,9 @@ _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, except those that other adapters see."""
 
 
+_FOLLOWED: list[dict[int, str]] = []
+"""The modules of the listeners that watch; one that only serves experiments steps aside there."""
+
 _CALLS = frozenset((attention, SCALED_DOT_PRODUCT))
 """Functions that are attention by themselves."""
 
@@ -58,7 +62,15 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
         if not _is_plain(module):
             listener.names[id(module)] = name
     follower = Follower(listener.names, listener.enter, listener.leave)
-    return [listener.leave_all, *follow(model, follower)]
+    undo = [listener.leave_all, *follow(model, follower)]
+    if not listener.recorder.aside:
+        _FOLLOWED.append(listener.names)
+        undo.append(lambda: _forget(listener.names))
+    return undo
+
+
+def _forget(names: dict[int, str]) -> None:
+    _FOLLOWED[:] = [x for x in _FOLLOWED if x is not names]
 
 
 def may_attend(module: nn.Module) -> bool:
@@ -123,10 +135,11 @@ class Listener(ModelMode):
         name, quiet = self.names.get(id(module)), isinstance(module, OURS)
         if name is None:
             return
+        aside = self.recorder.aside and any(id(module) in x for x in _FOLLOWED)
+        quiet = quiet or aside
         self.refuse_other_threads(name)
         recorder = self.recorder
-        changes = recorder.interventions
-        changed = bool(changes.silenced) or bool(changes.edges)  # and nothing runs compiled
+        changed = recorder.interventions.running
         needed = recorder.active or changed
         if not self.frames and recorder.passes.count % AGAIN == 0:
             self.heard_nothing.clear()
@@ -135,7 +148,7 @@ class Listener(ModelMode):
         heard = changed or not is_compiled(module)
         listening = not quiet and needed and not on and not silent and heard
         sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
-        frame = Frame(module, name, quiet, listening, on or listening, sizes)
+        frame = Frame(module, name, quiet, listening, (on or listening) and not aside, sizes)
         frame.given, frame.options = given, options
         self.frames.append(frame)
         recorder.passes.begin()
@@ -226,7 +239,7 @@ class Listener(ModelMode):
         with taken() if func in self.readers else nullcontext():  # it may call another of these
             out = func(*args, **options)
         if func in self.readers:
-            self.recorder.interventions.refuse_edges(frame.name, f"it calls {func.__name__}")
+            self.recorder.interventions.refuse(frame.name, f"it calls {func.__name__}")
             if frame.name in self.recorder.interventions.silenced:
                 raise ValueError(f"{frame.name}: a head of {func.__name__} can't be switched off")
             if self.recorder.wants(frame.name):
@@ -247,20 +260,26 @@ class Listener(ModelMode):
     ) -> Tensor:
         """A call of F.scaled_dot_product_attention; its output."""
         name, changes = self.frames[-1].name, self.recorder.interventions
+        changed: ChangedCall | None = None
 
-        def cut(call: Call, kind: Kind | None) -> Call:
-            return changes.cut(name, call, kind or self.kind(name, call))
+        def read() -> tuple[Call, Kind]:
+            call, kind = scaled_dot_product(self.memo, self.heads, *given, **options)
+            return call, kind or self.kind(name, call)
 
         with taken():
-            if changes.edges_of(name):
-                out = attend_without(self.memo, self.heads, cut, *given, **options)
-            else:
+            if changes.wants(name):
+                call, kind = read()
+                changed = changes.change(name, with_gradients(call, *given, **options), kind)
+            if changed is None:
                 out = original(*given, **options)
+            else:
+                query, v = (given[0] if given else options["query"]), changed.own.v
+                out = changed.attend().reshape(*query.shape[:-1], v.shape[-1])
         if self.recorder.wants(name):
             with self.recorder.unread.reading(name):
-                call, kind = scaled_dot_product(self.memo, self.heads, *given, **options)
-                kind, whole = kind or self.kind(name, call), out.reshape(*call.q.shape[:3], -1)
-                self.recorder.beside(name, cut(call, kind), kind, out=whole)
+                call, kind = read()
+                whole = out.reshape(*call.q.shape[:3], -1)
+                self.recorder.beside(name, call, kind, out=whole, changed=changed)
         if out.ndim == 3 and name in changes.silenced:
             split = out.unflatten(0, (-1, self.heads(out)))  # (B, H, N, D)
             return changes.silence(name, split).flatten(0, 1)
@@ -285,14 +304,17 @@ class Listener(ModelMode):
     def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """A call of hw.attention in somebody's own module."""
         recorder = self.recorder
-        if q.ndim != 4 or not (recorder.wants(name) or recorder.interventions.edges_of(name)):
+        if q.ndim != 4 or not (recorder.wants(name) or recorder.interventions.wants(name)):
             out = attention(q, k, v, **options)
         else:
             call = Call(q, k, v, Options(**options))
             across = call.mask is None and lengths_differ(q, k)
             kind: Kind = "cross" if across else self.kind(name, call)
-            call = recorder.interventions.cut(name, call, kind)
-            out = recorder.inside(name, call, kind) if recorder.wants(name) else call.attend()
+            changed = recorder.interventions.change(name, call, kind)
+            if recorder.wants(name):
+                out = recorder.inside(name, call, kind, changed=changed)
+            else:
+                out = (call if changed is None else changed).attend()
         return recorder.interventions.silence(name, out)
 
     def written(
@@ -311,13 +333,13 @@ class Listener(ModelMode):
                 found = running.follow(op)
         except Exception as error:
             name = error.name if isinstance(error, UnreadableError) else self.frames[-1].name
-            if name in changes.silenced or changes.edges_of(name):
+            if name in changes.silenced or changes.wants(name):
                 raise
             recorder.unread.fail(name, error)
             return out
         if found is None:
             return out
-        changes.refuse_edges(found.name, "its attention is written out, softmax and all")
+        changes.refuse(found.name, "its attention is written out, softmax and all")
         if found.call is not None and recorder.wants(found.name):
             with recorder.unread.reading(found.name):
                 self.observe_written(found, found.call, out.detach())

@@ -27,6 +27,7 @@ from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
 from headwise.watching.adapters.traced_masks import NUMBERING, RULES
 from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.changed_call import ChangedCall
 from headwise.watching.recorder.proof import without_dropout
 from headwise.watching.recorder.seen_call import Kind, kind_of
 
@@ -99,7 +100,8 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
         {id(module): name for name, module in named_modules(model)}, recorder
     )
     undo: list[Undo] = [
-        replacement.add(modules) for replacement in _replacements(AttentionInterface, masks, model)
+        replacement.add(modules, recorder.aside)
+        for replacement in _replacements(AttentionInterface, masks, model)
     ]
     whole = {id(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     return undo + follow(model, Follower(whole, modules.enter, modules.leave))
@@ -263,58 +265,64 @@ def _observed(
     kind, sequence = _kind(given, name), modules.sequence(name)
     padding = None if sequence is None else sequence.padding(given.q)
     forgotten = None if sequence is None else sequence.forgotten(given.q, given.k, kind)
-    edges = recorder.interventions.edges_of(name)
-    if function is ours.attend and (recorder.wants(name) or edges):
+    changes = recorder.interventions
+    if function is ours.attend and (recorder.wants(name) or changes.wants(name)):
+        made: list[ChangedCall] = []
 
         def look(call: Call) -> Tensor:
-            call = recorder.interventions.cut(name, call, kind, forgotten)
-            if not recorder.wants(name):
-                return call.attend()
-            return recorder.inside(name, call, kind, padding, forgotten)
+            changed = changes.change(name, call, kind, forgotten)
+            made.extend([] if changed is None else [changed])
+            if recorder.wants(name):
+                return recorder.inside(name, call, kind, padding, forgotten, changed)
+            return (call if changed is None else changed).attend()
 
         with taken():  # its engine may be PyTorch's
-            return _run(function, given, look=look)
+            out, weights = _run(function, given, look=look)
+        return out, weights if weights is None or not made else made[0].weights()
     with taken():
-        if edges:
-            result = _without_edges(modules, function, given, kind, forgotten)
-        else:
+        call = changed = None
+        if changes.wants(name):
+            call = to_call(given, kind, sequence, modules.memo)
+            changed = changes.change(name, call, kind, forgotten)
+        if changed is None:
             result = _run(function, given)
-    silenced = (recorder.interventions.silence(name, result[0], axis=-2), *result[1:])
+        else:
+            result = _changed(modules, function, given, changed)
+    silenced = (changes.silence(name, result[0], axis=-2), *result[1:])
     if not recorder.wants(name):
         return silenced
     with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
-        call = to_call(given, kind, sequence, modules.memo)
-        proof = None if edges else modules.prove(name, function, given, call, result[0])
-        call = recorder.interventions.cut(name, call, kind, forgotten)
+        call = to_call(given, kind, sequence, modules.memo) if call is None else call
+        proof = None
+        if changed is None:
+            proof = modules.prove(name, function, given, call, result[0])
         modules.remember(name, call, sequence)
         out = None if given.option("dropout") else result[0].transpose(1, 2)
-        recorder.beside(name, call, kind, padding, out, forgotten=forgotten, proof=proof)
+        recorder.beside(
+            name, call, kind, padding, out, forgotten=forgotten, proof=proof, changed=changed
+        )
     return silenced
 
 
-def _without_edges(
+def _changed(
     modules: TransformersModules,
     function: Callable[..., Any],
     given: InterfaceCall,
-    kind: Kind,
-    forgotten: int | None,
+    changed: ChangedCall,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of a call without the edges that are knocked out, computed by headwise.
+    """The result of a call that experiments have changed, computed by headwise.
 
-    The first call of each form is compared with the function's own result before it is cut.
+    The first call of each form is compared with the function's own result before it is changed.
     """
-    name = modules.names[id(given.module)]
-    call = to_call(given, kind, modules.sequence(name), modules.memo)
+    name, own = modules.names[id(given.module)], changed.own
     form = (given.implementation, given.mask is None, given.q.shape[2] == 1)
     with torch.no_grad():
-        own = modules.recorder.interventions.proofs.compare
-        own(name, form, call, lambda: _undropped(function, given))
-    call = call.changed(dropout=given.option("dropout") or 0.0)
-    call = modules.recorder.interventions.cut(name, call, kind, forgotten)
-    few = call.q.shape[:3].numel() * call.k.shape[2] <= ours.WEIGHTS
+        compare = modules.recorder.interventions.proofs.compare
+        compare(name, form, own, lambda: _undropped(function, given))
+    out = changed.dropping(given.option("dropout") or 0.0).attend()
+    few = own.q.shape[:3].numel() * own.k.shape[2] <= ours.WEIGHTS
     shown = given.option("output_attentions") or (given.implementation == "eager" and few)
-    weights = ours.weights(call) if shown else None
-    return call.attend().transpose(1, 2).contiguous(), weights
+    return out.transpose(1, 2).contiguous(), changed.weights() if shown else None
 
 
 def _traced(function: Callable[..., Any], given: InterfaceCall) -> Any:

@@ -16,6 +16,7 @@ from headwise.core.spans import within
 from headwise.distributed.sharded_tensors import local_part
 from headwise.handover import sharded, split_calls
 from headwise.nn.call import Call
+from headwise.watching.recorder.changed_call import ChangedCall
 from headwise.watching.recorder.checkpointing import recomputing
 from headwise.watching.recorder.interventions import Interventions
 from headwise.watching.recorder.layer import WatchedLayer
@@ -43,6 +44,8 @@ class CallRecorder:
 
     options: WatchOptions
     active: bool = True
+    aside: bool = False
+    """It only serves experiments, and steps aside where a watch sees the same module."""
     registry: LayerRegistry = field(init=False)
     passes: ModelPasses = field(init=False)
     interventions: Interventions = field(init=False)
@@ -62,7 +65,7 @@ class CallRecorder:
         self._computed = {kind: computed_statistics(self.options, kind) for kind in get_args(Kind)}
 
     def _end_pass(self) -> None:
-        self._hidden = self.interventions.last_cut = None
+        self._hidden = None
         self.unread.warn()
 
     def wants(self, name: str) -> bool:
@@ -86,17 +89,21 @@ class CallRecorder:
         forgotten: int | None = None,
         known: Mapping[str, Tensor] | None = None,
         proof: Tensor | None = None,
+        changed: ChangedCall | None = None,
     ) -> None:
         """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
 
         `maps=False` keeps nothing of it for a map, whatever the options say. `forgotten` counts the
         tokens before its first key that a cache no longer holds; None if that is not known. `known`
         has statistics that the call does not show, (B, Hq, N) each. `proof` is how far the model's
-        output is off, if it was compared.
+        output is off, if it was compared. `changed` is the call under the weights that experiments
+        gave it.
         """
         if recomputing():
             return
-        share = None
+        share, whole = None, call
+        if changed is not None:
+            call = changed.single or changed.call
         if sharded(*call[:3]) is not None:  # this rank's heads, under the numbers of all
             part, given, share = local_part(*call)
             call, out = Call(*part, given), None if out is None else out.to_local()  # type: ignore[attr-defined]
@@ -109,14 +116,19 @@ class CallRecorder:
         look["stats"] = tuple(x for x in look["stats"] if x not in found)
         # Where the output is known, its norm needs no values and no second weighting of them.
         v = v if "output_norm" in look["stats"] else v[..., :0]
-        seen = statistics(q, k, v, call.given, **look)
+        if changed is None or changed.single is not None:
+            seen = statistics(q, k, v, call.given, **look)
+        else:
+            seen = changed.statistics(**look)
+            shown = changed.for_map()
+            call, maps = shown or call, maps and shown is not None
         for stat in (x for x in self.options.stats if x in found):
             if stat in known:
                 value = known[stat]
                 seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
             elif out is not None:
                 seen.values[stat] = norms(out.detach(), seen)
-        self._keep(name, call, kind, padding, seen, maps, forgotten, proof, share)
+        self._keep(name, call, whole, kind, padding, seen, maps, forgotten, proof, share)
 
     def inside(
         self,
@@ -125,6 +137,7 @@ class CallRecorder:
         kind: Kind = "self",
         padding: Tensor | None = None,
         forgotten: int | None = None,
+        changed: ChangedCall | None = None,
     ) -> Tensor:
         """Compute a call's output (B, Hq, N, Dv), and observe it in the same pass.
 
@@ -133,12 +146,14 @@ class CallRecorder:
         output's norm would be that of what is left of it; and of DTensors, this rank's heads are
         observed.
         """
+        whole, single = call, call if changed is None else changed.single
         beside = self.options.rows is not None or call.engine != "auto" or bool(call.dropout)
-        if beside or sharded(*call[:3]) is not None:
-            out = attention(call.q, call.k, call.v, **call.options())
+        if beside or single is None or sharded(*call[:3]) is not None:
+            out = (call if changed is None else changed).attend()
             with self.unread.reading(name):
-                self.beside(name, call, kind, padding, out, forgotten=forgotten)
+                self.beside(name, call, kind, padding, out, forgotten=forgotten, changed=changed)
             return out
+        call = single
         try:
             look = self._look(kind, call.k.shape[2], forgotten)
             out, seen = observe(call.q, call.k, call.v, **call.options(), **look)
@@ -154,7 +169,7 @@ class CallRecorder:
                 for key in ("lse", "entropy"):  # those that have gradients
                     if key in seen.values:
                         seen.values[key] = seen.values[key].detach()
-                self._keep(name, call, kind, padding, seen, forgotten=forgotten)
+                self._keep(name, call, whole, kind, padding, seen, forgotten=forgotten)
         return out
 
     def _look(self, kind: Kind, keys: int, forgotten: int | None) -> dict[str, Any]:
@@ -170,6 +185,7 @@ class CallRecorder:
         self,
         name: str,
         call: Call,
+        whole: Call,
         kind: Kind,
         padding: Tensor | None,
         seen: Observation,
@@ -178,10 +194,8 @@ class CallRecorder:
         proof: Tensor | None = None,
         share: tuple[int, int] | None = None,
     ) -> None:
-        options, passes, whole, divided = self.options, self.passes, call, split_calls()
-        cut = self.interventions.last_cut
-        if cut is not None and call.mask is cut[0]:
-            whole = call.changed(mask=cut[1])  # which tells positions and padding
+        # `whole` is the call before experiments changed it: its mask tells positions and padding.
+        options, passes, divided = self.options, self.passes, split_calls()
         first = first_position(whole) if kind == "self" else 0
         start = first + (forgotten or 0) if kind == "self" else 0
         passes.first = max(passes.first, start)

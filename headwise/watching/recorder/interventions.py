@@ -1,33 +1,37 @@
-"""Changes to the attention of a watched model: heads switched off, edges knocked out."""
+"""What experiments change in the attention of a model: heads switched off, weights steered."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headwise.core.edges import Edge, hole_of, without
-from headwise.core.intervals import Mask
+from headwise.core.edges import Steer
 from headwise.core.place import Place
+from headwise.core.spans import Span
+from headwise.core.steering import Hole, hole_of, segments, without
+from headwise.handover import sharded, split_calls
 from headwise.nn.call import Call
+from headwise.watching.recorder.changed_call import ChangedCall
+from headwise.watching.recorder.experiments import RUNNING, WATCHED, Experiment
 from headwise.watching.recorder.layer_registry import LayerRegistry
 from headwise.watching.recorder.proof import Proofs
 from headwise.watching.recorder.seen_call import Kind, first_position
-from headwise.watching.recorder.watch_options import matches
 
 
 @dataclass
 class Interventions:
-    """The changes of an experiment while it runs; most of the time there are none."""
+    """The changes to one model's calls; most of the time there are none."""
 
     registry: LayerRegistry
     silenced: dict[str, int] = field(default_factory=dict)  # heads that are switched off, by module
-    edges: tuple[Edge, ...] = ()  # that are knocked out
-    cut_edges: set[Edge] = field(default_factory=set)  # that have hidden something
-    attended: dict[str, int] = field(default_factory=dict)  # modules asked about edges, in order
-    proofs: Proofs = field(default_factory=lambda: Proofs(strict=True))  # of knocked-out calls
-    last_cut: tuple[Mask, Mask | None] | None = None  # the last mask with edges cut, and without
+    modules: weakref.WeakValueDictionary[str, nn.Module] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    proofs: Proofs = field(default_factory=lambda: Proofs(strict=True))  # of changed calls
 
     def silence(self, name: str, out: Tensor, axis: int = -3) -> Tensor:
         """The output of a module's heads, along an axis; a head that is switched off gives 0."""
@@ -39,36 +43,89 @@ class Interventions:
         kept[self.silenced[name]] = 0
         return out * kept.reshape(-1, *[1] * (-1 - axis))
 
-    def edges_of(self, name: str) -> tuple[Edge, ...]:
-        """The edges of a module that are knocked out."""
-        if not self.edges:
-            return ()
-        number = self.attended.setdefault(name, len(self.attended))
-        if name in self.registry.shown:
-            number = list(self.registry.shown).index(name)
-        return tuple(edge for edge in self.edges if matches(number, name, (edge.layer,)))
+    @property
+    def running(self) -> bool:
+        """True if calls may be changed and must all be heard; then nothing runs compiled."""
+        return bool(self.silenced) or bool(RUNNING)
 
-    def cut(self, name: str, call: Call, kind: Kind, forgotten: int | None = None) -> Call:
-        """A module's call without the edges that are knocked out."""
-        edges = self.edges_of(name)
-        if not edges:
-            return call
+    def wants(self, name: str) -> bool:
+        """True if experiments are about this module, which attends."""
+        return bool(self._steers(name))
+
+    def change(
+        self, name: str, call: Call, kind: Kind, forgotten: int | None = None
+    ) -> ChangedCall | None:
+        """A module's call as the experiments change it; None if they leave it as it is."""
+        given = self._steers(name)
+        if not given:
+            return None
+        if split_calls() is not None:
+            raise ValueError(
+                f"the attention of {name or 'the model'} can't be changed while its sequence is "
+                "split between processes; leave context_parallel first"
+            )
         start = first_position(call) + (forgotten or 0) if kind == "self" else 0
         place = Place.of(call.q, call.k)
         share = self.registry.placed(name, place.heads, call.q.shape[3])
-        holes = {edge: hole_of(edge, place, start, forgotten or 0, share) for edge in edges}
-        if share is not None:  # the heads of other ranks are cut there
-            own = (None, *range(share[0], share[0] + place.heads))
-            self.cut_edges.update(edge for edge in edges if edge.head not in own)
-        found = {edge: hole for edge, hole in holes.items() if hole is not None}
-        self.cut_edges.update(found)
-        if not found:
-            return call
-        mask = without(call.mask, list(found.values()), place)
-        self.last_cut = (mask, call.mask)
-        return call.changed(mask=mask)
+        found: list[tuple[Steer, Hole]] = []
+        for experiment, steer in given:
+            span = self._span(name, steer)
+            hole = hole_of(steer.edge, span, place, start, forgotten or 0, share)
+            elsewhere = share is not None and steer.edge.head not in (
+                None, *range(share[0], share[0] + place.heads)
+            )  # fmt: skip
+            if hole is not None or elsewhere:  # the heads of other ranks are changed there
+                experiment.touched.add(steer)
+            if hole is not None and steer.changes:
+                found.append((steer, hole))
+        return _changed(name, call, found, place) if found else None
 
-    def refuse_edges(self, name: str, reason: str) -> None:
-        """Raise ValueError if edges of a module are knocked out, which can't be done there."""
-        if self.edges_of(name):
-            raise ValueError(f"keys can't be hidden from heads of {name or 'the model'}: {reason}")
+    def refuse(self, name: str, reason: str) -> None:
+        """Raise ValueError if a module that can't be changed was to be."""
+        if self.wants(name):
+            raise ValueError(
+                f"the attention of {name or 'the model'} can't be changed, nor keys hidden from "
+                f"its heads: {reason}"
+            )
+
+    def _steers(self, name: str) -> list[tuple[Experiment, Steer]]:
+        module = self.modules.get(name) if RUNNING else None
+        if module is None:
+            return []
+        about = [experiment for experiment in RUNNING if module in experiment.names]
+        return [(one, steer) for one in about for steer in one.steers_of(module)]
+
+    def _span(self, name: str, steer: Steer) -> Span:
+        """The keys of a steer; those of a span are stated by the watch."""
+        keys = steer.edge.keys
+        if isinstance(keys, tuple):
+            return keys
+        watch = WATCHED.get(self.modules[name])
+        spans = {} if watch is None else watch.options.spans
+        if keys not in spans:
+            there = f"there are {', '.join(spans)}" if spans else "it has none"
+            raise ValueError(
+                f"{steer} is about the span {keys!r}, which the watch of the model must name, "
+                f"hw.watch(model, spans={{{keys!r}: (first, last)}}); {there}"
+            )
+        return spans[str(keys)]
+
+
+def _changed(
+    name: str, call: Call, found: Sequence[tuple[Steer, Hole]], place: Place
+) -> ChangedCall:
+    """The call under the mask with all holes, and with factors in runs of rows."""
+    own = call
+    holes = [hole for steer, hole in found if steer.hides and hole.fixed]
+    mask = without(call.mask, holes, place) if holes else None
+    rest = list(found)
+    if mask is not None:
+        call = call.changed(mask=mask)
+        rest = [(steer, hole) for steer, hole in found if not (steer.hides and hole.fixed)]
+    runs = segments(rest, place, torch.promote_types(call.q.dtype, torch.float32))
+    if len(runs) > 1 and sharded(*call[:3]) is not None:
+        raise ValueError(
+            f"the heads of {name or 'the model'} are DTensors, and factors can't be limited to "
+            "some queries there; steer all queries"
+        )
+    return ChangedCall(own, call, tuple(runs))

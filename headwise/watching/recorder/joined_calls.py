@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise import mask as masks
+from headwise.bias import parts_of, plus
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.place import Place, four
@@ -40,10 +41,15 @@ def joined_call(parts: list[SeenCall], calls: list[Call], across: bool, title: s
         for call, part in zip(calls, parts, strict=True)
     ]
     bias = last.bias
-    if isinstance(bias, Tensor):  # then it is one in every call
-        tensors = [call.bias for call in calls if isinstance(call.bias, Tensor)]
-        found = zip(tensors, places, strict=True)
-        bias = torch.cat([_widened(*pair, k.shape[2], 0.0) for pair in found], 2)
+    tensors = [parts_of(call.bias)[1] for call in calls]
+    if any(tensor is not None for tensor in tensors):  # an experiment may add one to some calls
+        none = torch.zeros(1, device=k.device)
+        given = [none if tensor is None else tensor for tensor in tensors]
+        pairs = zip(given, places, strict=True)
+        wide = [_widened(tensor, place, k.shape[2], 0.0) for tensor, place in pairs]
+        shape = torch.broadcast_shapes(*(x.shape[:2] for x in wide))
+        every = torch.cat([x.expand(*shape, -1, -1) for x in wide], 2)
+        bias = plus(parts_of(bias)[0], every)
     mask = _joined_mask([call.mask for call in calls], places, k.shape[2])
     whole = last._replace(q=torch.cat([call.q for call in calls], 2), k=k)
     return whole.changed(mask=mask, bias=bias)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.bias import ALiBi, Bias, RelativeBuckets
+from headwise.bias import ALiBi, Bias, RelativeBuckets, Sum, plus
 from headwise.core.intervals import Mask
 from headwise.core.mask_reading import TracedDense
 from headwise.core.observation import Observation
@@ -161,7 +161,7 @@ def bent(call: Call) -> str | None:
         return f"its logits are capped at {softcap:g}"
     if not isinstance(score, Dot | General | None):
         return f"a {type(score).__name__.lower()} score is not proportional to its weights"
-    if isinstance(bias, Tensor):
+    if isinstance(bias, Tensor | Sum):
         return "its logits are written out, or a tensor is added to them"
     return None if bias is None else f"{type(bias).__name__} is added to its logits"
 
@@ -240,6 +240,8 @@ def _score(score: Score) -> Score:
 
 
 def _bias(bias: Bias | None) -> Bias | None:
+    if isinstance(bias, Sum):
+        return plus(_bias(bias.distances), bias.tensor)
     if isinstance(bias, ALiBi):
         return ALiBi(_copy(bias.slopes))
     return replace(bias, table=_copy(bias.table)) if isinstance(bias, RelativeBuckets) else bias

@@ -1,0 +1,100 @@
+"""Steering: weights of chosen keys that are multiplied by factors while a block runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.core.edges import Edges, check_edges, check_steers
+from headwise.watching.adapters.attachment import attach, detach
+from headwise.watching.adapters.module_forwards import named_modules
+from headwise.watching.adapters.patching import uncompiled
+from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.experiments import RUNNING, Experiment
+from headwise.watching.recorder.watch_options import WatchOptions
+from headwise.watching.training_steps import placed_heads
+
+
+@contextmanager
+def steer(model: nn.Module, edges: Edges) -> Iterator[None]:
+    """Multiply chosen weights of any model by factors, before they are normalised, while a block
+    runs.
+
+    `edges` are tuples (layer, head, keys, factor) or (layer, head, keys, factor, queries). Layers
+    and heads are those of `hw.watch`, and a head of None means every head. Keys and queries are
+    positions: a number, (first, last), a range or a slice; keys may be the name of a span of the
+    watch, `hw.watch(model, spans=...)`. A factor is a number from 0 on, where 0 hides the keys and
+    1 changes nothing, or a tensor that broadcasts to (heads, keys), which may learn.
+
+    It is exact: the logarithm of the factor is added to the logit, after the cap, by a fused
+    engine, in memory linear in the length. A compiled model runs as it would without
+    torch.compile. Gradients flow if backward runs inside the block. Blocks may be nested, in
+    watches too, and factors multiply. ValueError where attention can't be changed, and at the end
+    of the block if an edge was in no call.
+
+    >>> import headwise as hw
+    >>> gpt = hw.load("gpt")
+    >>> ids = gpt.encode("to be or not to be")
+    >>> with hw.steer(gpt.model, [(5, 1, (0, 3), 4.0)]):  # head 5.1 looks at "to " four times more
+    ...     steered = gpt.model(ids)
+    >>> bool((steered - gpt.model(ids)).abs().max() > 0)
+    True
+    """
+    steers = check_steers(edges)
+    with changing("steer", model, "was about", steers=steers):
+        yield
+
+
+@contextmanager
+def knock_out(model: nn.Module, edges: Edges) -> Iterator[None]:
+    """Hide chosen keys from chosen heads of any model while the block runs.
+
+    `edges` are tuples (layer, head, keys) or (layer, head, keys, queries); see `hw.Edge`. It is
+    `hw.steer` with the factor 0: their layers are computed by headwise, on a fused engine, and a
+    row without keys gives 0. A watched model has `seen.knock_out(edges)` too.
+
+    >>> import headwise as hw
+    >>> gpt = hw.load("gpt")
+    >>> ids = gpt.encode("to be or not to be")
+    >>> with hw.knock_out(gpt.model, [(5, 1, 0)]):  # layer 5, head 1 does not see the first token
+    ...     without = gpt.model(ids)
+    >>> bool((without - gpt.model(ids)).abs().max() > 0)
+    True
+    """
+    steers = check_edges(edges)
+    with changing("knock_out", model, "hid", steers=steers):
+        yield
+
+
+@contextmanager
+def changing(call: str, model: nn.Module, verb: str, **changes: Any) -> Iterator[None]:
+    """Change the attention of a model while the block runs, whoever watches it."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"hw.{call} takes a torch.nn.Module, not {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)  # in what torch.compile returns
+    names = {module: name for name, module in named_modules(model)}
+    experiment = Experiment(model, names, **changes)
+    recorder = CallRecorder(WatchOptions(stats=(), maps=False), active=False, aside=True)
+    recorder.registry.placed = partial(placed_heads, model)
+
+    def enter(_: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        recorder.passes.begin(given, options)
+        experiment.ran = True
+
+    fast = torch.backends.mha.get_fastpath_enabled()
+    undo = attach(model, recorder, enter)
+    torch.backends.mha.set_fastpath_enabled(False)  # it does not call its attention
+    RUNNING.append(experiment)
+    try:
+        with uncompiled():
+            yield
+        experiment.check(verb)
+    finally:
+        RUNNING.remove(experiment)
+        torch.backends.mha.set_fastpath_enabled(fast)
+        detach(undo)
