@@ -94,7 +94,9 @@ class Alarms:
                     self._known.add((rule.name, layer, head))
                     found.append(Alarm(step, rule.name, layer, head, says))
             if found:
-                more = f" (and {len(found) - 1} more heads)" if len(found) > 1 else ""
+                more = {1: "", 2: " (and 1 more head)"}.get(
+                    len(found), f" (and {len(found) - 1} more heads)"
+                )
                 log.warning("%s%s", found[0], more)
             new += found
         self.raised += new
@@ -133,6 +135,22 @@ class Alarms:
                 self._failed.add(rule.name)
                 log.warning("the alarm for %s failed, and training goes on: %s", rule.name, error)
             return []
+
+
+def alarm_scalars(
+    alarms: Iterable[Alarm], rules: Iterable[str] = (), prefix: str = "attn"
+) -> dict[str, float]:
+    """How many alarms were raised so far: in all, and by each rule.
+
+    >>> alarm_scalars([], ["logit growth"])
+    {'attn/alarms': 0.0, 'attn/alarms/logit_growth': 0.0}
+    """
+    raised = [alarm.rule for alarm in alarms]
+    names = dict.fromkeys((*rules, *raised))
+    counts = {
+        f"{prefix}/alarms/{name.replace(' ', '_')}": float(raised.count(name)) for name in names
+    }
+    return {f"{prefix}/alarms": float(len(raised)), **counts} if names else {}
 
 
 def chosen(

@@ -7,11 +7,11 @@ step make one entry, and the steps between cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.watching.figure_names import scalars
 from headwise.watching.rules import Rule
@@ -34,12 +34,13 @@ class LoopFollower:
         rows: int | None = 64,
         alarms: bool | Rule | Iterable[Rule] = True,
         figures: Iterable[str] | None = None,
+        heads: bool = False,
         recorded: dict[str, Any] | None = None,
         **looking: Any,
     ) -> None:
         self.every, self.run = every, run
         self.looking = {**looking, "every": every, "rows": rows, "alarms": alarms}
-        self.figures = None if figures is None else list(figures)
+        self.figures, self.heads = None if figures is None else list(figures), heads
         self.recorded = recorded or {}
         self.watch: Watch | None = None
         self.writer: RunWriter | None = None
@@ -77,10 +78,21 @@ class LoopFollower:
         if entry is None or entry.step <= self._told:
             return {}
         self._told = entry.step
-        found = scalars(entry.table, self.figures)
+        found = scalars(entry.table, self.figures, heads=self.heads)
+        found |= self.watch.counted()
         if entry.mfu is not None:
             found["attn/mfu"] = entry.mfu
         return {"attn/step": float(entry.step), **found} if found else {}
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Note the numbers of a step among what somebody's loop logs; other things are left out."""
+        numbers = {
+            name: value
+            for name, value in values.items()
+            if not name.startswith("attn/") and (isinstance(value, int | float) or _single(value))
+        }
+        if self.watch is not None and numbers:
+            self.watch.log(step, **numbers)
 
     def end(self) -> None:
         """Training ends, with or without an error."""
@@ -90,6 +102,10 @@ class LoopFollower:
             self.writer.close()
 
 
+def _single(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
 def trainer(every: int = 100, run: Path | str | None = None, **options: Any) -> TrainerCallback:
     """A callback for transformers' Trainer: `Trainer(..., callbacks=[trainer(every=100)])`.
 
@@ -97,7 +113,9 @@ def trainer(every: int = 100, run: Path | str | None = None, **options: Any) -> 
     to the next logs: attn/layer_03/entropy_mean, ... The Trainer calls its reporters (TensorBoard,
     Weights & Biases) before the callbacks it was given; `callback.first(trainer)` moves this one to
     the front, so that they get the figures too. `rows`, `stats`, `layers` and `alarms` are those of
-    `hw.watch`, `figures` chooses the scalars, `recorded` holds options of `RunWriter`.
+    `hw.watch`, `figures` chooses the scalars, `heads=True` adds those of each head, and
+    `recorded` holds options of `RunWriter`. Numbers that the Trainer logs, such as its loss, join
+    the run.
     """
     from transformers import TrainerCallback
 
@@ -130,6 +148,7 @@ def trainer(every: int = 100, run: Path | str | None = None, **options: Any) -> 
 
         def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             logs = given.get("logs")
+            self.follower.log(max(0, state.global_step - 1), logs or {})
             if self.seen and logs is not None and "loss" in logs:
                 logs.update(self.seen)
                 state.log_history[-1].update(self.seen)
@@ -139,6 +158,12 @@ def trainer(every: int = 100, run: Path | str | None = None, **options: Any) -> 
             self.follower.end()
 
     return HeadwiseCallback()
+
+
+def _losses(outputs: Any) -> dict[str, Any]:
+    """The loss in what a training step of Lightning returned."""
+    found = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return {} if found is None else {"loss": found}
 
 
 def lightning(every: int = 100, run: Path | str | None = None, **options: Any) -> LightningCallback:
@@ -175,6 +200,7 @@ def lightning(every: int = 100, run: Path | str | None = None, **options: Any) -
         ) -> None:
             if trainer.global_step == self.steps:
                 return  # gradients are being accumulated
+            self.follower.log(self.steps, _losses(outputs))
             self.steps = trainer.global_step
             if seen := self.follower.after_step():
                 pl_module.log_dict(seen)

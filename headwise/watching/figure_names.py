@@ -1,6 +1,7 @@
 """A table of heads as plain dictionaries, under names that suit TensorBoard and Weights & Biases.
 
-Use `writer.add_scalar(name, value, step)` for each, or `wandb.log(scalars, step=step)`.
+Use `writer.add_scalar(name, value, step)` for each, or `wandb.log(scalars, step=step)`. Names are
+the same for all rows and for sampled ones, whose maxima are lower bounds.
 """
 
 from __future__ import annotations
@@ -32,19 +33,24 @@ def figure_names(table: Table) -> list[str]:
 
 
 def scalars(
-    table: Table, figures: Iterable[str] | None = None, prefix: str = "attn"
+    table: Table,
+    figures: Iterable[str] | None = None,
+    prefix: str = "attn",
+    heads: bool = False,
 ) -> dict[str, float]:
-    """One number for each layer and figure, and one for the whole model.
+    """One number for each layer and figure, and one for the whole model; with `heads` one per head.
 
     Over heads a figure is reduced as its name ends: the mean of means, the max of maxima, the min
-    of minima. A figure of sampled rows keeps saying that it is a bound.
+    of minima. A maximum of sampled rows, which is a lower bound, has the name of the exact one.
 
     >>> table = Table([{"layer": 3, "name": "h.3", "kind": "self", "head": 0, "entropy_mean": 2.0},
     ...                {"layer": 3, "name": "h.3", "kind": "self", "head": 1, "entropy_mean": 1.0}])
     >>> scalars(table)
     {'attn/layer_03/entropy_mean': 1.5, 'attn/global/entropy_mean': 1.5}
+    >>> list(scalars(table, heads=True))[:2]
+    ['attn/layer_03/head_00/entropy_mean', 'attn/layer_03/head_01/entropy_mean']
     """
-    return {
+    reduced = {
         name: _reduction(name)(values)
         for name, values in {
             **per_head(table, figures, prefix),
@@ -52,6 +58,7 @@ def scalars(
         }.items()
         if values
     }
+    return {**_of_each_head(table, figures, prefix), **reduced} if heads else reduced
 
 
 def per_head(
@@ -67,7 +74,7 @@ def per_head(
     found: dict[str, list[float]] = {}
     for figure in wanted(table, figures):
         for row in table:
-            values = found.setdefault(f"{prefix}/layer_{row['layer']:02d}/{figure}", [])
+            values = found.setdefault(f"{prefix}/layer_{row['layer']:02d}/{_exact(figure)}", [])
             _add(values, row[figure])
     return found
 
@@ -98,10 +105,19 @@ def figure(table: Table, name: str) -> list[float]:
 def _over_all(table: Table, figures: Iterable[str] | None, prefix: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for name in wanted(table, figures):
-        values = found.setdefault(f"{prefix}/global/{name}", [])
+        values = found.setdefault(f"{prefix}/global/{_exact(name)}", [])
         for value in table[name]:
             _add(values, value)
     return found
+
+
+def _of_each_head(table: Table, figures: Iterable[str] | None, prefix: str) -> dict[str, float]:
+    return {
+        f"{prefix}/layer_{row['layer']:02d}/head_{row['head']:02d}/{_exact(name)}": float(value)
+        for name in wanted(table, figures)
+        for row in table
+        if isinstance(value := row[name], int | float) and not math.isnan(value)
+    }
 
 
 def _add(values: list[float], value: object) -> None:

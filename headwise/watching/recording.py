@@ -14,7 +14,8 @@ from headwise.core.spans import SPAN_PREFIX
 from headwise.maps.attention_map import AttentionMap
 from headwise.watching import figure_names as naming
 from headwise.watching import head_types
-from headwise.watching.alarms import Alarm
+from headwise.watching.alarms import Alarm, alarm_scalars
+from headwise.watching.logged import Course
 from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.table import Table, Value
@@ -52,6 +53,11 @@ class Recording:
 
     series: list[Entry]
     alarms: list[Alarm]
+
+    @property
+    def logged(self) -> dict[str, Course]:
+        """Numbers of the training, such as its loss: by name, the steps and the number at each."""
+        return {}
 
     @property
     def layers(self) -> list[WatchedLayer]:
@@ -142,13 +148,22 @@ class Recording:
         """How alike the heads of a layer are in their last pass, (Hq, Hq), from 0 to 1."""
         return head_types.similarity(self.layer(layer))
 
-    def scalars(self, figures: Iterable[str] | None = None) -> dict[str, float]:
+    def scalars(
+        self, figures: Iterable[str] | None = None, *, heads: bool = False
+    ) -> dict[str, float]:
         """The table as a plain dictionary for TensorBoard and Weights & Biases.
 
         attn/layer_03/entropy_mean and attn/global/entropy_mean: over heads, the mean of means, the
-        max of maxima and the min of minima.
+        max of maxima and the min of minima. With `heads` also attn/layer_03/head_05/entropy_mean.
+        attn/alarms and attn/alarms/logit_growth count the alarms so far, if a watch has rules. The
+        names are the same whether all rows are observed or some.
         """
-        return naming.scalars(self.heads(), figures)
+        found = naming.scalars(self.heads(), figures, heads=heads)
+        return {**found, **alarm_scalars(self.alarms, self._rules())}
+
+    def _rules(self) -> list[str]:
+        """The names of the rules that are checked."""
+        return []
 
     def show(self, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None) -> Any:
         """Show the heads' last pass: a widget in a notebook, else a page, until Ctrl-C.

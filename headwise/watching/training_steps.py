@@ -17,8 +17,9 @@ from torch.optim.optimizer import Optimizer
 from headwise.core.host_copy import HostCopy
 from headwise.costs.uses.step_meter import MeteredStep, StepMeter, StepUtilisation
 from headwise.watching.adapters.module_forwards import find_module
-from headwise.watching.alarms import Alarm, Alarms
+from headwise.watching.alarms import Alarm, Alarms, alarm_scalars
 from headwise.watching.head_places import head_place
+from headwise.watching.logged import Course, LoggedNumbers
 from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.call_recorder import CallRecorder
@@ -86,6 +87,7 @@ class SteppedRecording(Recording):
             weakref.WeakKeyDictionary()  # optimisers: how many groups they have, and are they ours
         )
         self._passes = 0  # of the steps that ended
+        self._logged, self._log_comes_late, self._heard = LoggedNumbers(), False, False
         self._reported: set[str] = set()  # what went wrong, each once
 
     @property
@@ -134,6 +136,48 @@ class SteppedRecording(Recording):
         self._settle()
         return self._alarms.raised
 
+    @property
+    def logged(self) -> dict[str, Course]:
+        self._write_logged()
+        return self._logged.courses()
+
+    def log(self, step: int | None = None, **values: float | Tensor) -> None:
+        """Note numbers of the training beside its heads, such as its loss: `watch.log(loss=loss)`.
+
+        They belong to the step that runs, or to the one that has just ended, unless `step` names
+        another. A tensor is read later: a GPU is not waited for.
+
+        >>> import headwise as hw, torch
+        >>> model = hw.nn.MultiHeadAttention(64, 8)
+        >>> with hw.watch(model) as watch:
+        ...     for _ in range(2):
+        ...         watch.log(loss=model(torch.randn(1, 10, 64)).square().mean())
+        ...         watch.step()
+        >>> watch.logged["loss"][0]
+        [0, 1]
+        """
+        self._logged.add(self._running_step() if step is None else step, values)
+
+    def _running_step(self) -> int:
+        """The step that a number belongs to: the running one, or one that has just ended.
+
+        In steps that are passed over nobody sees the model run: there numbers come as late as in
+        the last step that was looked at.
+        """
+        if self._recorder.active:
+            late = self._passes == self._recorder.passes.count
+            self._heard = self._heard or not late
+        else:
+            late = self._log_comes_late
+        return max(0, self.steps - 1) if late else self.steps
+
+    def _write_logged(self) -> None:
+        """Give the folders what was logged since the last time."""
+        found = self._logged.take()
+        if self.ranks is None or self.ranks.first:
+            for run in self._runs:
+                run.log(found)
+
     def heads(self) -> Table:
         recorded = [layer for layer in self.layers if layer.recorded]
         if not recorded:
@@ -142,6 +186,13 @@ class SteppedRecording(Recording):
         copies = {board: board.copy() for board in self._recorder.registry.boards.values()}
         table = self._table(recorded, copies, self._recorder.proofs.take())
         return table if len(table) else super().heads()
+
+    def counted(self) -> dict[str, float]:
+        """How many alarms were raised in the steps that have been read; nothing waits."""
+        return alarm_scalars(self._alarms.raised, self._rules())
+
+    def _rules(self) -> list[str]:
+        return [rule.name for rule in self._alarms.rules]
 
     def state_dict(self) -> dict[str, Any]:
         """The steps, the series and the alarms so far, for a checkpoint.
@@ -154,6 +205,7 @@ class SteppedRecording(Recording):
             "format": FORMAT,
             "steps": self.steps,
             "series": [entry.to_dict() for entry in self._series],
+            "logged": {name: list(course) for name, course in self.logged.items()},
             "alarms": self._alarms.state_dict(),
         }
 
@@ -170,6 +222,7 @@ class SteppedRecording(Recording):
             )
         series = [Entry.from_dict(entry) for entry in state["series"]]
         self._alarms.load_state_dict(state["alarms"])
+        self._logged.restore(state.get("logged", {}))
         self._series, self._ended, self.steps = series, None, int(state["steps"])
         for board in self._recorder.registry.boards.values():
             board.take()
@@ -249,6 +302,7 @@ class SteppedRecording(Recording):
                 self._take(failure)
             for layer in self._recorder.registry.layers.values():
                 layer.close()
+            self._log_comes_late, self._heard = not self._heard, False
         self.steps += 1
         self._passes = self._recorder.passes.count
         looking = self.steps % self._recorder.options.every == 0
@@ -280,6 +334,7 @@ class SteppedRecording(Recording):
     def _settle(self) -> None:
         """Read the last step that ended, if it was not read yet."""
         ended, self._ended = self._ended, None
+        self._write_logged()
         if ended is not None:
             with self._going_on("ending a step"):
                 table = self._table(ended.layers, ended.copies, ended.compared)

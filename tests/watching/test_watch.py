@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -564,3 +565,35 @@ def test_transforms_of_a_watched_module_work() -> None:
     x.requires_grad_()
     attention(x).square().sum().backward()
     torch.testing.assert_close(grad, x.grad)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_logged_belongs_to_its_step(tmp_path: Path, every: int, late: bool) -> None:
+    model = hw.nn.MultiHeadAttention(16, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    watch = hw.watch(model, every=every)
+    with watch, watch.record(tmp_path / "run"):
+        for step in range(7):
+            loss = model(torch.randn(1, 5, 16)).square().mean()
+            loss.backward()
+            if not late:
+                watch.log(loss=loss, number=step)
+            optimizer.step()
+            if late:
+                watch.log(loss=loss, number=step)
+    run = hw.watching.open_run(tmp_path / "run")
+    for seen in (watch, run):
+        assert seen.logged["number"] == (list(range(7)), list(range(7)))
+    assert run.logged["loss"] == watch.logged["loss"]
+    assert run.steps == list(range(0, 7, every))
+    assert {row["kind"] for row in run.heads()} == {"self"}
+    resumed = hw.watch(model)
+    resumed.load_state_dict(watch.state_dict())
+    assert resumed.logged == watch.logged
+
+
+def test_what_is_no_number_can_not_be_logged() -> None:
+    watch = hw.watch(hw.nn.MultiHeadAttention(16, 2))
+    with pytest.raises(ValueError, match=r"watch.log\(loss=.*is not one number"):
+        watch.log(loss=torch.zeros(3))

@@ -22,6 +22,9 @@ Rows = Any
 
 NAME = re.compile(r"series-rank(?P<rank>\d+)-(?P<first>\d{6,})(?:-(?P<last>\d{6,}))?\.parquet")
 
+LOGGED = "logged"
+"""The kind of rows that are not about a head, and the column of their numbers."""
+
 NUMBERS = {"step": 2**53, "rank": 1_000_000, "layer": 100_000, "head": 100_000}
 """The whole numbers of a row, each below so many: readers count to a damaged one."""
 

@@ -10,12 +10,13 @@ from headwise.maps.attention_map import AttentionMap
 from headwise.messages import say
 from headwise.watching.alarms import Alarm
 from headwise.watching.figure_names import PLACES
+from headwise.watching.logged import Course
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recorder.seen_call import Kind
 from headwise.watching.recording import NAN, Entry, Recording
 from headwise.watching.runs import manifest, parts
 from headwise.watching.runs.kept_maps import FOLDER, MapFile, maps_in, read_map
-from headwise.watching.runs.parts import Rows, SeriesPart
+from headwise.watching.runs.parts import LOGGED, Rows, SeriesPart
 from headwise.watching.runs.run_writer import WrittenAlarms, read_alarms
 from headwise.watching.table import Table
 
@@ -68,6 +69,7 @@ class WatchedRun(Recording):
         self.folder = folder
         self._read: dict[SeriesPart, Rows | None] = {}
         self._rows: Rows | None = None
+        self._logged: dict[str, dict[int, float]] = {}
         self._series: list[Entry] | None = None
         self.refresh()
 
@@ -87,12 +89,41 @@ class WatchedRun(Recording):
         there = parts.parts_in(self.folder)
         if list(self._read) == there and self._rows is not None:
             return False
-        known = self._read
+        known, self._logged = self._read, {}
         self._read = {x: known[x] if x in known else parts.read(self.folder, x) for x in there}
         found = [rows for rows in self._read.values() if rows is not None and len(rows)]
-        self._rows = _merged(parts.concatenated(found)) if found else None
+        heads = [_of_heads(rows, self._logged) for rows in found]
+        heads = [rows for rows in heads if len(rows)]
+        self._rows = _merged(parts.concatenated(heads)) if heads else None
         self._series = None
         return True
+
+    @property
+    def logged(self) -> dict[str, Course]:
+        """Numbers of the training: those of its own log where the watch has none."""
+        found = {**self._measured(), **self._logged}
+        courses = {name: sorted(course.items()) for name, course in found.items()}
+        return {
+            name: ([step for step, _ in course], [value for _, value in course])
+            for name, course in courses.items()
+        }
+
+    def _measured(self) -> dict[str, dict[int, float]]:
+        """The losses in the log of a training by headwise."""
+        beside = self.folder.parent / MEASURED
+        if self.folder.name != INSIDE or not beside.is_file():
+            return {}
+        found: dict[str, dict[int, float]] = {}
+        for line in beside.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                known = parsed_json(line)
+            except ValueError:
+                continue
+            if isinstance(known, dict) and isinstance(known.get("step"), int):
+                for name in ("loss", "evaluation"):
+                    if isinstance(known.get(name), int | float):
+                        found.setdefault(name, {})[known["step"]] = float(known[name])
+        return found
 
     @property
     def damaged(self) -> list[str]:
@@ -104,6 +135,9 @@ class WatchedRun(Recording):
     def ended(self) -> bool:
         """True if the run was closed; a run that was killed was not."""
         return "ended" in self.manifest
+
+    def _rules(self) -> list[str]:
+        return [str(rule["rule"]) for rule in self.manifest.get("rules", []) if "rule" in rule]
 
     @property
     def unread(self) -> list[str]:
@@ -208,6 +242,17 @@ class WatchedRun(Recording):
             there = ", ".join(f"{x.layer}.{x.head} at step {x.step}" for x in self.kept[:8])
             raise ValueError(f"no such map was kept; there are {there or 'none'}")
         return read_map(self.folder / FOLDER / found[-1].name)
+
+
+def _of_heads(rows: Rows, logged: dict[str, dict[int, float]]) -> Rows:
+    """The rows about heads; numbers that a user logged are added to `logged`."""
+    if LOGGED not in rows.column_names:
+        return rows
+    kinds = rows["kind"].to_pylist()
+    for row in rows.filter([kind == LOGGED for kind in kinds]).to_pylist():
+        value = row[LOGGED]
+        logged.setdefault(row["name"], {})[row["step"]] = NAN if value is None else value
+    return rows.filter([kind != LOGGED for kind in kinds]).drop([LOGGED])
 
 
 def _merged(rows: Rows) -> Rows:

@@ -17,7 +17,7 @@ from headwise.watching.alarms import Alarm
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.runs import manifest, parts
 from headwise.watching.runs.kept_maps import FOLDER, MapFile, maps_in, write_map
-from headwise.watching.runs.parts import SeriesPart
+from headwise.watching.runs.parts import LOGGED, SeriesPart
 
 log = logging.getLogger("headwise")
 
@@ -128,6 +128,11 @@ class RunWriter:
         waited = time.monotonic() - self._flushed_at
         if self._entries >= self.steps or waited >= self.seconds:
             self.flush()
+
+    def log(self, found: Iterable[tuple[int, str, float]]) -> None:
+        """Add numbers that are not about heads: a step, a name and a number each."""
+        place = {"rank": self.rank, "layer": 0, "kind": LOGGED, "head": 0}
+        self._waiting += [{"step": x, **place, "name": name, LOGGED: v} for x, name, v in found]
 
     def keeps(self, step: int) -> bool:
         """True if maps of this step are kept."""
@@ -277,4 +282,6 @@ def save_recording(
     with RunWriter(folder, about, keep=wanted, keep_every=1, on_error="stop") as writer:
         for entry in entries[:-1]:
             writer.add(entry)
+        for name, course in seen.logged.items():
+            writer.log((at, name, value) for at, value in zip(*course, strict=True))
         writer.add(entries[-1], seen.alarms, seen)
