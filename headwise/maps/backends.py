@@ -67,7 +67,14 @@ def backend_for(region: Region) -> Backend:
     """The fused kernels if they can compute this region, else the blockwise functions."""
     q, terms = region.q, region.terms
     fits = q.dtype != torch.float64 and 0 < q.shape[-1] <= WIDEST and terms.additive is None
-    fits = fits and region.grad is None
+    fits = fits and (region.grad is None or _fits_values(region))
     if not fits or not fits_grid(q.shape) or TRITON.absent(q.device) is not None:
         return cast(Backend, blockwise)
     return cast(Backend, FusedOrBlockwise())
+
+
+def _fits_values(region: Region) -> bool:
+    """True if the kernels can multiply gradients and values."""
+    grad = region.grad
+    narrow = grad is None or grad.dtype != torch.float64
+    return narrow and 0 < region.v.shape[-1] <= WIDEST

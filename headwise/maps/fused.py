@@ -1,4 +1,4 @@
-"""An attention map on a GPU: the functions of `headwise.maps.blockwise` as fused kernels."""
+"""A map on a GPU: the functions of `headwise.maps.blockwise` as fused kernels."""
 
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ from headwise.engines.triton.host.operands import (
     on,
     operands,
     outer_strides,
+    pad,
     precision,
+    ready,
     tile_side,
     widened,
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit
 from headwise.engines.triton.kernels.maps import map_lse as logsum
-from headwise.engines.triton.kernels.maps.map_cells import Totals, cells
+from headwise.engines.triton.kernels.maps.map_cells import Effects, cells
+from headwise.engines.triton.kernels.maps.map_cells import Totals as Known
 from headwise.engines.triton.kernels.maps.map_largest import largest
+from headwise.engines.triton.kernels.maps.map_peaks import peaks
 from headwise.maps import blockwise
+from headwise.maps.blockwise import Totals
+from headwise.maps.effect_totals import EffectTotals, PeakSums, Sums
 from headwise.maps.pooling import Cells, Reduction
 from headwise.maps.region import Region
 
-MOST = 64  # largest weights per row that fit on chip
+MOST = 64  # largest numbers per row that fit on chip
 
 
-def row_totals(region: Region) -> RowTotals:
-    """The totals that turn every row's logits into weights, over all keys of the region."""
+def row_totals(region: Region) -> Totals:
+    """The totals that every row's numbers need, over all keys of the region."""
     if not all(region.box.shape):
-        found = blockwise.row_totals(region)
-        assert isinstance(found, RowTotals)
-        return found
+        return blockwise.row_totals(region)
+    if region.grad is not None:
+        return _effect_totals(region)
     call = _call(region)
     batch, heads, rows, _ = region.box.shape
     sums = region.q.new_empty(3, batch, heads, rows, dtype=torch.float32)
@@ -50,33 +56,51 @@ def row_totals(region: Region) -> RowTotals:
     return RowTotals(*sums)
 
 
-def fill(region: Region, totals: RowTotals) -> Tensor:
-    """Every weight, (B, Hq, N, M)."""
+def _effect_totals(region: Region) -> EffectTotals:
+    call, effects = _call(region), _effects(region, None)
+    batch, heads, rows, _ = region.box.shape
+    best, product, *rest = region.q.new_empty(5, batch, heads, rows, dtype=torch.float32)
+    key = torch.empty_like(best, dtype=torch.int32)
+
+    def launch(shape: Shape) -> None:
+        peaks[(-(-rows // shape.rows), heads, batch)](
+            call.q, call.k, effects, best, key, product, *rest, outer_strides(call.q),
+            outer_strides(call.k), call.given, *call.sizes, **_constants(shape), **_flags(call),
+            **_value_flags(effects),
+        )  # fmt: skip
+
+    _fit(call, launch, effects)
+    key = torch.where(key < 0, -1, key + region.terms.first_key)
+    return PeakSums(best, key, product, Sums(*rest)).totals(region.terms.sinks, region.whole)
+
+
+def fill(region: Region, totals: Totals) -> Tensor:
+    """Every number, (B, Hq, N, M)."""
     rows, keys = region.box.shape[2:]
     return _reduce(region, totals, Cells.every(rows, 1), Cells.every(keys, 1), "mean")
 
 
-def pool(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: Reduction) -> Tensor:
-    """The mean or the largest weight of each cell, (B, Hq, row cells, key cells)."""
+def pool(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduction) -> Tensor:
+    """One number for each cell, (B, Hq, row cells, key cells)."""
     out = _reduce(region, totals, rows, keys, how)
     if how == "mean":
         out /= out.new_tensor(rows.widths)[:, None] * out.new_tensor(keys.widths)
     return out
 
 
-def received(region: Region, totals: RowTotals) -> Tensor:
-    """The sum of each key's weights over the rows, (B, Hq, M)."""
+def received(region: Region, totals: Totals) -> Tensor:
+    """The sum of each key's numbers over the rows, (B, Hq, M)."""
     rows, keys = region.box.shape[2:]
     one = Cells.every(rows, max(1, rows))  # one cell of all rows, if there are any
     return _reduce(region, totals, one, Cells.every(keys, 1), "mean").sum(2)
 
 
-def top(region: Region, totals: RowTotals, count: int) -> tuple[Tensor, Tensor]:
-    """The largest weights of each row and their keys, (B, Hq, N, count) each; -1 for no key."""
+def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
+    """The largest numbers of each row and their keys, (B, Hq, N, count) each; -1 for no key."""
     batch, heads, rows, _ = region.box.shape
     if count > MOST or not all(region.box.shape):
         return blockwise.top(region, totals, count)
-    call, known = _call(region), _known(totals)
+    call, known, effects = _call(region), _known(totals), _effects(region, totals)
     kept = max(2, 1 << (count - 1).bit_length())
     best = known.base.new_empty(batch, heads, rows, kept)
     key = torch.empty_like(best, dtype=torch.int32)
@@ -84,36 +108,41 @@ def top(region: Region, totals: RowTotals, count: int) -> tuple[Tensor, Tensor]:
 
     def launch(shape: Shape) -> None:
         largest[(-(-rows // shape.rows), heads, batch)](
-            call.q, call.k, norms, known, best, key, outer_strides(call.q), outer_strides(call.k),
-            call.given, *call.sizes, count, *_norm_strides(region), KEPT=kept, **_constants(shape),
-            **_flags(call),
+            call.q, call.k, norms, known, effects, best, key, outer_strides(call.q),
+            outer_strides(call.k), call.given, *call.sizes, count, *_norm_strides(region),
+            KEPT=kept, **_constants(shape), **_flags(call), **_value_flags(effects),
         )  # fmt: skip
 
-    _fit(call, launch)
+    _fit(call, launch, effects)
     best, order = best[..., :count].sort(descending=True)
-    return best.exp2_(), key[..., :count].gather(-1, order).long()
+    key = key[..., :count].gather(-1, order).long()
+    if effects is None:
+        return best.exp2_(), key
+    signed = torch.where(key % 2 == 1, -best, best).masked_fill_(key < 0, 0)
+    return signed, torch.where(key < 0, key, key // 2)
 
 
-def _reduce(region: Region, totals: RowTotals, rows: Cells, keys: Cells, how: Reduction) -> Tensor:
-    """The sum or the largest weight of each cell, (B, Hq, row cells, key cells)."""
+def _reduce(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduction) -> Tensor:
+    """The sum or an extreme number of each cell, (B, Hq, row cells, key cells)."""
     batch, heads, *_ = region.box.shape
     out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)
     if not all(region.box.shape):
         return out
-    call, known = _call(region), _known(totals)
+    call, known, effects = _call(region), _known(totals), _effects(region, totals)
     norms = _norms(region)
 
     def launch(shape: Shape) -> None:
         row_part, row_groups, row_steps = _cut(rows, shape.rows)
         key_part, key_groups, key_steps = _cut(keys, shape.keys)
         cells[(row_groups * key_groups, heads, batch)](
-            call.q, call.k, norms, known, out, outer_strides(call.q), outer_strides(call.k),
-            call.given, *call.sizes, len(rows), len(keys), rows.width, keys.width, row_steps,
-            key_steps, *_norm_strides(region), ROW_PART=row_part, KEY_PART=key_part,
-            LARGEST=how == "max", **_constants(shape), **_flags(call),
+            call.q, call.k, norms, known, effects, out, outer_strides(call.q),
+            outer_strides(call.k), call.given, *call.sizes, len(rows), len(keys), rows.width,
+            keys.width, row_steps, key_steps, *_norm_strides(region), ROW_PART=row_part,
+            KEY_PART=key_part, LARGEST=how in ("max", "furthest"), **_constants(shape),
+            **_flags(call), **_value_flags(effects),
         )  # fmt: skip
 
-    _fit(call, launch)
+    _fit(call, launch, effects)
     return out
 
 
@@ -145,11 +174,26 @@ def _flags(call: Operands) -> dict[str, object]:
     return kept | {"PADDED": padded, "PRECISION": precision(call.q.dtype)}
 
 
-def _fit(call: Operands, launch: Callable[[Shape], None]) -> None:
+def _value_flags(effects: Effects | None) -> dict[str, object]:
+    if effects is None:
+        return {"VALUES": 0, "PADDED_VALUES": 0, "VALUE_PRECISION": ""}
+    values = effects.v.shape[-1]
+    return {
+        "VALUES": values,
+        "PADDED_VALUES": tile_side(values),
+        "VALUE_PRECISION": precision(effects.v.dtype),
+    }
+
+
+def _fit(call: Operands, launch: Callable[[Shape], None], effects: Effects | None = None) -> None:
     """Launch on the call's GPU with a tile shape that fits it."""
-    q = call.q
+    q, kernel, width = call.q, "map", call.padded[0]
+    itemsize = q.itemsize
+    if effects is not None:  # a second product, of gradients and values
+        kernel, itemsize = "effects", max(itemsize, effects.v.itemsize)
+        width = max(width, pad(effects.v))
     with on(q.device), launching("of a map"):
-        fit("map", call.padded[0], q.itemsize, card(q.device), launch)
+        fit(kernel, width, itemsize, card(q.device), launch)
 
 
 def _constants(shape: Shape) -> dict[str, int]:
@@ -161,9 +205,25 @@ def _constants(shape: Shape) -> dict[str, int]:
     }
 
 
-def _known(totals: RowTotals) -> Totals:
+def _known(found: Totals) -> Known:
     """The totals as kernels take them."""
-    return Totals(totals.safe_base().contiguous(), totals.log_total.contiguous())
+    totals = found if isinstance(found, RowTotals) else found.weights
+    return Known(totals.safe_base().contiguous(), totals.log_total.contiguous())
+
+
+def _effects(region: Region, totals: Totals | None) -> Effects | None:
+    """What turns weights into effects, as kernels take it; None for a map of weights.
+
+    The totals are not known yet when they are computed.
+    """
+    if region.grad is None:
+        return None
+    dtype = torch.promote_types(region.grad.dtype, region.v.dtype)
+    grad, v = (ready(x)[0] for x in widened(region.grad.to(dtype), region.v.to(dtype)))
+    if not isinstance(totals, EffectTotals):
+        return Effects(grad, v, outer_strides(grad), outer_strides(v), grad, grad, grad)
+    rows = totals.product, totals.peak - region.terms.first_key, totals.peak_effect
+    return Effects(grad, v, outer_strides(grad), outer_strides(v), *(x.contiguous() for x in rows))
 
 
 def _norms(region: Region) -> Tensor | None:

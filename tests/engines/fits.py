@@ -111,6 +111,16 @@ def map_loops(width: int, dtype: torch.dtype) -> None:
         amap.pool(8), amap.received(), amap.top(4)
 
 
+def effect_loops(width: int, dtype: torch.dtype) -> None:
+    q, grad = (normal(1, 2, N, width, dtype=dtype) for _ in range(2))
+    k = normal(1, 1, N, width, dtype=dtype)
+    for kind in ("causal", "both"):
+        given = options(kind)
+        given.pop("dropout", None)
+        emap = hw.effect_map(q, k, k, grad, **given)
+        emap.pool(8), emap.received(), emap.row_largest(), emap.top(4)
+
+
 @torch.no_grad()
 def moments(width: int, dtype: torch.dtype) -> None:
     """Compute moments without visiting pairs, which only happens in long calls."""
@@ -132,6 +142,7 @@ OTHERS: dict[str, Callable[[int, torch.dtype], None]] = {
     "decode_biased": decode_biased,
     "stored": stored,
     "maps": map_loops,
+    "effects": effect_loops,
     "moments": moments,
     "additive": additive,
 }

@@ -1,4 +1,6 @@
-"""The map kernel: sums or maxima of the weights in each cell, from q, k and the rows' totals.
+"""The map kernel: sums or maxima of the numbers in each cell, from q, k and the rows' totals.
+
+The numbers are weights, or with gradients and values the effects of edges.
 
 A program owns a rectangle of cells. Its tile takes a few rows of each of its row cells and a few
 keys of each of its key cells, and steps through them. An entry of the tile always belongs to the
@@ -34,6 +36,18 @@ class Totals(NamedTuple):
 
     base: Tensor  # +inf if the row sees no key, so that its weights are 0
     log_total: Tensor
+
+
+class Effects(NamedTuple):
+    """The rows and values that turn weights into effects, as `maps.effect_totals.EffectTotals`."""
+
+    grad: Tensor  # (B, Hq, N, Dv)
+    v: Tensor  # (B, Hkv, M, Dv)
+    grad_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    product: Tensor  # (B, Hq, N) float32 each: grad · out
+    peak: Tensor  # the number of the key with the largest logit, int32
+    peak_effect: Tensor
 
 
 @triton.jit
@@ -100,18 +114,67 @@ def log_weights(s, base, rest):
 
 
 @triton.jit
+def grads_of(w, b, h, i, inside, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr):
+    """Load the gradients of rows i, (rows, PADDED_VALUES)."""
+    start = b.to(tl.int64) * w.grad_strides[0] + h.to(tl.int64) * w.grad_strides[1]
+    return rows_of(w.grad, start, w.grad_strides[2], i, inside, VALUES, PADDED_VALUES)
+
+
+@triton.jit
+def products(
+    w, tile_g, b, kh, at, inside, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return grad · v of the rows and the keys `at`."""
+    start = b.to(tl.int64) * w.v_strides[0] + kh.to(tl.int64) * w.v_strides[1]
+    tile_v = rows_of(w.v, start, w.v_strides[2], at, inside, VALUES, PADDED_VALUES)
+    return tl.dot(tile_g, tile_v.T, input_precision=PRECISION)
+
+
+@triton.jit
+def marks_of(w, line, here):
+    """Load what `effects` needs of each row: grad · out, its peak and the peak's effect."""
+    product = tl.load(w.product + line, mask=here, other=0.0)
+    peak = tl.load(w.peak + line, mask=here, other=-1)
+    return product, peak, tl.load(w.peak_effect + line, mask=here, other=0.0)
+
+
+@triton.jit
+def effects(e, c, marks, at):
+    """Return p/(1 - p) · (grad · out - c) for log2 of p and c = grad · v; the peak's is known."""
+    product, peak, known = marks
+    p = tl.exp2(e)
+    x = p / (1.0 - p) * (product[:, None] - c)
+    return tl.where(at[None, :] == peak[:, None], known[:, None], x)
+
+
+@triton.jit
 def weigh(
     acc, tile_q, k, norms, start_k, k_row, start_norms, t, z, b, h, i, totals, position, at, inside,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
-    CAP: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
+    w, tile_g, marks, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES: tl.constexpr, CAP: tl.constexpr, LARGEST: tl.constexpr, VALUES: tl.constexpr,
+    PADDED_VALUES: tl.constexpr, VALUE_PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the weights of the rows on the keys `at`, or keep the largest of their logarithms."""
+    """Add the weights of the rows on the keys `at`, or keep the largest of their logarithms.
+
+    With w, add effects, or keep the one that is furthest from zero.
+    """
     tile_k = rows_of(k, start_k, k_row, at, inside, WIDTH, PADDED)
     s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
     s, _ = bend(s, t, z, b, h, i[:, None], at[None, :], position[:, None], CAP)
     base, rest = totals
     e = log_weights(s, base, rest)
-    if LARGEST:
+    if w is not None:
+        c = products(w, tile_g, b, h // z.group, at, inside, VALUES, PADDED_VALUES, VALUE_PRECISION)
+        x = effects(e, c, marks, at)
+        if MASKED:
+            seen = seen_pairs(t, z, b, h, i[:, None], at[None, :], PIECES)
+            x = tl.where(seen & inside[None, :] & (base != float("inf"))[:, None], x, 0.0)
+        if LARGEST:
+            acc = tl.where((tl.abs(x) > tl.abs(acc)) | (x != x), x, acc)
+        else:
+            acc += x
+    elif LARGEST:
         if norms is not None:
             norm = tl.load(norms + start_norms + at, mask=inside, other=0.0)
             e += tl.log2(norm)[None, :]
@@ -136,13 +199,14 @@ def weigh(
     "norm_batch", "norm_head",
 ])  # fmt: skip
 def cells(
-    q, k, norms, totals, out, qs, ks, t,
+    q, k, norms, totals, w, out, qs, ks, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     row_cells, key_cells, row_width, key_width, row_steps, key_steps, norm_batch, norm_head,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROW_PART: tl.constexpr, KEY_PART: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
-    CAP: tl.constexpr, LARGEST: tl.constexpr,
+    CAP: tl.constexpr, LARGEST: tl.constexpr, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
+    VALUE_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS // ROW_PART row cells by KEYS // KEY_PART key cells; a tile has a PART of each.
 
@@ -171,7 +235,7 @@ def cells(
     start_norms = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
     line = (b * tl.num_programs(1) + h).to(tl.int64) * queries
     acc = tl.zeros([ROWS, KEYS], tl.float32)
-    if LARGEST:
+    if LARGEST and w is None:
         acc += NOTHING
     for row_step in tl.range(0, row_steps):
         i = row_first + row_step * ROW_PART + row_offset
@@ -182,26 +246,37 @@ def cells(
             tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
             sums = row_totals(totals, line + i, here)
             position = positions(t, z, b, i)
+            tile_g, marks = tile_q, sums
+            if w is not None:
+                tile_g = grads_of(w, b, h, i, here, VALUES, PADDED_VALUES)
+                marks = marks_of(w, line + i, here)
             clean = tl.where(whole, tl.minimum(full, key_steps), 0)
             for step in tl.range(0, clean):
                 at = key_first + step * KEY_PART + key_offset
                 acc = weigh(
                     acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
-                    position, at, at >= 0, WIDTH, PADDED, PRECISION, PIECES, CAP, LARGEST, False,
+                    position, at, at >= 0, w, tile_g, marks, WIDTH, PADDED, PRECISION, PIECES, CAP,
+                    LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION, False,
                 )  # fmt: skip
             for step in tl.range(clean, key_steps):
                 at = key_first + step * KEY_PART + key_offset
                 inside = at < key_last
                 acc = weigh(
                     acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
-                    position, tl.minimum(at, keys - 1), inside, WIDTH, PADDED, PRECISION, PIECES,
-                    CAP, LARGEST, True,
+                    position, tl.minimum(at, keys - 1), inside, w, tile_g, marks, WIDTH, PADDED,
+                    PRECISION, PIECES, CAP, LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION, True,
                 )  # fmt: skip
 
     found = tl.reshape(acc, (ROWS // ROW_PART, ROW_PART, KEYS // KEY_PART, KEY_PART))
     if LARGEST:
         lost = tl.max(tl.max((found != found).to(tl.int32), 3), 1)  # a maximum would drop NaN
-        found = tl.where(lost > 0, float("nan"), tl.exp2(tl.max(tl.max(found, 3), 1)))
+        highest = tl.max(tl.max(found, 3), 1)
+        if w is not None:
+            lowest_of = tl.min(tl.min(found, 3), 1)
+            best = tl.where(highest >= -lowest_of, highest, lowest_of)
+        else:
+            best = tl.exp2(highest)
+        found = tl.where(lost > 0, float("nan"), best)
     else:
         found = tl.sum(tl.sum(found, 3), 1)
     row = group_of_rows * (ROWS // ROW_PART) + tl.arange(0, ROWS // ROW_PART)

@@ -1,4 +1,7 @@
-"""The kernel of a map's largest weights: keeps each row's largest so far, and their keys."""
+"""The kernel of a map's largest numbers: keeps each row's largest so far, and their keys.
+
+They are weights, or effects, which are ranked by magnitude.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: no-check-untyped-defs
@@ -9,7 +12,11 @@ import triton
 import triton.language as tl
 
 from headwise.engines.triton.kernels.maps.map_cells import (
+    effects,
+    grads_of,
     log_weights,
+    marks_of,
+    products,
     row_totals,
     rows_of,
     seen_pairs,
@@ -19,16 +26,18 @@ from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, bend, in
 
 @triton.jit(do_not_specialize=[*LOOSE, "count", "norm_batch", "norm_head"])
 def largest(
-    q, k, norms, totals, best_out, key_out, qs, ks, t,
+    q, k, norms, totals, w, best_out, key_out, qs, ks, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     count, norm_batch, norm_head,
     ROWS: tl.constexpr, KEYS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, CAP: tl.constexpr,
+    VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr, VALUE_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Find log2 of the `count` largest weights of each row of a block, in no order.
 
-    best_out and key_out are (B, Hq, N, KEPT).
+    best_out and key_out are (B, Hq, N, KEPT). With w, they are the largest magnitudes of effects,
+    and twice the keys' numbers, plus one for negative effects.
     """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
@@ -45,6 +54,11 @@ def largest(
     tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
     base, rest = row_totals(totals, line, here)
     lost = (base != base) | (rest != rest)
+    tile_g, marks = tile_q, (base, rest)
+    if w is not None:
+        tile_g = grads_of(w, b, h, i, here, VALUES, PADDED_VALUES)
+        marks = marks_of(w, line, here)
+        lost = lost | (marks[0] != marks[0])
     position = positions(t, z, b, i)
     begin, end = keys * 0, keys
     if PIECES > 0:
@@ -70,6 +84,11 @@ def largest(
         s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
         s, _bent = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP)
         e = tl.where(lost[:, None], 0.0, log_weights(s, base, rest))
+        x = e
+        if w is not None:
+            c = products(w, tile_g, b, kh, j, inside, VALUES, PADDED_VALUES, VALUE_PRECISION)
+            x = tl.where(lost[:, None], 0.0, effects(e, c, marks, j))
+            e = tl.abs(x)
         if norms is not None:
             start = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
             norm = tl.load(norms + start + j, mask=inside, other=0.0)
@@ -82,7 +101,11 @@ def largest(
             _, worst = tl.min(best, 1, return_indices=True)
             taken = (slot == worst[:, None]) & (top > floor)[:, None]
             best = tl.where(taken, top[:, None], best)
-            key = tl.where(taken, (begin + n * KEYS + at)[:, None], key)
+            number = begin + n * KEYS + at
+            if w is not None:
+                negative = tl.where(column[None, :] == at[:, None], (x < 0.0).to(tl.int32), 0)
+                number = 2 * number + tl.sum(negative, 1)
+            key = tl.where(taken, number[:, None], key)
             e = tl.where(column[None, :] == at[:, None], NOTHING, e)
             floor = tl.min(best, 1)
             top, at = tl.max(e, 1, return_indices=True)
