@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headwise.costs.workload import CacheLayout
     from headwise.models.trained import load
     from headwise.watching import Recording as Recording
-    from headwise.watching import Watch, knock_out, qk_clip, steer, watch
+    from headwise.watching import Watch, knock_out, qk_clip, sparsify, steer, watch
 
 _PACKAGES = {"costs", "distributed", "models", "nn", "sparse", "watching"}
 _LATER = {
@@ -44,6 +44,7 @@ _LATER = {
     "knock_out": "headwise.watching",
     "load": "headwise.models.trained",
     "qk_clip": "headwise.watching",
+    "sparsify": "headwise.watching",
     "steer": "headwise.watching",
     "watch": "headwise.watching",
 }
@@ -83,6 +84,7 @@ __all__ = [
     "partial",
     "qk_clip",
     "sparse",
+    "sparsify",
     "steer",
     "watch",
 ]

@@ -3,6 +3,7 @@
 from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
 from headwise.watching.clipping import Clip, qk_clip
+from headwise.watching.experiments.sparsity import sparsify
 from headwise.watching.experiments.steering import knock_out, steer
 from headwise.watching.figure_names import scalars
 from headwise.watching.recorder.layer import WatchedLayer
@@ -32,6 +33,7 @@ __all__ = [
     "open_run",
     "qk_clip",
     "scalars",
+    "sparsify",
     "steer",
     "watch",
 ]

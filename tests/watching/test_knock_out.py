@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,31 +14,9 @@ from headwise.bias import plus
 from headwise.core.edges import Edge, Steer
 from headwise.core.place import Place
 from headwise.core.steering import Hole, segments, without
+from tests.watching.stacks import Layer, Stack, attending, by_headwise, by_torch
 
 EDGES = [(1, 2, (2, 5)), (0, None, 0, (3, 9)), (1, 0, (8, 12))]
-
-
-class Layer(nn.Module):
-    """Attention by a function that the test may replace."""
-
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.qkv, self.out, self.attend = nn.Linear(32, 96), nn.Linear(32, 32), attend
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
-        return x + self.out(self.attend(self, q, k, v).transpose(1, 2).flatten(2))
-
-
-class Stack(nn.Module):
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(attend) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def seen_without(edges: list[tuple[object, ...]], layer: int, heads: int, n: int) -> Tensor:
@@ -55,19 +32,11 @@ def seen_without(edges: list[tuple[object, ...]], layer: int, heads: int, n: int
     return seen
 
 
-def by_torch(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 def by_mask(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     hidden = torch.zeros(q.shape[2], k.shape[2]).masked_fill(
         ~torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(), -torch.inf
     )
     return F.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
-
-
-def by_headwise(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return hw.attention(q, k, v, mask=hw.mask.causal())
 
 
 def by_definition(edges: list[tuple[object, ...]], model: Stack) -> Callable[..., Tensor]:
@@ -77,16 +46,6 @@ def by_definition(edges: list[tuple[object, ...]], model: Stack) -> Callable[...
         return hw.attention(q, k, v, mask=hw.mask.dense(seen), engine="reference")
 
     return attend
-
-
-@contextmanager
-def attending(model: Stack, attend: Callable[..., Tensor]) -> Iterator[None]:
-    before = [layer.attend for layer in model.layers]
-    for layer in model.layers:
-        layer.attend = attend
-    yield
-    for layer, old in zip(model.layers, before, strict=True):
-        layer.attend = old
 
 
 @pytest.mark.parametrize("attend", [by_torch, by_mask, by_headwise])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import permutations
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.core.mask_parts import rows_of
 from headwise.core.place import Place
+from tests.watching.stacks import Stack, attending, by_headwise, by_torch
 
 STEERS: list[tuple[Any, ...]] = [
     (1, 2, (2, 5), 3.0),
@@ -22,37 +23,6 @@ STEERS: list[tuple[Any, ...]] = [
     (1, 0, slice(8, 12), 0),
     (1, 2, 4, 0.5),
 ]
-
-
-class Layer(nn.Module):
-    """Attention by a function that the test may replace."""
-
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.qkv, self.out, self.attend = nn.Linear(32, 96), nn.Linear(32, 32), attend
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
-        return x + self.out(self.attend(self, q, k, v).transpose(1, 2).flatten(2))
-
-
-class Stack(nn.Module):
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(attend) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def by_torch(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def by_headwise(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return hw.attention(q, k, v, mask=hw.mask.causal())
 
 
 def by_distance(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,16 +62,6 @@ def steered(attend: Callable[..., Tensor], steers: list[tuple[Any, ...]], model:
         return by_hand(logits, seen, factors, v.double()).to(q.dtype)
 
     return by_definition
-
-
-@contextmanager
-def attending(model: Stack, attend: Callable[..., Tensor]) -> Iterator[None]:
-    before = [layer.attend for layer in model.layers]
-    for layer in model.layers:
-        layer.attend = attend
-    yield
-    for layer, old in zip(model.layers, before, strict=True):
-        layer.attend = old
 
 
 @pytest.mark.parametrize("attend", [by_torch, by_headwise, by_distance])

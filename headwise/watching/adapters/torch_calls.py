@@ -205,6 +205,7 @@ class Listener(ModelMode):
     def report_unmet(self) -> None:
         """Report softmaxes that look like attention and were never multiplied with values."""
         for origin in self.running.written_out.unmet():
+            self.recorder.interventions.refuse(origin.names[-1], "no values met its softmax")
             if self.recorder.wants(origin.names[-1]):
                 said = f"no values were found for {origin.missing or 'any'} of the weights "
                 said += f"{origin.shape} of its softmax"
@@ -304,6 +305,8 @@ class Listener(ModelMode):
     def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """A call of hw.attention in somebody's own module."""
         recorder = self.recorder
+        if q.ndim == 3 and recorder.interventions.wants(name):  # without a batch
+            return self.own(name, q[None], k[None], v[None], **options)[0]
         if q.ndim != 4 or not (recorder.wants(name) or recorder.interventions.wants(name)):
             out = attention(q, k, v, **options)
         else:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from headwise.core.edges import Steer
 from headwise.core.place import Place
+from headwise.core.policies import Policy
 from headwise.core.spans import Span
 from headwise.core.steering import Hole, hole_of, segments, without
 from headwise.handover import sharded, split_calls
 from headwise.nn.call import Call
-from headwise.watching.recorder.changed_call import ChangedCall
-from headwise.watching.recorder.experiments import RUNNING, WATCHED, Experiment
+from headwise.watching.recorder.changed_call import ChangedCall, sparsified
+from headwise.watching.recorder.experiments import RUNNING, WATCHED, Experiment, Sparse
 from headwise.watching.recorder.layer_registry import LayerRegistry
 from headwise.watching.recorder.proof import Proofs
 from headwise.watching.recorder.seen_call import Kind, first_position
@@ -50,27 +51,50 @@ class Interventions:
 
     def wants(self, name: str) -> bool:
         """True if experiments are about this module, which attends."""
-        return bool(self._steers(name))
+        return any(steers or sparse for _, steers, sparse in self._about(name))
 
     def change(
         self, name: str, call: Call, kind: Kind, forgotten: int | None = None
     ) -> ChangedCall | None:
         """A module's call as the experiments change it; None if they leave it as it is."""
-        given = self._steers(name)
-        if not given:
+        about = [one for one in self._about(name) if one[1] or one[2]]
+        if not about:
             return None
         if split_calls() is not None:
             raise ValueError(
                 f"the attention of {name or 'the model'} can't be changed while its sequence is "
                 "split between processes; leave context_parallel first"
             )
-        start = first_position(call) + (forgotten or 0) if kind == "self" else 0
+        given = [(one, steer) for one, steers, _ in about for steer in steers]
+        found = self._holes(name, call, kind, forgotten or 0, given)
+        policies: list[Policy] = []
+        for experiment, _, sparse in about:
+            if sparse is not None:
+                experiment.touched.add(sparse)
+                policies.append(sparse.policy)
+        if not found and not policies:
+            return None
+        changed = _steered(name, call, found)
+        if not policies:
+            return changed
+        return sparsified(name, changed, policies, kind, forgotten or 0)
+
+    def _holes(
+        self,
+        name: str,
+        call: Call,
+        kind: Kind,
+        forgotten: int,
+        given: Sequence[tuple[Experiment, Steer]],
+    ) -> list[tuple[Steer, Hole]]:
+        """The parts of a call that steers change."""
+        start = first_position(call) + forgotten if kind == "self" else 0
         place = Place.of(call.q, call.k)
         share = self.registry.placed(name, place.heads, call.q.shape[3])
         found: list[tuple[Steer, Hole]] = []
         for experiment, steer in given:
             span = self._span(name, steer)
-            hole = hole_of(steer.edge, span, place, start, forgotten or 0, share)
+            hole = hole_of(steer.edge, span, place, start, forgotten, share)
             elsewhere = share is not None and steer.edge.head not in (
                 None, *range(share[0], share[0] + place.heads)
             )  # fmt: skip
@@ -78,7 +102,7 @@ class Interventions:
                 experiment.touched.add(steer)
             if hole is not None and steer.changes:
                 found.append((steer, hole))
-        return _changed(name, call, found, place) if found else None
+        return found
 
     def refuse(self, name: str, reason: str) -> None:
         """Raise ValueError if a module that can't be changed was to be."""
@@ -88,12 +112,12 @@ class Interventions:
                 f"its heads: {reason}"
             )
 
-    def _steers(self, name: str) -> list[tuple[Experiment, Steer]]:
+    def _about(self, name: str) -> list[tuple[Experiment, tuple[Steer, ...], Sparse | None]]:
+        """What each experiment would change in a module, the outermost first."""
         module = self.modules.get(name) if RUNNING else None
         if module is None:
             return []
-        about = [experiment for experiment in RUNNING if module in experiment.names]
-        return [(one, steer) for one in about for steer in one.steers_of(module)]
+        return [(one, *one.about(module)) for one in RUNNING if module in one.names]
 
     def _span(self, name: str, steer: Steer) -> Span:
         """The keys of a steer; those of a span are stated by the watch."""
@@ -111,11 +135,9 @@ class Interventions:
         return spans[str(keys)]
 
 
-def _changed(
-    name: str, call: Call, found: Sequence[tuple[Steer, Hole]], place: Place
-) -> ChangedCall:
+def _steered(name: str, call: Call, found: Sequence[tuple[Steer, Hole]]) -> ChangedCall:
     """The call under the mask with all holes, and with factors in runs of rows."""
-    own = call
+    own, place = call, Place.of(call.q, call.k)
     holes = [hole for steer, hole in found if steer.hides and hole.fixed]
     mask = without(call.mask, holes, place) if holes else None
     rest = list(found)
