@@ -6,12 +6,19 @@ terminal show the English text; the answers of the page's server and the folders
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
 from headwise.chinese import CHINESE
 
-__all__ = ["Sentence", "from_json", "halves", "said_by", "say", "with_chinese"]
+__all__ = ["Sentence", "from_json", "halves", "printable", "said_by", "say", "with_chinese"]
+
+SIGNS: dict[int, str | int] = {**{code: 0x2400 + code for code in range(32)}, 10: "⏎", 127: "␡"}
+"""Visible signs for control characters."""
+
+ORDERING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that change the direction of the text around them."""
 
 
 class Sentence(str):
@@ -53,6 +60,20 @@ def said_by(error: BaseException) -> Sentence:
     """
     (first, *rest) = error.args or ("",)
     return first if isinstance(first, Sentence) and not rest else Sentence(str(error))
+
+
+def printable(text: str) -> str:
+    """Replace characters that would control a terminal, break a line or be malformed in XML.
+
+    >>> printable("\\x1b[31m red\\n")
+    '␛[31m red⏎'
+    """
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}"
+        if unicodedata.category(letter) in ("Cc", "Cs", "Cn", "Zl", "Zp") or letter in ORDERING
+        else letter
+        for letter in text.translate(SIGNS)
+    )
 
 
 def halves(sentence: Sentence) -> tuple[Sentence, Sentence]:

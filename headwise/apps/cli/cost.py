@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from headwise.apps.cli import cost_options as options
-from headwise.apps.cli import cost_view
+from headwise.apps.cli import cost_picture, cost_view
 from headwise.apps.cli.cost_question import (
     Model,
     Sweep,
@@ -20,9 +20,8 @@ from headwise.apps.cli.cost_question import (
     parsed_size,
     parsed_sweep,
 )
-from headwise.apps.cli.progress_bar import bar, shown_in
-from headwise.apps.cli.spoken import Zh, explained
-from headwise.apps.look import cost_picture, pictures
+from headwise.apps.interface import pictures
+from headwise.apps.interface.terminal import Zh, bar, explained, shown_in
 from headwise.costs import (
     DEVICES,
     LONGEST,

@@ -8,11 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headwise.apps.look.readers import opening
 from headwise.costs import DEVICES, THIS, Architecture, Scenario, Sketch, find_device
 from headwise.costs import read_architecture as read
 from headwise.messages import Sentence, say
-from headwise.models.trained import ASSETS, CONFIGS, Run, built_in
+from headwise.models.trained import (
+    ASSETS,
+    CONFIGS,
+    Run,
+    built_in,
+    find_model,
+    holds_trained_model,
+)
 
 AXES = ("length", "batch", "heads")
 MOST_POINTS = 64
@@ -106,8 +112,8 @@ def read_model(name: str) -> Model:
     """A built-in model, a run of `headwise train`, or whatever `hw.cost` reads by name."""
     folder = ASSETS / name if name in built_in() else Path(name)
     if not folder.is_file():
-        opening.find(name)  # a wrong name is refused at once, before the hub is asked
-    if name in built_in() or opening.trained_here(folder):
+        find_model(name)  # a wrong name is refused at once, before the hub is asked
+    if name in built_in() or holds_trained_model(folder):
         settings = Run(folder).settings()
         config = CONFIGS[settings["task"]].from_dict(settings["model"])
         return Model(name, read(config))

@@ -12,10 +12,9 @@ from rich.table import Table
 
 from headwise import Cost
 from headwise.apps.cli.cost_question import Model, Sweep
-from headwise.apps.cli.spoken import in_language
-from headwise.apps.look.scene import printable
+from headwise.apps.interface.terminal import in_language
 from headwise.costs import DEVICES, Scenario, missing_costs, translated_part
-from headwise.messages import Sentence, say
+from headwise.messages import Sentence, printable, say
 
 FIGURES = (
     # figure, its name, its unit

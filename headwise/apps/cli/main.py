@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 try:
     import typer
@@ -16,16 +16,41 @@ except ModuleNotFoundError as missing:
 
 from headwise import __version__
 
+
+class Command(NamedTuple):
+    """A command: what it does, and the module whose `app` does it."""
+
+    about: str
+    module: str
+
+
 COMMANDS = {
-    "look": "See what a model's attention heads do with a text, on a page in your browser.",
-    "watch": "Watch a run: the health of every head, layer by layer, while the model trains.",
-    "cost": "Count what a model takes before it runs: parameters, FLOPs, memory and time.",
-    "train": "Train a small model: translate, continue text, or classify images.",
-    "lab": "Test what textbooks say about attention: every claim is an experiment with a verdict.",
-    "doctor": "Check this machine: versions, devices, engines, and known problems with "
-    "their cures.",
+    "look": Command(
+        "See what a model's attention heads do with a text, on a page in your browser.",
+        "headwise.apps.look.command",
+    ),
+    "watch": Command(
+        "Watch a run: the health of every head, layer by layer, while the model trains.",
+        "headwise.apps.cli.watch",
+    ),
+    "cost": Command(
+        "Count what a model takes before it runs: parameters, FLOPs, memory and time.",
+        "headwise.apps.cli.cost",
+    ),
+    "train": Command(
+        "Train a small model: translate, continue text, or classify images.",
+        "headwise.apps.train.command",
+    ),
+    "lab": Command(
+        "Test what textbooks say about attention: every claim is an experiment with a verdict.",
+        "headwise.apps.lab.command",
+    ),
+    "doctor": Command(
+        "Check this machine: versions, devices, engines, and known problems with their cures.",
+        "headwise.apps.cli.doctor",
+    ),
 }
-"""The commands and what they do; each is a module with an `app` of the same name."""
+"""The commands by name; an application brings its own."""
 
 
 class Commands(TyperGroup):
@@ -38,7 +63,7 @@ class Commands(TyperGroup):
 
 def loaded(name: str) -> Any:
     """The command of this name, with its options."""
-    return typer.main.get_command(import_module(f"headwise.apps.cli.{name}").app)
+    return typer.main.get_command(import_module(COMMANDS[name].module).app)
 
 
 app = typer.Typer(
@@ -49,8 +74,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
-for name, about in COMMANDS.items():
-    app.command(name, help=about)(lambda: None)
+for name, command in COMMANDS.items():
+    app.command(name, help=command.about)(lambda: None)
 
 
 def print_version(wanted: bool) -> None:

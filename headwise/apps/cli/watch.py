@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 
 from headwise.apps.cli import watch_view
-from headwise.apps.cli.spoken import json_text
-from headwise.apps.look.scene import printable
+from headwise.apps.interface.terminal import json_text
+from headwise.messages import printable
 from headwise.watching import WatchedRun, open_run
 
 app = typer.Typer()

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from headwise.apps.look.scene import printable
+from headwise.messages import printable
 from headwise.watching import Alarm, WatchedRun, scalars
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -26,27 +25,6 @@ LEADS = (
     ("max_logit_max", "has the largest logit"),
 )
 """The figures in which a head can lead. Only the last three apply to cross-attention."""
-
-
-SIGNS: dict[int, str | int] = {**{code: 0x2400 + code for code in range(32)}, 10: "⏎", 127: "␡"}
-"""Visible signs for control characters."""
-
-ORDERING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""Characters that change the direction of the text around them."""
-
-
-def printable(text: str) -> str:
-    """Replace characters that would control a terminal, break a line or be malformed in XML.
-
-    >>> printable("\\x1b[31m red\\n")
-    '␛[31m red⏎'
-    """
-    return "".join(
-        "\N{REPLACEMENT CHARACTER}"
-        if unicodedata.category(letter) in ("Cc", "Cs", "Cn", "Zl", "Zp") or letter in ORDERING
-        else letter
-        for letter in text.translate(SIGNS)
-    )
 
 
 @dataclass(frozen=True, eq=False)

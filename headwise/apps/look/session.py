@@ -9,10 +9,11 @@ from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 from headwise import STATISTICS, Edge, Observation, __version__
+from headwise.apps.interface.background import Background, BusyError
+from headwise.apps.interface.page import Job
 from headwise.apps.look.atlas import Atlas
-from headwise.apps.look.background import Background, BusyError
 from headwise.apps.look.fit import remarks
-from headwise.apps.look.lab_job import LabJob
+from headwise.apps.look.pages import PAGES
 from headwise.apps.look.predictions import Outcome, Predictor
 from headwise.apps.look.readers.reader import Given, Reader, check_length, most_tokens
 from headwise.apps.look.scene import Group
@@ -56,7 +57,7 @@ class Session:
     atlases: OrderedDict[str, Atlas] = field(default_factory=OrderedDict)
     run: WatchedFolder | None = None
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of keys, by name
-    lab: LabJob = field(default_factory=LabJob)
+    jobs: dict[str, Job] = field(default_factory=dict)  # of other views, by name
     heard: Callable[[Progress], None] = lambda progress: None
     _lock: Lock = field(default_factory=Lock)
     _count: int = 0
@@ -136,8 +137,9 @@ class Session:
     def stop(self, seconds: float) -> bool:
         """End all background work at its next report; True if it ended in this time."""
         self._work.stop()
-        self.lab.stop()
-        return self.join(seconds) and self.lab.join(seconds)
+        for job in self.jobs.values():
+            job.stop()
+        return self.join(seconds) and all(job.join(seconds) for job in self.jobs.values())
 
     def join(self, seconds: float) -> bool:
         """Wait until the model has read; True if it has in this time."""
@@ -177,9 +179,7 @@ class Session:
             "version": __version__,
             "pages": {
                 "heads": bool(self.atlases),
-                "cost": True,
-                "lab": True,
-                "why": True,
+                **dict.fromkeys(PAGES, True),
                 "watch": self.run is not None,
             },
             "sample": self.sample,

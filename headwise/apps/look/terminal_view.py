@@ -10,8 +10,9 @@ from rich.text import Text
 from torch import Tensor
 
 from headwise.apps.look.fit import remarks
-from headwise.apps.look.scene import Group, Head, Input, printable
+from headwise.apps.look.scene import Group, Head, Input
 from headwise.extend import SPAN_PREFIX
+from headwise.messages import printable
 
 SENTENCE = "Anarchism is a political philosophy. Many anarchists say that anarchism is a"
 """The text to read if none is given: some of its words return."""

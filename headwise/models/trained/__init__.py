@@ -1,6 +1,7 @@
 """Trained models in folders: their files, their subwords, and `hw.load`."""
 
 from headwise.models.trained import checkpoint_parts, checkpoints
+from headwise.models.trained.finding import find_model, holds_trained_model, is_on_disk
 from headwise.models.trained.loading import (
     ASSETS,
     CONFIGS,
@@ -28,6 +29,9 @@ __all__ = [
     "checkpoint_parts",
     "checkpoints",
     "chunks",
+    "find_model",
+    "holds_trained_model",
+    "is_on_disk",
     "load",
     "translate",
     "whole_characters",

@@ -8,8 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headwise.apps.cli.look import given, number_of_bytes, piped
 from headwise.apps.cli.main import app
+from headwise.apps.look.command import given, number_of_bytes, piped
 from headwise.apps.look.serving.page_file import STATIC
 
 

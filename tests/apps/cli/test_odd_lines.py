@@ -149,7 +149,7 @@ def test_every_option_takes_or_refuses_an_extreme_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if command == ("look",):  # the input is looked at last: what is refused is refused before
-        monkeypatch.setattr("headwise.apps.cli.look.Asked.open", refuse_to_open)
+        monkeypatch.setattr("headwise.apps.look.command.Asked.open", refuse_to_open)
     if command == ("lab", "handbook"):  # its pictures take seconds
         monkeypatch.setattr("headwise.apps.lab.handbook.available", lambda: False)
     base = [places.get(word, word) for word in BASES.get(command, [])]
@@ -196,7 +196,7 @@ def test_an_unknown_form_of_a_piece_is_refused_in_a_sentence(
 def test_links_in_a_circle_are_refused_before_a_model_is_loaded(
     places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwise.apps.cli.look.Asked.open", refuse_to_open)
+    monkeypatch.setattr("headwise.apps.look.command.Asked.open", refuse_to_open)
     result = run(["look", "--out", places["LOOP.html"]], tmp_path, monkeypatch)
     assert result.exit_code == 2
     assert "Traceback" not in result.output

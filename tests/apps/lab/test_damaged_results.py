@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headwise.apps.cli import lab_view
 from headwise.apps.cli.main import app
+from headwise.apps.lab import command_view as lab_view
 from headwise.apps.lab import record
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.runner import find

@@ -13,9 +13,10 @@ from starlette.testclient import TestClient
 from headwise.apps.lab import record
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.page import job_of
+from headwise.apps.lab.page_code import code
 from headwise.apps.lab.record import Result
 from headwise.apps.lab.runner import find, run
-from headwise.apps.look.lab_code import code
 from headwise.apps.look.serving.answers import answer, answer_post
 from headwise.apps.look.serving.server import application
 from headwise.apps.look.session import Session
@@ -115,7 +116,7 @@ def test_an_unknown_claim_is_refused_with_the_nearest(id: str, error: str, hint:
         assert (status, said["error"]) == (404, error)
         assert said["hint"].startswith(hint)
         assert {said["error"], said["hint"]} <= set(said["zh"])
-    assert session.lab.state() is None
+    assert job_of(session).state() is None
 
 
 def test_the_code_of_an_experiment_begins_with_it_and_has_all_it_uses() -> None:
@@ -136,7 +137,7 @@ class TestJob:
         assert get("/api/lab/job", session)[1] == {"id": None}
         status, job = post(session, "/api/lab/claims/scale-overflow/run")
         assert (status, job["id"], job["state"]) == (202, "scale-overflow", "running")
-        assert session.lab.join(PATIENCE)
+        assert job_of(session).join(PATIENCE)
         assert get("/api/lab/job", session)[1]["state"] == "done"
         result = record.read(folder, "scale-overflow", "quick")
         assert result is not None
@@ -152,7 +153,7 @@ class TestJob:
         assert said["zh"][said["hint"]]
         status, job = post(session, "/api/lab/stop")
         assert (status, job["state"]) == (202, "stopping")
-        assert session.lab.join(PATIENCE)
+        assert job_of(session).join(PATIENCE)
         assert get("/api/lab/job", session)[1]["state"] == "stopped"
         assert record.read(folder, "scale-variance", "quick") is None
         assert post(session, "/api/lab/stop")[1]["state"] == "stopped"  # once is enough
@@ -162,13 +163,13 @@ class TestJob:
         folder.write_text("not a folder", encoding="utf-8")
         session = Session()
         post(session, "/api/lab/claims/paper-heads/run")
-        assert session.lab.join(PATIENCE)
+        assert job_of(session).join(PATIENCE)
         _, job = get("/api/lab/job", session)
         assert job["state"] == "failed"
         assert str(folder) in job["error"]
         folder.unlink()
         assert post(session, "/api/lab/claims/paper-heads/run")[0] == 202
-        assert session.lab.join(PATIENCE)
+        assert job_of(session).join(PATIENCE)
         assert get("/api/lab/job", session)[1]["state"] == "done"
 
     def test_a_corpus_that_can_not_be_had_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +179,7 @@ class TestJob:
         monkeypatch.setattr(download_cache, "fetch", unavailable)
         session = Session()
         post(session, "/api/lab/claims/scale-training/run")
-        assert session.lab.join(PATIENCE)
+        assert job_of(session).join(PATIENCE)
         _, job = get("/api/lab/job", session)
         assert (job["state"], job["error"]) == ("failed", "no network here")
 
@@ -202,6 +203,6 @@ def test_only_the_page_itself_can_run_something(tmp_path: Path) -> None:
         assert client.post(run_it, content="x=1", headers=form).status_code == 415
         assert client.get(run_it).status_code == 404
         assert client.post("/api/lab/elsewhere", json={}).status_code == 404
-        assert session.lab.state() is None
+        assert job_of(session).state() is None
         assert client.post(run_it, json={}).status_code == 202
-        assert session.lab.join(PATIENCE)
+        assert job_of(session).join(PATIENCE)

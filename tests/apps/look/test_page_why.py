@@ -6,7 +6,7 @@ from typing import Any
 
 from playwright.sync_api import Page, expect
 
-from headwise.apps.look.serving import why_answers as why
+from headwise.apps.lab import why_page as why
 from tests.apps.look.conftest import Visits
 
 

@@ -20,7 +20,7 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from headwise.apps.look.background import StoppedError
+from headwise.apps.interface.background import StoppedError
 from headwise.apps.look.readers.reader import MOST_TOKENS
 from headwise.apps.look.serving import server
 from headwise.apps.look.serving.answers import answer

@@ -7,8 +7,8 @@ from threading import Event
 import pytest
 
 import headwise as hw
+from headwise.apps.interface.background import BusyError
 from headwise.apps.look import session as sessions
-from headwise.apps.look.background import BusyError
 from headwise.apps.look.readers.builtin import TextReader
 from headwise.apps.look.readers.opening import opened
 from headwise.apps.look.readers.reader import MOST_TOKENS, Report, check_length

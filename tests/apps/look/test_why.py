@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.apps.lab import why_page as why
 from headwise.apps.lab.experiments import dot_and_additive as comparing
 from headwise.apps.lab.experiments import many_heads as reading
 from headwise.apps.lab.experiments import shared_projection as sharing
 from headwise.apps.lab.experiments import why_scale as scale
-from headwise.apps.look.serving import why_answers as why
 from headwise.apps.look.serving.answers import Answer, answer
 from headwise.apps.look.session import Session
 

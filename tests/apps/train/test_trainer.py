@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from headwise.apps.cli.train_view import explained
+from headwise.apps.train.command_view import explained
 from headwise.apps.train.data.batches import generator
 from headwise.apps.train.meter import DivergedError
 from headwise.apps.train.recipe import Recipe

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Additive, Dot, attention, observe
+from headwise.apps.interface.settings import Setting, Whole
 from headwise.apps.lab.counting import flops, in_turns, kept_bytes
-from headwise.apps.lab.experiments.settings import SEED, Setting, Whole, normals
+from headwise.apps.lab.experiments.draws import SEED, normals
 
 WIDEST, MOST_TOKENS = 256, 1024
 SWEEP_KEYS = 64

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise import attention
+from headwise.apps.interface.settings import Setting, Whole
 from headwise.apps.lab.counting import flops, parameters
-from headwise.apps.lab.experiments.settings import SEED, Setting, Whole, normals
+from headwise.apps.lab.experiments.draws import SEED, normals
 from headwise.nn import MultiHeadAttention
 
 WIDEST, MOST_HEADS = 512, 64

@@ -9,8 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from headwise.apps.interface.settings import Setting, Whole
 from headwise.apps.lab.counting import parameters
-from headwise.apps.lab.experiments.settings import SEED, Setting, Whole, normals
+from headwise.apps.lab.experiments.draws import SEED, normals
 from headwise.nn import MultiHeadAttention, Projections, Separate, Shared
 
 WIDTH, MOST_TOKENS = 128, 48

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from headwise import Dot, attention_map, observe
-from headwise.apps.lab.experiments.settings import SEED, Choice, Setting, Whole, normals
+from headwise.apps.interface.settings import Choice, Setting, Whole
+from headwise.apps.lab.experiments.draws import SEED, normals
 
 WIDEST, MOST_KEYS, VALUE_WIDTH = 1024, 1024, 16
 ROWS = 256

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
 from headwise import devices
@@ -10,9 +9,15 @@ from headwise.apps.look.readers import transformers_opening
 from headwise.apps.look.readers.builtin import ImageReader, TextReader, TranslationReader
 from headwise.apps.look.readers.reader import Reader
 from headwise.apps.look.watched_folder import WatchedFolder
-from headwise.files import json_object
-from headwise.hub import unreachable
-from headwise.models.trained import Classifier, LanguageModel, built_in, load
+from headwise.models.trained import (
+    Classifier,
+    LanguageModel,
+    built_in,
+    find_model,
+    holds_trained_model,
+    is_on_disk,
+    load,
+)
 from headwise.watching import holds_run
 
 
@@ -23,13 +28,13 @@ def opened(what: str, device: str | None = None) -> Reader:
     Description(name='gpt', parameters=5573888, layers=6, heads=48, context=4096, device='cpu')
     """
     place = devices.chosen(device)
-    if what not in built_in() and not trained_here(Path(what)):
+    if what not in built_in() and not holds_trained_model(Path(what)):
         if holds_run(Path(what)):
             raise ValueError(
                 f"{what} is a watched run without its model: headwise look {what} shows it in the "
                 f"browser, and headwise watch {what} in the terminal"
             )
-        return transformers_opening.opened(what, place, _here(what))
+        return transformers_opening.opened(what, place, is_on_disk(what))
     loaded, name = load(what, place), Path(what).name
     if isinstance(loaded, LanguageModel):
         return TextReader(name, loaded)
@@ -39,70 +44,12 @@ def opened(what: str, device: str | None = None) -> Reader:
 
 
 def find(what: str) -> None:
-    """ValueError if there is no such model, before anything is loaded."""
-    folder = Path(what)
-    if what in built_in() or holds_run(folder):
-        return
-    if not folder.is_dir():
-        _here(what)
-    elif not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{what} holds no model: it has no config.json, as a run of headwise train or a model "
-            "of transformers has, and no recording of hw.watch"
-        )
+    """ValueError if there is no such model or run, before anything is loaded."""
+    if not holds_run(Path(what)):
+        find_model(what)
 
 
 def watched(what: str) -> WatchedFolder | None:
     """The watched run in this folder; None if there is none."""
     folder = Path(what)
     return None if what in built_in() or not holds_run(folder) else WatchedFolder(folder)
-
-
-def trained_here(folder: Path) -> bool:
-    """True if a folder is a run of `headwise train`."""
-    try:
-        return "task" in json_object((folder / "config.json").read_bytes(), folder)
-    except (OSError, ValueError):
-        return False
-
-
-def _here(what: str) -> bool:
-    """True if a transformers model is on this machine; ValueError if the hub can't be asked.
-
-    >>> _here("gtp")
-    Traceback (most recent call last):
-    ValueError: there is no model 'gtp'; did you mean gpt? For a model on the hub, give owner/gtp
-    """
-    if Path(what).is_dir():
-        return True
-    meant = get_close_matches(what.lower(), built_in(), 1)
-    if meant and what.isalpha():  # gpt2 is a model of the hub
-        said = f"there is no model {what!r}; did you mean {meant[0]}?"
-        raise ValueError(f"{said} For a model on the hub, give owner/{what}")
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ModuleNotFoundError as missing:
-        reason = "a name on the hub needs transformers: pip install transformers"
-        raise _missing(what, reason) from missing
-    try:
-        if isinstance(try_to_load_from_cache(what, "config.json"), str):
-            return True
-    except HFValidationError as error:
-        raise _missing(what, "it is not a name on the hub either") from error
-    _reach_hub(what)
-    return False
-
-
-def _reach_hub(what: str) -> None:
-    """ValueError if the hub is out of reach."""
-    reason = unreachable()
-    if reason:
-        raise _missing(what, f"the hub can't be asked for it ({reason})")
-
-
-def _missing(what: str, reason: str) -> ValueError:
-    return ValueError(
-        f"there is no model {what!r}: it is not a folder here, and {reason}. The built-in models "
-        "are gpt and translate"
-    )

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from headwise import Cost
-from headwise.apps.lab.experiments import settings
-from headwise.apps.lab.experiments.settings import Choice, Setting, Whole
+from headwise.apps.interface import settings
+from headwise.apps.interface.page import Route
+from headwise.apps.interface.reply import Answer, Query, refused
+from headwise.apps.interface.settings import Choice, Setting, Whole
+from headwise.apps.look.session import Session
 from headwise.costs import DEVICES, Architecture, Scenario, Sketch, find_device
 from headwise.costs import read_architecture as read
 
@@ -161,3 +164,13 @@ def _longest(architecture: Architecture, use: Scenario) -> int | None:
         return use.longest(architecture, use.device.memory)
     except ValueError:
         return None
+
+
+def cost(session: Session, query: Query) -> Answer:
+    """The cost of the opened model, or of one that the form describes."""
+    with refused():
+        opened = None if session.reader is None else session.reader.model
+        return Answer(answer(query.given, opened).encode())
+
+
+ROUTES: tuple[Route, ...] = ((r"/api/cost", cost),)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from headwise import Edge
+from headwise.apps.interface.background import BusyError
+from headwise.apps.interface.reply import Answer, Query, Refusal, as_json, number
 from headwise.apps.look.atlas import Atlas, PackedCells
-from headwise.apps.look.background import BusyError
 from headwise.apps.look.head_sentences import reason, seen_by, sentence
 from headwise.apps.look.scene import Group, Head
-from headwise.apps.look.serving.reply import Answer, Query, Refusal, as_json, number
 from headwise.apps.look.session import Session
 from headwise.maps import TILE, Cells
 from headwise.messages import halves, say, with_chinese

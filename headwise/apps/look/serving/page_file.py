@@ -173,7 +173,7 @@ class Recorded:
     def content(self, heads: list[dict[str, Any]]) -> dict[str, Any]:
         """The data of the file: the state and all recorded answers."""
         state = self.session.state()
-        state["pages"] = {"heads": True, "cost": False, "lab": False, "why": False, "watch": False}
+        state["pages"] = dict.fromkeys(state["pages"], False) | {"heads": True}
         state["inputs"] = [each for each in state["inputs"] if each["id"] == self.id]
         state["static"] = {"heads": heads}
         answers = {"/api/state": {"json": with_chinese(state)}, **self.answers}

@@ -23,11 +23,12 @@ except ModuleNotFoundError as missing:
         f"the page's server needs {missing.name}: pip install 'headwise[look]'", name=missing.name
     ) from missing
 
-from headwise.apps.look.background import StoppedError
+from headwise.apps.interface.background import StoppedError
+from headwise.apps.interface.reply import Answer, Refusal
+from headwise.apps.look.pages import PAGES
 from headwise.apps.look.serving.answers import answer, answer_post
 from headwise.apps.look.serving.guard import Guard, TooLargeError, too_large
 from headwise.apps.look.serving.page_file import STATIC, built
-from headwise.apps.look.serving.reply import Answer, Refusal
 from headwise.apps.look.session import Session
 from headwise.messages import say
 
@@ -62,7 +63,11 @@ def application(session: Session, static: Path = STATIC) -> Starlette:
     routes = [
         Route("/api/inputs", post, methods=["POST"]),
         Route("/api/tokens", post, methods=["POST"]),
-        Route("/api/lab/{path:path}", post, methods=["POST"]),
+        *(
+            Route(f"/api/{name}/{{path:path}}", post, methods=["POST"])
+            for name, page in PAGES.items()
+            if page.posts
+        ),
         Route("/api/{path:path}", get, methods=["GET"]),
         page(static),
     ]

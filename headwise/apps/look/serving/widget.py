@@ -13,9 +13,9 @@ except ModuleNotFoundError as missing:
         "the notebook's page needs anywidget: pip install 'headwise[notebook]'", name=missing.name
     ) from missing
 
+from headwise.apps.interface.reply import Answer
 from headwise.apps.look.serving.answers import answer, answer_post
 from headwise.apps.look.serving.page_file import STATIC
-from headwise.apps.look.serving.reply import Answer
 from headwise.apps.look.session import Session
 
 

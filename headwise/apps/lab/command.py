@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from headwise import devices
-from headwise.apps.cli import lab_view
-from headwise.apps.cli.spoken import Zh, explained, json_text
+from headwise.apps.interface.terminal import Zh, explained, json_text
+from headwise.apps.lab import command_view as lab_view
 from headwise.apps.lab import handbook, record
 from headwise.apps.lab.claim import Claim
 from headwise.apps.lab.claims import CLAIMS

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from headwise.apps.look.scene import printable
 from headwise.apps.train.torchrun import launched
+from headwise.messages import printable
 
 Report = Callable[[dict[str, Any]], None]
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.apps.cli.train_view import explained, progress, show_result, stopping, unseen
 from headwise.apps.train import presets
+from headwise.apps.train.command_view import explained, progress, show_result, stopping, unseen
 from headwise.apps.train.data import download_cache as cache
 from headwise.apps.train.data.corpora import CORPORA
 from headwise.apps.train.evaluation import export as write

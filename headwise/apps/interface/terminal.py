@@ -1,17 +1,18 @@
-"""The language of a command's output: English, or 中文 with `--zh`."""
+"""What a command prints: English, or 中文 with `--zh`; JSON; errors as one sentence; progress."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headwise.apps.look.scene import printable
-from headwise.messages import Sentence, said_by
+from headwise.messages import Sentence, printable, said_by
 
 CONTROLS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that JSON may hold as they are, and that a terminal or an encoder stumbles over."""
@@ -43,3 +44,20 @@ def json_text(content: Any) -> str:
     """
     written = json.dumps(content, indent=2, ensure_ascii=False)
     return CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], written)
+
+
+def bar(console: Console | None = None) -> Progress:
+    """A progress bar that vanishes at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console or Console(stderr=True), transient=True)
+
+
+def shown_in(progress: Progress) -> Callable[[str, float | None], None]:
+    """A report that moves a progress bar."""
+    task = progress.add_task("loading the model", total=None)
+
+    def report(stage: str, done: float | None) -> None:
+        total = None if done is None else 1.0
+        progress.update(task, description=stage, completed=done or 0, total=total)
+
+    return report

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from headwise.apps.interface import settings
+from headwise.apps.interface.page import Host, Route
+from headwise.apps.interface.reply import Answer, Query, refused
 from headwise.apps.lab.experiments import dot_and_additive as comparing
 from headwise.apps.lab.experiments import many_heads as heads
-from headwise.apps.lab.experiments import settings
 from headwise.apps.lab.experiments import shared_projection as sharing
 from headwise.apps.lab.experiments import why_scale as scale
 from headwise.messages import say
@@ -64,3 +66,12 @@ def _answer(name: str, values: tuple[tuple[str, Any], ...]) -> str:
         for setting, value in values
     }
     return json.dumps({"settings": described, "found": asdict(found)}, allow_nan=False)
+
+
+def experiment(host: Host, query: Query, name: str) -> Answer:
+    """The measurements of an experiment at the settings of its sliders."""
+    with refused():
+        return Answer(answer(name, query.given).encode())
+
+
+ROUTES: tuple[Route, ...] = ((r"/api/why/(\w+)", experiment),)

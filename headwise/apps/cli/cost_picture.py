@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headwise.apps.look.pictures import check, drawing, fonts, metadata
-from headwise.apps.look.scene import printable
+from headwise.apps.interface.pictures import check, drawing, fonts, metadata
+from headwise.messages import printable
 
 PANELS = (
     # title, figures with their names, drawn where a row has them

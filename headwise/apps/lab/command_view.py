@@ -10,13 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from headwise.apps.cli.spoken import in_language
+from headwise.apps.interface.terminal import in_language
 from headwise.apps.lab.charts import Shown, cells
 from headwise.apps.lab.claim import NOTES, TOPICS, VERDICTS, Claim
 from headwise.apps.lab.record import Result
 from headwise.apps.lab.runner import Told
-from headwise.apps.look.scene import printable
-from headwise.messages import say
+from headwise.messages import printable, say
 
 STYLES = {
     "holds": "green",

@@ -6,14 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headwise.apps.interface.page import Host, Route
+from headwise.apps.interface.reply import Answer, Query, as_json, refused
 from headwise.apps.lab import record
 from headwise.apps.lab.charts import Chart, Listing, Shown
 from headwise.apps.lab.claim import NOTES, TOPICS, Claim
 from headwise.apps.lab.claims import CLAIMS
+from headwise.apps.lab.page_code import code
+from headwise.apps.lab.page_job import LabJob
 from headwise.apps.lab.record import Result
 from headwise.apps.lab.runner import find
-from headwise.apps.look.lab_code import code
-from headwise.apps.look.lab_job import LabJob
 from headwise.messages import Sentence, said_by, say, with_chinese
 
 
@@ -51,11 +53,6 @@ def entry(id: str) -> dict[str, Any]:
             "rule": [asdict(piece) for piece in code(claim.rule)],
         }
     )
-
-
-def job(running: LabJob) -> dict[str, Any]:
-    """The experiment that is running, or the last one; its `id` is null before the first."""
-    return with_chinese(running.state() or {"id": None})
 
 
 def claim_of(id: str) -> Claim:
@@ -110,3 +107,56 @@ def _shown(shown: Shown) -> dict[str, Any]:
     kind = "chart" if isinstance(shown, Chart) else "table"
     kind = kind if isinstance(shown, Chart | Listing) else "map"
     return {"kind": kind, **asdict(shown)}
+
+
+def job_of(host: Host) -> LabJob:
+    """The experiment that runs in the background of a session."""
+    found = host.jobs.setdefault("lab", LabJob())
+    assert isinstance(found, LabJob)
+    return found
+
+
+def claims(host: Host, query: Query) -> Answer:
+    """The claims of the lab with their verdicts."""
+    return as_json(listing())
+
+
+def claim(host: Host, query: Query, id: str) -> Answer:
+    """One claim: its results, its derivation, its code."""
+    with refused(404):
+        return as_json(entry(id))
+
+
+def progress(host: Host, query: Query) -> Answer:
+    """The experiment that is running, or the last one; its `id` is null before the first."""
+    return as_json(_progress(host))
+
+
+def begin(host: Host, id: str) -> Answer:
+    """Begin the experiment of a claim."""
+    with refused(404):
+        found = claim_of(id)
+    job_of(host).start(found)
+    return as_json(_progress(host), 202)
+
+
+def end(host: Host) -> Answer:
+    """End the experiment that is running."""
+    job_of(host).stop()
+    return as_json(_progress(host), 202)
+
+
+def _progress(host: Host) -> dict[str, Any]:
+    return with_chinese(job_of(host).state() or {"id": None})
+
+
+CLAIM = r"([a-z][a-z0-9-]{0,60})"
+ROUTES: tuple[Route, ...] = (
+    (r"/api/lab", claims),
+    (r"/api/lab/job", progress),
+    (rf"/api/lab/claims/{CLAIM}", claim),
+)
+POSTS: tuple[Route, ...] = (
+    (rf"/api/lab/claims/{CLAIM}/run", begin),
+    (r"/api/lab/stop", end),
+)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
 from headwise.maps import How
-from headwise.messages import say, with_chinese
+from headwise.messages import halves, said_by, say, with_chinese
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,15 @@ def as_json(value: object, status: int = 200) -> Answer:
 def number(value: float) -> float | None:
     """The value, or None if JSON has no way to write it."""
     return value if math.isfinite(value) else None
+
+
+@contextmanager
+def refused(status: int = 400) -> Iterator[None]:
+    """Turn an error of the form "problem; remedy" into a refusal with a hint."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise Refusal(status, *halves(said_by(error))) from error
 
 
 class Query:

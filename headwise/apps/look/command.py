@@ -13,25 +13,66 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from headwise import devices
-from headwise.apps.cli import look_options as options
-from headwise.apps.cli.progress_bar import bar, shown_in
+from headwise.apps.interface.pictures import check
+from headwise.apps.interface.terminal import bar, shown_in
 from headwise.apps.look import pictures, terminal_view
 from headwise.apps.look import session as sessions
 from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.fit import remarks
 from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, silent
-from headwise.apps.look.scene import printable
 from headwise.apps.look.serving import page_file
 from headwise.apps.look.session import Session
 from headwise.apps.look.show import displayed
+from headwise.messages import printable
+from headwise.models.trained import holds_trained_model
 
 app = typer.Typer()
+
+
+def _hidden_default(help: str) -> typer.models.OptionInfo:
+    found: typer.models.OptionInfo = typer.Option(help=help, show_default=False)
+    return found
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="gpt, translate, a run's folder, or a transformers model's folder or name."
+    ),
+]
+Text = Annotated[str | None, _hidden_default("The text to read.")]
+File = Annotated[
+    typer.FileText | None,
+    typer.Option(
+        help="A UTF-8 file to read; - is standard input.", encoding="utf-8", show_default=False
+    ),
+]
+Image = Annotated[
+    Path | None,
+    _hidden_default("A PNG or JPEG for a vision model; with --text for one that reads both."),
+]
+Heads = Annotated[list[str] | None, _hidden_default("A head by layer and number: 5.1, cross:0.3.")]
+Spans = Annotated[
+    list[str] | None, _hidden_default("Show the weight on a range of tokens: system=0:57.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; the GPU if there is one.")]
+Port = Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)]
+NoOpen = Annotated[bool, typer.Option("--no-open", help="Open no browser.")]
+Out = Annotated[Path | None, _hidden_default("Write the page as one file.html.")]
+Limit = Annotated[str, typer.Option(help="The largest file that --out writes.")]
+Picture = Annotated[Path | None, _hidden_default("Draw --head as an .svg, .pdf or .png.")]
+InTerminal = Annotated[bool, typer.Option("--terminal", help="Draw in the terminal.")]
+Every = Annotated[bool, typer.Option("--all", help="With --terminal: list every head.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print tokens, figures and, with --head, maps.")
+]
 
 
 @dataclass(frozen=True)
@@ -56,21 +97,21 @@ class Asked:
 
 @app.command()
 def look(
-    model: options.Model = "gpt",
-    text: options.Text = None,
-    file: options.File = None,
-    image: options.Image = None,
-    head: options.Heads = None,
-    span: options.Spans = None,
-    device: options.Device = None,
-    port: options.Port = 0,
-    no_open: options.NoOpen = False,
-    out: options.Out = None,
-    limit: options.Limit = "20MB",
-    picture: options.Picture = None,
-    in_terminal: options.InTerminal = False,
-    every: options.Every = False,
-    as_json: options.AsJson = False,
+    model: Model = "gpt",
+    text: Text = None,
+    file: File = None,
+    image: Image = None,
+    head: Heads = None,
+    span: Spans = None,
+    device: Device = None,
+    port: Port = 0,
+    no_open: NoOpen = False,
+    out: Out = None,
+    limit: Limit = "20MB",
+    picture: Picture = None,
+    in_terminal: InTerminal = False,
+    every: Every = False,
+    as_json: AsJson = False,
 ) -> None:
     """See what a model's attention heads do with a text, on a page in your browser.
 
@@ -127,7 +168,7 @@ def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> N
         if path is not None and (path.is_dir() or not _resolved(path).parent.is_dir()):
             raise ValueError(f"{path} can't be written: name a file in an existing folder")
     if picture is not None:
-        pictures.check(picture)
+        check(picture)
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"{out} is not a page: use a name that ends in .html")
     with bar() as progress:
@@ -189,7 +230,7 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
 
         session.heard = heard
         session.run = opening.watched(asked.model)
-        if session.run is None or opening.trained_here(Path(asked.model)):
+        if session.run is None or holds_trained_model(Path(asked.model)):
             session.start(asked.open, asked.input)
         else:
             session.tell(sessions.Progress("ready", None))

@@ -1,14 +1,10 @@
-"""The settings of an experiment, and random numbers that stay put while a slider moves."""
+"""The settings of a form on a page: whole numbers with bounds, and choices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from headwise.messages import Sentence, say
 
@@ -66,14 +62,12 @@ class Choice:
 
 
 Setting = Whole | Choice
-SEED = Whole(0, 0, 999)
-"""Selects the random numbers."""
 
 
 def read(settings: Mapping[str, Setting], asked: Mapping[str, str]) -> dict[str, Any]:
     """The value of every setting: what was asked, else the default; ValueError for any other name.
 
-    >>> read({"width": Whole(64, 1, 1024), "seed": SEED}, {"width": "16"})
+    >>> read({"width": Whole(64, 1, 1024), "seed": Whole(0, 0, 999)}, {"width": "16"})
     {'width': 16, 'seed': 0}
     >>> read({"width": Whole(64, 1, 1024)}, {"width": "many"})
     Traceback (most recent call last):
@@ -89,17 +83,3 @@ def read(settings: Mapping[str, Setting], asked: Mapping[str, str]) -> dict[str,
         name: setting.read(name, asked[name]) if name in asked else setting.default
         for name, setting in settings.items()
     }
-
-
-@lru_cache(maxsize=32)
-def normals(seed: int, stream: int, rows: int, columns: int) -> Tensor:
-    """Independent N(0, 1), float64 (rows, columns); each `stream` of a seed is a separate draw.
-
-    An experiment draws the largest table once and slices its sizes from it, so that a slider adds
-    or removes numbers instead of changing them all, and only its own effect is seen.
-
-    >>> torch.equal(normals(0, 1, 4, 8), normals(0, 1, 4, 8))
-    True
-    """
-    generator = torch.Generator().manual_seed(1000 * stream + seed)
-    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 
+from headwise.apps.interface.background import Background, BusyError, StoppedError
 from headwise.apps.lab import record
 from headwise.apps.lab.claim import Claim
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.runner import Told, run
-from headwise.apps.look.background import Background, BusyError, StoppedError
 from headwise.messages import Sentence, said_by, say
 
 

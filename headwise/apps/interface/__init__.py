@@ -1,0 +1,1 @@
+"""What the commands and pages of several applications are made of."""
