@@ -15,7 +15,7 @@ PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 ORDER: dict[str, list[str]] = {
     "guide": [
-        "look", "gallery", "watch", "watch-models", "spans", "compute", "distributed", "cost",
+        "look", "gallery", "watch", "watch-models", "spans", "sparse", "compute", "distributed", "cost",
         "cost-time", "training", "lab", "notebooks",
     ],
     "handbook": ["from-formula-to-transformer", "handbook/index"] + [

@@ -79,9 +79,15 @@ both take any part of the keys. The backward takes any forward's out and lse, an
 as wide as out, since those of other keys are to be added."""
 
 
-def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+def define(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    shapes: Callable[..., Any],
+    *tags: torch.Tag,
+) -> Any:
     """Register headwise::<name>, computed by `run`, its shapes given by `shapes`, and return it."""
-    LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"headwise::{name}", shapes, lib=LIBRARY)
     return getattr(torch.ops.headwise, name).default

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from headwise.core.spans import SPAN_PREFIX
+from headwise.watching.recorder.watch_options import SPARSE
 from headwise.watching.table import Table
 
 SCALARS = (
@@ -83,7 +84,8 @@ def wanted(table: Table, figures: Iterable[str] | None) -> list[str]:
     """The names in the table of the figures asked for; ValueError if one is not there."""
     there = figure_names(table)
     if figures is None:
-        return [name for name in there if _exact(name) in SCALARS or name.startswith(SPAN_PREFIX)]
+        begins = (SPAN_PREFIX, *SPARSE)
+        return [name for name in there if _exact(name) in SCALARS or name.startswith(begins)]
     asked = [figures] if isinstance(figures, str) else list(figures)
     found = [next((x for x in there if name in (x, _exact(x))), None) for name in asked]
     for name, known in zip(asked, found, strict=True):

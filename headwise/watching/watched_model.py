@@ -14,7 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headwise.core.edges import Edges
 from headwise.core.observation import check_sink_keys, check_statistics
+from headwise.core.policies import Policy
 from headwise.core.spans import SPAN_PREFIX, Spans, check_spans
+from headwise.maps.sparse_losses import SparsePolicies
 from headwise.watching.adapters import torch_calls
 from headwise.watching.adapters.attachment import attach, detach
 from headwise.watching.adapters.module_forwards import find_module
@@ -51,6 +53,7 @@ def watch(
     alarms: bool | Rule | Iterable[Rule] = False,
     strict: bool = False,
     spans: Spans | None = None,
+    sparse: Policy | Iterable[Policy] = (),
     mesh: DeviceMesh | None = None,
 ) -> Watch:
     """Watch every attention layer of any model while it trains or runs; the model is unchanged.
@@ -61,7 +64,11 @@ def watch(
     `stats` names some of the statistics, `rows=64` looks at a sample of the query rows, `layers`
     are numbers or names (* matches any part of a name), `heads` are numbers. `maps=False` keeps no
     queries and keys for `seen.map`. `spans={"image": (4, 580)}` adds the weight on ranges of keys,
-    the figure span_image_mean; `seen.spans` has it row by row. `alarms=True` checks each step by
+    the figure span_image_mean; `seen.spans` has it row by row. `sparse=[hw.sparse.TopK(64)]` adds
+    what a row would lose if it kept only these keys: the weight that they hold, kept_top_64_mean,
+    the error of its output, ‖o_S − o‖ / ‖o‖, error_top_64_mean, and the number of keys that hold
+    95 % of its weight, needed_95_mean; give it `rows=` too, because it takes several passes over
+    the keys. `alarms=True` checks each step by
     the rules of `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in
     the log.
 
@@ -99,9 +106,10 @@ def watch(
     for name, value in numbers:
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"hw.watch({name}={value!r}): it must be a whole number, at least 1")
-    marked = check_spans(spans)
+    marked, policies = check_spans(spans), _policies(sparse)
+    more = (*(SPAN_PREFIX + name for name in marked), *policies.figures([*policies.named]))
     options = WatchOptions(
-        (*check_statistics(stats), *(SPAN_PREFIX + name for name in marked)),
+        (*check_statistics(stats), *more),
         rows,
         _several("layers", layers, int | str, "numbers or names of layers"),
         _several("heads", heads, int, "numbers of heads"),
@@ -110,9 +118,19 @@ def watch(
         sink_keys,
         strict,
         marked,
+        policies,
     )
     ranks = None if mesh is None else JoinedSteps(mesh)
     return Watch(model, options, chosen(alarms, options.stats, maps), ranks)
+
+
+def _policies(sparse: object) -> SparsePolicies:
+    """The policies of `sparse`; ValueError for anything else."""
+    many = (sparse,) if isinstance(sparse, Policy) or not isinstance(sparse, Iterable) else sparse
+    found = tuple(many)
+    if not all(isinstance(policy, Policy) for policy in found):
+        raise ValueError(f"hw.watch(sparse={sparse!r}): give policies such as hw.sparse.TopK(64)")
+    return SparsePolicies(found)
 
 
 def _several(name: str, given: Any, kind: Any, wanted: str) -> tuple[Any, ...] | None:

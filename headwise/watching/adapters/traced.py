@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from headwise.api import observe, statistics
 from headwise.core.observation import Observation
+from headwise.core.problem import pose
 from headwise.core.spans import within
+from headwise.maps.sparse_losses import traced_losses
 from headwise.nn.call import Call
 from headwise.watching.adapters import traced_masks, traced_modules
 from headwise.watching.adapters.last_call import LastCall
@@ -172,6 +174,10 @@ def _record(
 ) -> None:
     if padding is None and tap.kind == "self":
         padding = padding_rows(call.given.mask, call.q, call.k)
+    if tap.losses:
+        problem = pose("observe", call.q, call.k, call.v, call.given._replace(dropout=0.0))
+        problem = problem if seen.rows is None else problem.at(seen.rows)
+        seen.values |= traced_losses(problem, tap.sparse, tap.kind, tap.losses)
     last: LastCall = getattr(module, last_name(way))
     last.set(call)
     if tap.maps:

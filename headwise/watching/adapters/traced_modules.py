@@ -38,6 +38,8 @@ class Tap:
     maxima: tuple[int, ...]
     minima: tuple[int, ...]
     spans: tuple[tuple[str, Span], ...]
+    sparse: int  # the number of the policies
+    losses: tuple[str, ...]  # the figures that they have in this layer
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class TracedModel:
         tap = Tap(
             *(kind, stats, options.rows, options.maps, options.sink_keys),
             *(columns.stats, columns.maxima, columns.minima, tuple(options.spans.items())),
+            *(options.sparse.number, options.sparse.figures(options.sparse.for_kind(kind))),
         )
         setattr(module, tap_name(key), tap)
         setattr(module, board_name(key), board.now)

@@ -16,7 +16,7 @@ from headwise.core.spans import within
 from headwise.distributed.sharded_tensors import local_part
 from headwise.handover import sharded, split_calls
 from headwise.nn.call import Call
-from headwise.watching.recorder.changed_call import ChangedCall
+from headwise.watching.recorder.changed_call import ChangedCall, unchanged
 from headwise.watching.recorder.checkpointing import recomputing
 from headwise.watching.recorder.interventions import Interventions
 from headwise.watching.recorder.layer import WatchedLayer
@@ -122,6 +122,7 @@ class CallRecorder:
             seen = changed.statistics(**look)
             shown = changed.for_map()
             call, maps = shown or call, maps and shown is not None
+        self._add_losses(name, changed or unchanged(call), kind, seen)
         for stat in (x for x in self.options.stats if x in found):
             if stat in known:
                 value = known[stat]
@@ -166,11 +167,25 @@ class CallRecorder:
         if not recomputing():
             self._observed.add(name)
             with self.unread.reading(name):
+                self._add_losses(name, changed or unchanged(call), kind, seen)
                 for key in ("lse", "entropy"):  # those that have gradients
                     if key in seen.values:
                         seen.values[key] = seen.values[key].detach()
                 self._keep(name, call, whole, kind, padding, seen, forgotten=forgotten)
         return out
+
+    def _add_losses(self, name: str, call: ChangedCall, kind: Kind, seen: Observation) -> None:
+        """Add what sparse attention would lose, if the watch was given policies."""
+        policies = self.options.sparse
+        if not policies.for_kind(kind):
+            return
+        try:
+            if split_calls() is not None:
+                raise ValueError("its sequence is split between processes")
+            seen.values |= call.losses(policies, kind, seen.rows)
+        except ValueError as error:  # the policy was made for another call
+            said = ValueError(f"what it would lose under sparse= is not known: {error}")
+            self.unread.fail(name, said)
 
     def _look(self, kind: Kind, keys: int, forgotten: int | None) -> dict[str, Any]:
         options = self.options

@@ -5,7 +5,7 @@ Factors are in the logits when a policy of sparse attention chooses among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from headwise.core.spans import Span
 from headwise.core.steering import Segment
 from headwise.engines.streaming.kept_keys import KeptKeys
 from headwise.handover import sharded
+from headwise.maps.sparse_losses import SparsePolicies, losses
 from headwise.nn.call import Call
 from headwise.watching.recorder.layer import LARGEST
 from headwise.watching.recorder.seen_call import Kind
@@ -64,17 +65,33 @@ class ChangedCall:
         sampled = sample_rows(rows, q.shape[2], q.device)
         numbers = torch.arange(q.shape[2], device=q.device) if sampled is None else sampled
         found = []
-        for run in self.runs:
-            here = numbers[(numbers >= run.rows.start) & (numbers < run.rows.stop)]
-            if not len(here):
-                continue
-            options = _biased(self.call, run.logs).given
+        for options, here in self._by_rows(numbers):
             if self.policies:
                 found.append(self._kept(q, k, v, options, here, **asked))
             else:
                 found.append(statistics(q, k, v, options, **asked, rows=here))
         values = {name: torch.cat([x.values[name] for x in found], 2) for name in found[0].values}
         return Observation(values, torch.cat([x.highest for x in found], 2), sampled)
+
+    def losses(
+        self, policies: SparsePolicies, kind: Kind, rows: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What sparse attention would lose in these rows, or in all, (B, Hq, N) each."""
+        found = []
+        numbers = torch.arange(self.call.q.shape[2], device=self.call.q.device)
+        for options, here in self._by_rows(numbers if rows is None else rows):
+            problem = pose("observe", *self.call[:3], options._replace(dropout=0.0))
+            every = rows is None and len(self.runs) == 1
+            problem = problem if every else problem.at(here)
+            found.append(losses(problem, policies, kind, self.policies))
+        return {name: torch.cat([x[name] for x in found], 2) for name in found[0]}
+
+    def _by_rows(self, numbers: Tensor) -> Iterator[tuple[Options, Tensor]]:
+        """The options of the call for runs of these rows, and their numbers."""
+        for run in self.runs:
+            here = numbers[(numbers >= run.rows.start) & (numbers < run.rows.stop)]
+            if len(here):
+                yield _biased(self.call, run.logs).given, here
 
     def weights(self) -> Tensor:
         """All weights, (B, Hq, N, M)."""
@@ -135,6 +152,11 @@ class ChangedCall:
         mask = rows_of(call.mask, Place.of(call.q, call.k), rows)
         cut = call.changed(mask=mask, bias=_cut(call.bias, rows))
         return cut._replace(q=call.q[:, :, rows])
+
+
+def unchanged(call: Call) -> ChangedCall:
+    """A call as the model makes it."""
+    return ChangedCall(call, call, (Segment(slice(0, call.q.shape[2]), None),))
 
 
 def sparsified(

@@ -8,7 +8,11 @@ from fnmatch import fnmatchcase
 
 from headwise.core.observation import STATISTICS
 from headwise.core.spans import SPAN_PREFIX, Span
+from headwise.maps.sparse_losses import ERROR, KEPT, NEEDED, NONE, SparsePolicies
 from headwise.watching.recorder.seen_call import Kind
+
+SPARSE = (NEEDED, KEPT, ERROR)
+"""How the names of the figures begin that tell what sparse attention would lose."""
 
 WITHIN = ("self_mass", "previous_mass", "distance")
 """Statistics that mean nothing where the tokens of one sequence look at another."""
@@ -27,6 +31,7 @@ class WatchOptions:
     sink_keys: int = 1
     strict: bool = False
     spans: Mapping[str, Span] = field(default_factory=dict)  # `stats` has them as span_<name>
+    sparse: SparsePolicies = NONE  # `stats` has them as kept_<name> and error_<name>
 
     def ask_for(self, number: int, name: str) -> bool:
         """True if they ask for a layer of this number and name."""
@@ -35,7 +40,9 @@ class WatchOptions:
     def stats_of(self, kind: Kind) -> tuple[str, ...]:
         """The statistics that are seen of a layer of this kind."""
         stats = self.stats if kind != "window" else plain_statistics(self.stats)
-        return tuple(x for x in stats if kind == "self" or x not in WITHIN)
+        sparse = self.sparse.figures(self.sparse.for_kind(kind))
+        left_out = {*self.sparse.figures([*self.sparse.named])} - {*sparse}
+        return tuple(x for x in stats if (kind == "self" or x not in WITHIN) and x not in left_out)
 
 
 def matches(number: int, name: str, wanted: Sequence[int | str]) -> bool:
@@ -47,5 +54,5 @@ def matches(number: int, name: str, wanted: Sequence[int | str]) -> bool:
 
 
 def plain_statistics(stats: Iterable[str]) -> tuple[str, ...]:
-    """The statistics that are not weights on spans."""
-    return tuple(name for name in stats if not name.startswith(SPAN_PREFIX))
+    """The statistics that are not weights on spans, nor what sparse attention would lose."""
+    return tuple(name for name in stats if not name.startswith((SPAN_PREFIX, *SPARSE)))

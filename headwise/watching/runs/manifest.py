@@ -22,6 +22,7 @@ from torch import nn
 
 from headwise.core.spans import plain
 from headwise.files import read_json
+from headwise.maps.sparse_losses import NONE
 from headwise.messages import from_json, say, with_chinese
 from headwise.watching.recorder.watch_options import WatchOptions
 from headwise.watching.rules import Rule
@@ -50,7 +51,9 @@ def describe(model: nn.Module, options: WatchOptions, rules: Sequence[Rule]) -> 
             "class": type(model).__name__,
             "parameters": sum(each.numel() for each in model.parameters()),
         },
-        "looking": asdict(replace(options, spans={})) | {"spans": plain(options.spans)},
+        "looking": asdict(replace(options, spans={}, sparse=NONE))
+        | {"spans": plain(options.spans)}
+        | {"sparse": {name: repr(policy) for name, policy in options.sparse.named.items()}},
         "rules": [{"rule": x.name, "says": x.says, "source": x.source} for x in rules],
         "processes": _processes()[1],
         "versions": {
