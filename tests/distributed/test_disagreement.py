@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,19 +252,24 @@ def test_the_ranks_go_on_after_an_error(processes: Processes) -> None:
     assert processes.run(attend, 3, 1, "") == [None] * 3
 
 
-def briefly(mesh: DeviceMesh) -> object:
+def briefly(mesh: DeviceMesh, over: Path) -> object:
     """A call that the second of two ranks never makes, in a group with a short timeout."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
     if mesh.get_local_rank() == 0:
-        attend(DeviceMesh.from_group(group, "cpu"), 1, "")
-    elif mesh.get_local_rank() == 1:
-        time.sleep(SECONDS + 1)
+        try:
+            attend(DeviceMesh.from_group(group, "cpu"), 1, "")
+        finally:
+            over.touch()
+    while mesh.get_local_rank() == 1 and not over.exists():
+        time.sleep(0.05)
     return None
 
 
 @pytest.mark.slow  # waits that long
-def test_a_rank_that_stays_away_is_named_when_the_timeout_is_over(processes: Processes) -> None:
-    fine, error = processes.attempt(briefly, 4)[0]
+def test_a_rank_that_stays_away_is_named_when_the_timeout_is_over(
+    processes: Processes, tmp_path: Path
+) -> None:
+    fine, error = processes.attempt(briefly, 4, tmp_path / "over")[0]
     assert not fine
     assert error.startswith("RankError: rank 1 of 2 did not answer rank 0"), error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -53,6 +55,19 @@ def test_every_move_in_every_layout(processes: Processes, ranks: int, move: str)
             mask=mask, bias=bias, heads="grouped", sinks="sinks", dropout="dropout", longest=23,
             seed=10 * i + ranks,
         )  # fmt: skip
+        check(processes, Case(recipe, ranks, layout, move))
+
+
+CELLS = list(itertools.product((3, 4), MOVES[1:], LAYOUTS, KINDS["mask"]))
+
+
+@pytest.mark.parametrize("cells", [24, pytest.param(len(CELLS), marks=pytest.mark.slow)])
+def test_three_and_four_ranks_with_every_move_layout_and_mask(
+    processes: Processes, cells: int
+) -> None:
+    for seed in random.Random(0).sample(range(len(CELLS)), cells):
+        ranks, move, layout, mask = CELLS[seed]
+        recipe = Recipe(mask=mask, heads="grouped", seed=seed, longest=20)
         check(processes, Case(recipe, ranks, layout, move))
 
 

@@ -351,6 +351,22 @@ def test_layers_are_chosen_by_number_and_name() -> None:
         assert [layer.name for layer in watch.layers] == ["layers.1"]
 
 
+def test_a_watched_model_is_not_traced_by_torch_jit() -> None:
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+    x = torch.randn(2, 6, 16)
+    for model in (hw.nn.MultiHeadAttention(16, 4), Attends()):
+        watch = hw.watch(model).attach()
+        with (
+            pytest.warns(DeprecationWarning, match="jit.trace"),
+            pytest.raises(ValueError, match="can't record a watched model: detach"),
+        ):
+            torch.jit.trace(model, x)
+        watch.detach()
+
+
 def test_a_watched_model_is_not_exported() -> None:
     model, x = stack()
     with hw.watch(model), pytest.raises(ValueError, match="a watched model can't be exported"):

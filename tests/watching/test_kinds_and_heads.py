@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headwise as hw
+from tests.watching.test_unread import stand_in
 
 
 class Folded(nn.Module):
@@ -66,38 +70,67 @@ def test_three_axes_of_the_models_input_are_one_head() -> None:
     assert seen.heads()["head"] == [0]
 
 
+def by_sdpa(_: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False)
+
+
+def by_headwise(_: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return hw.attention(q, k, v)
+
+
+def by_hand(_: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def by_flash_attn(_: nn.Module, *given: Tensor) -> Tensor:
+    called = sys.modules["flash_attn"].flash_attn_func
+    return called(*(x.transpose(1, 2) for x in given)).transpose(1, 2)
+
+
+def by_the_interface_of_transformers(module: nn.Module, *given: Tensor) -> Tensor:
+    function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return function(module, *given, None, is_causal=False)[0].transpose(1, 2)
+
+
 class Attention(nn.Module):
     """The attention of a diffusers UNet: without another sequence it looks at its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, attend: Callable[..., Tensor] = by_sdpa) -> None:
         super().__init__()
-        self.heads = 2
+        self.heads, self.attend = 2, attend
         self.to_q, self.to_k, self.to_v = (nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None) -> Tensor:
         other = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         made = (self.to_q(hidden_states), self.to_k(other), self.to_v(other))
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in made)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False)
-        return out.transpose(1, 2).flatten(2)
+        return self.attend(self, q, k, v).transpose(1, 2).flatten(2)
 
 
 class Block(nn.Module):
     """A block of such a UNet."""
 
-    def __init__(self) -> None:
+    def __init__(self, attend: Callable[..., Tensor] = by_sdpa) -> None:
         super().__init__()
-        self.attn1, self.attn2 = Attention(), Attention()
+        self.attn1, self.attn2 = Attention(attend), Attention(attend)
 
     def forward(self, pixels: Tensor, text: Tensor) -> Tensor:
         pixels = pixels + self.attn1(pixels)
         return pixels + self.attn2(pixels, encoder_hidden_states=text)
 
 
+WAYS = (by_sdpa, by_headwise, by_hand, by_flash_attn, by_the_interface_of_transformers)
+
+
 @pytest.mark.parametrize("words", [8, 5])
-def test_keys_of_another_sequence_are_cross_attention_whatever_their_number(words: int) -> None:
-    with hw.watch(Block()) as seen:
-        seen.model(torch.randn(1, 8, 16), torch.randn(1, words, 16))
+@pytest.mark.parametrize("attend", WAYS)
+def test_keys_of_another_sequence_are_cross_attention_whatever_their_number(
+    attend: Callable[..., Tensor], words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in())
+    with hw.watch(Block(attend)) as seen:
+        for _ in range(4):  # modules in which nothing was heard are not listened to any more
+            seen.model(torch.randn(1, 8, 16), torch.randn(1, words, 16))
     assert [(layer.name, layer.kind) for layer in seen.layers] == [
         ("attn1", "self"),
         ("attn2", "cross"),
@@ -105,6 +138,30 @@ def test_keys_of_another_sequence_are_cross_attention_whatever_their_number(word
     for row in seen.heads():
         for name in ("self_mass_mean", "previous_mass_mean", "distance_mean"):
             assert math.isnan(float(row[name])) == (row["name"] == "attn2"), name
+
+
+@pytest.mark.parametrize("attend", [by_sdpa, by_headwise, by_the_interface_of_transformers])
+def test_compiled_layers_have_the_kinds_and_numbers_of_eager_ones(
+    attend: Callable[..., Tensor],
+) -> None:
+    torch.compiler.reset()
+    model = nn.ModuleList([Block(attend), Block(attend)])
+
+    def run(pixels: Tensor, text: Tensor) -> Tensor:
+        for block in model:
+            pixels = block(pixels, text)
+        return pixels
+
+    given, found = (torch.randn(1, 8, 16), torch.randn(1, 8, 16)), []
+    for way in (run, torch.compile(run, backend="eager", fullgraph=True)):
+        with hw.watch(model) as seen:
+            way(*given)
+        found.append(seen.heads())
+        assert not seen.unread
+    for name in ("layer", "name", "kind", "head"):
+        assert found[0][name] == found[1][name]
+    assert found[1]["kind"] == ["self", "self", "cross", "cross"] * 2
+    assert found[1]["entropy_mean"] == pytest.approx(found[0]["entropy_mean"], rel=1e-5)
 
 
 def test_a_second_argument_that_is_a_sequence_is_where_keys_come_from() -> None:

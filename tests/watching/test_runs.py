@@ -402,11 +402,18 @@ def test_a_reader_sees_a_run_grow(tmp_path: Path) -> None:
     assert run.ended
 
 
-def test_time_flushes_too(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path, dict(ABOUT), steps=1000, seconds=0.05)
+def test_time_flushes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    writer = RunWriter(tmp_path, dict(ABOUT), steps=1000, seconds=10)
+    now += 9.9
     writer.add(entry(0))
-    time.sleep(0.06)
+    assert open_run(tmp_path).steps == []
+    now += 0.1
     writer.add(entry(1))
+    assert open_run(tmp_path).steps == [0, 1]
+    now += 9.9
+    writer.add(entry(2))
     assert open_run(tmp_path).steps == [0, 1]
 
 

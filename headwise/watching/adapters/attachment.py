@@ -42,7 +42,7 @@ def attach(model: nn.Module, recorder: CallRecorder, enter: Enter) -> list[Undo]
             undo += traced_calls.attach(model, listener)
         for adapter in (torch_calls, flex_calls, flash_calls):
             undo += adapter.attach(model, listener)
-        undo += transformers_calls.attach(model, recorder)
+        undo += transformers_calls.attach(model, listener)
     except BaseException:
         detach(undo)
         raise

@@ -21,7 +21,7 @@ from headwise.watching.adapters.packed_sequences import packed
 from headwise.watching.adapters.patching import Replacement, Undo, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
-from headwise.watching.recorder.seen_call import Kind, kind_of
+from headwise.watching.recorder.seen_call import Kind
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _TENSORS: dict[str, tuple[str, ...]] = {
@@ -82,6 +82,7 @@ def _observed(
     """The function's own result; its call is shown to the recorder."""
     name, recorder = listener.frames[-1].name, listener.recorder
     recorder.interventions.refuse(name, "it calls flash_attn")
+    listener.note_attention()
     with listener.off(), taken():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result
@@ -91,7 +92,7 @@ def _observed(
                 call, dropped = read(function.__name__, given, options)
                 proof = None if dropped else listener.prove(name, call, whole.detach())
                 across = call.mask is None and lengths_differ(call.q, call.k)
-                kind: Kind = "cross" if across else kind_of(name)
+                kind: Kind = "cross" if across else listener.kind_of_call(name, call)
                 shown = None if dropped else whole.transpose(1, 2)
                 recorder.beside(name, call, kind, out=shown, proof=proof)
         silenced = recorder.interventions.silence(name, whole, axis=-2)
@@ -109,6 +110,7 @@ def _traced(function: Any, given: tuple[Any, ...], options: dict[str, Any]) -> A
     if found is not None:
         call, dropped = found
         across = call.mask is None and lengths_differ(call.q, call.k)
+        across = across or traced.looks_elsewhere(module, call.k.shape[2], call.mask is not None)
         shown = None if dropped else (out if out.ndim == 4 else out[None]).transpose(1, 2)
         traced.beside(module, call, across, out=shown)
     return result

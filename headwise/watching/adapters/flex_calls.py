@@ -27,7 +27,7 @@ from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.adapters.written.logits_call import from_logits
 from headwise.watching.recorder.layer import LARGEST
-from headwise.watching.recorder.seen_call import Kind, kind_of
+from headwise.watching.recorder.seen_call import Kind
 
 _FLEX = flex.flex_attention
 _OURS = "__watched_flex__"  # an attribute of a replacement: the function that it replaces
@@ -72,12 +72,13 @@ def _observed(
     """The function's own result; its call is shown to the recorder."""
     name, recorder = listener.frames[-1].name, listener.recorder
     recorder.interventions.refuse(name, "it calls flex_attention")
+    listener.note_attention()
     with listener.off(), taken():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result
         if recorder.wants(name):
             with recorder.unread.reading(name):
-                call, kind = read(name, *given, **options)
+                call, kind = read(name, listener.kind, *given, **options)
                 proof = listener.prove(name, call, out.detach().transpose(1, 2))
                 recorder.beside(name, call, kind, out=out, proof=proof)
         silenced = recorder.interventions.silence(name, out)
@@ -86,6 +87,7 @@ def _observed(
 
 def read(
     name: str,
+    kind_by_arguments: Callable[[str, int, bool], Kind],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -102,7 +104,9 @@ def read(
     """
     q, k, v = (x.detach().expand(len(query), -1, -1, -1) for x in (query, key, value))
     across = block_mask is None and lengths_differ(q, k)
-    kind: Kind = "cross" if across else kind_of(name)
+    kind: Kind = "cross"
+    if not across:
+        kind = kind_by_arguments(name, k.shape[2], block_mask is not None)
     mask = None if block_mask is None else _mask(name, block_mask, q, k, kind)
     call = Call(q, k, v, Options(Dot(scale), mask))
     return (call if score_mod is None else _modified(name, call, score_mod)), kind

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from headwise.watching.adapters import traced
+from headwise.watching.adapters.other_sequence import parameters
 from headwise.watching.adapters.patching import Hook, Replacement, Undo
 
 
@@ -70,10 +71,12 @@ def _replacement(kind: type[nn.Module]) -> Replacement[Follower]:
 
 
 def _make(original: Any, users: list[Follower]) -> Callable[..., Any]:
+    names = parameters(original)
+
     @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            return traced.run(original, self, given, options)
+            return traced.run(original, names, self, given, options)
         return _followed(original, users, self, given, options)
 
     return forward

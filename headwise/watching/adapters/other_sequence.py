@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-
-from headwise.nn.call import Call
+from torch import Tensor
 
 KEYS = frozenset(
     (
@@ -19,38 +17,53 @@ KEYS = frozenset(
 )
 """Names of arguments that keys are made of, where they are not None."""
 
-_BESIDE = ("pos", "emb", "mask", "bias", "resid", "query", "value")
+_BESIDE = ("pos", "emb", "mask", "bias", "resid", "quer", "value")
 """Parts of the names of arguments that are as long as a sequence, and that no key is made of."""
 
 
-def looks_elsewhere(
-    module: nn.Module, given: tuple[Any, ...], options: Mapping[str, Any], call: Call
-) -> bool:
-    """True if a module's arguments have keys of another sequence than its queries.
+class Elsewhere(NamedTuple):
+    """What a module's arguments tell about the sequence of its keys."""
 
-    That is an argument with one of the usual names or, without a mask, any other that is as long
-    as the keys and as wide as the first argument.
+    stated: bool  # an argument with one of the usual names is another sequence
+    lengths: tuple[int, ...]  # of other arguments that keys may be made of
+
+    def holds(self, keys: int, masked: bool) -> bool:
+        """True if a call of the module with this many keys looks at another sequence."""
+        return self.stated or (not masked and keys in self.lengths)
+
+
+def elsewhere(
+    names: tuple[str, ...],
+    given: tuple[Any, ...],
+    options: Mapping[str, Any],
+    is_same: Callable[[Tensor, Tensor], bool],
+) -> Elsewhere:
+    """Find sequences (B, M, D) among a module's arguments that its first one is not.
+
+    Those without a usual name count if they are as wide as the first, and no position or mask.
     """
-    named = dict(zip(_parameters(type(module).forward), given, strict=False)) | dict(options)
-    rows = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.ndim == 3}
-    first = next(iter(rows.values()), None)
-    for name, x in rows.items():
-        if first is None or _is_same(x, first) or not x.is_floating_point():
+    named = dict(zip(names, given, strict=False)) | dict(options)
+    rows = [(name, x) for name, x in named.items() if isinstance(x, Tensor) and x.ndim == 3]
+    lengths: list[int] = []
+    for name, x in rows[1:]:
+        first = rows[0][1]
+        if is_same(x, first) or not x.is_floating_point():
             continue
         if name in KEYS:
-            return True
-        fits = call.k.shape[2] in x.shape[:2] and x.shape[2] == first.shape[2]
-        if call.mask is None and fits and not any(part in name for part in _BESIDE):
-            return True
-    return False
+            return Elsewhere(True, ())
+        if x.shape[2] == first.shape[2] and not any([part in name for part in _BESIDE]):
+            lengths += x.shape[:2]
+    return Elsewhere(False, tuple(lengths))
 
 
 @functools.cache
-def _parameters(forward: Any) -> tuple[str, ...]:
+def parameters(forward: Any) -> tuple[str, ...]:
+    """The names of the arguments of a module's forward."""
     return tuple(inspect.signature(forward).parameters)[1:]  # without self
 
 
-def _is_same(x: Tensor, y: Tensor) -> bool:
+def is_same(x: Tensor, y: Tensor) -> bool:
+    """True if two tensors are the same numbers in memory; compiled code asks by `is`."""
     if x is y or x.is_nested or y.is_nested:
         return x is y
     begins = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()

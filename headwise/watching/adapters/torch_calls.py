@@ -17,7 +17,7 @@ from headwise.core.options import Options
 from headwise.nn.call import Call
 from headwise.watching.adapters.headwise_calls import OURS
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
-from headwise.watching.adapters.other_sequence import looks_elsewhere
+from headwise.watching.adapters.other_sequence import elsewhere, is_same, parameters
 from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
 from headwise.watching.adapters.scaled_dot_product import (
     SCALED_DOT_PRODUCT,
@@ -231,8 +231,7 @@ class Listener(ModelMode):
         if not running.frames or running.frames[-1].quiet or is_taken():
             return func(*args, **options)
         frame = running.frames[-1]
-        for one in running.frames:
-            one.attends = True
+        self.note_attention()
         if func is attention:
             return self.own(frame.name, *args, **options)
         if func is SCALED_DOT_PRODUCT:
@@ -256,16 +255,22 @@ class Listener(ModelMode):
         """True if a call of the module that runs should be looked at."""
         return bool(self.frames) and not self.frames[-1].quiet and not is_taken()
 
+    def note_attention(self) -> None:
+        """Go on following the modules that run: one of them attends."""
+        for frame in self.running.frames:
+            frame.attends = True
+
     def scaled_dot_product(
         self, original: Callable[..., Tensor], given: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Tensor:
         """A call of F.scaled_dot_product_attention; its output."""
         name, changes = self.frames[-1].name, self.recorder.interventions
+        self.note_attention()
         changed: ChangedCall | None = None
 
         def read() -> tuple[Call, Kind]:
             call, kind = scaled_dot_product(self.memo, self.heads, *given, **options)
-            return call, kind or self.kind(name, call)
+            return call, kind or self.kind_of_call(name, call)
 
         with taken():
             if changes.wants(name):
@@ -295,12 +300,19 @@ class Listener(ModelMode):
             return 1  # (B, N, D), as the model's input
         return head_count([frame.module for frame in self.frames[:-3:-1]], x.shape, ())
 
-    def kind(self, name: str, call: Call) -> Kind:
+    def kind(self, name: str, keys: int, masked: bool) -> Kind:
         """The kind of a call whose lengths do not tell it, by the module's name and arguments."""
         frame = next((x for x in reversed(self.frames) if x.name == name), None)
-        if frame is not None and looks_elsewhere(frame.module, frame.given, frame.options, call):
-            return "cross"
+        if frame is not None:
+            names = parameters(type(frame.module).forward)
+            found = elsewhere(names, frame.given, frame.options, is_same)
+            if found.holds(keys, masked):
+                return "cross"
         return kind_of(name)
+
+    def kind_of_call(self, name: str, call: Call) -> Kind:
+        """The same of a call that was read."""
+        return self.kind(name, call.k.shape[2], call.mask is not None)
 
     def own(self, name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """A call of hw.attention in somebody's own module."""
@@ -312,7 +324,7 @@ class Listener(ModelMode):
         else:
             call = Call(q, k, v, Options(**options))
             across = call.mask is None and lengths_differ(q, k)
-            kind: Kind = "cross" if across else self.kind(name, call)
+            kind: Kind = "cross" if across else self.kind_of_call(name, call)
             changed = recorder.interventions.change(name, call, kind)
             if recorder.wants(name):
                 out = recorder.inside(name, call, kind, changed=changed)
@@ -352,7 +364,8 @@ class Listener(ModelMode):
     def observe_written(self, found: WrittenAttention, call: Call, out: Tensor) -> None:
         """Hand over attention that is written out, after the product that completes it."""
         known: Mapping[str, Tensor] = {}
-        kind: Kind = "cross" if looks_across(call) else self.kind(found.name, call)
+        across = looks_across(call)
+        kind: Kind = "cross" if across else self.kind_of_call(found.name, call)
         proof = whole = None
         if isinstance(found, WholeProduct) and found.exact:
             whole = found.heads_first(out)

@@ -20,6 +20,7 @@ from headwise.maps.sparse_losses import traced_losses
 from headwise.nn.call import Call
 from headwise.watching.adapters import traced_masks, traced_modules
 from headwise.watching.adapters.last_call import LastCall
+from headwise.watching.adapters.other_sequence import Elsewhere, elsewhere
 from headwise.watching.adapters.traced_graph import (
     UnreadCall,
     constant,
@@ -53,6 +54,10 @@ ACROSS: list[nn.Module] = []
 """The same for attention to another sequence."""
 
 
+KEYS_OF: list[tuple[nn.Module, Elsewhere]] = []
+"""The modules whose forwards are being traced, with what their arguments tell of their keys."""
+
+
 def current() -> nn.Module | None:
     """The module whose forward is being traced; None inside a call that is read already."""
     return RUNNING[-1] if RUNNING else None
@@ -70,22 +75,35 @@ def taken() -> Iterator[None]:
 
 def run(
     original: Callable[..., Any],
+    names: tuple[str, ...],
     module: nn.Module,
     given: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
-    """Run a module's forward, and remember that it is running."""
+    """Run a module's forward, whose arguments have these names, and remember that it is running."""
     if RUNNING and RUNNING[-1] is None:
         return original(module, *given, **options)
     _enter(module)
+    KEYS_OF.append((module, elsewhere(names, given, options, _is)))
     try:
         return original(module, *given, **options)
     finally:
+        KEYS_OF.pop()
         _leave()
         if not RUNNING:
             ATTENDED.clear()
             ACROSS.clear()
             traced_masks.forget()
+
+
+def looks_elsewhere(module: nn.Module | None, keys: int, masked: bool) -> bool:
+    """True if a running module's arguments say that its keys are of another sequence."""
+    found = [told for one, told in KEYS_OF if one is module]
+    return bool(found) and found[-1].holds(keys, masked)
+
+
+def _is(x: Tensor, y: Tensor) -> bool:
+    return x is y
 
 
 def _enter(module: nn.Module | None) -> None:

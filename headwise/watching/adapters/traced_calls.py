@@ -86,7 +86,10 @@ def _make_own(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not torch.compiler.is_compiling() or module is None or q.ndim != 4:
             return original(q, k, v, **options)
         call = Call(q, k, v, Options(**options))
-        return traced.inside(module, call, call.given.mask is None and lengths_differ(q, k))
+        masked = call.given.mask is not None
+        across = not masked and lengths_differ(q, k)
+        across = across or traced.looks_elsewhere(module, k.shape[2], masked)
+        return traced.inside(module, call, across)
 
     attend.__watched_attention__ = True  # type: ignore[attr-defined]
     return attend
@@ -107,5 +110,8 @@ def _traced(original: Callable[..., Any], given: tuple[Any, ...], options: dict[
     if read is not None:
         call, kind = read
         shown = out if out.ndim == 4 else None
-        traced.beside(module, call, kind == "cross", out=shown)
+        across = kind == "cross" or traced.looks_elsewhere(
+            module, call.k.shape[2], call.given.mask is not None
+        )
+        traced.beside(module, call, across, out=shown)
     return out

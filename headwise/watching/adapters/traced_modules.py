@@ -238,8 +238,13 @@ _groups: dict[object, int] = {}
 
 
 def _group(module: nn.Module, name: str) -> int:
-    """A number that modules of the same class, widths, heads and kind share."""
+    """A number that modules of the same class, widths, heads and kind share.
+
+    And of the same attribute: `attn1` and `attn2` of a block may differ in whose keys they see.
+    """
     shapes = tuple(tuple(x.shape) for x in module.parameters())
     heads = tuple((key, x) for key, x in vars(module).items() if "head" in key and type(x) is int)
     kind = (type(module).__module__, type(module).__qualname__)
-    return _groups.setdefault((kind, shapes, heads, kind_of(name)), len(_groups))
+    own = name.rpartition(".")[2]
+    role = (kind_of(name), None if own.isdigit() else own)
+    return _groups.setdefault((kind, shapes, heads, role), len(_groups))

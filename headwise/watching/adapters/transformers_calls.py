@@ -25,6 +25,7 @@ from headwise.watching.adapters.interface import (
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
+from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.adapters.traced_masks import NUMBERING, RULES
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.changed_call import ChangedCall
@@ -42,10 +43,15 @@ class TransformersModules:
     """A watched model: its modules by identity, and the tokens of the parts that run."""
 
     names: dict[int, str]
-    recorder: CallRecorder
+    listener: Listener
     memo: MaskMemo = field(default_factory=MaskMemo)
     sequences: list[tuple[nn.Module, TokenSequence | None]] = field(default_factory=list)
     begins: dict[str, Tensor] = field(default_factory=dict)  # by layer, from its prompt's mask
+
+    @property
+    def recorder(self) -> CallRecorder:
+        """What the calls are shown to."""
+        return self.listener.recorder
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A model, or a part that is a model itself, starts to run."""
@@ -88,7 +94,7 @@ class TransformersModules:
                 self.begins[name] = start.flatten()
 
 
-def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
+def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Show the calls of the attention interface to the recorder; returns the undoing."""
     if sys.modules.get("transformers") is None:
         return []  # then no module of the model is from there
@@ -97,7 +103,7 @@ def attach(model: nn.Module, recorder: CallRecorder) -> list[Undo]:
 
     masks = getattr(transformers, "AttentionMaskInterface", None)
     modules = TransformersModules(
-        {id(module): name for name, module in named_modules(model)}, recorder
+        {id(module): name for name, module in named_modules(model)}, listener
     )
     undo: list[Undo] = [
         replacement.add(modules, recorder.aside)
@@ -263,6 +269,9 @@ def _observed(
     """The function's own result; its call is shown to the recorder."""
     name, recorder = modules.names[id(given.module)], modules.recorder
     kind, sequence = _kind(given, name), modules.sequence(name)
+    modules.listener.note_attention()
+    if kind == "self":
+        kind = modules.listener.kind(name, given.k.shape[2], given.mask is not None)
     padding = None if sequence is None else sequence.padding(given.q)
     forgotten = None if sequence is None else sequence.forgotten(given.q, given.k, kind)
     changes = recorder.interventions
@@ -328,7 +337,9 @@ def _changed(
 def _traced(function: Callable[..., Any], given: InterfaceCall) -> Any:
     """The function's own result in compiled code, with its figures."""
     module = given.module
-    across = _kind(given, "") == "cross"
+    across = _kind(given, "") == "cross" or traced.looks_elsewhere(
+        module, given.k.shape[2], given.mask is not None
+    )
     if function is ours.attend:
         return _run(function, given, look=lambda call: traced.inside(module, call, across))
     with traced.taken():

@@ -69,7 +69,12 @@ class CallRecorder:
         self.unread.warn()
 
     def wants(self, name: str) -> bool:
-        """True if this module's call should be handed over."""
+        """True if this module's call should be handed over; ValueError in torch.jit.trace."""
+        if torch._C._get_tracing_state() is not None:  # it would record what the watch does too
+            raise ValueError(
+                "torch.jit.trace can't record a watched model: detach() the watch first, or trace "
+                "the model before it is watched"
+            )
         if recomputing():
             return name in self._observed  # it must do the same again
         if not self.active:
