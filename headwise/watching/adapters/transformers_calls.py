@@ -106,7 +106,7 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
         {id(module): name for name, module in named_modules(model)}, listener
     )
     undo: list[Undo] = [
-        replacement.add(modules, recorder.aside)
+        replacement.add(modules, modules.recorder.aside)
         for replacement in _replacements(AttentionInterface, masks, model)
     ]
     whole = {id(module) for module in model.modules() if isinstance(module, PreTrainedModel)}

@@ -1,0 +1,211 @@
+"""`make test-mutants`: change the code in small ways, one at a time, and ask that a test fails.
+
+`python -m tests.mutants` copies the package and its tests into build/mutants, notes which tests run
+which lines, draws changes with a seed, and runs for each the tests of its part that run its lines,
+the fastest first, until one fails. It may be interrupted: verdicts are kept. The package is
+copied once (`--fresh` copies it again and forgets the verdicts), the tests at every start;
+`--again` runs the survivors against the tests as they are now. Changes that change nothing are
+named in equivalent.txt, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import math
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutants import plugin
+from tests.mutants.changes import Change, drawn
+from tests.mutants.tree import PARTS, ROOT, Tree, forked
+
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+PAGE = ROOT / "docs" / "testing.md"
+BEGIN, END = "<!-- make test-mutants -->", "<!-- the end of make test-mutants -->"
+ONLY = ("-m", "not slow and not gpu", "-q", "-p", "no:cacheprovider", "--assert=plain")
+
+
+def traced(tree: Tree, file: str) -> dict[str, Any]:
+    """Run the tests of a file; return for each its seconds, its lines and whether it passes."""
+    tracing = plugin.Tracing(plugin.Lines(tree.root, list(tree.sources)))
+    pytest.main([file, *ONLY], plugins=[plugin.Quick(), tracing])
+    return tracing.tests
+
+
+def imported(files: list[str]) -> list[str]:
+    """Return the modules that tests import, but for the package and the tests themselves."""
+    pytest.main([*files, *ONLY, "--collect-only"])
+    return [name for name in sys.modules if not name.startswith(("headwise", "tests", "conftest"))]
+
+
+def failing(order: list[str], *options: str) -> list[str]:
+    """Run tests in this order and return those that fail."""
+    chosen = plugin.Chosen(order)
+    files = dict.fromkeys(name.split("::")[0] for name in order)
+    code = pytest.main([*files, *ONLY, *options], plugins=[plugin.Quick(), chosen])
+    return chosen.failed or ([] if code == 0 else [f"pytest ended with {int(code)}"])
+
+
+class Suite:
+    """The tests of every part, with the lines that they run."""
+
+    def __init__(self, tree: Tree, parts: list[str]) -> None:
+        self.files = {part: tree.tests_of(part) for part in parts}
+        self.tests: dict[str, dict[str, Any]] = {}
+        known = tree.read("tests.json")
+        every = {file: stamp for files in self.files.values() for file, stamp in files.items()}
+        for i, (file, stamp) in enumerate(every.items(), 1):
+            if known.get(file, {}).get("stamp") != stamp:
+                began = time.monotonic()
+                found = forked(lambda file=file: traced(tree, file), tree.folder, 900)
+                found = found if isinstance(found, dict) else {}
+                known[file] = {"stamp": stamp if found else "", "tests": found}
+                tree.write("tests.json", known)
+                bad = [name for name, test in found.items() if not test["ok"]]
+                took = time.monotonic() - began
+                say(f"{i}/{len(every)} {file}: {len(found)} tests, {took:.0f} s, without {bad}")
+            for name, test in known[file]["tests"].items():
+                if test["ok"]:
+                    self.tests[name] = {**test, "file": file, "lines": int(test["lines"], 16)}
+        first = plugin.Lines(tree.root, list(tree.sources)).first
+        ends = [*list(first.values())[1:], list(first.values())[-1] + 100_000]
+        self.range = dict(zip(first, zip(first.values(), ends, strict=True), strict=True))
+
+    def rank(self, name: str) -> tuple[bool, int, str]:
+        """Order tests from fast to slow, in groups, so that fixtures of a file are made once.
+
+        Tests with ranks come first: they fork, and autograd must not have started before.
+        """
+        test = self.tests[name]
+        return not test["ranks"], round(math.log(test["seconds"] + 0.05, 3)), test["file"]
+
+    def that_run(self, change: Change) -> list[str]:
+        """Return the tests of a change's part that run its lines, from fast to slow."""
+        first, end = self.range[change.file]
+        if change.lines is not None:
+            first, end = first + change.lines[0], first + change.lines[1] + 1
+        lines, files = ((1 << (end - first)) - 1) << first, self.files[change.part]
+
+        tests = self.tests.items()
+        return sorted(
+            (n for n, t in tests if t["file"] in files and t["lines"] & lines), key=self.rank
+        )
+
+    def run(self, tree: Tree, order: list[str], *options: str) -> Any:
+        """Run tests in a process of their own."""
+        usual = sum(self.tests[name]["seconds"] for name in order)
+        return forked(lambda: failing(order, *options), tree.folder, 120 + 10 * usual)
+
+    def forget_unsteady(self, tree: Tree, verdicts: dict[str, Any]) -> None:
+        """Forget what was caught by tests that fail though nothing was changed."""
+        caught = {name: found["caught"][0] for name, found in verdicts.items() if found["caught"]}
+        order = sorted((x for x in set(caught.values()) if x in self.tests), key=self.rank)
+        unsteady = self.run(tree, order) if order else []
+        for name in [name for name, by in caught.items() if by in unsteady]:
+            del verdicts[name]
+        tree.write("verdicts.json", verdicts)
+        say(f"{len(order)} tests caught changes; {unsteady} fail without a change")
+
+    def verdict(self, tree: Tree, change: Change) -> dict[str, Any]:
+        """Run the tests against a change."""
+        order, caught = self.that_run(change), []
+        file, source = tree.root / change.file, tree.sources[change.file]
+        began, status = time.monotonic(), file.stat()
+        if order:
+            file.write_text(change.applied(source))
+            try:
+                caught = self.run(tree, order, "-x")
+            finally:
+                file.write_text(source)
+                os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        took = round(time.monotonic() - began, 1)
+        return {"caught": caught, "tests": len(order), "seconds": took}
+
+
+def equivalent() -> dict[tuple[str, ...], str]:
+    """Return (file, line, change) of the changes that change nothing, with the reasons."""
+    rows = [line.split(" | ") for line in EQUIVALENT.read_text().splitlines() if " | " in line]
+    return {tuple(row[:3]): row[3] for row in rows}
+
+
+def report(chosen: list[Change], verdicts: dict[str, Any], seed: int) -> str:
+    """Return the score and the survivors in Markdown."""
+    same = equivalent()
+    run = [change for change in chosen if change.name in verdicts]
+    alive = [change for change in run if not verdicts[change.name]["caught"]]
+    none = [change for change in alive if change.row in same]
+    left = [change for change in alive if change.row not in same]
+    of = len(run) - len(none)
+    lines = [
+        f"{len(run)} of {len(chosen)} changes drawn with seed {seed} were run: {of - len(left)} of "
+        f"{of} were caught ({(of - len(left)) / max(of, 1):.1%}), and {len(none)} more change "
+        "nothing ([why](../tests/mutants/equivalent.txt)).", "",
+        "| part | run | caught | change nothing | survive |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for part in PARTS:
+        n, e, s = (Counter(change.part for change in each)[part] for each in (run, none, left))
+        lines.append(f"| {part} | {n} | {n - e - s} | {e} | {s} |")
+    if left:
+        lines += ["", "Survivors:", "", *(f"- `{change.name}`" for change in left)]
+    return "\n".join(lines)
+
+
+def say(line: str) -> None:
+    """Print progress with the time."""
+    print(time.strftime("%H:%M:%S"), line, flush=True)
+
+
+def asked() -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(prog="tests.mutants", description=__doc__)
+    parser.add_argument("--count", type=int, default=300, help="changes to draw (300)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", action="store_true", help="run the survivors once more")
+    parser.add_argument("--fresh", action="store_true", help="copy the package; forget everything")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = asked()
+    tree = Tree(given.folder.resolve(), given.fresh)
+    chosen = drawn(tree.sources, given.seed, given.count)
+    verdicts, same = tree.read("verdicts.json"), equivalent()
+    if given.again:
+        verdicts = {name: found for name, found in verdicts.items() if found["caught"]}
+    left = [c for c in chosen if c.name not in verdicts and c.row not in same]
+    if left and not given.report:
+        os.chdir(tree.root)
+        sys.path[:] = [str(tree.root), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
+        os.environ |= {"CI": "true", "PYTHONPATH": str(tree.root), "TRITON_INTERPRET": "1"}
+        files = [file for part in PARTS for file in tree.tests_of(part)]
+        for name in forked(lambda: imported(files), tree.folder, 900):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        suite = Suite(tree, list(PARTS))
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        for i, change in enumerate(left, 1):
+            found = verdicts[change.name] = suite.verdict(tree, change)
+            tree.write("verdicts.json", verdicts)
+            told = found["caught"] or f"SURVIVES {found['tests']} tests"
+            say(f"{i}/{len(left)} {change.name}: {told}, {found['seconds']} s")
+        suite.forget_unsteady(tree, verdicts)
+    told = report(chosen, verdicts, given.seed)
+    head, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n{told}\n{END}{rest.split(END)[1]}")
+    print(told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
