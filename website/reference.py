@@ -57,7 +57,8 @@ def modules() -> tuple[str, ...]:
 def declares_names(module: str) -> bool:
     """True if a module says by `__all__` what others may use; it is not imported for that."""
     path = Path(headwise.__path__[0]).parent / module.replace(".", "/")
-    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    package = path / "__init__.py"  # a folder may be left of a package that became a module
+    source = package if package.exists() else path.with_suffix(".py")
     return "\n__all__ = [" in source.read_text(encoding="utf-8")
 
 
