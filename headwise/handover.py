@@ -18,6 +18,7 @@ from torch import Tensor
 from headwise.core.observation import Observation
 from headwise.core.options import Options
 from headwise.maps.attention_map import AttentionMap
+from headwise.maps.effect_map import EffectMap
 
 
 class SplitCalls(Protocol):
@@ -55,6 +56,12 @@ class SplitCalls(Protocol):
         self, q: Tensor, k: Tensor, options: Options, lse: Tensor | None
     ) -> AttentionMap:
         """`attention_map` of the whole sequence, for which every process must ask."""
+        ...
+
+    def effect_map(
+        self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, options: Options
+    ) -> EffectMap:
+        """`effect_map` of the whole sequence, for which every process must ask."""
         ...
 
 

@@ -15,9 +15,10 @@ from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Layout
 from headwise.distributed.ranges import numbers
 from headwise.distributed.rank_attention import attention, observe
-from headwise.distributed.split_maps import attention_map
+from headwise.distributed.split_maps import attention_map, effect_map
 from headwise.distributed.transport import RankGroup
 from headwise.maps.attention_map import AttentionMap
+from headwise.maps.effect_map import EffectMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,13 @@ class MeshCalls:
         """`hw.distributed.attention_map` on the mesh."""
         given = options.of_weights()
         return attention_map(q, k, mesh=self.mesh, layout=self.layout, lse=lse, **given)
+
+    def effect_map(
+        self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, options: Options
+    ) -> EffectMap:
+        """`hw.effect_map` of the whole sequence, whose parts every rank gives to all."""
+        given = options.of_weights()
+        return effect_map(q, k, v, grad, mesh=self.mesh, layout=self.layout, **given)
 
     def every(
         self, number: int, same: Mapping[str, str] | None = None, failure: Exception | None = None

@@ -29,6 +29,7 @@ from headwise.distributed.rank_attention import observe
 from headwise.distributed.shards import check_layout, unshard
 from headwise.distributed.transport import RankGroup
 from headwise.maps.attention_map import AttentionMap
+from headwise.maps.effect_map import EffectMap
 from headwise.maps.pooling import Cells, Reduction
 from headwise.maps.region import Box
 from headwise.score import Score
@@ -79,6 +80,36 @@ def attention_map(
             parts.append(KeyColumns(first, last, AttentionMap(problem, totals)))
     box = Box(*(range(n) for n in (*whole.shape[:3], keys)))
     return SplitMap(ranks, parts, SplitRegion(whole, box, whole[..., :0]), totals)
+
+
+def effect_map(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    *,
+    mesh: DeviceMesh,
+    layout: Layout | None = None,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> EffectMap:
+    """`hw.effect_map` of a sequence that is split between the ranks of a mesh.
+
+    q, k, v and grad are this rank's part, as for `attention`. Every rank must make the map, and
+    gets all of the sequence's queries, keys, values and gradients, so give it the heads that are
+    looked at. The map is of the whole sequence, and can then be asked by one rank alone.
+    """
+    layout = check_layout(layout)
+    if isinstance(bias, Tensor):  # this rank's rows over all keys
+        bias = four(bias).expand(-1, -1, q.shape[2], -1)
+        bias = unshard(bias.detach(), mesh, dim=2, layout=layout)
+    with torch.no_grad():
+        whole = [unshard(x.detach(), mesh, dim=2, layout=layout) for x in (q, k, v, grad)]
+    options = Options(score, mask, bias, softcap, sinks)
+    return EffectMap(pose("effect_map", whole[0], whole[1], whole[2], options), whole[3])
 
 
 def _agreed(

@@ -89,6 +89,31 @@ class EffectMap(LazyMap):
                 region = replace(region, whole=Whole(lse.detach(), product))
         self._hold(region, LazyTotals.of(region))
 
+    def at(self, rows: Tensor) -> EffectMap:
+        """The map of some query rows only, by their numbers (n,): (B, Hq, n, M).
+
+        >>> import torch, headwise as hw
+        >>> x = torch.randn(1, 2, 100, 8)
+        >>> hw.effect_map(x, x, x, x).at(torch.tensor([3, 50]))
+        <EffectMap 1 × 2 × 2 × 100>
+        """
+        region = self.region.at(rows)
+        return self._with(region, LazyTotals.of(region))
+
+    def totals(self) -> EffectTotals:
+        """The totals of every row, (B, Hq, N) each, such as grad · out.
+
+        >>> import torch, headwise as hw
+        >>> x = torch.ones(1, 1, 3, 4)
+        >>> hw.effect_map(x, x, x, x).totals().product
+        tensor([[[4., 4., 4.]]])
+        """
+        region = self.region
+        with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
+            found = self._totals.at(region.box)
+        assert isinstance(found, EffectTotals)
+        return found
+
     def weights(self) -> AttentionMap:
         """The weights of the same edges.
 

@@ -111,6 +111,10 @@ class Whole(NamedTuple):
     lse: Tensor
     product: Tensor | None  # grad · out
 
+    def at(self, rows: Tensor) -> Whole:
+        """What is known of these rows."""
+        return self.cut(lambda x: x.index_select(2, rows))
+
     def cut(self, part: Callable[[Tensor], Tensor]) -> Whole:
         """What is known of some of the rows."""
         return Whole(part(self.lse), None if self.product is None else part(self.product))

@@ -81,6 +81,16 @@ class Region:
         """The dtype that weights are computed in."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
+    def at(self, rows: Tensor) -> Region:
+        """These query rows of all heads, by their numbers."""
+        return replace(
+            self,
+            q=self.q.index_select(2, rows),
+            grad=None if self.grad is None else self.grad.index_select(2, rows),
+            whole=None if self.whole is None else self.whole.at(rows),
+            terms=_at_rows(self.terms, rows),
+        )
+
     def cut(self, box: Box) -> Region:
         """A rectangle of this one, whose heads must be `aligned`."""
         batch, heads, rows, keys = box
@@ -104,6 +114,20 @@ class Region:
             norms=None if self.norms is None else of_keys(self.norms),
             terms=_cut_terms(self.terms, box, self.k.shape[2]),
         )
+
+
+def _at_rows(terms: Terms, rows: Tensor) -> Terms:
+    def taken(x: Tensor | None, axis: int) -> Tensor | None:
+        return x if x is None or x.shape[axis] == 1 else x.index_select(axis, rows)
+
+    position = taken(terms.position, -1)
+    assert position is not None
+    return terms._replace(
+        intervals=taken(terms.intervals, -1),
+        dense=taken(terms.dense, -2),
+        bias=taken(terms.bias, -2),
+        position=position,
+    )
 
 
 def indexed(index: Index | tuple[Index, ...], shape: tuple[int, ...]) -> list[int | range]:

@@ -13,6 +13,7 @@ from headwise.watching.runs.run_reader import WatchedRun, holds_run, open_run
 from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.span_rule import SpanWeight
 from headwise.watching.table import Table
+from headwise.watching.targets import log_probability, logit_difference, runner_up, sequence_loss
 from headwise.watching.watched_model import Watch, watch
 
 __all__ = [
@@ -30,9 +31,13 @@ __all__ = [
     "head_types",
     "holds_run",
     "knock_out",
+    "log_probability",
+    "logit_difference",
     "open_run",
     "qk_clip",
+    "runner_up",
     "scalars",
+    "sequence_loss",
     "sparsify",
     "steer",
     "watch",

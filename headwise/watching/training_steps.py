@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,12 @@ from headwise.watching.logged import Course, LoggedNumbers
 from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.call_recorder import CallRecorder
+from headwise.watching.recorder.held_call import HeldCall
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording, blind_heads, head_rows, overflow
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
-from headwise.watching.table import Table
+from headwise.watching.table import Table, Value
 
 FORMAT = 1
 """Of a state; a reader refuses those it does not know."""
@@ -45,6 +46,7 @@ class EndedStep:
     copies: Mapping[Board, HostCopy]
     compared: set[str]  # modules whose output was compared with what was read
     metered: MeteredStep | None = None  # if the model learned in it
+    held: Mapping[str, HeldCall] = field(default_factory=dict)  # by layer, if effects are watched
 
     @property
     def arrived(self) -> bool:
@@ -184,7 +186,7 @@ class SteppedRecording(Recording):
             self._recorder.unread.warn()
             return super().heads()
         copies = {board: board.copy() for board in self._recorder.registry.boards.values()}
-        table = self._table(recorded, copies, self._recorder.proofs.take())
+        table = self._table(recorded, copies, self._recorder.proofs.take(), _held(recorded))
         return table if len(table) else super().heads()
 
     def counted(self) -> dict[str, float]:
@@ -326,7 +328,7 @@ class SteppedRecording(Recording):
         # With ranks, a pass may be a part of a sequence: its FLOPs are not those of its shape.
         metered = self._meter.end() if self.ranks is None else None
         compared = self._recorder.proofs.take()
-        self._ended = EndedStep(self.steps, recorded, copies, compared, metered)
+        self._ended = EndedStep(self.steps, recorded, copies, compared, metered, _held(recorded))
         keeping = any(run.keeps(self.steps) for run in self._runs)
         if self._ended.arrived or self._alarms.need_maps or keeping:
             self._settle()
@@ -337,7 +339,7 @@ class SteppedRecording(Recording):
         self._write_logged()
         if ended is not None:
             with self._going_on("ending a step"):
-                table = self._table(ended.layers, ended.copies, ended.compared)
+                table = self._table(ended.layers, ended.copies, ended.compared, ended.held)
                 if len(table):
                     self._close(Entry(ended.number, table, self._used(ended, table)))
 
@@ -355,6 +357,7 @@ class SteppedRecording(Recording):
         layers: Sequence[WatchedLayer],
         copies: Mapping[Board, HostCopy],
         compared: Iterable[str],
+        held: Mapping[str, HeldCall],
     ) -> Table:
         """The figures of some layers; those that were misread leave the recording first."""
         boards = {board: copy.read() for board, copy in copies.items()}
@@ -376,6 +379,8 @@ class SteppedRecording(Recording):
         ]
         left = [layer for layer in left if layer.name not in misread]
         rows = head_rows(left, boards, self._recorder.options.rows is not None)
+        if self._recorder.options.effects:
+            _add_effects(rows, left, held)
         wanted = self._recorder.options.heads
         if wanted is not None:
             rows = [row for row in rows if row["head"] in wanted]
@@ -429,6 +434,27 @@ def placed_heads(model: nn.Module, name: str, heads: int, width: int) -> tuple[i
         return head_place(find_module(model, name), heads, width)
     except ValueError:  # it is not there under this name
         return None
+
+
+def _held(layers: Iterable[WatchedLayer]) -> dict[str, HeldCall]:
+    return {layer.name: layer.held for layer in layers if layer.held is not None}
+
+
+def _add_effects(
+    rows: Sequence[dict[str, Value]],
+    layers: Iterable[WatchedLayer],
+    held: Mapping[str, HeldCall],
+) -> None:
+    """Add the column `effect`: what switching a head off adds, to first order; NaN if unknown."""
+    known: dict[tuple[Value, Value], float] = {}
+    for layer in layers:
+        call = held.get(layer.name)
+        found = None if call is None else call.switched_off()
+        if found is not None:
+            for head, value in enumerate(found.tolist()):
+                known[layer.number, layer.first_head + head] = value
+    for row in rows:
+        row["effect"] = known.get((row["layer"], row["head"]), math.nan)
 
 
 def _has_rows(layer: WatchedLayer, boards: Mapping[Board, Tensor]) -> bool:

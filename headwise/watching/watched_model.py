@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from headwise.core.arguments import is_integer
 from headwise.core.edges import Edges
 from headwise.core.observation import check_sink_keys, check_statistics
 from headwise.core.policies import Policy
 from headwise.core.spans import SPAN_PREFIX, Spans, check_spans
+from headwise.maps.effect_map import EffectMap
 from headwise.maps.sparse_losses import SparsePolicies
 from headwise.watching.adapters import torch_calls
 from headwise.watching.adapters.attachment import attach, detach
 from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.adapters.patching import Undo, uncompiled
 from headwise.watching.alarms import chosen
+from headwise.watching.edge_table import Tokens, largest_edges
 from headwise.watching.experiments.importance import importance
 from headwise.watching.experiments.steering import knock_out
 from headwise.watching.head_places import head_place
@@ -55,6 +58,7 @@ def watch(
     spans: Spans | None = None,
     sparse: Policy | Iterable[Policy] = (),
     mesh: DeviceMesh | None = None,
+    effects: bool = False,
 ) -> Watch:
     """Watch every attention layer of any model while it trains or runs; the model is unchanged.
 
@@ -71,6 +75,12 @@ def watch(
     the keys. `alarms=True` checks each step by
     the rules of `headwise.watching`, or give it some of them; alarms are in `seen.alarms` and in
     the log.
+
+    `effects=True` also tells which edges mattered. After a backward pass through any scalar,
+    `seen.effects(layer, head)` has the effect of every edge on it, `seen.edges(20)` the largest of
+    the whole model, and `seen.heads()` the effect of switching each head off. Until then queries,
+    keys and values of the last pass are held, and then the gradients of its outputs too:
+    `seen.effect_bytes`. A compiled model runs as it would without torch.compile.
 
     With `mesh`, a DeviceMesh, the figures of a step are those of all its ranks. They are joined
     when a step ends, so every rank must end the same steps; until then they are this rank's own.
@@ -117,6 +127,7 @@ def watch(
         maps,
         sink_keys,
         strict,
+        bool(effects),
         marked,
         policies,
     )
@@ -159,6 +170,7 @@ class Watch(SteppedRecording):
         self._undo: list[Undo] = []  # takes off what lets the watch see the model
         self._unfollow: Undo | None = None  # ends following the optimisers
         self._modules: set[nn.Module] = set()
+        self._eager = ExitStack()  # while effects are watched, nothing runs compiled
 
     @property
     def attached(self) -> bool:
@@ -178,6 +190,8 @@ class Watch(SteppedRecording):
         WATCHED.update(dict.fromkeys(modules, seen))
         self._unfollow = register_optimizer_step_post_hook(self.optimised).remove
         try:
+            if self.options.effects:
+                self._eager.enter_context(uncompiled())
             self._reserve()
             self._look(self.steps % self.options.every == 0)
             self._meter.begin()
@@ -213,6 +227,7 @@ class Watch(SteppedRecording):
     def detach(self) -> None:
         """End watching; the model is as it was before."""
         self._unhook()
+        self._eager.close()
         if self._unfollow is not None:
             self._unfollow()
         self._unfollow = None
@@ -272,6 +287,70 @@ class Watch(SteppedRecording):
                 "was watched, or it runs compiled code"
             )
         return super().heads()
+
+    def effects(self, layer: int | str, head: int, batch: int = 0) -> EffectMap:
+        """The effects of a head's edges on what was differentiated, (1, 1, N, M), on demand.
+
+        They are of the last pass, and of all backward passes through it together, as in `.grad`.
+        Of a sequence that is split between ranks, every rank asks for the same map.
+
+        >>> import headwise as hw
+        >>> gpt = hw.load("gpt")
+        >>> ids = gpt.encode("to be or not to be")
+        >>> with hw.watch(gpt.model, effects=True) as seen:
+        ...     hw.watching.runner_up(gpt.model(ids)).backward()
+        >>> seen.effects(layer=5, head=1)
+        <EffectMap 1 × 1 × 7 × 7>
+        """
+        self._ask_for_effects(f"effects({layer!r}, {head!r})")
+        found = self.layer(layer)
+        own = found.own_head(head)
+        held = found.held
+        why = "its calls were not seen in eager code" if held is None else held.refusal()
+        if held is None or why is not None:
+            raise ValueError(f"the effects of {found.title} are not known: {why}")
+        batches = len(held.call.q) if held.call is not None else 0
+        if not -batches <= batch < batches:
+            raise ValueError(f"there is no batch entry {batch}; there are {batches}")
+        if held.rows.split is not None:
+            return held.of_head(own).map().head(batch, 0)
+        return held.map().head(batch, own)
+
+    def edges(
+        self,
+        count: int = 20,
+        tokens: Sequence[str] | None = None,
+        source: Sequence[str] | None = None,
+    ) -> Table:
+        """The edges with the largest effects in the whole model, largest magnitude first.
+
+        One row per edge: layer, name, kind, head, batch entry, positions of query and key, the
+        tokens if they are known, weight, effect. `tokens` and `source` name the pieces of the text,
+        as for `show`. With `rows=64` in the watch, only so many sampled rows are looked at.
+
+        >>> import headwise as hw
+        >>> gpt = hw.load("gpt")
+        >>> with hw.watch(gpt.model, effects=True) as seen:
+        ...     hw.watching.runner_up(gpt.model(gpt.encode("to be or not to be"))).backward()
+        >>> seen.edges(3).columns[:7]
+        ['layer', 'name', 'kind', 'head', 'batch', 'query', 'key']
+        """
+        self._ask_for_effects(f"edges({count!r})")
+        if not is_integer(count) or count < 1:
+            raise ValueError(f"edges({count!r}): count must be an integer, at least 1")
+        return largest_edges(self.layers, self.options, count, Tokens(self.tokens, tokens, source))
+
+    @property
+    def effect_bytes(self) -> int:
+        """The bytes of queries, keys, values and gradients that are held for effects."""
+        return sum(layer.held.nbytes for layer in self.layers if layer.held is not None)
+
+    def _ask_for_effects(self, call: str) -> None:
+        if not self.options.effects:
+            raise ValueError(
+                f"seen.{call}: nothing was held for effects; use hw.watch(model, effects=True)"
+            )
+        self.check()
 
     def symmetry(self) -> Table:
         """How symmetric W_qᵀ W_k is, one row per head: 1 if i scores j as j scores i, −1 if it

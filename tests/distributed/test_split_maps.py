@@ -138,3 +138,34 @@ def test_ranks_that_make_or_ask_another_map_are_named(
     found = processes.run(refused, 3, what)
     for rank, error in enumerate(found):
         assert said in error or (rank == 1 and error.startswith("layout='no layout'"))
+
+
+def differentiated(out: Tensor, positions: Tensor) -> Tensor:
+    """A scalar whose parts on the ranks add up to that of one process."""
+    weights = torch.sin(torch.arange(LENGTH * out.shape[-1], dtype=out.dtype))
+    return (out * weights.view(LENGTH, -1)[positions]).sum()
+
+
+def mattered(mesh: DeviceMesh) -> dict[str, object]:
+    layout = hw.distributed.head_tail()
+    attn = layer()
+    hw.distributed.context_parallel(attn, mesh, layout=layout)
+    positions = hw.distributed.shard(torch.arange(LENGTH), mesh, dim=0, layout=layout)
+    with hw.watch(attn, effects=True) as seen:
+        x = hw.distributed.shard(inputs(), mesh, dim=1, layout=layout)
+        out = attn(x, positions=positions, mask=hw.mask.documents(IDS))
+        differentiated(out, positions).backward()
+    found = {"effects": seen.effects(0, 3, batch=1).to_tensor()}
+    return found | {"edges": [dict(row) for row in seen.edges(6)]}
+
+
+def test_the_effects_of_a_split_sequence_have_its_own_positions(processes: Processes) -> None:
+    attn = layer()
+    with hw.watch(attn, effects=True) as seen:
+        out = attn(inputs(), mask=hw.mask.documents(IDS))
+        differentiated(out, torch.arange(LENGTH)).backward()
+    effects, edges = seen.effects(0, 3, batch=1).to_tensor(), seen.edges(6)
+    for part in processes.run(mattered, 2):
+        torch.testing.assert_close(part["effects"], effects, rtol=1e-9, atol=1e-9)
+        places = [(row["head"], row["batch"], row["query"], row["key"]) for row in part["edges"]]
+        assert places == [(x["head"], x["batch"], x["query"], x["key"]) for x in edges]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from headwise.watching.adapters.packed_sequences import packed
 from headwise.watching.adapters.patching import Replacement, Undo, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
+from headwise.watching.recorder.held_call import DROPPED, Output
 from headwise.watching.recorder.seen_call import Kind
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -94,10 +96,17 @@ def _observed(
                 across = call.mask is None and lengths_differ(call.q, call.k)
                 kind: Kind = "cross" if across else listener.kind_of_call(name, call)
                 shown = None if dropped else whole.transpose(1, 2)
-                recorder.beside(name, call, kind, out=shown, proof=proof)
+                turned = partial(_heads_first, whole.shape)
+                output = DROPPED if dropped else Output(out, turned)
+                recorder.beside(name, call, kind, out=shown, proof=proof, output=output)
         silenced = recorder.interventions.silence(name, whole, axis=-2)
     silenced = silenced if out.ndim == 4 else silenced[0]
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
+
+
+def _heads_first(shape: torch.Size, grad: Tensor) -> Tensor:
+    """The gradient of an output (B, N, H, D), or without a batch, as (B, H, N, D)."""
+    return grad.reshape(shape).transpose(1, 2)
 
 
 def _traced(function: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:

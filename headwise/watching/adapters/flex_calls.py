@@ -26,6 +26,7 @@ from headwise.watching.adapters.patching import Replacement, Undo, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.adapters.written.logits_call import from_logits
+from headwise.watching.recorder.call_recorder import itself
 from headwise.watching.recorder.layer import LARGEST
 from headwise.watching.recorder.seen_call import Kind
 
@@ -80,7 +81,7 @@ def _observed(
             with recorder.unread.reading(name):
                 call, kind = read(name, listener.kind, *given, **options)
                 proof = listener.prove(name, call, out.detach().transpose(1, 2))
-                recorder.beside(name, call, kind, out=out, proof=proof)
+                recorder.beside(name, call, kind, out=out, proof=proof, output=itself(out))
         silenced = recorder.interventions.silence(name, out)
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
 

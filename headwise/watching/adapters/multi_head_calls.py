@@ -29,6 +29,7 @@ from headwise.watching.adapters.patching import Replacement, Undo, taken
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.changed_call import ChangedCall
+from headwise.watching.recorder.held_call import DROPPED, Output
 from headwise.watching.recorder.seen_call import Kind
 
 
@@ -185,7 +186,7 @@ def _attention(
     modules.seen.add(id(module))
     if modules.recorder.wants(name):
         with modules.recorder.unread.reading(name):
-            _look(modules, module, query, key, value, *masks, changed=changed)
+            _look(modules, module, query, key, value, *masks, changed=changed, out=out[0])
     return out
 
 
@@ -243,12 +244,29 @@ def _look(
     module: nn.MultiheadAttention,
     *given: Any,
     changed: ChangedCall | None = None,
+    out: Tensor | None = None,
 ) -> None:
     """Show the call to the recorder: its projections are computed once more."""
     with taken():
         name, recorder = modules.names[id(module)], modules.recorder
         call, kind, padding = _read(module, *given)
-        recorder.beside(name, call, kind, padding, changed=changed)
+        output: Output | str | None = None
+        if module.training and module.dropout:
+            output = DROPPED
+        elif out is not None and not out.is_nested:
+            output = Output(out, partial(_before_projection, module))
+        recorder.beside(name, call, kind, padding, changed=changed, output=output)
+
+
+def _before_projection(module: nn.MultiheadAttention, grad: Tensor) -> Tensor:
+    """The gradient of the heads' outputs (B, H, N, D), from that of the module's output."""
+    grad = grad @ module.out_proj.weight.detach().to(grad.dtype)
+    if grad.ndim == 2:
+        grad = grad[None]
+    elif not module.batch_first:
+        grad = grad.transpose(0, 1)
+    heads: Tensor = grad.unflatten(-1, (module.num_heads, -1))
+    return heads.transpose(1, 2)
 
 
 def _read(

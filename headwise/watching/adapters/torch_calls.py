@@ -39,6 +39,7 @@ from headwise.watching.adapters.written.written_out import WrittenOut
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.changed_call import ChangedCall
 from headwise.watching.recorder.checkpointing import recomputing
+from headwise.watching.recorder.held_call import DROPPED, Output
 from headwise.watching.recorder.layer import LARGEST
 from headwise.watching.recorder.seen_call import Kind, kind_of
 
@@ -145,7 +146,7 @@ class Listener(ModelMode):
             self.heard_nothing.clear()
         on, silent = self.on, self.heard_nothing.get(id(module), 0) >= ENOUGH
         # The compiler can't trace through a mode: modules that hold compiled ones go without.
-        heard = changed or not is_compiled(module)
+        heard = changed or recorder.options.effects or not is_compiled(module)
         listening = not quiet and needed and not on and not silent and heard
         sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
         frame = Frame(module, name, quiet, listening, (on or listening) and not aside, sizes)
@@ -285,7 +286,9 @@ class Listener(ModelMode):
             with self.recorder.unread.reading(name):
                 call, kind = read()
                 whole = out.reshape(*call.q.shape[:3], -1)
-                self.recorder.beside(name, call, kind, out=whole, changed=changed)
+                shape = whole.shape
+                output = Output(out, lambda grad: grad.reshape(shape))
+                self.recorder.beside(name, call, kind, out=whole, changed=changed, output=output)
         if out.ndim == 3 and name in changes.silenced:
             split = out.unflatten(0, (-1, self.heads(out)))  # (B, H, N, D)
             return changes.silence(name, split).flatten(0, 1)
@@ -357,24 +360,31 @@ class Listener(ModelMode):
         changes.refuse(found.name, "its attention is written out, softmax and all")
         if found.call is not None and recorder.wants(found.name):
             with recorder.unread.reading(found.name):
-                self.observe_written(found, found.call, out.detach())
+                self.observe_written(found, found.call, out)
         head = changes.silenced.get(found.name)
         return out if head is None else found.without(out, head)
 
     def observe_written(self, found: WrittenAttention, call: Call, out: Tensor) -> None:
         """Hand over attention that is written out, after the product that completes it."""
+        result, out = out, out.detach()
+        output: Output | str | None = None
         known: Mapping[str, Tensor] = {}
         across = looks_across(call)
         kind: Kind = "cross" if across else self.kind_of_call(found.name, call)
         proof = whole = None
         if isinstance(found, WholeProduct) and found.exact:
             whole = found.heads_first(out)
+            output = Output(result, found.gradient)
             proof = self.prove(found.name, call, whole.transpose(1, 2))
+        elif isinstance(found, WholeProduct):
+            output = DROPPED
         if isinstance(found, PartProduct):
             windowed, known = found.windows.known(self.recorder.options.sink_keys)
             kind = "window" if windowed else kind
         few = call.q.shape[:3].numel() * call.k.shape[2] <= LARGEST
-        self.recorder.beside(found.name, call, kind, out=whole, maps=few, known=known, proof=proof)
+        self.recorder.beside(
+            found.name, call, kind, out=whole, maps=few, known=known, proof=proof, output=output
+        )
 
     def prove(self, name: str, call: Call, out: Tensor) -> Tensor | None:
         """Compare out (B, N, H, D) with the call, once for every form of a layer's calls."""

@@ -29,6 +29,7 @@ from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.adapters.traced_masks import NUMBERING, RULES
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.changed_call import ChangedCall
+from headwise.watching.recorder.held_call import DROPPED, Output
 from headwise.watching.recorder.proof import without_dropout
 from headwise.watching.recorder.seen_call import Kind, kind_of
 
@@ -306,10 +307,13 @@ def _observed(
         if changed is None:
             proof = modules.prove(name, function, given, call, result[0])
         modules.remember(name, call, sequence)
-        out = None if given.option("dropout") else result[0].transpose(1, 2)
+        dropped = given.option("dropout")
+        out = None if dropped else result[0].transpose(1, 2)
+        output = DROPPED if dropped else Output(result[0], lambda grad: grad.transpose(1, 2))
         recorder.beside(
-            name, call, kind, padding, out, forgotten=forgotten, proof=proof, changed=changed
-        )
+            name, call, kind, padding, out, forgotten=forgotten, proof=proof, changed=changed,
+            output=output,
+        )  # fmt: skip
     return silenced
 
 

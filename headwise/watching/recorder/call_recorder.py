@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -18,8 +18,9 @@ from headwise.handover import sharded, split_calls
 from headwise.nn.call import Call
 from headwise.watching.recorder.changed_call import ChangedCall, unchanged
 from headwise.watching.recorder.checkpointing import recomputing
+from headwise.watching.recorder.held_call import HeldCall, HeldRows, Output
 from headwise.watching.recorder.interventions import Interventions
-from headwise.watching.recorder.layer import WatchedLayer
+from headwise.watching.recorder.layer import LARGEST, WatchedLayer
 from headwise.watching.recorder.layer_registry import LayerRegistry
 from headwise.watching.recorder.model_passes import ModelPasses, forgets
 from headwise.watching.recorder.proof import Proofs
@@ -36,6 +37,8 @@ from headwise.watching.recorder.seen_call import (
 )
 from headwise.watching.recorder.unread import UnreadModules
 from headwise.watching.recorder.watch_options import WatchOptions, plain_statistics
+
+Hold = Callable[[HeldRows], HeldCall]
 
 
 @dataclass
@@ -76,7 +79,7 @@ class CallRecorder:
                 "the model before it is watched"
             )
         if recomputing():
-            return name in self._observed  # it must do the same again
+            return name in self._observed or self._awaited(name) is not None
         if not self.active:
             return False
         shown = self.registry.shown.items()
@@ -95,6 +98,7 @@ class CallRecorder:
         known: Mapping[str, Tensor] | None = None,
         proof: Tensor | None = None,
         changed: ChangedCall | None = None,
+        output: Output | str | None = None,
     ) -> None:
         """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
 
@@ -102,11 +106,15 @@ class CallRecorder:
         tokens before its first key that a cache no longer holds; None if that is not known. `known`
         has statistics that the call does not show, (B, Hq, N) each. `proof` is how far the model's
         output is off, if it was compared. `changed` is the call under the weights that experiments
-        gave it.
+        gave it. `output` is the tensor of the model whose gradient tells that of the call's output.
         """
         if recomputing():
+            self._hold_again(name, call, output, out)
             return
         share, whole = None, call
+        if self.options.effects and not maps:
+            output = f"it is written out, and has more than {LARGEST:,} weights per call"
+        held = self._hold(call, output, out, changed) if self.options.effects else None
         if changed is not None:
             call = changed.single or changed.call
         if sharded(*call[:3]) is not None:  # this rank's heads, under the numbers of all
@@ -134,7 +142,7 @@ class CallRecorder:
                 seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
             elif out is not None:
                 seen.values[stat] = norms(out.detach(), seen)
-        self._keep(name, call, whole, kind, padding, seen, maps, forgotten, proof, share)
+        self._keep(name, call, whole, kind, padding, seen, maps, forgotten, proof, share, held)
 
     def inside(
         self,
@@ -157,7 +165,10 @@ class CallRecorder:
         if beside or single is None or sharded(*call[:3]) is not None:
             out = (call if changed is None else changed).attend()
             with self.unread.reading(name):
-                self.beside(name, call, kind, padding, out, forgotten=forgotten, changed=changed)
+                self.beside(
+                    name, call, kind, padding, out, forgotten=forgotten, changed=changed,
+                    output=itself(out),
+                )  # fmt: skip
             return out
         call = single
         try:
@@ -169,14 +180,17 @@ class CallRecorder:
             out = attention(call.q, call.k, call.v, **call.options())  # or it raises the same
             self.unread.fail(name, error)
             return out
-        if not recomputing():
+        if recomputing():
+            self._hold_again(name, call, itself(out), out)
+        else:
             self._observed.add(name)
             with self.unread.reading(name):
                 self._add_losses(name, changed or unchanged(call), kind, seen)
                 for key in ("lse", "entropy"):  # those that have gradients
                     if key in seen.values:
                         seen.values[key] = seen.values[key].detach()
-                self._keep(name, call, whole, kind, padding, seen, forgotten=forgotten)
+                held = self._hold(call, itself(out), out) if self.options.effects else None
+                self._keep(name, call, whole, kind, padding, seen, forgotten=forgotten, held=held)
         return out
 
     def _add_losses(self, name: str, call: ChangedCall, kind: Kind, seen: Observation) -> None:
@@ -213,6 +227,7 @@ class CallRecorder:
         forgotten: int | None = None,
         proof: Tensor | None = None,
         share: tuple[int, int] | None = None,
+        held: Hold | None = None,
     ) -> None:
         # `whole` is the call before experiments changed it: its mask tells positions and padding.
         options, passes, divided = self.options, self.passes, split_calls()
@@ -258,10 +273,43 @@ class CallRecorder:
             split=None if part is None or divided is None else (divided, part),
         )
         layer.add(found, continues)
+        if held is not None:
+            layer.held = held(HeldRows(start, forgotten or 0, padding, divided))
         assert layer.slot is not None
         layer.slot.add(seen, padding, proof)
         layer.recorded = True
         layer.stats = tuple(x for x in options.stats if x in layer.stats or x in seen.values)
+
+    def _hold(
+        self,
+        call: Call,
+        output: Output | str | None,
+        out: Tensor | None,
+        changed: ChangedCall | None = None,
+    ) -> Hold:
+        """Return what holds a call for its effects, once it is known where its rows stand."""
+        if changed is not None:
+            call = changed.single or call
+            if changed.single is None:
+                output = "an experiment gave some of its rows other factors"
+        if sharded(*call[:3]) is not None:
+            output = "its queries, keys and values are DTensors"
+        return lambda rows: HeldCall.of(call, output, out, rows)
+
+    def _awaited(self, name: str) -> WatchedLayer | None:
+        """The layer of a module whose forward ran without gradients, and may be run again."""
+        layer = self.registry.layers.get(name) if self.options.effects else None
+        waits = layer is not None and layer.held is not None and layer.held.awaits
+        return layer if waits else None
+
+    def _hold_again(
+        self, name: str, call: Call, output: Output | str | None, out: Tensor | None
+    ) -> None:
+        """Hold a call that is recomputed with gradients: checkpoints may run it without first."""
+        layer = self._awaited(name)
+        if layer is not None:
+            assert layer.held is not None
+            layer.held = HeldCall.of(call, output, out, layer.held.rows)
 
     def _padding(self, call: Call) -> Tensor | None:
         """The rows that are padding by a call's mask, which the layers of a model often share."""
@@ -286,6 +334,11 @@ def computed_statistics(options: WatchOptions, kind: Kind) -> tuple[str, ...]:
     if options.maps and options.rows is None and "lse" not in stats:
         stats = (*stats, "lse")
     return stats
+
+
+def itself(out: Tensor) -> Output:
+    """An output (B, Hq, N, Dv) that the model goes on with."""
+    return Output(out, lambda grad: grad)
 
 
 def call_for_map(call: Call, own_end: int | None) -> Call:

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from headwise.api import attention_map
-from headwise.core.mask_parts import PartOfMask
 from headwise.core.observation import Observation
-from headwise.core.place import Place
-from headwise.distributed.head_options import options_of
 from headwise.maps.attention_map import AttentionMap
 from headwise.watching.recorder.board import Slot
+from headwise.watching.recorder.held_call import HeldCall
 from headwise.watching.recorder.joined_calls import joined_call, joined_observation
-from headwise.watching.recorder.seen_call import Kind, SeenCall, owned
+from headwise.watching.recorder.seen_call import Kind, SeenCall, of_head, owned
 from headwise.watching.table import Value
 
 LARGEST = 1 << 24
@@ -46,6 +44,7 @@ class WatchedLayer:
     first_head: int = 0  # the number of its first head, if other ranks have the ones before
     share: tuple[int, int] | None = field(default=None, repr=False)
     """The number of its first head and that of all heads of the layer; None if that is unknown."""
+    held: HeldCall | None = field(default=None, repr=False)  # the last call, for its effects
     ended: bool = False  # the next call begins a new pass, whatever it looks like
     _ran: bool = False  # in compiled code, since the last step
     _calls: list[SeenCall] = field(default_factory=list, repr=False)
@@ -171,17 +170,9 @@ class WatchedLayer:
         assert last.split is not None
         self._refuse_lost()
         calls, call = last.split
-        entry, own = slice(batch, batch + 1), range(head, head + 1)
-        key_head = head // (call.q.shape[1] // call.k.shape[1])
-        options = call.given._replace(mask=None, dropout=0.0)
-        options = options_of(Place.of(call.q, call.k), range(len(call.q))[entry], own, options)
-        if call.mask is not None:  # it is of the whole sequence, whose length is not known here
-            entries = range(len(call.q))
-            mask = PartOfMask(call.mask, entries[entry], own, len(entries), call.q.shape[1])
-            options = options._replace(mask=mask)
-        lse = None if last.lse is None else last.lse[entry, head : head + 1]
-        q, k = call.q[entry, head : head + 1], call.k[entry, key_head : key_head + 1]
-        return calls.attention_map(q, k, options, lse=lse)
+        lse = None if last.lse is None else last.lse[batch : batch + 1, head : head + 1]
+        one = of_head(call, range(batch, batch + 1), head)
+        return calls.attention_map(one.q, one.k, one.given, lse=lse)
 
     def _refuse_lost(self) -> None:
         if any(part.lost for part in self._calls):

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from headwise.bias import ALiBi, Bias, RelativeBuckets, Sum, plus
 from headwise.core.intervals import Mask
+from headwise.core.mask_parts import PartOfMask
 from headwise.core.mask_reading import TracedDense
 from headwise.core.observation import Observation
 from headwise.core.place import Place
 from headwise.core.versions import Versions, may_be_overwritten
+from headwise.distributed.head_options import options_of
 from headwise.handover import SplitCalls
 from headwise.nn.call import Call
 from headwise.score import Additive, Cosine, Dot, General, Score
@@ -101,7 +103,7 @@ def _cut(seen: Observation, queries: int) -> Observation:
 
 def versions_of(call: Call) -> Versions:
     """A note of what a call's tensors hold, to know whether they were written over."""
-    return Versions({str(number): x for number, x in enumerate(_tensors(tuple(call)))})
+    return Versions({str(number): x for number, x in enumerate(tensors_of(tuple(call)))})
 
 
 def owned(call: Call) -> Call:
@@ -113,6 +115,23 @@ def owned(call: Call) -> Call:
     sinks = None if call.sinks is None else _copy(call.sinks)
     own = call.changed(score=_score(call.score), bias=_bias(call.bias), sinks=sinks)
     return own._replace(q=q, k=k)
+
+
+def of_head(call: Call, entries: range, head: int) -> Call:
+    """A call of some batch entries and one query head; its mask stays as it is.
+
+    The call may be a part of a sequence, to whose whole the mask refers.
+    """
+    part = slice(entries.start, entries.stop)
+    key_head = head // (call.q.shape[1] // call.k.shape[1])
+    options = call.given._replace(mask=None, dropout=0.0)
+    own = range(head, head + 1)
+    options = options_of(Place.of(call.q, call.k), entries, own, options)
+    if call.mask is not None:
+        mask = PartOfMask(call.mask, entries, own, len(call.q), call.q.shape[1])
+        options = options._replace(mask=mask)
+    q, k, v = call.q[part, head : head + 1], call.k[part, key_head : key_head + 1], call.v
+    return Call(q, k, v[part, key_head : key_head + 1], options)
 
 
 def first_position(call: Call) -> int:
@@ -219,16 +238,16 @@ def _shown_keys(mask: Mask, place: Place) -> Tensor:
     return edges.cumsum(1)[:, :-1] > 0
 
 
-def _tensors(x: object) -> Iterator[Tensor]:
+def tensors_of(x: object) -> Iterator[Tensor]:
     """The tensors that a call is made of, those of its score, bias and mask included."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, tuple | list):
         for part in x:
-            yield from _tensors(part)
+            yield from tensors_of(part)
     elif is_dataclass(x):
         for part in fields(x):
-            yield from _tensors(getattr(x, part.name))
+            yield from tensors_of(getattr(x, part.name))
 
 
 def _score(score: Score) -> Score:

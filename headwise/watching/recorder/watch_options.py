@@ -30,6 +30,7 @@ class WatchOptions:
     maps: bool = True
     sink_keys: int = 1
     strict: bool = False
+    effects: bool = False  # hold calls for the effects of their edges
     spans: Mapping[str, Span] = field(default_factory=dict)  # `stats` has them as span_<name>
     sparse: SparsePolicies = NONE  # `stats` has them as kept_<name> and error_<name>
 

@@ -55,6 +55,10 @@ class WholeProduct(WrittenAttention):
         rest, factor = self.added
         return self.product.heads_first((out - rest) / factor, self.call.q.shape[1])
 
+    def gradient(self, grad: Tensor) -> Tensor:
+        """The gradient of the output (B, H, N, D), from that of what was computed."""
+        return self.product.heads_first(grad * self.added[1], self.call.q.shape[1])
+
     def without(self, out: Tensor, head: int) -> Tensor:
         rest, factor = self.added
         heads = self.heads_first(out).clone()
