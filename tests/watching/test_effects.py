@@ -282,6 +282,18 @@ def test_dropout_and_missing_gradients_are_said_in_words() -> None:
     assert "effect" not in seen.heads().columns
 
 
+def test_effects_inside_an_experiment_are_those_of_the_changed_call() -> None:
+    torch.manual_seed(0)
+    model, x = Block("own").double(), torch.randn(1, 6, 16, dtype=torch.float64)
+    with hw.knock_out(model, [(0, 0, 1, 4)]), hw.watch(model, effects=True) as seen:
+        before = linear(model(x))
+        before.backward()
+    assert seen.effects(0, 0)[0, 0, 4, 1] == 0
+    with torch.no_grad(), hw.knock_out(model, [(0, 0, 1, 4), (0, 0, 2, 4)]):
+        real = float(linear(model(x)) - before)
+    assert seen.effects(0, 0)[0, 0, 4, 2].item() == pytest.approx(real)
+
+
 def test_steps_of_a_training_keep_the_effects_of_their_heads() -> None:
     torch.manual_seed(0)
     model, x = Block("own"), torch.randn(1, 6, 16)

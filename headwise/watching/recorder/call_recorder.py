@@ -289,9 +289,10 @@ class CallRecorder:
     ) -> Hold:
         """Return what holds a call for its effects, once it is known where its rows stand."""
         if changed is not None:
-            call = changed.single or call
-            if changed.single is None:
-                output = "an experiment gave some of its rows other factors"
+            shown = changed.for_map()
+            if shown is None:
+                output = f"experiments change it, and it has more than {LARGEST:,} weights per call"
+            call = shown or call
         if sharded(*call[:3]) is not None:
             output = "its queries, keys and values are DTensors"
         return lambda rows: HeldCall.of(call, output, out, rows)
