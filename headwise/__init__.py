@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headwise.costs.calculate import cost
     from headwise.costs.cost import Cost
     from headwise.costs.workload import CacheLayout
+    from headwise.indexer import index_loss
     from headwise.models.trained import load
     from headwise.watching import Recording as Recording
     from headwise.watching import Watch, knock_out, qk_clip, sparsify, steer, watch
@@ -41,6 +42,7 @@ _LATER = {
     "Recording": "headwise.watching",
     "Watch": "headwise.watching",
     "cost": "headwise.costs.calculate",
+    "index_loss": "headwise.indexer",
     "knock_out": "headwise.watching",
     "load": "headwise.models.trained",
     "qk_clip": "headwise.watching",
@@ -74,6 +76,7 @@ __all__ = [
     "distributed",
     "effect_map",
     "explain",
+    "index_loss",
     "knock_out",
     "load",
     "mask",
