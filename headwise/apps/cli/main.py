@@ -37,6 +37,10 @@ COMMANDS = {
         "Count what a model takes before it runs: parameters, FLOPs, memory and time.",
         "headwise.apps.cli.cost",
     ),
+    "sparse": Command(
+        "Tell what a language model would lose if each row saw only a few keys.",
+        "headwise.apps.look.sparsity.command",
+    ),
     "train": Command(
         "Train a small model: translate, continue text, or classify images.",
         "headwise.apps.train.command",
@@ -110,6 +114,7 @@ def options(
     headwise look runs/first                 what it has learnt
     headwise lab                             what textbooks claim, tested
     headwise cost gpt --length 32k           its parameters, FLOPs and memory
+    headwise sparse                          what few keys per row would lose
 
     Every command has --help with more examples; most have --json.
     """

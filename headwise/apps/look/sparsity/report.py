@@ -1,0 +1,313 @@
+"""What a language model loses when its rows see fewer keys: losses by method, heads and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.apps.look.readers.builtin import TextReader
+from headwise.apps.look.readers.reader import Reader, Report
+from headwise.apps.look.readers.transformers_reader import TransformersTextReader
+from headwise.nn import GrowingCache
+from headwise.sparse import Blocks, Evicted, Policy, TopK, Window
+from headwise.watching import Watch, WatchedLayer, sparsify, watch
+
+SINKS = 4  # first keys that the window keeps
+METHODS = {
+    "top-k": "the k largest logits of each row: an oracle that scores every key",
+    "blocks, exact": "the blocks with the largest weight: an oracle too",
+    "blocks, max": "blocks by the upper bound of their logits, as in Quest",
+    "blocks, mean": "blocks by their mean key, as in MoBA and NSA",
+    "window + sinks": f"the last keys and the first {SINKS}, as in StreamingLLM",
+    "eviction": "prompt keys by the attention of its last rows, as in SnapKV; newer keys stay",
+}
+"""The methods and what each of them keeps."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The loss at one budget."""
+
+    budget: int
+    loss: float
+    increase: float
+
+
+@dataclass(frozen=True)
+class HeadNeeds:
+    """How many keys a head's rows need for a share of their weight, and what few of them hold."""
+
+    layer: int
+    name: str
+    head: int
+    needed_mean: float
+    needed_max: int
+    kept: dict[int, float]  # mean weight on the largest keys, by budget
+
+
+@dataclass(frozen=True)
+class LayerNeeds:
+    """What one layer costs when it alone is sparse."""
+
+    layer: int
+    name: str
+    points: list[Point]
+    suggested: int | None  # keys; None: all of them
+
+
+@dataclass(frozen=True)
+class SparseReport:
+    """The whole report, in the form of its JSON."""
+
+    model: str
+    tokens: int
+    scored: int
+    block: int
+    share: float
+    loss: float
+    methods: dict[str, list[Point]]
+    heads: list[HeadNeeds]
+    layers: list[LayerNeeds]
+    allowed: float
+    suggestion: Point  # of all layers together; its budget is the mean, of tokens where all stay
+
+    def as_dictionary(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"about": METHODS}
+
+
+class Language:
+    """A language model and some tokens: losses of the second half, whole or after a prompt."""
+
+    def __init__(self, reader: Reader, text: str, tokens: int) -> None:
+        if isinstance(reader, TextReader):
+            self.model: nn.Module = reader.loaded.model
+            ids = reader.loaded.encode(text)
+        elif isinstance(reader, TransformersTextReader) and reader.whole is not None:
+            self.model = reader.whole
+            ids = torch.tensor([reader.tokeniser(text, verbose=False)["input_ids"]])
+            ids = ids.to(reader.whole.device)
+            if type(reader.whole).__name__.endswith("ForMaskedLM"):
+                raise ValueError(_needs_language(reader))
+        else:
+            raise ValueError(_needs_language(reader))
+        self.built_in = isinstance(reader, TextReader)
+        self.ids = ids[:, :tokens]
+        self.half = self.ids.shape[1] // 2
+        if self.ids.shape[1] < 32:
+            raise ValueError(f"the text has {self.ids.shape[1]} tokens, and a report needs 32")
+
+    def loss(self) -> float:
+        """The mean loss of the tokens of the second half, in nats."""
+        logits = self._logits(self.ids, None)
+        return self._scored(logits[0, self.half : -1])
+
+    def prompt(self) -> Any:
+        """Read the first half; return a cache that holds it."""
+        memory: Any = None
+        if self.built_in:
+            memory = [GrowingCache() for _ in self.model.blocks]  # type: ignore[union-attr]
+            self.model(self.ids[:, : self.half], caches=memory)
+        else:
+            found = self.model(self.ids[:, : self.half], use_cache=True)
+            memory = found.past_key_values
+        return memory
+
+    def loss_after(self, memory: Any) -> float:
+        """The loss of the second half, read after the prompt that a cache holds."""
+        return self._scored(self._logits(self.ids[:, self.half :], memory)[0, :-1])
+
+    def _logits(self, ids: Tensor, memory: Any) -> Tensor:
+        if self.built_in:
+            logits: Tensor = self.model(ids, caches=memory)
+            return logits
+        found: Tensor = self.model(ids, past_key_values=memory, use_cache=memory is not None).logits
+        return found
+
+    def _scored(self, logits: Tensor) -> float:
+        """The mean loss of the rows that predict the second half without its first token."""
+        return F.cross_entropy(logits.float(), self.ids[0, self.half + 1 :]).item()
+
+
+def _needs_language(reader: Reader) -> str:
+    name = reader.description.name
+    return f"{name} does not predict the next token of a text; give a language model"
+
+
+class Survey:
+    """Measures a model, step by step; every step is reported."""
+
+    def __init__(self, reader: Reader, text: str, tokens: int, report: Report) -> None:
+        self.name, self.language, self.report = (
+            reader.description.name,
+            Language(reader, text, tokens),
+            report,
+        )
+        self.model = self.language.model
+        self.steps = self.done = 0
+
+    def measure(self, budgets: list[int], block: int, share: float, allowed: float) -> SparseReport:
+        """The report for these budgets."""
+        language = self.language
+        tokens, half = language.ids.shape[1], language.half
+        budgets = sorted({x for x in budgets if x < tokens})
+        if not budgets:
+            raise ValueError(f"no budget is below the {tokens} tokens of the text")
+        with torch.no_grad():
+            with self.watching() as seen:
+                self.report("all keys", 0)
+                whole = language.loss()
+            layers = [x for x in seen.layers if x.map().shape[2] == x.map().shape[3] == tokens]
+            if not layers:
+                raise ValueError("no layer's attention over the whole text could be read")
+            self.steps = 6 * len(budgets) + len(layers) * (len(budgets) + 1) + 4
+            heads = [row for layer in layers for row in self.needs(layer, budgets, share, half)]
+            methods = self.methods(budgets, block, whole)
+            alone = {x.number: self.alone(x, budgets, whole) for x in layers}
+            chosen, suggestion = self.suggest(alone, allowed, whole)
+        needs = [
+            LayerNeeds(x.number, x.name, alone[x.number], chosen.get(x.number)) for x in layers
+        ]
+        return SparseReport(
+            self.name, tokens, tokens - half - 1, block, share, whole, methods, heads, needs,
+            allowed, suggestion,
+        )  # fmt: skip
+
+    def needs(
+        self, layer: WatchedLayer, budgets: list[int], share: float, half: int
+    ) -> Iterator[HeadNeeds]:
+        """What each head of a layer needs, over the rows of the second half."""
+        self.step(f"{layer.name}: keys that rows need")
+        amap = layer.map()
+        needed = amap.needed(share)[0, :, half:].double()
+        kept = amap.kept(budgets)[0, :, half:].double().mean(1)
+        for head in range(needed.shape[0]):
+            by_budget = dict(zip(budgets, kept[head].tolist(), strict=True))
+            mean, most = needed[head].mean().item(), int(needed[head].max())
+            yield HeadNeeds(layer.number, layer.name, head, mean, most, by_budget)
+
+    def methods(self, budgets: list[int], block: int, whole: float) -> dict[str, list[Point]]:
+        """The loss of each method at each budget."""
+        kinds: dict[str, Callable[[int], Policy]] = {
+            "top-k": TopK,
+            "blocks, exact": lambda budget: Blocks(block, budget // block, by="exact"),
+            "blocks, max": lambda budget: Blocks(block, budget // block, by="max"),
+            "blocks, mean": lambda budget: Blocks(block, budget // block, by="mean"),
+            "window + sinks": lambda budget: Window(budget - SINKS - 1, SINKS),
+        }
+        found: dict[str, list[Point]] = {}
+        for method, policy in kinds.items():
+            least = block if method.startswith("blocks") else SINKS + 1 if "sinks" in method else 1
+            for budget in budgets:
+                self.step(f"{method}, {budget} keys")
+                if budget >= least:
+                    loss = self.sparse(policy(budget))
+                    point = Point(budget, loss, loss - whole)
+                    found.setdefault(method, []).append(point)
+        found["eviction"] = list(self.evictions(budgets, whole))
+        return found
+
+    def evictions(self, budgets: list[int], whole: float) -> Iterator[Point]:
+        """The loss of the second half when so many keys of the first are left in the cache."""
+        recent = max(1, min(16, self.language.half // 4))
+        with self.watching() as seen:
+            self.language.prompt()
+        scores = {x.number: x.map().eviction_scores(recent, smooth=5) for x in seen.layers}
+        for budget in budgets:
+            self.step(f"eviction, {budget} keys")
+            if budget < self.language.half:
+                memory = self.language.prompt()  # a cache can be read on once
+                policies: dict[int | str, Policy] = {
+                    number: Evicted(x, budget) for number, x in scores.items()
+                }
+                with sparsify(self.model, policies):
+                    loss = self.language.loss_after(memory)
+                yield Point(budget, loss, loss - whole)
+
+    def alone(self, layer: WatchedLayer, budgets: list[int], whole: float) -> list[Point]:
+        """The loss at each budget when this layer alone keeps its k largest."""
+        found = []
+        for budget in budgets:
+            self.step(f"{layer.name} alone, {budget} keys")
+            loss = self.sparse({layer.number: TopK(budget)})
+            found.append(Point(budget, loss, loss - whole))
+        return found
+
+    def suggest(
+        self, alone: Mapping[int, list[Point]], allowed: float, whole: float
+    ) -> tuple[dict[int, int], Point]:
+        """Budgets by layer whose loss together is at most `allowed` above the whole one, measured.
+
+        The sum of what each layer costs alone is only a guess; if together they cost more, less is
+        spent and measured again. Layers that are not named keep all keys.
+        """
+        spend, tokens = allowed, self.language.ids.shape[1]
+        for _ in range(4):
+            self.step("the suggested budgets together")
+            chosen = cheapest(alone, spend)
+            loss = self.sparse(chosen_policies(chosen)) if chosen else whole
+            if loss - whole <= allowed:
+                break
+            spend /= 2
+        else:
+            chosen, loss = {}, whole
+        mean = sum(chosen.get(number, tokens) for number in alone) / len(alone)
+        return chosen, Point(round(mean), loss, loss - whole)
+
+    def sparse(self, policy: Policy | Mapping[int | str, Policy]) -> float:
+        """The loss under a policy."""
+        with sparsify(self.model, policy):
+            return self.language.loss()
+
+    @contextmanager
+    def watching(self) -> Iterator[Watch]:
+        with watch(self.model, stats=("entropy",)) as seen:
+            yield seen
+
+    def step(self, what: str) -> None:
+        """Report what is measured next."""
+        self.done += 1
+        self.report(what, min(1.0, self.done / max(1, self.steps)))
+
+
+def chosen_policies(chosen: Mapping[int, int]) -> dict[int | str, Policy]:
+    """The policy of each layer."""
+    return {number: TopK(budget) for number, budget in chosen.items()}
+
+
+def cheapest(alone: Mapping[int, list[Point]], spend: float) -> dict[int, int]:
+    """Budgets by layer, as small as a sum of increases allows; without the layers that keep all.
+
+    It takes the largest budget for each layer, and then, again and again, the step down that costs
+    least per key. A layer that loses too much at its largest budget keeps all keys.
+
+    >>> flat, steep = ([Point(k, 0, x / k) for k in (1, 2, 4)] for x in (0.0, 4.0))
+    >>> cheapest({0: flat, 1: steep}, 2.5)
+    {0: 1, 1: 2}
+    """
+    chosen: dict[int, int] = {}  # the place among a layer's points
+    spent = 0.0
+    order = sorted(alone, key=lambda number: alone[number][-1].increase)
+    for number in order:
+        cost = max(0.0, alone[number][-1].increase)
+        if spent + cost <= spend:
+            chosen[number], spent = len(alone[number]) - 1, spent + cost
+    while True:
+        steps = []
+        for number, place in chosen.items():
+            points = alone[number]
+            if place:
+                cost = max(0.0, points[place - 1].increase) - max(0.0, points[place].increase)
+                saved = points[place].budget - points[place - 1].budget
+                if spent + cost <= spend:
+                    steps.append((cost / saved, number, cost))
+        if not steps:
+            return {number: alone[number][place].budget for number, place in sorted(chosen.items())}
+        _, number, cost = min(steps)
+        chosen[number], spent = chosen[number] - 1, spent + cost

@@ -1,0 +1,124 @@
+"""`headwise sparse` as a user sees it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+import headwise as hw
+from headwise.apps.cli.main import app
+from headwise.apps.look.readers.reader import SAMPLE_TEXT
+from headwise.apps.look.sparsity.report import METHODS, Point, cheapest
+
+SHORT = ["--tokens", "64", "--budget", "8", "--budget", "32"]
+
+
+def invoked(*words: str) -> Any:
+    return CliRunner().invoke(app, ["sparse", *words])
+
+
+def refused(*words: str) -> str:
+    result = invoked(*words)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.fixture(scope="module")
+def report() -> Any:
+    result = invoked(*SHORT, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output[result.output.index("{") :])
+
+
+def test_the_loss_of_all_keys_and_of_the_largest_is_the_models(report: Any) -> None:
+    gpt = hw.load("gpt")
+    ids = gpt.encode(SAMPLE_TEXT)[:, :64]
+
+    def loss() -> float:
+        with torch.no_grad():
+            return F.cross_entropy(gpt.model(ids)[0, 32:-1], ids[0, 33:]).item()
+
+    assert report["loss"] == pytest.approx(loss(), abs=1e-5)
+    with hw.sparsify(gpt.model, hw.sparse.TopK(8)):
+        few = loss()
+    points = {point["budget"]: point for point in report["methods"]["top-k"]}
+    assert points[8]["loss"] == pytest.approx(few, abs=1e-5)
+    assert points[8]["increase"] == pytest.approx(few - loss(), abs=1e-5)
+    assert report["scored"] == 31
+
+
+def test_the_report_has_every_method_head_and_layer(report: Any) -> None:
+    assert list(report["methods"]) == list(METHODS) == list(report["about"])
+    assert [(x["layer"], x["head"]) for x in report["heads"]] == [
+        (layer, head) for layer in range(6) for head in range(8)
+    ]
+    for head in report["heads"]:
+        assert 1 <= head["needed_mean"] <= head["needed_max"] <= 64
+        assert 0 < head["kept"]["8"] <= head["kept"]["32"] <= 1 + 1e-6
+    assert [x["layer"] for x in report["layers"]] == list(range(6))
+
+
+def test_the_suggestion_costs_at_most_what_is_allowed_and_is_measured(report: Any) -> None:
+    suggestion = report["suggestion"]
+    assert suggestion["increase"] <= report["allowed"]
+    chosen = {x["layer"]: x["suggested"] for x in report["layers"] if x["suggested"]}
+    gpt = hw.load("gpt")
+    ids = gpt.encode(SAMPLE_TEXT)[:, :64]
+    policies = {layer: hw.sparse.TopK(k) for layer, k in chosen.items()}
+    with torch.no_grad(), hw.sparsify(gpt.model, policies):
+        loss = F.cross_entropy(gpt.model(ids)[0, 32:-1], ids[0, 33:]).item()
+    assert suggestion["loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_the_tables_and_bars_are_printed(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(SAMPLE_TEXT[:600], encoding="utf-8")
+    result = invoked("gpt", "--text", str(file), "--tokens", "48", "--budget", "8")
+    assert result.exit_code == 0, result.output
+    for said in ("gpt 48 tokens", "window + sinks", "Keys that a row needs", "hw.sparsify", "█"):
+        assert said in result.output
+
+
+def test_what_can_not_be_measured_is_refused_in_words(tmp_path: Path) -> None:
+    assert "does not predict the next token" in refused("translate", "--text", SAMPLE_TEXT)
+    assert "the text has 3 tokens" in refused("--text", "to be")
+    assert "no budget is below the 40 tokens" in refused("--tokens", "40", "--budget", "64")
+    assert "there is no model 'gtp'" in refused("gtp")
+    assert "share must be above 0" in refused(*SHORT, "--share", "0")
+
+
+def test_a_transformers_model_has_a_report(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from headwise.apps.look.readers.transformers_reader import TransformersTextReader
+    from headwise.apps.look.sparsity.report import Survey
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    whole = transformers.LlamaForCausalLM(config).eval()
+
+    def tokeniser(text: str, verbose: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 100 for letter in text]}
+
+    reader = TransformersTextReader("llama", whole.model, tokeniser, whole)
+    survey = Survey(reader, SAMPLE_TEXT, 40, lambda stage, done: None)
+    found = survey.measure([4, 16], 4, 0.9, 1.0)
+    assert len(found.heads) == 8
+    assert [len(points) for points in found.methods.values()] == [2, 2, 2, 2, 1, 2]
+    assert found.suggestion.increase <= 1.0
+
+
+def test_the_budgets_are_the_smallest_that_the_sum_allows() -> None:
+    def points(*increases: float) -> list[Point]:
+        return [Point(k, 0.0, x) for k, x in zip((1, 2, 4), increases, strict=True)]
+
+    alone = {0: points(0.5, 0.2, 0.1), 1: points(3.0, 2.0, 1.0), 2: points(0.0, 0.0, 0.0)}
+    assert cheapest(alone, 0.25) == {0: 2, 2: 1}  # layer 1 keeps all
+    assert cheapest(alone, 1.6) == {0: 1, 1: 4, 2: 1}
+    assert cheapest(alone, 0.0) == {2: 1}
