@@ -43,6 +43,65 @@ CHINESE: dict[str, str] = {
     "a body of type {media!r} can't be read": "无法读取 {media!r} 类型的内容",
     "the body has no text": "内容里没有文本",
     'send {{"text": "…"}} as application/json': '请以 application/json 发送 {{"text": "…"}}',
+    # the story of a run
+    "logit growth": "logit 过大",
+    "entropy collapse": "熵坍缩",
+    "dead head": "失效的头",
+    "sink take-over": "注意力汇聚到首词元",
+    "duplicated heads": "重复的头",
+    "the softmax of these heads is nearly saturated: hardly any gradient passes it, and growing logits have ended in divergence before": (  # noqa: E501
+        "这些头的 softmax 接近饱和：几乎没有梯度能通过，而 logit 持续增大往往以发散告终"
+    ),
+    "each row looks at a single key, which its position does not explain: training becomes unstable when attention collapses": (  # noqa: E501
+        "每一行只看一个键，且无法用位置解释：注意力坍缩时训练会变得不稳定"
+    ),
+    "these heads add next to nothing to what their layer computes": (
+        "这些头对所在层的计算几乎没有贡献"
+    ),
+    "most heads rest on the first token: they add little where they find nothing to look at": (
+        "大多数头停在第一个词元上：找不到可看的内容时，它们几乎不起作用"
+    ),
+    "these heads do the same work as another one of their layer": (
+        "这些头与同层的另一个头做着同样的事"
+    ),
+    "try a lower learning rate or a longer warm-up, or hw.qk_clip(model, watch) after each step of the optimiser": (  # noqa: E501
+        "试试更低的学习率或更长的预热，或在优化器每一步之后调用 hw.qk_clip(model, watch)"
+    ),
+    "try a lower learning rate, or QK-norm in the model": (
+        "试试更低的学习率，或在模型中加入 QK-norm"
+    ),
+    "seen.importance(loss) tells whether the loss needs it": (
+        "seen.importance(loss) 会说明损失是否需要它"
+    ),
+    "usual in pretrained models; learned sinks (sinks=) take such weight away": (
+        "在预训练模型中很常见；可学习的注意力汇（sinks=）可以吸收这部分权重"
+    ),
+    "fewer heads may do: seen.importance(loss) tells which the loss needs": (
+        "也许不需要这么多头：seen.importance(loss) 会说明损失需要哪些"
+    ),
+    "their largest logits are NaN": "它们的最大 logit 是 NaN",
+    "their largest logits are {span}, above {limit}": "它们的最大 logit 为 {span}，超过 {limit}",
+    "their mean entropies are {span} nats, below {limit}": (
+        "它们的平均熵为 {span} 纳特，低于 {limit}"
+    ),
+    "their mean output norms are {span}, at most {limit}": (
+        "它们的平均输出范数为 {span}，不超过 {limit}"
+    ),
+    "{low} to {high}": "{low} 到 {high}",
+    "nothing has been recorded yet": "还没有任何记录",
+    "no alarm in {count:,} recorded steps": "记录的 {count:,} 步中没有警报",
+    "the first alarm came at step {step}: {rule}, {where}": (
+        "第一个警报出现在第 {step} 步：{rule}，{where}"
+    ),
+    "{begun}; the loss turned {lead} steps later, at step {turned}": (
+        "{begun}；{lead} 步之后，损失在第 {turned} 步开始回升"
+    ),
+    "{begun}; the loss had turned at step {turned}": (
+        "{begun}；此前损失已在第 {turned} 步开始回升"
+    ),
+    "the whole model": "整个模型",
+    "head {name}": "头 {name}",
+    "{count} heads ({names})": "{count} 个头（{names}）",
     # inputs that can't be read
     "the model is still busy with another input": "模型还在读另一个输入",
     "wait until it is done": "请等它读完",
@@ -444,8 +503,8 @@ CHINESE: dict[str, str] = {
     "there is no figure {name!r}; there are {there}": "没有指标 {name!r}；现有 {there}",
     # alarms
     "its largest logit is NaN": "它的最大 logit 是 NaN",
-    "its largest logit is {largest:.4g}, above {limit:g}": (
-        "它的最大 logit 是 {largest:.4g}，超过 {limit:g}"
+    "its largest logit is {largest}, above {limit:g}": (
+        "它的最大 logit 是 {largest}，超过 {limit:g}"
     ),
     "its mean entropy is {entropy:.3f} nats: {keys:.2f} keys per row": (
         "它的平均熵是 {entropy:.3f} 奈特：每行 {keys:.2f} 个键"

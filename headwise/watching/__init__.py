@@ -11,6 +11,7 @@ from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES
 from headwise.watching.runs.run_reader import WatchedRun, holds_run, open_run
 from headwise.watching.runs.run_writer import RunWriter
+from headwise.watching.runs.story import Chapter, Loss, Story
 from headwise.watching.span_rule import SpanWeight
 from headwise.watching.table import Table
 from headwise.watching.targets import log_probability, logit_difference, runner_up, sequence_loss
@@ -19,11 +20,14 @@ from headwise.watching.watched_model import Watch, watch
 __all__ = [
     "RULES",
     "Alarm",
+    "Chapter",
     "Clip",
     "Entry",
+    "Loss",
     "Recording",
     "RunWriter",
     "SpanWeight",
+    "Story",
     "Table",
     "Watch",
     "WatchedLayer",

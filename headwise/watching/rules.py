@@ -90,8 +90,8 @@ class LogitGrowth:
                 yield _of(row, say("its largest logit is NaN"))
             elif largest > self.limit:
                 said = say(
-                    "its largest logit is {largest:.4g}, above {limit:g}",
-                    largest=largest,
+                    "its largest logit is {largest}, above {limit:g}",
+                    largest=_told(largest, self.limit),
                     limit=self.limit,
                 )
                 yield _of(row, said)
@@ -283,6 +283,16 @@ def _small(norm: float, mean: float) -> Sentence:
         norm=norm,
         share=share,
     )
+
+
+def _told(value: float, limit: float) -> str:
+    """A number with as many digits as tell it from a limit.
+
+    >>> _told(100.004, 100.0), _told(123.456, 100.0)
+    ('100.004', '123.5')
+    """
+    tried = (f"{value:.{count}g}" for count in range(4, 17))
+    return next((text for text in tried if float(text) != limit), f"{value:.4g}")
 
 
 def _of(row: dict[str, Value], says: str) -> Finding:

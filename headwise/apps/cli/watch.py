@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from headwise.apps.cli import watch_view
+from headwise.apps.cli import story_view, watch_view
 from headwise.apps.interface.terminal import json_text
 from headwise.messages import printable
-from headwise.watching import WatchedRun, open_run
+from headwise.watching import Story, WatchedRun, open_run
 
 app = typer.Typer()
 
@@ -33,6 +33,14 @@ def watch(
         bool,
         typer.Option("--json", help="Print the last step, trends and alarms as JSON."),
     ] = False,
+    story: Annotated[
+        bool,
+        typer.Option("--story", help="Tell the run: its loss, each alarm, and what to do."),
+    ] = False,
+    beside: Annotated[
+        Path | None,
+        typer.Option(help="With --story: another run to compare with.", show_default=False),
+    ] = None,
     seconds: Annotated[
         float, typer.Option(help="Seconds between updates.", min=0.1, max=3600)
     ] = 1.0,
@@ -46,12 +54,22 @@ def watch(
     headwise watch runs/first
 
     headwise watch runs/first --statistic max_logit --once
+
+    headwise watch runs/first --story
     """
+    if beside is not None and not story:
+        raise typer.BadParameter("--beside belongs to --story")
     console = Console()
     try:
         opened = open_run(run)
+        if story and not as_json:
+            for each in (opened, *([] if beside is None else [open_run(beside)])):
+                console.print(story_view.view(each, console.width))
+            return
         if as_json:
             found = watch_view.as_dictionary(opened, statistic)
+            if story:
+                found["story"] = Story.of(opened).to_dict()
             typer.echo(json_text(_plain(found)))
         elif once or not console.is_terminal:
             watch_view.show(console, opened, statistic)

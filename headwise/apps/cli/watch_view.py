@@ -11,7 +11,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from headwise.messages import printable
-from headwise.watching import Alarm, WatchedRun, scalars
+from headwise.watching import Chapter, Story, WatchedRun, scalars
 
 BARS = "▁▂▃▄▅▆▇█"
 """Eight heights for a sparkline."""
@@ -29,17 +29,7 @@ COURSE = 24
 """Characters of a layer's sparkline."""
 
 ALARMS = 8
-"""The number of alarms that are listed; the others are counted."""
-
-REMEDIES = {
-    "logit growth": "try a lower learning rate or a longer warm-up, or hw.qk_clip(model, watch) "
-    "after each step of the optimiser",
-    "entropy collapse": "try a lower learning rate, or QK-norm in the model",
-    "dead head": "seen.importance(loss) tells whether the loss needs it",
-    "sink take-over": "usual in pretrained models; learned sinks (sinks=) take such weight away",
-    "duplicated heads": "fewer heads may do: seen.importance(loss) tells which the loss needs",
-}
-"""A first thing to try for each rule."""
+"""The most lines of alarms; the others are counted."""
 
 NAMES = {"entropy": "entropy_mean", "max_logit": "max_logit_max"}
 
@@ -55,7 +45,7 @@ def view(run: WatchedRun, statistic: str, width: int) -> RenderableType:
         Text(),
         grid(run, figure, width),
         legend(run, figure),
-        *alarm_lines(run.alarms),
+        *alarm_lines(run),
     )
 
 
@@ -166,42 +156,33 @@ def spark(values: Sequence[float], width: int = COURSE) -> str:
     )
 
 
-def alarm_lines(alarms: Sequence[Alarm]) -> list[RenderableType]:
-    """The latest alarms."""
-    if not alarms:
+def alarm_lines(run: WatchedRun) -> list[RenderableType]:
+    """The alarms by rule and layer, the first first, and what to do."""
+    told = Story.of(run)
+    if not told.chapters:
         return [Text("\nno alarm", style="green")]
-    groups = grouped(alarms)
-    more = f", the last {ALARMS} of {len(groups)} kinds" if len(groups) > ALARMS else ""
-    title = Text(f"\n{len(alarms)} alarm{'s' if len(alarms) > 1 else ''}{more}", style="bold red")
-    remedies = [
-        REMEDIES[rule] for rule in dict.fromkeys(x.rule for x in alarms) if rule in REMEDIES
+    count = len(run.alarms)
+    title = Text(f"\n{count} alarm{'s' if count > 1 else ''}", style="bold red")
+    lines = [
+        Text(f"  {printable(chapter_line(x))}", overflow="fold") for x in told.chapters[:ALARMS]
     ]
-    return [
-        title,
-        *(Text(f"  {printable(line)}", overflow="fold") for line in groups[-ALARMS:]),
-        *(Text(f"  → {line}", style="cyan", overflow="fold") for line in remedies),
-    ]
+    left = len(told.chapters) - ALARMS
+    more = [Text(f"  and {left} more: headwise watch {run.folder} --story")] if left > 0 else []
+    remedies = dict.fromkeys(x.remedy for x in told.chapters if x.remedy is not None)
+    advice = [Text(f"  → {line}", style="cyan", overflow="fold") for line in remedies]
+    return [title, *lines, *more, *advice]
 
 
-def grouped(alarms: Sequence[Alarm]) -> list[str]:
-    """One line for the alarms of a rule in a step.
+def chapter_line(chapter: Chapter) -> str:
+    """The alarms of a rule in a layer, on a line.
 
-    >>> print(*grouped([Alarm(3, "logit growth", 0, head, "it is NaN") for head in range(9)]))
-    step 3: logit growth: 9 heads (0.0, 0.1, 0.2, 0.3, …): it is NaN
+    >>> alarms = [Alarm(3 + head, "dead head", 0, head, "it is silent") for head in range(9)]
+    >>> chapter_line(Chapter("dead head", 0, "h.0", alarms))
+    'step 3 to 11: dead head: 9 heads (0.0, 0.1, 0.2, 0.3, …): it is silent'
     """
-    kinds: dict[tuple[int, str], list[Alarm]] = {}
-    for alarm in alarms:
-        kinds.setdefault((alarm.step, alarm.rule), []).append(alarm)
-    lines = []
-    for (step, rule), some in kinds.items():
-        if len(some) == 1:
-            lines.append(str(some[0]))
-            continue
-        names = [f"{alarm.layer}.{alarm.head}" for alarm in some]
-        heads = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-        also = "" if len({alarm.says for alarm in some}) == 1 else ", and the like"
-        lines.append(f"step {step}: {rule}: {len(some)} heads ({heads}): {some[0].says}{also}")
-    return lines
+    last = chapter.alarms[-1].step
+    until = f" to {last}" if last > chapter.step else ""
+    return f"step {chapter.step}{until}: {chapter.rule}: {chapter.where}: {chapter.says}"
 
 
 def legend(run: WatchedRun, figure: str) -> Text:

@@ -27,7 +27,7 @@ from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.fit import remarks
 from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, silent
-from headwise.apps.look.serving import page_file
+from headwise.apps.look.serving import page_file, run_file
 from headwise.apps.look.session import Session
 from headwise.apps.look.show import displayed
 from headwise.messages import printable
@@ -59,6 +59,9 @@ Image = Annotated[
     _hidden_default("A PNG or JPEG for a vision model; with --text for one that reads both."),
 ]
 Heads = Annotated[list[str] | None, _hidden_default("A head by layer and number: 5.1, cross:0.3.")]
+Beside = Annotated[
+    Path | None, _hidden_default("Of a run's folder: another run to compare it with.")
+]
 Spans = Annotated[
     list[str] | None, _hidden_default("Show the weight on a range of tokens: system=0:57.")
 ]
@@ -103,6 +106,7 @@ def look(
     image: Image = None,
     head: Heads = None,
     span: Spans = None,
+    beside: Beside = None,
     device: Device = None,
     port: Port = 0,
     no_open: NoOpen = False,
@@ -141,9 +145,9 @@ def look(
         if in_terminal or as_json:
             draw(asked, every, as_json)
         elif out is not None or picture is not None:
-            write(asked, out, number_of_bytes(limit), picture)
+            write(asked, out, number_of_bytes(limit), picture, beside)
         else:
-            serve(asked, port, no_open)
+            serve(asked, port, no_open, beside)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -162,7 +166,9 @@ def draw(asked: Asked, every: bool, as_json: bool) -> None:
         terminal_view.show(Console(), read, chosen, every)
 
 
-def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> None:
+def write(
+    asked: Asked, out: Path | None, limit: int, picture: Path | None, beside: Path | None = None
+) -> None:
     """Write the page as a file, or a head as a picture, or both; print their names and sizes."""
     for path in (out, picture):
         if path is not None and (path.is_dir() or not _resolved(path).parent.is_dir()):
@@ -171,6 +177,10 @@ def write(asked: Asked, out: Path | None, limit: int, picture: Path | None) -> N
         check(picture)
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"{out} is not a page: use a name that ends in .html")
+    run = opening.watched(asked.model)
+    if out is not None and run is not None and not holds_trained_model(Path(asked.model)):
+        print(f"{out}: {run_file.write(run.folder, out, beside, limit) / 1e6:.1f} MB")
+        return
     with bar() as progress:
         session = Session(sample=asked.input is None)
         session.reader = reader = asked.open()
@@ -202,7 +212,7 @@ def _resolved(path: Path) -> Path:
         raise ValueError(f"{path} can't be written: its links lead in a circle") from error
 
 
-def serve(asked: Asked, port: int, no_open: bool) -> None:
+def serve(asked: Asked, port: int, no_open: bool, beside: Path | None = None) -> None:
     """Serve the page until Ctrl-C."""
     from headwise.apps.look.serving import server  # needs the extra headwise[look]
 
@@ -230,6 +240,11 @@ def serve(asked: Asked, port: int, no_open: bool) -> None:
 
         session.heard = heard
         session.run = opening.watched(asked.model)
+        if beside is not None:
+            session.beside = opening.watched(str(beside))
+            if session.beside is None or session.run is None:
+                wrong = beside if session.beside is None else asked.model
+                raise ValueError(f"--beside compares two watched runs, and {wrong} is none")
         if session.run is None or holds_trained_model(Path(asked.model)):
             session.start(asked.open, asked.input)
         else:

@@ -56,6 +56,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     atlases: OrderedDict[str, Atlas] = field(default_factory=OrderedDict)
     run: WatchedFolder | None = None
+    beside: WatchedFolder | None = None  # another run to compare it with
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of keys, by name
     jobs: dict[str, Job] = field(default_factory=dict)  # of other views, by name
     heard: Callable[[Progress], None] = lambda progress: None

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from headwise.watching import WatchedRun, open_run
+from headwise.watching import Story, WatchedRun, open_run
 
 MOST_NUMBERS = 200_000
 """The most in one answer: of a longer run, every second step is given, or every fourth, …"""
@@ -27,6 +27,7 @@ class WatchedFolder:
     histories: dict[str, Any] = field(default_factory=dict)  # of the run as it was last read
     read_at: float = -math.inf
     took: float = 0.0
+    told: tuple[object, dict[str, Any]] | None = None  # the last story, and what it was told of
     lock: Lock = field(default_factory=Lock)
 
     def refreshed(self) -> WatchedRun:
@@ -67,7 +68,18 @@ class WatchedFolder:
                 "rules": run.manifest.get("rules", []),
             }
 
-    def series(self, figure: str, after: float = -math.inf) -> dict[str, Any]:
+    def story(self) -> dict[str, Any]:
+        """The run as a story, as `/api/watch/story` gives it."""
+        with self.lock:
+            run = self.refreshed()
+            seen = len(run.steps), len(run.alarms)
+            if self.told is None or self.told[0] != seen:
+                self.told = seen, Story.of(run).to_dict()
+            return self.told[1]
+
+    def series(
+        self, figure: str, after: float = -math.inf, most: int | None = None
+    ) -> dict[str, Any]:
         """A figure of every head at the steps after `after`, as `/api/watch/series` gives it.
 
         Of a long run every second, fourth, … step is given, always the same ones until the run is
@@ -79,7 +91,7 @@ class WatchedFolder:
                 self.histories[figure] = run.history(figure)
             steps, lines = self.histories[figure]
             layers = [(layer.number, layer.heads) for layer in run.layers]
-        every = stride(len(steps), sum(heads for _, heads in layers))
+        every = stride(len(steps), sum(heads for _, heads in layers), most or MOST_NUMBERS)
         shown = [at for at in range(0, len(steps), every) if steps[at] > after]
         blank = [math.nan] * len(steps)
         return {
@@ -95,14 +107,14 @@ class WatchedFolder:
         }
 
 
-def stride(steps: int, heads: int) -> int:
+def stride(steps: int, heads: int, most: int = MOST_NUMBERS) -> int:
     """The power of two by which steps are thinned, so that no answer is too large.
 
     >>> stride(1000, 48), stride(100_000, 48)
     (1, 32)
     """
     every = 1
-    while steps * heads > MOST_NUMBERS * every:
+    while steps * heads > most * every:
         every *= 2
     return every
 

@@ -54,7 +54,10 @@ def describe(model: nn.Module, options: WatchOptions, rules: Sequence[Rule]) -> 
         "looking": asdict(replace(options, spans={}, sparse=NONE))
         | {"spans": plain(options.spans)}
         | {"sparse": {name: repr(policy) for name, policy in options.sparse.named.items()}},
-        "rules": [{"rule": x.name, "says": x.says, "source": x.source} for x in rules],
+        "rules": [
+            {"rule": x.name, "says": x.says, "source": x.source, "limits": _limits(x)}
+            for x in rules
+        ],
         "processes": _processes()[1],
         "versions": {
             "headwise": version("headwise"),
@@ -64,6 +67,12 @@ def describe(model: nn.Module, options: WatchOptions, rules: Sequence[Rule]) -> 
         },
     }
     return with_chinese(about)
+
+
+def _limits(rule: Rule) -> dict[str, float]:
+    """The numbers that a rule was made with, such as its threshold, by their names."""
+    given = vars(rule) if hasattr(rule, "__dict__") else {}
+    return {name: x for name, x in given.items() if isinstance(x, int | float)}
 
 
 def now() -> str:

@@ -65,6 +65,8 @@ export interface Moment {
   bad?: boolean;
   /** Only a tick on the axis, where there are many. */
   small?: boolean;
+  /** Written at its head. */
+  label?: string;
 }
 
 export type Mark = Line | Dots | Band | Bins | Level | Moment;

@@ -15,6 +15,7 @@ import type {
   Series,
   Shares,
   State,
+  Story,
   StripRange,
   Strips,
   Thumbnails,
@@ -168,13 +169,19 @@ export class Source {
     return this.transport.post(`/api/lab/${path}`, {});
   }
 
-  watch(): Promise<WatchState> {
-    return this.transport.json('/api/watch');
+  /** The watched run, or, as 1, the one that it is compared with. */
+  watch(run?: 1): Promise<WatchState> {
+    return this.transport.json(query('/api/watch', { run }));
+  }
+
+  /** The run as a story: its loss, and its alarms from the first on. */
+  story(run?: 1): Promise<Story> {
+    return this.transport.json(query('/api/watch/story', { run }));
   }
 
   /** A figure of every head at the steps after `from`; without it at all of them. */
-  series(statistic: string, from?: number): Promise<Series> {
-    return this.transport.json(query('/api/watch/series', { statistic, from }));
+  series(statistic: string, from?: number, run?: 1): Promise<Series> {
+    return this.transport.json(query('/api/watch/series', { statistic, from, run }));
   }
 
   /** Ask for everything again: another server may be answering now. */

@@ -209,6 +209,38 @@ export interface WatchState {
   rules: { rule: string; says: string; source: string }[];
   /** Seconds since something was written. */
   age: number;
+  /** The name of the run that this one is compared with. */
+  beside: string | null;
+}
+
+/** The alarms of one rule in one layer, or in the whole model, from the first on. */
+export interface Chapter {
+  rule: string;
+  layer: number | null;
+  module: string;
+  step: number;
+  heads: { head: number | null; step: number; says: string }[];
+  /** What the rule reads, and the limit that it passed; null where there is no such figure. */
+  figure: string | null;
+  limit: number | null;
+  log: boolean;
+  says: string;
+  meaning: string | null;
+  remedy: string | null;
+  /** Means over these heads in the first step, when the alarm came, and in the last step. */
+  compared: Record<string, (number | null)[]>;
+}
+
+/** A run as a story. */
+export interface Story {
+  headline: string;
+  loss: {
+    name: string;
+    points: [number, number | null][];
+    lowest: number | null;
+    turned: number | null;
+  } | null;
+  chapters: Chapter[];
 }
 
 export interface Series {

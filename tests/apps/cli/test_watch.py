@@ -158,6 +158,20 @@ def test_a_run_with_nan_explains_the_cross_groups_alarms_and_says_what_to_do(
     output = " ".join(run("watch", str(tmp_path / "run"), "--once").split())
     assert "1 step recorded" in output
     assert "× NaN or infinite" in output
-    assert "logit growth: 4 heads (0.0, 0.1, 0.2, 0.3): its largest logit is NaN" in output
+    assert "logit growth: 4 heads (0.0, 0.1, 0.2, 0.3): their largest logits are NaN" in output
     assert "→ try a lower learning rate" in output
     assert "hw.qk_clip" in output
+
+
+def test_a_story_begins_with_the_first_alarm_and_what_to_do(folder: Path, tmp_path: Path) -> None:
+    output = " ".join(run("watch", str(folder), "--story").split())
+    assert "the first alarm came at step" in output
+    assert output.index("1 step") < output.index("first step") < output.index("last step")
+    assert "try a lower learning rate" in output
+    told = json.loads(run("watch", str(folder), "--story", "--json"))["story"]
+    steps = [chapter["step"] for chapter in told["chapters"]]
+    assert steps == sorted(steps)
+    assert "--beside belongs to --story" in refused("watch", str(folder), "--beside", str(folder))
+    page = tmp_path / "story.html"
+    assert "MB" in run("look", str(folder), "--beside", str(folder), "--out", str(page))
+    assert "the first alarm came" in page.read_text(encoding="utf-8")

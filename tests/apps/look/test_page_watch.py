@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from headwise.apps.look.serving import run_file
 from headwise.apps.look.session import Progress, Session
 from headwise.apps.look.watched_folder import WatchedFolder
 from tests.apps.look.conftest import Served, Visits
@@ -74,12 +75,65 @@ def test_an_alarm_leads_to_its_step_and_head(
     training.go_on(2)
     page = visit("#/watch", base=address)
     alarms = page.get_by_role("region", name="Alarms")
-    alarms.get_by_role("button", name=re.compile("Logit growth.*0.1")).click()
-    expect(page).to_have_url(re.compile(r"step=4&heads=0\.1$"))
-    expect(page.get_by_role("img", name="Over the steps")).to_be_visible()
-    expect(page.get_by_role("listitem").filter(has_text="head 0.1")).to_be_visible()
+    first = alarms.get_by_role("button", name=re.compile("Logit growth.*0.1"))
+    expect(first).to_have_attribute("aria-expanded", "true")  # it is the first, and told at once
+    expect(alarms.get_by_text("try a lower learning rate")).to_be_visible()
+    first.click()
+    first.click()
+    expect(page).to_have_url(re.compile(r"step=4&heads=0\.1&statistic=max_logit_max$"))
+    curves = page.get_by_role("img", name="Over the steps")
+    expect(curves.get_by_text("alarm at 100")).to_be_visible()
+    expect(page.get_by_role("listitem").filter(has_text="head 0.1").first).to_be_visible()
     alarms.get_by_text("Logit growth: the rule and its source").click()
     expect(alarms.get_by_text("Kimi K2")).to_be_visible()
+
+
+def test_the_loss_is_drawn_above_the_steps_and_told_with_the_alarms(
+    address: str, visit: Visits, training: Training
+) -> None:
+    page = visit("#/watch", base=address)
+    for step, loss in enumerate((3.0, 2.0, 1.0, 1.0, 4.0, 4.0, 4.0)):
+        if step == 3:
+            training.sharpen(layer=0, head=1)
+        training.watch.log(step, loss=loss)
+        training.go_on(1)
+    expect(page.get_by_role("img", name="Loss")).to_be_visible()
+    told = page.locator("[data-headline]")
+    expect(told).to_have_text(re.compile("the first alarm came at step 3: logit growth, head 0.1"))
+    expect(told).to_have_text(re.compile("the loss turned 1 steps? later, at step 4"))
+
+
+def test_two_runs_stand_side_by_side(
+    tmp_path: Path, serve: Callable[..., Served], visit: Visits, training: Training
+) -> None:
+    other = Training(tmp_path / "second-try")
+    for each, steps in ((training, 3), (other, 4)):
+        each.watch.log(loss=2.0)
+        each.go_on(steps)
+    folders = [WatchedFolder(each.writer.folder) for each in (training, other)]
+    session = Session(run=folders[0], beside=folders[1], progress=Progress("ready", None))
+    page = visit("#/watch", base=serve(session).url)
+    expect(page.get_by_role("heading", name="second-try")).to_be_visible()
+    expect(page.get_by_text("mean of all heads · second-try")).to_be_visible()
+    expect(page.get_by_role("application")).to_have_count(2)
+    other.close()
+
+
+def test_a_run_is_told_by_a_file_of_its_own(
+    visit: Visits, training: Training, tmp_path: Path
+) -> None:
+    training.go_on(2)
+    training.sharpen(layer=0, head=1)
+    training.go_on(2)
+    file = tmp_path / "run.html"
+    assert run_file.write(training.writer.folder, file) == file.stat().st_size
+    page = visit(f"{file.as_uri()}#/watch", offline=True)
+    expect(page.get_by_role("heading", name="first-try")).to_be_visible()
+    expect(page.locator("[data-headline]")).to_contain_text("logit growth")
+    page.get_by_label("Figure").select_option("max_logit_max")
+    expect(
+        page.get_by_role("img", name="Over the steps").get_by_text("alarm at 100")
+    ).to_be_visible()
 
 
 def test_the_slider_and_the_keys_go_through_the_steps(
@@ -153,4 +207,5 @@ def test_alarms_speak_the_language_of_the_page(
     alarms = page.get_by_role("region", name="警报")
     expect(alarms.get_by_text(re.compile("它的最大 logit 是 .*，超过 100"))).not_to_have_count(0)
     expect(alarms.get_by_text("一个头的最大 logit 超过 100，或为 NaN")).to_have_count(1)
+    expect(page.locator("[data-headline]")).to_contain_text("第一个警报出现在第 1 步：logit 过大")
     expect(alarms).not_to_contain_text(re.compile("its |token"))

@@ -22,8 +22,8 @@ export const ROOMY = 36;
 export function layout(layers: WatchState['layers'], room: number): Layout {
   const columns = Math.max(1, ...layers.map((layer) => layer.heads));
   const left = 34;
-  const width = Math.max(14, Math.min(120, Math.floor((room - left) / columns)));
-  const height = Math.max(14, Math.min(48, Math.round(width * 0.62)));
+  const width = Math.max(14, Math.min(240, Math.floor((room - left) / columns)));
+  const height = Math.max(14, Math.min(layers.length > 8 ? 40 : 60, Math.round(width * 0.62)));
   return { left, top: 20, width, height, columns };
 }
 
@@ -127,8 +127,18 @@ function cell(
   }
 }
 
+type Triple = [number, number, number];
+
+/** Colours of a range as wide as this are logarithmic, or all but its end would look alike. */
+const WIDE = 1000;
+
+export function isLog([low, high]: [number, number]): boolean {
+  return low > 0 && high > WIDE * low;
+}
+
 /** 0 to 255: the place of a value among all of the run. */
 export function shade(value: number, [low, high]: [number, number]): number {
+  if (isLog([low, high])) [value, low, high] = [value, low, high].map(Math.log) as Triple;
   return Math.round(255 * Math.min(1, Math.max(0, (value - low) / (high - low || 1))));
 }
 

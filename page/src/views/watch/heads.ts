@@ -1,6 +1,6 @@
 /** Heads of a run by name, and the numbers of a series by head. */
 
-import type { Series, WatchState } from '../../lib/types';
+import type { Chapter, Series, WatchState } from '../../lib/types';
 
 export interface Place {
   layer: number;
@@ -10,6 +10,13 @@ export interface Place {
 /** 5.1 is the second head of the sixth layer, as everywhere in headwise. */
 export function nameOf({ layer, head }: Place): string {
   return `${layer}.${head}`;
+}
+
+/** The heads of some alarms. */
+export function namesOf(chapter: Chapter): string[] {
+  return chapter.heads.flatMap(({ head }) =>
+    head === null || chapter.layer === null ? [] : [nameOf({ layer: chapter.layer, head })],
+  );
 }
 
 /** The heads that an address names, as far as the run has them. */

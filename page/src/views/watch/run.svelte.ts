@@ -2,7 +2,7 @@
 
 import type { Source } from '../../lib/source';
 import { Problem } from '../../lib/transport';
-import type { Series, WatchState } from '../../lib/types';
+import type { Series, Story, WatchState } from '../../lib/types';
 
 /** The default view. */
 const USUAL = 'entropy_mean';
@@ -16,6 +16,7 @@ const GOING = 60;
 export class Run {
   state = $state.raw<WatchState | null>(null);
   series = $state.raw<Series | null>(null);
+  story = $state.raw<Story | null>(null);
   /** The statistic of the series. */
   statistic = $state.raw<string | null>(null);
   problem = $state.raw<Problem | null>(null);
@@ -25,7 +26,11 @@ export class Run {
   #again = false;
   #closed = false;
 
-  constructor(readonly source: Source) {}
+  /** `which`: the run that another one is compared with is 1. */
+  constructor(
+    readonly source: Source,
+    readonly which?: 1,
+  ) {}
 
   /** Something was written a short while ago. */
   get going(): boolean {
@@ -54,16 +59,22 @@ export class Run {
       await this.#read();
     }
     this.#busy = false;
-    if (this.#closed) return;
+    if (this.#closed || this.source.transport.kind === 'file') return;
     this.#timer = setTimeout(() => void this.#refresh(), this.going ? WHILE_GOING : AFTERWARDS);
   }
 
   async #read(): Promise<void> {
     try {
-      const state = await this.source.watch();
+      const state = await this.source.watch(this.which);
       const named = [this.#wanted, USUAL].find((name) => name && state.statistics.includes(name));
       const statistic = named ?? state.statistics[0];
       if (statistic) await this.#grow(statistic, state.step);
+      if (
+        !this.story ||
+        state.step !== this.state?.step ||
+        state.alarms.length !== this.state.alarms.length
+      )
+        this.story = await this.source.story(this.which);
       this.state = state;
       this.problem = null;
     } catch (error) {
@@ -76,7 +87,7 @@ export class Run {
     const from = known?.steps.at(-1);
     if (known && from === last) return;
     if (from !== undefined && (last === null || last < from)) known = null; // it was resumed earlier
-    const news = await this.source.series(statistic, known ? from : undefined);
+    const news = await this.source.series(statistic, known ? from : undefined, this.which);
     if (known && news.every === known.every) {
       if (!news.steps.length) return;
       this.series = {
@@ -86,7 +97,7 @@ export class Run {
       };
     } else {
       // A longer run gives fewer of its steps: those we have are no longer the ones it gives.
-      this.series = known ? await this.source.series(statistic) : news;
+      this.series = known ? await this.source.series(statistic, undefined, this.which) : news;
       this.statistic = statistic;
     }
   }
