@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -222,6 +222,36 @@ def check_policy(policy: object, place: Place, key_heads: int) -> Policy:
         )
     policy.check(place, key_heads)
     return policy
+
+
+def of_heads(policy: Policy, heads: range, count: int) -> Policy:
+    """The policy for these query heads of a layer that has so many, where it tells them apart.
+
+    >>> of_heads(TopK((1, 2, 3, 4)), range(2, 4), 4)
+    TopK(k=(3, 4))
+    """
+    if isinstance(policy, Window) or len(heads) == count:
+        return policy
+    if isinstance(policy, TopK):
+        return TopK(_some(policy.k, heads, count))
+    if isinstance(policy, Blocks):
+        return replace(policy, count=_some(policy.count, heads, count))
+    if isinstance(policy, Indices):
+        keys = policy.keys
+        return Indices(keys[:, heads.start : heads.stop]) if keys.shape[1] == count else policy
+    all_heads = policy.scores.shape[1]  # the query heads, or the key heads
+    if all_heads == 1 or count % all_heads:
+        return policy
+    group = count // all_heads
+    part = range(heads.start // group, -(-heads.stop // group))
+    budget = _some(policy.budget, part, all_heads)
+    return Evicted(policy.scores[:, part.start : part.stop], budget)
+
+
+def _some(amount: Amount, heads: range, count: int) -> Amount:
+    """The numbers of some heads, if there is one for each of so many."""
+    several = isinstance(amount, tuple) and len(amount) == count
+    return amount[heads.start : heads.stop] if several else amount  # type: ignore[index]
 
 
 def per_head(amount: Amount, device: torch.device) -> Tensor:

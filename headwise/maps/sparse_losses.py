@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.core.policies import Indices, Policy, Window, check_policy
+from headwise.core.policies import Indices, Policy, Window, check_policy, of_heads
 from headwise.core.problem import Problem, Terms, without_autocast
 from headwise.core.row_sums import LOG_TOTAL, RowResults
 from headwise.engines.operators import CALL, define
@@ -70,20 +70,28 @@ NONE = SparsePolicies(())
 
 
 def losses(
-    problem: Problem, policies: SparsePolicies, kind: str, within: Sequence[Policy] = ()
+    problem: Problem,
+    policies: SparsePolicies,
+    kind: str,
+    within: Sequence[Policy] = (),
+    share: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
     """The figures of a problem's rows by their names, (B, Hq, N) each; no gradients flow.
 
     `within` are policies under which the call itself runs: then it is not known how many keys it
-    needs. ValueError if a policy was made for another call.
+    needs. `share` is the number of the first head and that of all heads of the layer, if they are
+    known. ValueError if a policy was made for another call.
     """
     names = policies.for_kind(kind)
     if not names:
         return {}
     q, k, v = (x.detach() for x in (problem.q, problem.k, problem.v))
-    for name in names:
-        check_policy(policies.named[name], problem.place, k.shape[1])
     chosen = [policies.named[name] for name in names]
+    if share is not None:
+        own = range(share[0], share[0] + q.shape[1])
+        chosen = [of_heads(policy, own, share[1]) for policy in chosen]
+    for policy in chosen:
+        check_policy(policy, problem.place, k.shape[1])
     found = _computed(q, k, v, *problem.terms(), problem.rows, chosen, within)
     figures = dict(zip(policies.figures(names), found.unbind(0), strict=True))
     if within:

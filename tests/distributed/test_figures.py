@@ -17,7 +17,7 @@ from tests.distributed.test_split_models import LENGTH, inputs, layer
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
 
-STEPS = 3
+STEPS, SPARSE = 3, hw.sparse.TopK(2)
 
 
 def model() -> torch.nn.Module:
@@ -28,7 +28,7 @@ def model() -> torch.nn.Module:
 def data_parallel(mesh: DeviceMesh, folder: str, quiet: bool) -> dict[str, object]:
     """Each rank has a part of the batch; in the second step one of them sees nothing."""
     watched, rank = model(), mesh.get_local_rank()
-    watch = hw.watch(watched, mesh=mesh, alarms=True, rows=None)
+    watch = hw.watch(watched, mesh=mesh, alarms=True, sparse=SPARSE)
     with watch, watch.record(Path(folder)):
         for step in range(STEPS):
             if not (quiet and step == 1 and rank == 0):
@@ -56,7 +56,7 @@ def context_parallel(mesh: DeviceMesh) -> dict[str, object]:
 
 def alone(batch: int = 2) -> list[list[dict[str, object]]]:
     watched = model()
-    with hw.watch(watched) as watch:
+    with hw.watch(watched, sparse=SPARSE) as watch:
         for step in range(STEPS):
             watched((step + 1) * inputs()[:batch])
             watch.step()

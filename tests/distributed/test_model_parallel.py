@@ -162,23 +162,28 @@ EDGE = (1, 3, (0, 4))
 
 
 def experiments(mesh: DeviceMesh | None) -> dict[str, object]:
-    """The output without an edge, and the importance of some heads, with or without a plan."""
+    """What experiments give, with or without a plan that shares out the heads."""
     model = Layers()
     for attn in model.layers.values() if mesh is not None else ():
         parallelize_module(attn, mesh, PLAN)
     with torch.no_grad(), hw.watch(model, heads=(1, 3)) as watch:
         with watch.knock_out([EDGE]):
             out = model(inputs(0))
+        with hw.steer(model, [(*EDGE, 3.0), (0, None, 2, 0.5, (3, 6))]):
+            steered = model(inputs(0))
+        with hw.sparsify(model, hw.sparse.TopK((1, 2, 3, 4))):
+            sparse = model(inputs(0))
         table = rows(watch.importance(lambda: model(inputs(0)).square().sum()))
         with pytest.raises(ValueError, match="has no head 4"), watch.knock_out([(1, 4, 0)]):
             model(inputs(0))
-    return {"out": out, "importance": table}
+    return {"out": out, "importance": table, "steered": steered, "sparse": sparse}
 
 
 def test_experiments_take_the_numbers_of_the_whole_layer(processes: Processes) -> None:
     truth = experiments(None)
     for rank, part in enumerate(processes.run(experiments, 2)):
-        torch.testing.assert_close(part["out"], truth["out"])
+        for name in ("out", "steered", "sparse"):
+            torch.testing.assert_close(part[name], truth[name])
         same(part["importance"], [x for x in truth["importance"] if x["head"] // 2 == rank])
 
 

@@ -201,7 +201,8 @@ class CallRecorder:
         try:
             if split_calls() is not None:
                 raise ValueError("its sequence is split between processes")
-            seen.values |= call.losses(policies, kind, seen.rows)
+            share = self.registry.placed(name, call.call.q.shape[1], call.call.q.shape[3])
+            seen.values |= call.losses(policies, kind, seen.rows, share)
         except ValueError as error:  # the policy was made for another call
             said = ValueError(f"what it would lose under sparse= is not known: {error}")
             self.unread.fail(name, said)

@@ -74,16 +74,23 @@ class ChangedCall:
         return Observation(values, torch.cat([x.highest for x in found], 2), sampled)
 
     def losses(
-        self, policies: SparsePolicies, kind: Kind, rows: Tensor | None
+        self,
+        policies: SparsePolicies,
+        kind: Kind,
+        rows: Tensor | None,
+        share: tuple[int, int] | None = None,
     ) -> dict[str, Tensor]:
-        """What sparse attention would lose in these rows, or in all, (B, Hq, N) each."""
+        """What sparse attention would lose in these rows, or in all, (B, Hq, N) each.
+
+        `share` is the number of the call's first head and that of all heads, if it has some.
+        """
         found = []
         numbers = torch.arange(self.call.q.shape[2], device=self.call.q.device)
         for options, here in self._by_rows(numbers if rows is None else rows):
             problem = pose("observe", *self.call[:3], options._replace(dropout=0.0))
             every = rows is None and len(self.runs) == 1
             problem = problem if every else problem.at(here)
-            found.append(losses(problem, policies, kind, self.policies))
+            found.append(losses(problem, policies, kind, self.policies, share))
         return {name: torch.cat([x[name] for x in found], 2) for name in found[0]}
 
     def _by_rows(self, numbers: Tensor) -> Iterator[tuple[Options, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.core.edges import Steer
 from headwise.core.place import Place
-from headwise.core.policies import Policy
+from headwise.core.policies import Policy, of_heads
 from headwise.core.spans import Span
 from headwise.core.steering import Hole, hole_of, segments, without
 from headwise.handover import sharded, split_calls
@@ -77,6 +77,11 @@ class Interventions:
         changed = _steered(name, call, found)
         if not policies:
             return changed
+        heads = call.q.shape[1]
+        share = self.registry.placed(name, heads, call.q.shape[3])
+        if share is not None:  # the budgets of this rank's heads
+            own = range(share[0], share[0] + heads)
+            policies = [of_heads(policy, own, share[1]) for policy in policies]
         return sparsified(name, changed, policies, kind, forgotten or 0)
 
     def _holes(
