@@ -696,4 +696,23 @@ CHINESE: dict[str, str] = {
     "measured by other code; run it again: headwise lab run {id}": (
         "由其他版本的代码测得；请重新运行：headwise lab run {id}"
     ),
+    "its design was not registered before it ran": "运行之前没有登记其设计",
+    "design {hash}, commit {commit}": "设计 {hash}，提交 {commit}",
+    "unknown": "未知",
+    "none": "无",
+    "until {date}: {verdict}; {reason}": "{date} 之前：{verdict}；{reason}",
+    "settings (--set): {known}": "可改的设置（--set）：{known}",
+    "{id} has no setting {name}; it has {known}": "{id} 没有设置 {name}；可改的是 {known}",
+    "{name}={text} is not a setting like {name}={example}; give positive numbers, with commas "
+    "where there are several": (
+        "{name}={text} 与 {name}={example} 形式不符；请给正数，多个以逗号分隔"
+    ),
+    "--set {each} has no value; write --set name=value": "--set {each} 没有值；请写成 --set 名=值",
+    "there is no file {file}": "没有文件 {file}",
+    "{file} defines no claim; write claim = Claim(id=…, sentence=…, experiment=…, rule=…) in it, "
+    "with Claim from headwise.apps.lab.claim": (
+        "{file} 中没有说法；请写 claim = Claim(id=…, sentence=…, experiment=…, rule=…)，Claim 来自 "
+        "headwise.apps.lab.claim"
+    ),
+    "{id} is a claim of the lab; give yours another id": "{id} 是实验室已有的说法；请换一个名字",
 }  # fmt: skip

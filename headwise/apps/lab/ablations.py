@@ -12,7 +12,7 @@ from headwise import __version__
 from headwise.apps.lab import session_list
 from headwise.apps.lab.charts import Cell, Listing
 from headwise.apps.lab.claim import both
-from headwise.apps.lab.estimates import difference
+from headwise.apps.lab.estimates import Difference, difference, holm
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.record import Result
 from headwise.apps.lab.translation_runs import train
@@ -132,28 +132,34 @@ def scores(runs: Sequence[Run]) -> dict[str, list[float]]:
     return found
 
 
-def percent(groups: Mapping[str, Sequence[float]], variant: str) -> Sentence:
-    """The BLEU of a variant against the base model's, in percent, with its 95 % interval."""
-    base = sum(groups["base"]) / len(groups["base"])
-    return difference(groups, variant, "base").scaled(100 / base).brief
+def against_base(groups: Mapping[str, Sequence[float]]) -> dict[str, tuple[Difference, float]]:
+    """Each variant's BLEU minus the base model's, and its p-value, corrected by Holm for all."""
+    others = [variant for variant in groups if variant != "base"] if "base" in groups else []
+    gaps = [difference(groups, variant, "base") for variant in others]
+    chances = holm([gap.probability() for gap in gaps])
+    return dict(zip(others, zip(gaps, chances, strict=True), strict=True))
 
 
 def table(runs: Sequence[Run]) -> Listing:
-    """Every variant: its runs, mean BLEU, its difference from the base model, its test loss."""
+    """Every variant: its runs, size, BLEU, its difference from the base model, its test loss."""
     groups = scores(runs)
+    against = against_base(groups)
     rows: list[tuple[Cell | Sentence, ...]] = []
     for variant, label in LABELS.items():
         mine = [run for run in runs if run["variant"] == variant]
         done = [run for run in mine if not run["diverged"]]
         if not mine:
             continue
+        gap, chance = against.get(variant, (None, None))
         rows.append(
             (
                 label,
                 len(mine),
                 len(mine) - len(done),
+                f"{done[0]['parameters'] / 1e6:.2f}" if done and "parameters" in done[0] else None,
                 f"{_mean(groups[variant]):.2f}" if done else None,
-                percent(groups, variant) if done and variant != "base" else None,
+                None if gap is None else gap.brief,
+                None if gap is None or not gap.known else f"{chance:.3f}",
                 f"{_mean([run['test_loss'] for run in done]):.3f}" if done else None,
             )
         )
@@ -161,8 +167,10 @@ def table(runs: Sequence[Run]) -> Listing:
         both("translator", "翻译模型"),
         both("runs", "训练次数"),
         both("diverged", "发散"),
+        both("parameters, millions", "参数量，百万"),
         both("BLEU", "BLEU"),
-        both("against the base model, % (95 % interval)", "与基准模型相差，%（95% 区间）"),
+        both("against the base model, BLEU (95 % interval)", "与基准模型相差，BLEU（95% 区间）"),
+        both("p, corrected (Holm)", "p，校正后（Holm）"),
         both("test loss", "测试损失"),
     )
     return Listing(both("Translators", "翻译模型"), headings, tuple(rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headwise.apps.lab.charts import Shown
@@ -27,22 +27,47 @@ VERDICTS: Mapping[str, Sentence] = {
 """
 
 
+KINDS: Mapping[str, Sentence] = {
+    "derived": Sentence("derived", "推导"),
+    "read": Sentence("read", "查阅"),
+    "measured": Sentence("measured", "实测"),
+}
+"""What a result is: an identity that is checked numerically, so that only a bug could flip it; a
+quotation with its place; or a measurement that could have come out otherwise."""
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict, the sentence of figures that gave it, and the condition of a "holds when"."""
+    """A verdict, the sentence of figures that gave it, and the condition of a "holds when".
+
+    A sentence that is right in one of two readings has a condition too. `interval` is that of the
+    comparison that decided, `power` the probability with which it shows a difference that matters.
+    """
 
     verdict: str
     because: Sentence
     condition: Sentence | None = None
+    interval: Mapping[str, Any] | None = None
+    power: float | None = None
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
             raise ValueError(f"{self.verdict!r} is not a verdict; use {', '.join(VERDICTS)}")
-        if (self.condition is not None) != (self.verdict == "holds when"):
+        needed, allowed = self.verdict == "holds when", self.verdict in ("holds when", "right")
+        if (needed and self.condition is None) or (self.condition is not None and not allowed):
             raise ValueError(
                 f"{self.verdict!r} with the condition {self.condition!r}; "
-                'a condition belongs to "holds when", and to no other verdict'
+                'a condition belongs to "holds when", and to no other verdict but "right"'
             )
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A verdict that was recorded until this date, and the reason why it no longer is."""
+
+    date: str
+    verdict: str
+    reason: Sentence
 
 
 @dataclass(frozen=True)
@@ -52,16 +77,25 @@ class Claim:
     `notes` are the letters of the notes that make the claim. `derivation` is the proof on paper of
     what the experiment measures, where there is one. `gpu` is True where the full form trains a
     Transformer or measures time; what counts, draws or trains a small reader runs on the CPU.
+    `kind` is one of `KINDS`. A claim of your own needs an id, a sentence (one language is enough),
+    an experiment and a rule.
     """
 
     id: str
     sentence: Sentence
-    notes: str
     experiment: Callable[[Lab], Figures]
     rule: Callable[[Figures], Verdict]
-    shows: Callable[[Figures], tuple[Shown, ...]]
+    shows: Callable[[Figures], tuple[Shown, ...]] = field(default=lambda figures: ())
+    notes: str = ""
     derivation: Sentence | None = None
     gpu: bool = False
+    kind: str = "measured"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}; use {', '.join(KINDS)}")
+        zh = getattr(self.sentence, "zh", None)  # a plain text in a user's own file
+        object.__setattr__(self, "sentence", Sentence(self.sentence, zh))
 
     @property
     def source(self) -> str:
@@ -74,12 +108,13 @@ class Claim:
         return self.id.partition("-")[0]
 
 
-def both(english: str, chinese: str, **values: object) -> Sentence:
-    """A sentence in both languages, filled in with the same values.
+def both(english: str, chinese: str | None = None, **values: object) -> Sentence:
+    """A sentence in both languages, filled in with the same values; in your own claims, in one.
 
     >>> both("{count} of {all} rows", "{all} 行中的 {count} 行", count=3, all=4).zh
     '4 行中的 3 行'
     """
+    chinese = english if chinese is None else chinese
     if not values:
         return Sentence(english, chinese)
     theirs = {name: x.zh if isinstance(x, Sentence) else x for name, x in values.items()}
@@ -106,9 +141,9 @@ def undecided(because: Sentence) -> Verdict:
     return Verdict("undecided", because)
 
 
-def attributed(said: bool, because: Sentence) -> Verdict:
-    """Right or wrong, of a sentence that is attributed to a paper."""
-    return Verdict("right" if said else "wrong", because)
+def attributed(said: bool, because: Sentence, reading: Sentence | None = None) -> Verdict:
+    """Right or wrong, of a sentence that is attributed to a paper; right in this reading alone."""
+    return Verdict("right" if said else "wrong", because, reading if said else None)
 
 
 TOPICS: Mapping[str, Sentence] = {

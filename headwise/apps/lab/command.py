@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import threading
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from rich.console import Console
 from headwise import devices
 from headwise.apps.interface.terminal import Zh, explained, json_text
 from headwise.apps.lab import command_view as lab_view
-from headwise.apps.lab import handbook, record
+from headwise.apps.lab import design, handbook, record
 from headwise.apps.lab.claim import Claim
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.drawing import available
@@ -96,6 +97,8 @@ def listing(
     headwise lab show scale-variance        the figures behind one of them
     headwise lab run scale-variance         run its experiment here
     headwise lab run scale                  all claims of a topic
+    headwise lab run qk-gradient --seeds 20 --set steps=50     with sizes of yours
+    headwise lab run my_claim.py            a claim of your own
     headwise lab run --all                  every claim, in minutes on two cores
     headwise lab run --all --full           at full size, on a GPU
     headwise lab handbook                   a text to learn from, written from the results
@@ -125,6 +128,16 @@ def run_claims(
         str | None,
         typer.Option(help="cpu or cuda; by default cpu, and with --full a GPU if there is one."),
     ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=10**6, help="Trainings of each model.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=10**9, help="Steps of each training.")
+    ] = None,
+    set_to: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another setting, as name=value; commas join several values."),
+    ] = None,
     minutes: Minutes = None,
     workers: Workers = None,
     only_read: Annotated[bool, typer.Option("--only-read", hidden=True)] = False,
@@ -139,6 +152,10 @@ def run_claims(
     --minutes it stops by itself after so long, and several processes share
     the work: what takes long is done in pieces that are kept.
 
+    With settings of yours a claim is another experiment than the one that was
+    registered: its result goes to a folder of its own, named after them. A
+    file that ends in .py may define claims of your own.
+
     [b]Examples[/b]
 
     headwise lab run scale-variance scale-saturation
@@ -146,6 +163,10 @@ def run_claims(
     headwise lab run --all --out results
 
     headwise lab run --all --full --minutes 9 --workers 16
+
+    headwise lab run dot-small --seeds 5 --steps 400 --set d_k=4,256
+
+    headwise lab run my_claim.py
     """
     if all_of_them == bool(ids):
         raise typer.BadParameter("name claims or topics, or use --all; headwise lab lists them")
@@ -153,6 +174,11 @@ def run_claims(
     form = form or ("full" if full else "quick")
     with explained(zh):
         claims = list(CLAIMS) if all_of_them else find(ids or [])
+        settings = design.read_settings(claims, texts_of(seeds, steps, set_to or []))
+    if settings:
+        folder /= ",".join(f"{name}={design.written(x)}" for name, x in settings.items())
+    if minutes is not None and settings:
+        raise typer.BadParameter("--minutes runs the registered sizes; leave out your settings")
     if minutes is not None:
         with explained(zh):
             held = session(form, device, folder, minutes, workers)
@@ -160,17 +186,32 @@ def run_claims(
         tell_rest(claims, left, folder)
         return
     with explained(zh):
-        lab = Lab(form, device_for(form, device), only_reads=only_read)
+        lab = Lab(form, device_for(form, device), only_reads=only_read, settings=settings)
         results = run_all(claims, lab, folder, again, as_json, zh)
     if as_json:
-        entries = [record.described(find([result.id])[0], result) for result in results]
+        by_id = {claim.id: claim for claim in claims}
+        entries = [record.described(by_id[result.id], result) for result in results]
         typer.echo(json_text(entries))
     if len(results) < len(claims):
         raise typer.Exit(1)
     if as_json:
         return
     pictures = "results and pictures" if available() else "results (pictures need matplotlib)"
-    typer.echo(f"{pictures} in {folder}; to see one: headwise lab show {claims[0].id}", err=True)
+    where = "" if folder == record.own_folder() else f" --out {shlex.quote(str(folder))}"
+    shown = next((id for id in ids or [] if id.endswith(".py")), claims[0].id)
+    typer.echo(f"{pictures} in {folder}; to see one: headwise lab show {shown}{where}", err=True)
+
+
+def texts_of(seeds: int | None, steps: int | None, set_to: Sequence[str]) -> dict[str, str]:
+    """The settings that were given, by name."""
+    given = {"seeds": seeds, "steps": steps}
+    texts = {name: str(value) for name, value in given.items() if value is not None}
+    for each in set_to:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise ValueError(say("--set {each} has no value; write --set name=value", each=each))
+        texts[name.strip()] = value.strip()
+    return texts
 
 
 def run_all(
@@ -288,6 +329,13 @@ def piece(
     held.make([each for each in chosen if each.in_steps is not None])
     if not all(each.done(lab) for each in chosen):
         raise typer.Exit(1)
+
+
+@app.command(hidden=True)
+def register() -> None:
+    """Register the designs of all claims as they stand, before their experiments run."""
+    changed = design.register(CLAIMS)
+    typer.echo(f"{len(changed)} designs are new or changed: {', '.join(changed) or 'none'}")
 
 
 @app.command("handbook")

@@ -11,9 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.apps.interface.terminal import in_language
+from headwise.apps.lab import design
 from headwise.apps.lab.charts import Shown, cells
-from headwise.apps.lab.claim import NOTES, TOPICS, VERDICTS, Claim
+from headwise.apps.lab.claim import KINDS, NOTES, TOPICS, VERDICTS, Claim
 from headwise.apps.lab.record import Result
+from headwise.apps.lab.revisions import REVISIONS
 from headwise.apps.lab.runner import Told
 from headwise.messages import printable, say
 
@@ -47,44 +49,82 @@ def show_list(console: Console, found: Sequence[tuple[Claim, Result | None]], zh
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(width=20, style="cyan", no_wrap=True)
         grid.add_column(width=17)
+        grid.add_column(width=8, style="dim")
         grid.add_column(overflow="fold")
         for claim, result in within:
             stale = result is not None and result.stale(claim)
             shown = verdict_text(result, stale, zh)
-            grid.add_row(Text(claim.id), shown, Text(in_language(claim.sentence, zh)))
+            kind = Text(in_language(KINDS[claim.kind], zh))
+            grid.add_row(Text(claim.id), shown, kind, Text(in_language(claim.sentence, zh)))
         console.print(grid)
 
 
 def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) -> None:
-    """One claim: the sentence, where it comes from, its derivation, figures and verdict."""
+    """One claim: the sentence, the verdict and its origin; then the derivation and the figures."""
     console.print(Text(claim.id, style="bold cyan"))
     console.print(Text(in_language(claim.sentence, zh), style="bold"))
-    notes = "; ".join(f"{letter} ({in_language(NOTES[letter], zh)})" for letter in claim.notes)
-    console.print(Text(in_language(say("from notes: {notes}", notes=notes), zh), style="dim"))
-    console.print(
-        Text(in_language(say("experiment: {source}", source=claim.source), zh), style="dim")
-    )
-    if claim.derivation is not None:
-        console.print(Text(f"\n{in_language(claim.derivation, zh)}"))
     if result is None:
         advice = say("not run yet; run it: headwise lab run {id}", id=claim.id)
-        console.print(Text(f"\n{in_language(advice, zh)}"))
-        return
-    stale = result.stale(claim)
-    if not stale:  # the drawing of today's figures may not fit older ones
-        for shown in claim.shows(result.figures):
+        console.print(Text(in_language(advice, zh)))
+    else:
+        show_verdict(console, claim, result, zh)
+    show_source(console, claim, zh)
+    if claim.derivation is not None:
+        console.print(Text(f"\n{in_language(claim.derivation, zh)}"))
+    if result is not None and not result.stale(claim):
+        for shown in claim.shows(result.figures):  # today's drawing may not fit older figures
             console.print()
             console.print(table_of(shown, zh))
+
+
+def show_verdict(console: Console, claim: Claim, result: Result, zh: bool) -> None:
+    """The verdict, its condition and reason, how it came about, and those before it."""
+    stale = result.stale(claim)
+    line = verdict_text(result, stale, zh)
+    line.append(f" · {in_language(KINDS[claim.kind], zh)}", style="dim")
     console.print()
-    console.print(verdict_text(result, stale, zh))
+    console.print(line)
     if result.condition is not None:
         console.print(Text(printable(in_language(result.condition, zh))))
     console.print(Text(printable(in_language(result.because, zh))))
-    origin = f"{result.command} · {result.form} · {result.machine} · {result.date}"
-    console.print(Text(f"\n{printable(origin)} · {result.seconds:g} s", style="dim"))
     if stale:
         advice = say("measured by other code; run it again: headwise lab run {id}", id=claim.id)
         console.print(Text(in_language(advice, zh), style="yellow"))
+    parts = [result.command, result.form]
+    if claim.kind != "read":  # a quotation needs no machine
+        parts += [result.machine, f"{result.seconds:g} s"]
+    console.print(Text(printable(" · ".join([*parts, result.date])), style="dim"))
+    told = say("its design was not registered before it ran")
+    if result.design_hash is not None:
+        told = say(
+            "design {hash}, commit {commit}",
+            hash=result.design_hash,
+            commit=result.commit or say("unknown"),
+        )
+    console.print(Text(printable(in_language(told, zh)), style="dim"))
+    for old in REVISIONS.get(claim.id, ()):
+        told = say(
+            "until {date}: {verdict}; {reason}",
+            date=old.date,
+            verdict=VERDICTS[old.verdict],
+            reason=old.reason,
+        )
+        console.print(Text(in_language(told, zh), style="dim"))
+
+
+def show_source(console: Console, claim: Claim, zh: bool) -> None:
+    """Where a claim comes from, its experiment, and what of it can be set."""
+    if claim.notes:
+        notes = "; ".join(f"{letter} ({in_language(NOTES[letter], zh)})" for letter in claim.notes)
+        told = say("from notes: {notes}", notes=notes)
+        console.print(Text(f"\n{in_language(told, zh)}", style="dim"))
+    told = say("experiment: {source}", source=claim.source)
+    console.print(Text(in_language(told, zh), style="dim"))
+    there = design.settings(claim)
+    if there:
+        known = ", ".join(f"{x}={design.written(y['quick'])}" for x, y in sorted(there.items()))
+        told = say("settings (--set): {known}", known=known)
+        console.print(Text(in_language(told, zh), style="dim"))
 
 
 def table_of(shown: Shown, zh: bool) -> Table:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headwise.apps.lab.ablations import Run, scores
+from headwise.apps.lab.ablations import Run, against_base, scores
 from headwise.apps.lab.charts import Cell, Listing
 from headwise.apps.lab.claim import both
 from headwise.apps.lab.claims.paper import BASE, TABLE_3
-from headwise.apps.lab.estimates import Difference, difference
+from headwise.apps.lab.claims.translation_quality import ABOUT, MATTERS
+from headwise.apps.lab.estimates import LEVEL
 from headwise.messages import Sentence
 
 YES, NO = both("yes", "是"), both("no", "否")
 UNCERTAIN = both("not certain", "不确定")
-CHANCE = both("the interval contains zero", "区间含零")
+CHANCE = both("chance may explain it", "可能出于偶然")
 FEW = both("too few runs", "次数太少")
 
 FEW_HEADS = (
@@ -46,53 +47,47 @@ PAPER: Sequence[tuple[str, int, str, Sentence, Reasons]] = (
 )
 """Table 3 of the paper: eight heads of the base model's width there and here."""
 
-NOTES: Sequence[tuple[str, Sentence, float, float]] = (
-    # a variant, what the notes say of it, and the gain of the base model over it in percent
-    ("heads-1", both("many heads gain 1–2 % over one", "多头比单头高 1–2%"), 1.0, 2.0),
-    ("shared", both("a shared matrix for Q and K costs 1–2 %", "Q、K 共用矩阵降低 1–2%"), 1.0, 2.0),
-    ("unprojected", both("without projections it can't adapt", "没有投影就无法适应"), 0.0, 100.0),
-    ("additive", both("dot product beats additive", "点积优于加性"), 0.0, 100.0),
-    ("unscaled", both("without scaling it ends worse", "不缩放效果下降"), 0.0, 100.0),
-    ("unscaled-heads-1", both("the same, one wide head", "同上，一个宽的头"), 0.0, 100.0),
-    ("fixed", both("fixed weights do not generalise", "固定权重不能泛化"), 0.0, 100.0),
-    ("lstm", both("an LSTM loses what is far", "LSTM 丢失远处的内容"), 0.0, 100.0),
-    ("convolution", both("a convolution sees what is near", "卷积只看得到近处"), 0.0, 100.0),
+NOTES: Sequence[tuple[str, Sentence, bool]] = (
+    # a variant, what the notes say of it, and whether they say “1–2 %”
+    ("heads-1", both("many heads gain 1–2 % over one", "多头比单头高 1–2%"), True),
+    ("shared", both("a shared matrix for Q and K costs 1–2 %", "Q、K 共用矩阵降低 1–2%"), True),
+    ("unprojected", both("without projections it can't adapt", "没有投影就无法适应"), False),
+    ("additive", both("dot product beats additive", "点积优于加性"), False),
+    ("unscaled", both("without scaling it ends worse", "不缩放效果下降"), False),
+    ("unscaled-heads-1", both("the same, one wide head", "同上，一个宽的头"), False),
+    ("fixed", both("fixed weights do not generalise", "固定权重不能泛化"), False),
+    ("lstm", both("an LSTM loses what is far", "LSTM 丢失远处的内容"), False),
+    ("convolution", both("a convolution sees what is near", "卷积只看得到近处"), False),
 )
 """The notes' sentences about results. Where they give no number, the sign is what they say."""
 
 
-def certain(gap: Difference) -> bool:
-    """True if chance alone does not explain a difference."""
-    return gap.low > 0 or gap.high < 0
-
-
 def beside_the_paper(runs: Sequence[Run]) -> Listing:
     """Rows A and B of table 3, against its base model and against ours: the direction, and why."""
-    groups = scores(runs)
+    against = against_base(scores(runs))
     rows: list[tuple[Cell | Sentence, ...]] = []
     for letter, number, variant, what, (alike, otherwise) in PAPER:
-        theirs = 100 * (float(TABLE_3[letter][number]["bleu"]) / BASE["bleu"] - 1)
+        theirs = float(TABLE_3[letter][number]["bleu"]) - BASE["bleu"]
         row: tuple[Cell | Sentence, ...] = (letter, what, f"{theirs:+.1f}")
-        if variant not in groups or "base" not in groups:
+        if variant not in against:
             rows.append((*row, None, None, None))
             continue
-        base = sum(groups["base"]) / len(groups["base"])
-        ours = difference(groups, variant, "base").scaled(100 / base)
+        ours, chance = against[variant]
         same, why = UNCERTAIN, CHANCE
         if not math.isfinite(ours.high):
             why = FEW
-        elif certain(ours):
+        elif chance < LEVEL:
             # where the paper sees no difference, one that is certain here is another direction
             same, why = (YES, alike) if ours.mean * theirs > 0 else (NO, otherwise)
             why = alike if ours.mean < 0 else why
-        elif abs(theirs) < 0.05:
-            same, why = YES, both("neither sees a difference", "都看不出差别")
+        elif abs(theirs) < 0.05 and ours.within(-MATTERS, MATTERS):
+            same, why = YES, both("both within half a point", "都在半分以内")
         rows.append((*row, ours.brief, same, why))
     headings = (
         both("row", "行"),
         both("change", "改动"),
-        both("the paper, % of its base", "论文，与其基准相差 %"),
-        both("here, % (95 % interval)", "这里，%（95% 区间）"),
+        both("the paper, BLEU from its base", "论文，与其基准相差 BLEU"),
+        both("here, BLEU (95 % interval)", "这里，BLEU（95% 区间）"),
         both("same direction", "方向一致"),
         both("why", "原因"),
     )
@@ -102,20 +97,23 @@ def beside_the_paper(runs: Sequence[Run]) -> Listing:
 def beside_the_notes(runs: Sequence[Run]) -> Listing:
     """The notes' sentences about BLEU, and the gain of the base model: its sign and its size."""
     groups = scores(runs)
+    against = against_base(groups)
     rows: list[tuple[Cell | Sentence, ...]] = []
-    for variant, said, low, high in NOTES:
-        if variant not in groups or "base" not in groups:
-            rows.append((said, None, None, None))
+    for variant, said, sized in NOTES:
+        if variant not in against:
+            rows.append((said, None, None, None, None))
             continue
-        mean = sum(groups[variant]) / len(groups[variant])
-        gain = difference(groups, "base", variant).scaled(100 / max(mean, 1e-9))
-        same = UNCERTAIN if not certain(gain) else YES if gain.mean > 0 else NO
-        size = YES if gain.low <= high and gain.high >= low else NO
-        rows.append((said, gain.brief, same, size if low and same is YES else None))
+        gap, chance = against[variant]
+        points, mean = gap.scaled(-1), sum(groups[variant]) / len(groups[variant])
+        same = UNCERTAIN if chance >= LEVEL else YES if points.mean > 0 else NO
+        sizes = (points, points.scaled(100 / max(mean, 1e-9)))
+        fits = [YES if each.within(*ABOUT) else NO for each in sizes]
+        rows.append((said, points.brief, same, *(fits if sized and same is YES else (None, None))))
     headings = (
         both("the notes", "笔记"),
-        both("gain here, % (95 % interval)", "这里的增益，%（95% 区间）"),
+        both("gain here, BLEU (95 % interval)", "这里的增益，BLEU（95% 区间）"),
         both("same direction", "方向一致"),
-        both("same size", "幅度一致"),
+        both("same size, in points", "幅度一致，按分数点"),
+        both("same size, in percent", "幅度一致，按百分比"),
     )
     return Listing(both("What the notes say", "笔记的说法"), headings, tuple(rows))

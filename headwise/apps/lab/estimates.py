@@ -1,13 +1,41 @@
-"""The few statistics that rules are made of: fitted exponents, differences with intervals."""
+"""The statistics that rules are made of: exponents, differences with intervals, tests of a table.
+
+Intervals and tests are Student's as Welch corrects them: each of two groups of runs has its own
+scatter, and nothing else enters, so that one comparison has the same interval wherever it stands.
+They need scipy, `pip install 'headwise[lab]'`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from headwise.apps.lab.claim import both
+from headwise.apps.lab.claim import Verdict, both
 from headwise.messages import Sentence
+
+LEVEL = 0.05
+"""How often chance alone may look like a difference."""
+BLEU = both(" % BLEU", "% BLEU")
+"""The unit of a difference in percent of BLEU."""
+BLEU_POINTS = both(" BLEU", " BLEU")
+POINTS = both(" percentage points", " 个百分点")
+
+
+class NoStatisticsError(ValueError):
+    """A comparison can't be judged here, because scipy is not installed."""
+
+
+def _student() -> Any:
+    """scipy's distributions."""
+    try:
+        from scipy import stats
+    except ImportError as missing:
+        raise NoStatisticsError(
+            "comparing runs needs scipy: pip install 'headwise[lab]'"
+        ) from missing
+    return stats
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -22,29 +50,27 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return across / sum((a - mean_x) ** 2 for a in log_x)
 
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; then the normal's.
-_T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
-
-BLEU = both(" % BLEU", "% BLEU")
-"""The unit of a difference in percent of BLEU."""
-POINTS = both(" percentage points", " 个百分点")
-
-
 class Difference(NamedTuple):
-    """A difference of means and its 95 % interval."""
+    """A difference of means, its 95 % interval, its standard error and degrees of freedom."""
 
     mean: float
     low: float
     high: float
+    error: float = math.inf
+    freedom: float = 0.0
 
     def __str__(self) -> str:
         return self.brief
 
     @property
+    def known(self) -> bool:
+        """True if there are runs enough for an interval."""
+        return math.isfinite(self.high - self.low)
+
+    @property
     def brief(self) -> Sentence:
         """The difference as a cell of a table whose heading names its unit."""
-        if not math.isfinite(self.high - self.low):
+        if not self.known:
             return both("{x:+.2f} (too few runs)", "{x:+.2f}（次数太少）", x=self.mean)
         return both(
             "{mean:+.2f} ({low:+.2f} to {high:+.2f})",
@@ -59,7 +85,7 @@ class Difference(NamedTuple):
         '+1.00 % BLEU (95 % interval -1.27 to +3.27)'
         """
         unit = unit or both("", "")
-        if not math.isfinite(self.high - self.low):
+        if not self.known:
             few = "{mean:+.2f}{unit} (too few runs for an interval)"
             return both(few, "{mean:+.2f}{unit}（次数太少，没有区间）", mean=self.mean, unit=unit)
         return both(
@@ -73,30 +99,106 @@ class Difference(NamedTuple):
 
     def scaled(self, factor: float) -> Difference:
         """The difference in other units."""
-        return Difference(self.mean * factor, self.low * factor, self.high * factor)
+        low, high = sorted((self.low * factor, self.high * factor))
+        return Difference(self.mean * factor, low, high, self.error * abs(factor), self.freedom)
+
+    def probability(self) -> float:
+        """The p-value: how often runs that don't differ would differ by as much."""
+        if not self.known:
+            return 1.0
+        if self.error == 0:
+            return 1.0 if self.mean == 0 else 0.0
+        return float(2 * _student().t.sf(abs(self.mean) / self.error, self.freedom))
+
+    def power(self, effect: float) -> float:
+        """How often so many runs, with this scatter, would show a true difference of this size."""
+        if not self.known:
+            return 0.0
+        if self.error == 0:
+            return 1.0
+        stats = _student()
+        edge, shift = stats.t.ppf(1 - LEVEL / 2, self.freedom), abs(effect) / self.error
+        above = stats.nct.sf(edge, self.freedom, shift)
+        return float(above + stats.nct.cdf(-edge, self.freedom, shift))
+
+    def within(self, low: float, high: float) -> bool:
+        """True if two one-sided tests (TOST) find the difference above `low` and below `high`.
+
+        That is what has to be shown before two things are called the same: an interval that
+        contains zero shows nothing.
+        """
+        if not self.known:
+            return False
+        half = self.error and float(_student().t.ppf(1 - LEVEL, self.freedom)) * self.error
+        return low < self.mean - half and self.mean + half < high
 
 
 def difference(groups: Mapping[str, Sequence[float]], one: str, other: str) -> Difference:
-    """The mean of group `one` minus that of `other`, with Student's interval.
+    """The mean of group `one` minus that of `other`, with Welch's interval.
 
-    The scatter is pooled over all groups: runs that differ in their seed alone scatter alike, and a
-    group with a single run takes the scatter of the others. That needs several of them: two runs
-    may agree by chance, and would then decide about every other. With fewer than three degrees of
-    freedom the interval of a single run is infinite.
+    A group with a single run has no scatter, and the interval is infinite.
 
     >>> print(difference({"a": [2.0, 3.0, 4.0], "b": [1.0, 2.0, 3.0]}, "a", "b"))
     +1.00 (-1.27 to +3.27)
     >>> print(difference({"a": [2.0], "b": [1.0]}, "a", "b"))
     +1.00 (too few runs)
     """
-    freedom = sum(len(values) - 1 for values in groups.values())
-    mean = {name: sum(values) / len(values) for name, values in groups.items()}
-    gap = mean[one] - mean[other]
-    alone = min(len(groups[one]), len(groups[other])) < 2
-    if freedom < 1 or (alone and freedom < 3):
+    a, b = groups[one], groups[other]
+    gap = sum(a) / len(a) - sum(b) / len(b)
+    if min(len(a), len(b)) < 2:
         return Difference(gap, -math.inf, math.inf)
-    squares = sum((x - mean[name]) ** 2 for name, values in groups.items() for x in values)
-    quantile = _T95[freedom - 1] if freedom <= len(_T95) else 1.96
-    counts = 1 / len(groups[one]) + 1 / len(groups[other])
-    half = quantile * math.sqrt(squares / freedom * counts)
-    return Difference(gap, gap - half, gap + half)
+    shares = [_variance(values) / len(values) for values in (a, b)]
+    error = math.sqrt(sum(shares))
+    if error == 0:  # equal runs tell nothing of how others would scatter
+        return Difference(gap, gap, gap, 0.0, len(a) + len(b) - 2.0)
+    freedom = error**4 / sum(
+        share**2 / (len(values) - 1) for share, values in zip(shares, (a, b), strict=True)
+    )
+    half = float(_student().t.ppf(1 - LEVEL / 2, freedom)) * error
+    return Difference(gap, gap - half, gap + half, error, freedom)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return sum((x - mean) ** 2 for x in values) / (len(values) - 1)
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """The p-values of several comparisons, corrected by Holm for there being several.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    order = sorted(range(len(probabilities)), key=probabilities.__getitem__)
+    found, least = [0.0] * len(order), 0.0
+    for rank, place in enumerate(order):
+        least = max(least, min(1.0, (len(order) - rank) * probabilities[place]))
+        found[place] = least
+    return found
+
+
+def measured(verdict: Verdict, gap: Difference, unit: Sentence, effect: float) -> Verdict:
+    """The verdict with the interval that it rests on; if it is undecided, with the power.
+
+    `effect` is the smallest difference that would have mattered.
+    """
+    power = gap.power(effect)
+    interval = {
+        "mean": gap.mean,
+        "low": gap.low if gap.known else None,
+        "high": gap.high if gap.known else None,
+        "unit": unit.strip(),
+        "effect": effect,
+    }
+    because = verdict.because
+    if verdict.verdict == "undecided":
+        because = both(
+            "{because}; so many runs show a true difference of {effect:g}{unit} with a "
+            "probability of {power:.0%}",
+            "{because}；这样多的训练能看出 {effect:g}{unit} 真实差别的概率是 {power:.0%}",
+            because=because,
+            effect=effect,
+            unit=unit,
+            power=power,
+        )
+    return replace(verdict, because=because, interval=interval, power=power)

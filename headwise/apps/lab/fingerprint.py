@@ -2,10 +2,10 @@
 
 It covers a function, everything of `headwise.apps.lab` that it uses by name (functions, classes,
 constants), and what those use, but not the frame around experiments. Comments, docstrings and
-formatting do not count, nor do the rule, the drawing and the texts of a claim: a better wording
-does not make a measurement stale. Nor does the place of the code: a function that moves to another
-module, or the whole lab to another folder, is the same code. The rest of headwise is covered by its
-version.
+formatting do not count, nor do the names of settings, the rule, the drawing and the texts of a
+claim: a better wording does not make a measurement stale. Nor does the place of the code: a
+function that moves to another module, or the whole lab to another folder, is the same code. The
+rest of headwise is covered by its version.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import hashlib
 import inspect
 import io
 import json
+import re
 import textwrap
 import threading
 import tokenize
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import cache, partial
 from types import FunctionType, ModuleType
@@ -26,6 +28,11 @@ from typing import Any
 from headwise.messages import Sentence
 
 HERE = f"{__package__}."
+OWN = "headwise_lab_claims_"
+"""How the names of modules begin that a user's own claims are read into."""
+WORDS = ("both", "Sentence")
+"""Calls that make texts for people; a rule is the same rule with another wording."""
+NAMED = re.compile(r"""\.pick\(["'][^"']*["'],""")
 FRAME = {f"{HERE}{name}" for name in ("charts", "claim", "fingerprint", "laboratory")}
 _ONE_AT_A_TIME = threading.Lock()  # Python 3.11's ast counts its depth for all threads together
 PLAIN = (int, float, complex, str, tuple, list, dict, range, type(None))
@@ -46,18 +53,21 @@ def fingerprint(experiment: Any, settings: object = None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def covered(experiment: Any) -> dict[str, str]:
-    """The functions, classes and constants that the fingerprint covers: their code by name."""
+def covered(experiment: Any, read: Callable[[str], str] | None = None) -> dict[str, str]:
+    """The functions, classes and constants that the fingerprint covers: their code by name.
+
+    `read` turns a source into what counts of it, `bare` by default.
+    """
     parts: dict[str, str] = {}
-    _collect(experiment, "", parts)
+    _collect(experiment, "", parts, read or bare)
     return parts
 
 
-def _collect(value: Any, name: str, parts: dict[str, str]) -> None:
+def _collect(value: Any, name: str, parts: dict[str, str], read: Callable[[str], str]) -> None:
     """Add the source of a value, and of what it uses, to `parts`."""
     value = inspect.unwrap(value) if callable(value) else value
     if isinstance(value, partial):
-        _collect(value.func, name, parts)
+        _collect(value.func, name, parts, read)
         parts[f"{name}()"] = repr((value.args, sorted(value.keywords.items())))
     elif isinstance(value, FunctionType | type):
         key = f"{value.__module__}.{value.__qualname__}"
@@ -66,17 +76,17 @@ def _collect(value: Any, name: str, parts: dict[str, str]) -> None:
         if value.__name__ == "<lambda>":
             raise ValueError(f"{name} uses a lambda, whose code can't be told apart; use def")
         source = _source(value)
-        parts[key] = bare(source)
+        parts[key] = read(source)
         for used, found in _used(value, source):
-            _collect(found, used, parts)
+            _collect(found, used, parts, read)
     elif isinstance(value, PLAIN) or is_dataclass(value):
         parts[name] = _written(value)
         for inside in _functions_in(value):
-            _collect(inside, name, parts)
+            _collect(inside, name, parts, read)
 
 
 def _counts(module: str) -> bool:
-    return module.startswith(HERE) and module not in FRAME
+    return (module.startswith(HERE) and module not in FRAME) or module.startswith(OWN)
 
 
 def _written(value: Any) -> str:
@@ -122,7 +132,29 @@ def bare(source: str) -> str:
         for column, letter in enumerate(line)
         if not any(start <= (number, column) < end for start, end in dropped)
     ]
-    return "".join("".join(kept).split())
+    return NAMED.sub(".pick(", "".join("".join(kept).split()))
+
+
+@cache
+def unworded(source: str) -> str:
+    """Bare source without the texts that it makes for people: what a rule decides by.
+
+    >>> unworded('def f(x):' + chr(10) + '    return holds(both("it is {x}", "是 {x}", x=x))')
+    'deff(x):returnholds(0)'
+    """
+    text, spans = source.encode(), list[tuple[int, int]]()  # columns of ast count bytes
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for node in ast.walk(ast.parse(source)):  # from the outside in
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in WORDS:
+            assert node.end_lineno is not None and node.end_col_offset is not None
+            first = starts[node.lineno - 1] + node.col_offset
+            last = starts[node.end_lineno - 1] + node.end_col_offset
+            if not any(begun <= first < ended for begun, ended in spans):
+                spans.append((first, last))
+                text = text[:first] + b"0" + b" " * (last - first - 1) + text[last:]
+    return bare(text.decode())
 
 
 @cache

@@ -21,6 +21,7 @@ from headwise.apps.lab.claim import TOPICS, VERDICTS, Claim, both
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.drawing import available, draw
 from headwise.apps.lab.record import Result
+from headwise.apps.lab.revisions import REVISIONS
 from headwise.apps.lab.runner import find
 from headwise.files import write_whole
 from headwise.messages import Sentence
@@ -145,7 +146,16 @@ class ChapterWriter:
         if result is None:
             lines += [f"> {self.say(both('Not measured yet.', '尚未测量。'))}", ">"]
         else:
-            lines += [f"> {self.judged(result)}", ">"]
+            lines += [f"> {self.judged(claim, result)}", ">"]
+        for old in REVISIONS.get(id, ()):
+            before = both(
+                "Until {date}: {verdict}; {reason}.",
+                "{date} 之前：{verdict}；{reason}。",
+                date=old.date,
+                verdict=VERDICTS[old.verdict],
+                reason=old.reason,
+            )
+            lines += [f"> {self.say(before)}", ">"]
         if claim.derivation is not None:
             proof = self.say(both("On paper", "推导"))
             lines += [f"> *{proof}{self.colon}* {self.say(claim.derivation)}", ">"]
@@ -156,13 +166,14 @@ class ChapterWriter:
         """The colon of the language."""
         return "：" if self.chinese else ":"
 
-    def judged(self, result: Result) -> str:
-        """The verdict, its condition and the figures."""
+    def judged(self, claim: Claim, result: Result) -> str:
+        """The verdict, its condition, what kind of result it is, and the figures."""
         verdict = self.say(VERDICTS[result.verdict])
         said = {
-            "right": both("In the paper", "论文"),
-            "wrong": both("In the paper", "论文"),
-        }.get(result.verdict, both("Measured", "实测"))
+            "read": both("Read", "查阅"),
+            "derived": both("Derived, checked", "推导并核对"),
+            "measured": both("Measured", "实测"),
+        }[claim.kind]
         measured = f"*{self.say(said)}{self.colon}* {self.say(result.because)}"
         if self.chinese:
             condition = "" if result.condition is None else f"：{self.say(result.condition)}"
@@ -177,6 +188,8 @@ class ChapterWriter:
             return f"`headwise lab run {claim.id}` · {code}"
         forms = {"quick": both("quick form", "快速形式"), "full": both("full form", "完整形式")}
         parts = [f"`{result.command}`", self.say(forms[result.form]), result.machine, result.date]
+        if claim.kind == "read":  # a quotation needs no form and no machine
+            parts = [f"`{result.command}`", result.date]
         if result.stale(claim):
             parts.append(self.say(both("stale: measured by other code", "已过时：由其他代码测得")))
         return " · ".join([*parts, code])

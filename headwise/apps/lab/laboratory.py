@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from headwise import devices
 from headwise.apps.lab.fingerprint import fingerprint
 from headwise.files import read_json, write_whole
 
@@ -35,11 +37,13 @@ class NotKeptError(ValueError):
 class Lab:
     """Everything an experiment is given: its form, a device, a folder for what claims share.
 
-    One that `only_reads` computes no pieces: those that it lacks raise NotKeptError.
+    One that `only_reads` computes no pieces: those that it lacks raise NotKeptError. `settings`
+    replace what an experiment picks by these names. `pieces` says of each piece that
+    was found or made where it was computed, and how long that took.
 
-    >>> lab = Lab("tiny")
-    >>> lab.pick(tiny=4, quick=64, full=1024)
-    4
+    >>> lab = Lab("tiny", settings={"steps": 7})
+    >>> lab.pick(tiny=4, quick=64, full=1024), lab.pick("steps", tiny=1, quick=100)
+    (4, 7)
     """
 
     form: str = "quick"
@@ -47,13 +51,21 @@ class Lab:
     folder: Path | None = None
     report: Callable[[str, int, int], None] = _silent
     only_reads: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    pieces: list[Mapping[str, Any]] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"form={self.form!r}; use {', '.join(FORMS)}")
 
-    def pick(self, *, tiny: T, quick: T, full: T | None = None) -> T:
-        """The size for this form; `full` is like `quick` where a larger one would say no more."""
+    def pick(self, name: str = "", /, *, tiny: T, quick: T, full: T | None = None) -> T:
+        """The size for this form; `full` is like `quick` where a larger one would say no more.
+
+        A size with a name is a setting, which a user may replace.
+        """
+        if name in self.settings:
+            chosen: T = self.settings[name]
+            return chosen
         if self.form == "tiny":
             return tiny
         return quick if self.form == "quick" or full is None else full
@@ -79,16 +91,14 @@ class Lab:
         experiment goes on with the pieces it had. `folder` is the piece's own, to resume in; it is
         None if this lab keeps nothing. A piece with other settings or other code is made anew.
         """
-        if (found := self.kept(name, compute, **settings)) is not None:
-            return found
+        if (found := self._read(name, compute, settings)) is not None:
+            self.pieces.append(found.get("made", {}))
+            return dict(found["figures"])
         if self.only_reads:
             raise NotKeptError(f"{name} is not there yet")
-        return self.store(
-            name,
-            compute,
-            compute(self, self.place(name, compute, **settings), **settings),
-            **settings,
-        )
+        begun = time.monotonic()
+        figures = compute(self, self.place(name, compute, **settings), **settings)
+        return self.store(name, compute, figures, time.monotonic() - begun, **settings)
 
     def keep_all(self, pieces: Collection[Piece]) -> list[dict[str, Any]]:
         """The figures of several pieces, each of them computed once and kept."""
@@ -114,13 +124,16 @@ class Lab:
         name: str,
         compute: Callable[..., Mapping[str, Any]],
         figures: Mapping[str, Any],
+        seconds: float,
         **settings: Any,
     ) -> dict[str, Any]:
         """Keep the figures of a piece, as `keep` does, and return them."""
         stored = plain(figures)
         if self.folder is not None:
+            made = {"machine": devices.machine(self.device), "seconds": round(seconds, 1)}
             about = self._about(compute, settings)
-            kept = json.dumps({"about": about, "figures": stored}, ensure_ascii=False)
+            whole = {"about": about, "made": made, "figures": stored}
+            kept = json.dumps(whole, ensure_ascii=False)
             write_whole(self.folder / "kept" / f"{name}.json", kept)
         return stored
 
@@ -128,20 +141,29 @@ class Lab:
         self, name: str, compute: Callable[..., Mapping[str, Any]], **settings: Any
     ) -> dict[str, Any] | None:
         """The figures that `keep` has kept by this name, None if it has none of these settings."""
+        found = self._read(name, compute, settings)
+        return None if found is None else dict(found["figures"])
+
+    def _read(
+        self, name: str, compute: Callable[..., Mapping[str, Any]], settings: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """The file of a piece: its figures, and where and how long they were made."""
         file = None if self.folder is None else self.folder / "kept" / f"{name}.json"
         if file is None or not file.exists():
             return None
         try:
-            found = read_json(file)
+            found: dict[str, Any] = read_json(file)
             same = found["about"] == self._about(compute, settings)
-            return dict(found["figures"]) if same else None
+            dict(found["figures"])
+            return found if same else None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{file} is damaged ({error!r:.200}); delete it, and it is computed again"
             ) from error
 
     def _about(self, compute: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-        return plain({"form": self.form, "settings": settings, "code": fingerprint(compute)})
+        about = {"form": self.form, "settings": settings, "code": fingerprint(compute)}
+        return plain(about | ({"changed": self.settings} if self.settings else {}))
 
 
 def plain(figures: Mapping[str, Any]) -> dict[str, Any]:

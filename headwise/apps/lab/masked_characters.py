@@ -107,15 +107,15 @@ def read_sentence(lab: Lab, folder: Path | None, kind: str, seed: int) -> dict[s
     torch.manual_seed(seed)
     model = Encoder(
         characters.size,
-        width=lab.pick(tiny=16, quick=64, full=256),
-        layers=lab.pick(tiny=1, quick=2, full=4),
-        heads=lab.pick(tiny=2, quick=4, full=8),
+        width=lab.pick("width", tiny=16, quick=64, full=256),
+        layers=lab.pick("layers", tiny=1, quick=2, full=4),
+        heads=lab.pick("heads", tiny=2, quick=4, full=8),
         context=context,
         kind=kind,
     ).to(lab.device)
-    steps = lab.pick(tiny=2, quick=500, full=3000)
-    rate = lab.pick(tiny=1e-3, quick=3e-3, full=1e-3)
-    batch = lab.pick(tiny=8, quick=32, full=128)
+    steps = lab.pick("steps", tiny=2, quick=500, full=3000)
+    rate = lab.pick("rate", tiny=1e-3, quick=3e-3, full=1e-3)
+    batch = lab.pick("batch", tiny=8, quick=32, full=128)
     on_gpu = lab.device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps + 1, pct_start=0.1)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from headwise import __version__
+from headwise.apps.lab import design
 from headwise.apps.lab.charts import cells
 from headwise.apps.lab.claim import VERDICTS, Claim, Figures
 from headwise.apps.lab.fingerprint import fingerprint
+from headwise.apps.lab.revisions import REVISIONS
 from headwise.files import cache_folder, read_json, write_whole
 from headwise.messages import Sentence, from_json, with_chinese
 
@@ -26,7 +28,17 @@ TYPES: dict[str, tuple[type, ...]] = {
     "condition": (*TEXT, type(None)),
     "figures": (dict,),
     "seconds": (int, float),
+    "interval": (dict, type(None)),
+    "power": (int, float, type(None)),
+    "design_hash": (str, Sentence, type(None)),
+    "commit": (str, Sentence, type(None)),
+    "settings": (dict,),
 }
+LATER: dict[str, Any] = {
+    **dict.fromkeys(("interval", "power", "design_hash", "commit")),
+    "settings": {},
+}
+"""What the results of before designs were registered do not have."""
 """The types that the fields of a result have in its file."""
 
 
@@ -46,6 +58,11 @@ class Result:
     seconds: float
     version: str  # of headwise
     code: str  # the fingerprint of the experiment
+    interval: Mapping[str, Any] | None = None  # of the comparison that decided
+    power: float | None = None  # to show a difference that matters
+    design_hash: str | None = None  # None: measured before designs were registered
+    commit: str | None = None  # of the code that measured
+    settings: Mapping[str, Any] = field(default_factory=dict)  # those that a user replaced
 
     def stale(self, claim: Claim) -> bool:
         """True if another version of headwise, or another experiment, gave this result."""
@@ -79,6 +96,7 @@ def read(folder: Path, id: str, form: str) -> Result | None:
         return None
     try:
         content: dict[str, Any] = from_json(read_json(file))
+        content = LATER | content
         known = {field.name: content[field.name] for field in fields(Result)}
         wrong = [name for name, kinds in TYPES.items() if type(known[name]) not in kinds]
         if wrong or known["verdict"] not in VERDICTS or known["id"] != id:
@@ -131,9 +149,16 @@ def described(claim: Claim, result: Result | None) -> dict[str, Any]:
         "source": claim.source,
         "sentence": claim.sentence,
         "derivation": claim.derivation,
+        "kind": claim.kind,
+        "design": design.settings(claim),
+        "history": [asdict(each) for each in REVISIONS.get(claim.id, ())],
         **{field.name: None for field in fields(Result) if field.name != "id"},
         "stale": None,
+        "registered": None,
     }
     if result is not None:
         entry |= {**asdict(result), "stale": result.stale(claim)}
+        entry["registered"] = result.design_hash is not None and result.commit is not None
+        if claim.kind == "read":  # a quotation needs no machine
+            entry["machine"] = None
     return with_chinese(entry)

@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from headwise import __version__, devices
-from headwise.apps.lab import record
-from headwise.apps.lab.claim import TOPICS, Claim
+from headwise.apps.lab import design, own_claims, record
+from headwise.apps.lab.claim import TOPICS, Claim, Verdict, both
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.drawing import draw
+from headwise.apps.lab.estimates import NoStatisticsError
 from headwise.apps.lab.fingerprint import fingerprint
 from headwise.apps.lab.laboratory import CPU, Lab, plain
 from headwise.apps.lab.record import Result
@@ -22,13 +23,18 @@ from headwise.messages import say
 
 
 def find(ids: Sequence[str]) -> list[Claim]:
-    """The claims of these ids or topics, in the order of the list; ValueError for an unknown one.
+    """The claims of these ids, topics or files, in the order of the list; ValueError if unknown.
+
+    A name that ends in .py is a file of your own claims.
 
     >>> [claim.id for claim in find(["scale-variance"])]
     ['scale-variance']
     """
     known = {claim.id for claim in CLAIMS}
+    own = [claim for id in ids if id.endswith(".py") for claim in own_claims.read(Path(id), known)]
     for id in ids:
+        if id.endswith(".py"):
+            continue
         if id not in known and id not in TOPICS:
             begun = sorted(name for name in (*known, *TOPICS) if name.startswith(id))
             near = difflib.get_close_matches(id, [*known, *TOPICS], 1, cutoff=0.0)
@@ -40,7 +46,7 @@ def find(ids: Sequence[str]) -> list[Claim]:
                     nearest=nearest,
                 )
             )
-    return [claim for claim in CLAIMS if claim.id in ids or claim.topic in ids]
+    return [*(claim for claim in CLAIMS if claim.id in ids or claim.topic in ids), *own]
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,10 @@ def run(
 
 def experimented(claim: Claim, lab: Lab) -> Result:
     """Run the experiment of a claim; the figures are judged afterwards."""
-    begun = time.monotonic()
+    begun, used = time.monotonic(), len(lab.pieces)
     figures = plain(claim.experiment(lab))
+    pieces = lab.pieces[used:]  # what was measured earlier took its time then and there
+    machines = [devices.machine(lab.device), *(x["machine"] for x in pieces if x)]
     return Result(
         id=claim.id,
         verdict="undecided",
@@ -107,24 +115,45 @@ def experimented(claim: Claim, lab: Lab) -> Result:
         figures=figures,
         form=lab.form,
         command="",
-        machine=devices.machine(lab.device),
+        machine=" / ".join(dict.fromkeys(machines)),
         date=datetime.now(UTC).date().isoformat(),
-        seconds=round(time.monotonic() - begun, 1),
+        seconds=round(time.monotonic() - begun + sum(x.get("seconds", 0.0) for x in pieces), 1),
         version=__version__,
         code=fingerprint(claim.experiment),
+        design_hash=design.design_hash(claim),
+        commit=design.commit(),
+        settings=lab.settings,
     )
 
 
 def judged(claim: Claim, found: Result) -> Result:
-    """The result of a claim from figures of its experiment."""
-    verdict = claim.rule(found.figures)
+    """The result of a claim from figures of its experiment.
+
+    Its design is the one that was registered when the figures were measured: a rule that changed
+    afterwards judges them too, and the result keeps no hash.
+    """
+    try:
+        verdict = claim.rule(found.figures)
+    except NoStatisticsError as error:
+        verdict = Verdict(
+            "undecided", both("not judged yet: {error}", "尚未判定：{error}", error=error)
+        )
+    words = ["headwise lab run", claim.id, *(["--full"] if found.form == "full" else [])]
+    words += [f"--set {name}={design.written(value)}" for name, value in found.settings.items()]
+    hashed = design.design_hash(claim)
+    same = found.id != claim.id or found.design_hash == hashed
+    known = found.design_hash is not None and same
     return replace(
         found,
         id=claim.id,
-        command=f"headwise lab run {claim.id}" + (" --full" if found.form == "full" else ""),
+        command=" ".join(words),
         verdict=verdict.verdict,
         condition=verdict.condition,
         because=verdict.because,
+        interval=verdict.interval,
+        power=verdict.power,
+        design_hash=hashed if known else None,
+        commit=found.commit if known else None,
     )
 
 

@@ -120,10 +120,10 @@ def few(parts: Split, count: int) -> list[Pair]:
 
 def recipe(lab: Lab, seed: int) -> Recipe:
     """The optimiser and the number of steps, which all variants share."""
-    steps = lab.pick(tiny=2, quick=400, full=1000)
+    steps = lab.pick("steps", tiny=2, quick=400, full=1000)
     return Recipe(
         steps=steps,
-        learning_rate=lab.pick(tiny=1e-3, quick=5e-3, full=1.5e-3),
+        learning_rate=lab.pick("rate", tiny=1e-3, quick=5e-3, full=1.5e-3),
         warmup=steps // 8,
         label_smoothing=0.1,
         seed=seed,
@@ -133,14 +133,14 @@ def recipe(lab: Lab, seed: int) -> Recipe:
 
 def build(lab: Lab, variant: str, tokeniser: Tokeniser) -> nn.Module:
     """A new model of a variant."""
-    width = lab.pick(tiny=32, quick=64, full=256)
-    layers = lab.pick(tiny=1, quick=2)
+    width = lab.pick("width", tiny=32, quick=64, full=256)
+    layers = lab.pick("layers", tiny=1, quick=2)
     config = TransformerConfig(
         vocabulary=tokeniser.size,
         d_model=width,
         encoder_layers=layers,
         decoder_layers=layers,
-        heads=lab.pick(tiny=4, quick=4, full=8),
+        heads=lab.pick("heads", tiny=4, quick=4, full=8),
         feed_forward=ReLU(2 * width),
         arrangement=PreNorm(),
         dropout=0.0,

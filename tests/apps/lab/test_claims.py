@@ -158,10 +158,16 @@ def slower(times: float) -> Edit:
     return edit
 
 
-def lengths(figures: dict[str, Any]) -> None:
-    """Q, K and V answer at every length; fixed weights have none."""
-    for row in figures["rows"]:
-        row["x2"] = row["x4"] = 0.95 if row["kind"] == "qkv" else None
+def lengths(short: float, long: float) -> Edit:
+    """A table trained at one length is right this often at shorter and at longer ones."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        for row in figures["rows"]:
+            fixed = row["kind"] == "fixed"
+            row |= {f"at_{n}": 0.95 if n == 16 or not fixed else 0.0 for n in figures["lengths"]}
+            row |= {"at_8": short, "at_64": long} if fixed else {}
+
+    return edit
 
 
 def scattered(**effects: float) -> Edit:
@@ -183,9 +189,10 @@ def synthetic(
     worse: float = 0.0,
     gap: float = 0.0,
     dependence: float = 2.0,
+    noise: float = 1.0,
 ) -> dict[str, Any]:
     """A run; `gain` is that of the base model in percent, `worse` the loss of unscaled ones."""
-    wobble = (0.1, -0.1, 0.05, -0.05)[seed]
+    wobble = noise * (0.1, -0.1, 0.05, -0.05)[seed]
     base = variant == "base"
     loss = 2.0 + (worse if "unscaled" in variant else 0.0) + 0.01 * wobble
     harm = dependence if base else 1.0
@@ -213,11 +220,50 @@ def answers(own: float, following: float) -> Edit:
     return edit
 
 
-def jumps(shared: float) -> Edit:
+def jumps(shared: float, after: float = 0.2) -> Edit:
+    """Gradients that change by so much from step to step, before and after the task is solved."""
+
     def edit(figures: dict[str, Any]) -> None:
         figures["rows"] = [
-            {"kind": kind, "jump": mean + 0.01 * seed}
-            for kind, mean in (("separate", 0.2), ("shared", shared))
+            {
+                "kind": kind,
+                "jump": mean + 0.01 * seed,
+                "jump_after": late + 0.01 * seed,
+                "cosine": 0.1,
+                "solved": 50,
+            }
+            for kind, mean, late in (("separate", 0.2, 0.2), ("shared", shared, after))
+            for seed in range(4)
+        ]
+
+    return edit
+
+
+def learnt(unscaled: float, narrow: float, later: int = 100) -> Edit:
+    """Scaled readers answer 90 %, the others so much, and unscaled ones learn so much later."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        for run in figures["runs"]:
+            run["diverged"] = False
+        figures["rows"] = [
+            {
+                "start": start,
+                "d": 256,
+                "rate": rate,
+                "warm": 0.1,
+                "seed": seed,
+                "chosen": mean + 0.001 * seed - rate,
+                "accuracy": mean + 0.001 * seed,
+                "half": half + seed,
+                "spike": 2.0,
+                "finite": True,
+            }
+            for start, mean, half in (
+                ("scaled", 0.9, 20),
+                ("unscaled", unscaled, 20 + later),
+                ("narrow", narrow, 20),
+            )
+            for rate in (0.01, 0.001)
             for seed in range(4)
         ]
 
@@ -261,6 +307,7 @@ def examples_of(gap: float, relation: float) -> Edit:
                 "score": score,
                 "seed": seed,
                 "accuracy": (relation if score == "additive" else 0.5) + 0.01 * seed,
+                "loss": 1 - (relation if score == "additive" else 0.5) + 0.01 * seed,
             }
             for score in scores
             for seed in range(4)
@@ -274,7 +321,7 @@ def reaching(*rivals: str) -> Edit:
 
     def edit(figures: dict[str, Any]) -> None:
         for row in figures["rows"]:
-            row["accuracy"] = 1.0 if row["rival"] in rivals else 0.1
+            row["least"] = 1.0 if row["rival"] in rivals else 0.1
 
     return edit
 
@@ -322,7 +369,7 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("cost-layer", change("rows.flops", 1), "does not hold"),
     ("cost-layer", change("rows.bytes", 1), "does not hold"),
     ("cost-layer", change("rows.bytes_fused", lambda row: row["bytes"]), "holds"),
-    ("paper-heads", change("rows.bleu", 25.4), "right"),
+    ("paper-heads", change("rows.bleu", 20.0), "wrong"),
     ("paper-roles", change("passages.phrase", "heads for tense and for agreement"), "right"),
     ("paper-additive", change("varied", {"F": "additive scores"}), "right"),
     ("paper-unscaled", change("varied", {"F": "no scaling"}), "right"),
@@ -331,20 +378,22 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("example-cat", change("causal.before", 0.5), "holds"),
     ("example-self", heads_of_both, "does not hold"),
     ("example-self", a_tendency, "holds when"),
-    ("scale-training", scattered(worse=0.5), "holds"),
-    ("scale-training", scattered(worse=-0.5), "does not hold"),
-    ("scale-training", change("runs.diverged", lambda run: "unscaled" in run["variant"]), "holds"),
-    ("heads-quality", scattered(gain=1.5), "holds"),
+    ("scale-training", learnt(unscaled=0.3, narrow=0.3), "holds"),
+    ("scale-training", learnt(unscaled=0.3, narrow=0.9), "holds when"),
+    ("scale-training", learnt(unscaled=0.9, narrow=0.9, later=0), "does not hold"),
+    ("heads-quality", scattered(gain=1.9, noise=0.1), "holds"),
+    ("heads-quality", scattered(gain=1.5), "holds when"),
     ("heads-quality", scattered(gain=9.0), "holds when"),
     ("heads-quality", scattered(gain=-1.5), "does not hold"),
-    ("heads-robust", scattered(dependence=0.1), "holds when"),
+    ("heads-robust", scattered(dependence=0.1), "undecided"),
     ("heads-robust", scattered(dependence=0.1, gap=-0.3), "holds"),
-    ("qk-shared-quality", scattered(gain=1.5), "holds"),
+    ("qk-shared-quality", scattered(gain=1.5), "holds when"),
     ("qk-shared-quality", scattered(gain=0.0), "does not hold"),
     ("qk-none", answers(own=1.0, following=0.06), "holds when"),
     ("qk-none", answers(own=0.06, following=0.06), "holds"),
     ("qk-none", answers(own=1.0, following=1.0), "does not hold"),
     ("qk-gradient", jumps(shared=0.5), "holds"),
+    ("qk-gradient", jumps(shared=0.5, after=0.1), "holds when"),
     ("qk-gradient", jumps(shared=0.1), "does not hold"),
     ("dot-quality", by_width(scaled=0.9, gain=5.0), "holds"),
     ("dot-quality", by_width(scaled=0.5, gain=-5.0), "does not hold"),
@@ -354,13 +403,14 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("dot-overfit", examples_of(gap=0.5, relation=0.9), "holds"),
     ("dot-overfit", examples_of(gap=0.5, relation=0.2), "holds when"),
     ("dot-overfit", examples_of(gap=0.0, relation=0.2), "does not hold"),
-    ("qkv-content", change("rows.x1", lambda x: 0.99 if x["kind"] == "qkv" else 0.2), "holds"),
+    ("qkv-content", change("rows.x1", lambda x: 0.99 if x["kind"] == "qkv" else 0.2), "holds when"),
     ("qkv-content", change("rows.x1", 0.99), "does not hold"),
-    ("qkv-length", change("rows.x4", 0.99), "does not hold"),
-    ("qkv-length", lengths, "holds"),
-    ("rivals-long-range", reaching("attention"), "holds"),
-    ("rivals-long-range", reaching("attention", "LSTM"), "holds when"),
-    ("rivals-long-range", reaching("attention", "LSTM", "4 convolutions"), "does not hold"),
+    ("qkv-length", lengths(short=0.95, long=0.95), "does not hold"),
+    ("qkv-length", lengths(short=0.95, long=0.2), "holds when"),
+    ("qkv-length", lengths(short=0.2, long=0.2), "holds"),
+    ("rivals-long-range", reaching("rotary"), "holds"),
+    ("rivals-long-range", reaching("rotary", "LSTM remembering"), "holds when"),
+    ("rivals-long-range", reaching("rotary", "4 convolutions"), "does not hold"),
 ]
 
 
@@ -386,6 +436,27 @@ def steady(figures: dict[str, Any]) -> None:
                 row[name] = 1.0 if "additive" in name else 0.1
             elif name in ("attention", "recurrent", "convolution"):
                 row[name] = 1e9
+
+
+def test_a_larger_gap_contradicts_the_half_about_overfitting() -> None:
+    (claim,) = find(["heads-robust"])
+    figures = tiny(claim)
+    scattered(dependence=0.1, gap=0.3)(figures)
+    assert claim.rule(figures).verdict == "does not hold"
+
+
+def test_noise_does_not_make_a_gain_the_size_that_is_said() -> None:
+    (claim,) = find(["heads-quality"])
+    figures = tiny(claim)
+    scattered(gain=3.3, noise=6.0)(figures)  # points and percent both reach into 1–2
+    assert claim.rule(figures).verdict in ("holds when", "undecided")
+
+
+def test_every_undecided_result_says_what_its_runs_could_have_shown() -> None:
+    for claim in CLAIMS:
+        result = record.best(claim, [record.RECORDED])
+        if result is not None and result.verdict == "undecided" and claim.kind != "read":
+            assert result.power is not None, claim.id
 
 
 def test_every_claim_has_figures_that_change_its_verdict() -> None:

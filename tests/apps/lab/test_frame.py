@@ -43,7 +43,7 @@ def show(figures: Figures) -> tuple[Listing, ...]:
 
 
 def claim(id: str = "scale-two", experiment: Callable[[Lab], Figures] = two) -> Claim:
-    return Claim(id, both("One and one is two.", "一加一等于二。"), "A", experiment, judge, show)
+    return Claim(id, both("One and one is two.", "一加一等于二。"), experiment, judge, show, "A")
 
 
 @pytest.fixture(autouse=True)

@@ -178,7 +178,7 @@ class TestJob:
 
         monkeypatch.setattr(download_cache, "fetch", unavailable)
         session = Session()
-        post(session, "/api/lab/claims/scale-training/run")
+        post(session, "/api/lab/claims/heads-quality/run")
         assert job_of(session).join(PATIENCE)
         _, job = get("/api/lab/job", session)
         assert (job["state"], job["error"]) == ("failed", "no network here")

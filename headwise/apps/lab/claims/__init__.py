@@ -19,12 +19,13 @@ from headwise.apps.lab.claims import (
     scale_depth,
     scale_overflow,
     scale_softmax,
+    scale_training,
     scale_variance,
     translation_quality,
 )
 
 FAMILIES = (
-    *(scale_variance, scale_softmax, scale_overflow, scale_depth),
+    *(scale_variance, scale_softmax, scale_overflow, scale_depth, scale_training),
     *(heads_counted, heads_patterns, translation_quality),
     *(qk_symmetry, qk_training, dot_cost, dot_quality, qkv_counted, recalling),
     *(rivals_reach, rivals_time, rivals_sharing),

@@ -187,6 +187,7 @@ def show_cost(figures: Figures) -> tuple[Listing, ...]:
 CLAIMS = (
     Claim(
         id="cost-layer",
+        kind="derived",
         sentence=both(
             "A layer has 12h² + 13h parameters and takes 24bsh² + 4bs²h FLOPs, 34bsh + 5bs²a "
             "bytes of activations and, over l layers, 4blh(s + n) bytes of KV cache.",

@@ -53,7 +53,7 @@ def costs(lab: Lab) -> Figures:
             row[f"{name}_fused_bytes"] = kept_bytes(fused)
         calls = [partial(textbook, q, k, v, each) for each in scores.values()]
         calls += [partial(attention, q, k, v, score=each) for each in scores.values()]
-        taken = in_turns(calls, lab.pick(tiny=1, quick=5, full=20), device=lab.device)
+        taken = in_turns(calls, lab.pick("repeats", tiny=1, quick=5, full=20), device=lab.device)
         names = ("dot_seconds", "additive_seconds", "dot_fused_seconds", "additive_fused_seconds")
         rows.append(row | dict(zip(names, taken, strict=True)))
     return {"rows": rows}
@@ -228,6 +228,7 @@ CLAIMS = (
     ),
     Claim(
         id="dot-parameters",
+        kind="derived",
         sentence=both(
             "Additive attention has to store W_q, W_k and v in addition.",
             "加性注意力需额外存储 W_q、W_k、v。",

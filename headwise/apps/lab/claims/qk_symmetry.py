@@ -15,7 +15,7 @@ from headwise.nn import MultiHeadAttention, Separate, Shared
 
 def symmetry(lab: Lab) -> Figures:
     """‖S − Sᵀ‖ / ‖S‖ of the logits, and of the weights, for random inputs and layers."""
-    draws = range(lab.pick(tiny=2, quick=20, full=200))
+    draws = range(lab.pick("draws", tiny=2, quick=20, full=200))
     rows = []
     for kind in sharing.KINDS:
         heads = [
@@ -67,7 +67,7 @@ def show_symmetric(figures: Figures) -> tuple[Listing, ...]:
 
 def diagonals(lab: Lab) -> Figures:
     """The share of rows whose largest weight is their own, as the tokens' norms differ more."""
-    draws = lab.pick(tiny=3, quick=30, full=300)
+    draws = lab.pick("draws", tiny=3, quick=30, full=300)
     rows = []
     for spread in lab.each((0.0, 0.25, 0.5, 0.75, 1.0, 1.5), "spread"):
         x = torch.cat([sharing.inputs(32, spread, seed) for seed in range(draws)])
@@ -91,7 +91,7 @@ def trained_diagonal(lab: Lab) -> float:
     torch.manual_seed(0)
     attn = MultiHeadAttention(32, 1, projections=Shared())
     model = RecallModel(attn, 32, task)
-    learn(model, task, lab.pick(tiny=2, quick=300), seed=0, rate=1e-2)
+    learn(model, task, lab.pick("steps", tiny=2, quick=300), seed=0, rate=1e-2)
     drawn = task.draw(100, torch.Generator().manual_seed(1))
     with torch.no_grad():
         x = model.key(drawn.keys) + model.value(drawn.values)
@@ -208,6 +208,7 @@ def show_parameters(figures: Figures) -> tuple[Listing, ...]:
 CLAIMS = (
     Claim(
         id="qk-symmetric",
+        kind="derived",
         sentence=both(
             "One matrix for Q and K makes the matrix of scores symmetric.",
             "Q 与 K 共用一个矩阵时，分数矩阵是对称的。",
@@ -244,6 +245,7 @@ CLAIMS = (
     ),
     Claim(
         id="qk-parameters",
+        kind="derived",
         sentence=both(
             "Separate matrices for Q and K only double their parameters.",
             "Q 与 K 使用独立的矩阵，参数量只增加一倍。",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from headwise.apps.lab.claim import (
     holds_when,
     undecided,
 )
-from headwise.apps.lab.claims.translation_quality import percent, runs
-from headwise.apps.lab.estimates import BLEU, difference
+from headwise.apps.lab.claims.translation_quality import MATTERS, gain, runs
+from headwise.apps.lab.estimates import BLEU_POINTS, difference, measured
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.recall import Recall, RecallModel, Relation, Task, accuracy, learn
 from headwise.nn import MultiHeadAttention, Projections, Separate, Shared, Unprojected
@@ -54,9 +54,9 @@ def on_tasks(lab: Lab) -> list[Piece]:
 
 def adapted(lab: Lab, folder: Path | None, kind: str, task: str) -> dict[str, Any]:
     """The accuracy of one kind on one task, for every seed."""
-    steps = lab.pick(tiny=2, quick=300, full=600)
+    steps = lab.pick("steps", tiny=2, quick=300, full=600)
     found = []
-    for seed in range(lab.pick(tiny=1, quick=3, full=8)):
+    for seed in range(lab.pick("seeds", tiny=1, quick=3, full=8)):
         model = reader(kind, TASKS[task], seed)
         learn(model, TASKS[task], steps, seed=seed, rate=1e-2)
         found.append(accuracy(model, TASKS[task]))
@@ -85,7 +85,7 @@ def judge_none(figures: Figures) -> Verdict:
     found = {
         (kind, task): of(figures, kind, task) for kind in KINDS for task in ("recall", "relation")
     }
-    loss = percent(figures, "base", "unprojected")
+    loss = gain(figures, "base", "unprojected")
     because = both(
         "without projections the worst layer finds its own key in {recall:.0%} of cases, and "
         "the best one the next key in {relation:.0%}; with separate matrices the worst finds "
@@ -96,20 +96,22 @@ def judge_none(figures: Figures) -> Verdict:
         relation=max(found["unprojected", "relation"]),
         own=min(found["separate", "recall"]),
         next=min(found["separate", "relation"]),
-        loss=loss.said(BLEU),
+        loss=loss.said(BLEU_POINTS),
     )
     if min(found["separate", "relation"]) < 0.9:
-        return undecided(because)
-    if max(found["unprojected", "relation"]) > 0.9:
-        return does_not_hold(because)
-    if max(found["unprojected", "recall"]) < 0.5:
-        return holds(because)
-    condition = both(
-        "the task asks for anything but similar tokens; embeddings learn which tokens are "
-        "similar, so similarity itself needs no projection",
-        "任务要找的不是相似的词元；嵌入本身会学出哪些词元相似，所以找相似并不需要投影",
-    )
-    return holds_when(condition, because)
+        verdict = undecided(because)
+    elif max(found["unprojected", "relation"]) > 0.9:
+        verdict = does_not_hold(because)
+    elif max(found["unprojected", "recall"]) < 0.5:
+        verdict = holds(because)
+    else:
+        condition = both(
+            "the task asks for anything but similar tokens; embeddings learn which tokens are "
+            "similar, so similarity itself needs no projection",
+            "任务要找的不是相似的词元；嵌入本身会学出哪些词元相似，所以找相似并不需要投影",
+        )
+        verdict = holds_when(condition, because)
+    return measured(verdict, loss, BLEU_POINTS, MATTERS)
 
 
 def show_none(figures: Figures) -> tuple[Listing, ...]:
@@ -140,77 +142,134 @@ def watched_trainings(lab: Lab) -> list[Piece]:
     return [(f"gradients-{kind}", jumping, {"kind": kind}) for kind in ("separate", "shared")]
 
 
+SOLVED = 0.05
+"""The loss from which on a task counts as solved: what gradients do then is noise."""
+
+
 def jumping(lab: Lab, folder: Path | None, kind: str) -> dict[str, Any]:
-    """The gradient norms of W_q and W_k over training, for every seed."""
-    steps = lab.pick(tiny=4, quick=300, full=600)
+    """The gradients of W_q and W_k before and after the task is solved, for every seed."""
+    steps = lab.pick("steps", tiny=4, quick=300, full=600)
     rows = []
-    for seed in range(lab.pick(tiny=1, quick=5, full=20)):
+    for seed in range(lab.pick("seeds", tiny=2, quick=5, full=20)):
         task = Recall(16)
-        model = reader(kind, task, seed)
-        norms = watched(model)
-        learn(model, task, steps, seed=seed)
-        late = torch.tensor(norms[len(norms) // 4 :]).clamp_min(1e-30).log()
-        jumps = late.diff().abs()  # how much the norm changes from step to step
+        model = reader("separate", task, seed)
+        seen = watched(model, tied=kind == "shared")
+        losses = learn(model, task, steps, seed=seed)
+        solved = next((step for step, loss in enumerate(losses) if loss < SOLVED), steps)
         rows.append(
             {
                 "kind": kind,
                 "seed": seed,
-                "norm": float(late.mean().exp()),
-                "jump": float(jumps.mean()),
+                "solved": solved,
+                "jump": mean_jump(seen[:solved]),
+                "jump_after": mean_jump(seen[solved:]),
+                "cosine": sum(cosine for _, cosine in seen[:solved]) / max(1, solved),
                 "accuracy": accuracy(model, task),
             }
         )
     return {"rows": rows}
 
 
+def mean_jump(seen: Sequence[tuple[float, float]]) -> float:
+    """By how much the logarithm of the gradient's norm changes from step to step."""
+    if len(seen) < 2:
+        return 0.0
+    norms = torch.tensor([norm for norm, _ in seen]).clamp_min(1e-30).log()
+    return float(norms.diff().abs().mean())
+
+
 def gradients(lab: Lab) -> Figures:
-    """The gradient norms of W_q and W_k over training, for separate and shared matrices."""
+    """The gradients of W_q and W_k in training, for separate and shared matrices."""
     found = lab.keep_all(watched_trainings(lab))
     return {"rows": [row for each in found for row in each["rows"]]}
 
 
-def watched(model: RecallModel) -> list[float]:
-    """A list that gets the norm of the gradient of W_q and W_k at every step of training."""
-    norms: list[float] = []
+def watched(model: RecallModel, tied: bool) -> list[tuple[float, float]]:
+    """A list that gets, at every step, the norm of the gradient and the cosine of its two parts.
+
+    Queries and keys that are `tied` start alike and get the sum of both gradients, which is how
+    one shared matrix trains; its two parts, from the queries and from the keys, stay visible.
+    """
     layer = model.layer
-    assert isinstance(layer, MultiHeadAttention) and isinstance(layer.query, nn.Linear)
-    matrices = [layer.query.weight]
-    if isinstance(layer.key, nn.Linear):
-        matrices.append(layer.key.weight)
-    squares: list[float] = []
+    assert isinstance(layer, MultiHeadAttention)
+    assert isinstance(layer.query, nn.Linear) and isinstance(layer.key, nn.Linear)
+    seen: list[tuple[float, float]] = []
+    waiting: set[str] = set()
+    if tied:
+        layer.key.load_state_dict(layer.query.state_dict())
 
-    def note(gradient: torch.Tensor) -> None:
-        squares.append(float(gradient.square().mean()))
-        if len(squares) == len(matrices):
-            norms.append((sum(squares) / len(squares)) ** 0.5)
-            squares.clear()
+    def note(name: str, one: nn.Parameter, other: nn.Parameter) -> None:
+        if name not in waiting:  # the other of the two comes later
+            waiting.add(name)
+            return
+        waiting.remove(name)
+        assert one.grad is not None and other.grad is not None
+        if name == "weight":
+            a, b = one.grad.flatten(), other.grad.flatten()
+            whole = (a + b).norm() if tied else torch.cat((a, b)).norm()
+            seen.append((float(whole), float(torch.cosine_similarity(a, b, 0))))
+        if tied:
+            together = one.grad + other.grad
+            one.grad, other.grad = together, together.clone()
 
-    for matrix in matrices:
-        matrix.register_hook(note)
-    return norms
+    for name, one in layer.query.named_parameters():
+        other = layer.key.get_parameter(name)
+        for each in (one, other):
+            each.register_post_accumulate_grad_hook(
+                lambda _, name=name, one=one, other=other: note(name, one, other)
+            )
+    return seen
+
+
+def by_kind(figures: Figures, name: str) -> dict[str, list[float]]:
+    """A figure of all runs, by kind."""
+    found: dict[str, list[float]] = {}
+    for row in figures["rows"]:
+        found.setdefault(row["kind"], []).append(row[name])
+    return found
 
 
 def judge_gradient(figures: Figures) -> Verdict:
-    """Steadier: the norm changes less from step to step, beyond chance."""
-    jumps: dict[str, list[float]] = {}
-    for row in figures["rows"]:
-        jumps.setdefault(row["kind"], []).append(row["jump"])
-    more = difference(jumps, "shared", "separate")
+    """Steadier until the task is solved, beyond chance; what happens afterwards is a condition."""
+    jumps = by_kind(figures, "jump")
+    before = difference(jumps, "shared", "separate")
+    after = difference(by_kind(figures, "jump_after"), "shared", "separate")
     mean = {kind: sum(x) / len(x) for kind, x in jumps.items()}
+    cosines, solved = by_kind(figures, "cosine"), by_kind(figures, "solved")
     because = both(
-        "from step to step the gradient of W_q and W_k changes by a factor of e^{separate:.3f} "
-        "with separate matrices and of e^{shared:.3f} with a shared one; the difference is "
-        "{more}",
-        "相邻两步之间，W_q 与 W_k 的梯度范数变化 e^{separate:.3f} 倍（独立）与 e^{shared:.3f} "
-        "倍（共享）；相差 {more}",
+        "until the task is solved (loss {loss}) the logarithm of the gradient's norm changes by "
+        "{separate:.3f} a step with separate matrices and by {shared:.3f} with a shared one, "
+        "{before} more; afterwards by {after} more; the parts of a shared matrix's gradient, from "
+        "queries and from keys, have a mean cosine of {cosine:.2f}; separate matrices need "
+        "{fast:.0f} steps, a shared one {slow:.0f}",
+        "任务解决之前（损失 {loss}），梯度范数的对数每步变化：独立 {separate:.3f}，共享 "
+        "{shared:.3f}，"
+        "多 {before}；之后多 {after}；共享矩阵的梯度中来自查询与来自键的两部分，平均余弦 "
+        "{cosine:.2f}；"
+        "独立矩阵需要 {fast:.0f} 步，共享 {slow:.0f} 步",
+        loss=SOLVED,
         separate=mean["separate"],
         shared=mean["shared"],
-        more=more.said(),
+        before=before.said(),
+        after=after.said(),
+        cosine=sum(cosines["shared"]) / len(cosines["shared"]),
+        fast=sum(solved["separate"]) / len(solved["separate"]),
+        slow=sum(solved["shared"]) / len(solved["shared"]),
     )
-    if more.low > 0:
-        return holds(because)
     small = 0.1 * mean["separate"]
-    return does_not_hold(because) if more.high < small else undecided(because)
+    verdict = undecided(because)
+    if before.low > 0 and after.high >= 0:
+        verdict = holds(because)
+    elif before.low > 0:
+        condition = both(
+            "the task is not solved yet; once it is, gradients are noise and those of separate "
+            "matrices are the less steady ones",
+            "任务尚未解决；解决之后梯度只剩噪声，反而是独立矩阵的更不稳定",
+        )
+        verdict = holds_when(condition, because)
+    elif before.high < 0 or before.within(-small, small):
+        verdict = does_not_hold(because)
+    return measured(verdict, before, both("", ""), small)
 
 
 def show_gradient(figures: Figures) -> tuple[Listing, ...]:
@@ -218,11 +277,13 @@ def show_gradient(figures: Figures) -> tuple[Listing, ...]:
     headings = (
         both("projections", "投影"),
         both("seed", "种子"),
-        both("gradient, root mean square", "梯度，均方根"),
-        both("change per step (log)", "每步变化（对数）"),
+        both("solved at step", "解决于第几步"),
+        both("change per step before (log)", "之前每步变化（对数）"),
+        both("after", "之后"),
+        both("cosine of both parts", "两部分的余弦"),
         both("accuracy", "正确率"),
     )
-    keys = ("kind", "seed", "norm", "jump", "accuracy")
+    keys = ("kind", "seed", "solved", "jump", "jump_after", "cosine", "accuracy")
     rows = tuple(tuple(row[key] for key in keys) for row in figures["rows"])
     return (Listing(both("Gradients in training", "训练中的梯度"), headings, rows),)
 

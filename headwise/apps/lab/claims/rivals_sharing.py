@@ -19,7 +19,7 @@ def sharing(lab: Lab) -> Figures:
     torch.manual_seed(0)
     attn = MultiHeadAttention(WIDTH, HEADS).double()
     errors = []
-    for draw in range(lab.pick(tiny=2, quick=20)):
+    for draw in range(lab.pick("draws", tiny=2, quick=20)):
         x = lab.normal(1, 30, WIDTH, stream=draw).cpu()
         order = torch.randperm(30, generator=torch.Generator().manual_seed(draw))
         with torch.no_grad():
@@ -94,6 +94,7 @@ def show_sharing(figures: Figures) -> tuple[Listing, ...]:
 CLAIMS = (
     Claim(
         id="rivals-sharing",
+        kind="derived",
         sentence=both(
             "Self-attention shares no parameters over positions, but its heads share weights.",
             "自注意力无位置参数共享，但多头共享权重。",

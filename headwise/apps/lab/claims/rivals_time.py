@@ -44,16 +44,18 @@ def flops_of(name: str, width: int, n: int, batch: int = 1, kernel: int = 3) -> 
 
 def operations(lab: Lab) -> Figures:
     """Operations and seconds of a layer of each kind against n, and of a convolution against k."""
-    width = lab.pick(tiny=16, quick=32, full=64)
+    width = lab.pick("width", tiny=16, quick=32, full=64)
     counted = (64, 256, 1024, 4096, 16384)
-    timed = lab.pick(tiny=(64, 128), quick=(512, 1024, 2048), full=(4096, 8192, 16384, 32768))
+    timed = lab.pick(
+        "timed", tiny=(64, 128), quick=(512, 1024, 2048), full=(4096, 8192, 16384, 32768)
+    )
     rows, times = [], []
     for n in counted:
         rows.append({"n": n} | {name: flops_of(name, width, n) for name in NAMES})
     for n in lab.each(timed, "tokens"):
         x = lab.normal(1, n, width).float()
         calls = [partial(layer(name, width).to(lab.device), x) for name in NAMES]
-        taken = in_turns(calls, lab.pick(tiny=1, quick=5), device=lab.device)
+        taken = in_turns(calls, lab.pick("repeats", tiny=1, quick=5), device=lab.device)
         times.append({"n": n} | dict(zip(NAMES, taken, strict=True)))
     kernels = (1, 3, 9, 27)
     return {
@@ -107,16 +109,18 @@ def show_compute(figures: Figures) -> tuple[Chart, ...]:
 def parallelism(lab: Lab) -> Figures:
     """The longest chain of operations in a layer, and its speed against n at a fixed n · batch."""
     chains = []
-    for n in lab.pick(tiny=(4, 16), quick=(8, 32, 128)):
+    for n in lab.pick("lengths", tiny=(4, 16), quick=(8, 32, 128)):
         chains.append({"n": n} | {name: chain(name, n) for name in NAMES})
-    width = lab.pick(tiny=16, quick=64, full=512)
-    tokens = lab.pick(tiny=256, quick=4096, full=65536)
-    lengths = lab.pick(tiny=(16, 256), quick=(32, 128, 512, 2048), full=(64, 512, 4096, 32768))
+    width = lab.pick("width", tiny=16, quick=64, full=512)
+    tokens = lab.pick("tokens", tiny=256, quick=4096, full=65536)
+    lengths = lab.pick(
+        "lengths", tiny=(16, 256), quick=(32, 128, 512, 2048), full=(64, 512, 4096, 32768)
+    )
     rows = []
     for n in lab.each(lengths, "tokens"):
         x = lab.normal(tokens // n, n, width).float()
         calls = [partial(layer(name, width).to(lab.device), x) for name in NAMES]
-        taken = in_turns(calls, lab.pick(tiny=1, quick=5), device=lab.device)
+        taken = in_turns(calls, lab.pick("repeats", tiny=1, quick=5), device=lab.device)
         rows.append(
             {"n": n}
             | {

@@ -34,8 +34,8 @@ def stack(x: Tensor, weights: Tensor, scaling: str, arrangement: str) -> Tensor:
 
 def growth(lab: Lab) -> Figures:
     """‖∂loss/∂x‖ at the input over that at the output, through 1 to 16 layers, several starts."""
-    tokens, d = 32, lab.pick(tiny=32, quick=64, full=256)
-    depths = lab.pick(tiny=(1, 4), quick=(1, 2, 4, 8, 16))
+    tokens, d = 32, lab.pick("d_k", tiny=32, quick=64, full=256)
+    depths = lab.pick("depths", tiny=(1, 4), quick=(1, 2, 4, 8, 16))
     found = []
     for arrangement in ARRANGEMENTS:
         for gain in lab.each(GAINS, f"{arrangement}, gain"):
@@ -43,7 +43,7 @@ def growth(lab: Lab) -> Figures:
                 row = {"arrangement": arrangement, "gain": gain, "depth": depth}
                 for scaling in SCALINGS:
                     ratios = []
-                    for draw in range(lab.pick(tiny=2, quick=5, full=20)):
+                    for draw in range(lab.pick("draws", tiny=2, quick=5, full=20)):
                         x = lab.normal(tokens, d, stream=3 * draw).requires_grad_()
                         weights = lab.normal(depth, 3, d, d, stream=3 * draw + 1)
                         out = stack(x, gain * weights / math.sqrt(d), scaling, arrangement)
@@ -82,14 +82,22 @@ def judge_exploding(figures: Figures) -> Verdict:
     kinds = [name for name in ARRANGEMENTS if any(row["arrangement"] == name for row in exploded)]
     if len(kinds) == len(ARRANGEMENTS):
         return holds(because)
+    gains = {
+        name: [row["gain"] for row in exploded if row["arrangement"] == name] for name in kinds
+    }
+    listed = [
+        both(
+            "{name} at gain {gains}",
+            "{name}（增益 {gains}）",
+            name=ARRANGEMENTS[name],
+            gains=" / ".join(map(str, gains[name])),
+        )
+        for name in kinds
+    ]
     condition = both(
-        "the stack is made of {kinds}, and its weights are large enough: gain {gain} or more",
-        "由{kinds}堆叠而成，且权重足够大：增益不小于 {gain}",
-        kinds=Sentence(
-            " or of ".join(ARRANGEMENTS[name] for name in kinds),
-            "或".join(ARRANGEMENTS[name].zh for name in kinds),
-        ),
-        gain=min(row["gain"] for row in exploded),
+        "the stack has residual connections and its weights are not small; it did here in {listed}",
+        "层之间有残差连接且权重不小；这里出现在{listed}",
+        listed=Sentence("; ".join(listed), "；".join(x.zh for x in listed)),
     )
     return holds_when(condition, because)
 
@@ -117,7 +125,7 @@ def show_exploding(figures: Figures) -> tuple[Chart, ...]:
 
 def drift(lab: Lab) -> Figures:
     """The logits' deviation and the largest weight while q and k grow, for two ways to scale."""
-    d, rows, keys = 64, lab.pick(tiny=64, quick=1024), 64
+    d, rows, keys = 64, lab.pick("rows", tiny=64, quick=1024), 64
     q, k = lab.normal(rows, d, stream=1), lab.normal(keys, d, stream=2)
     found = []
     for growth_of_q_and_k in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0):
@@ -192,6 +200,7 @@ CLAIMS = (
     ),
     Claim(
         id="scale-layernorm",
+        kind="derived",
         sentence=both(
             "Dividing by √d_k is a simple dynamic normalisation, like BatchNorm or LayerNorm.",
             "除以 √d_k 类似批归一化或层归一化，是动态调整特征分布的简单方法。",

@@ -39,9 +39,11 @@ def overflows(lab: Lab) -> Figures:
                 "log_largest": math.log(torch.finfo(dtype).max),
             }
         )
-    count, keys = lab.pick(tiny=64, quick=512, full=4096), 256
+    count, keys = lab.pick("keys", tiny=64, quick=512, full=4096), 256
     random = []
-    for d in lab.each(lab.pick(tiny=(64, 1024), quick=(16, 64, 256, 512, 1024, 4096)), "d_k"):
+    for d in lab.each(
+        lab.pick("d_k", tiny=(64, 1024), quick=(16, 64, 256, 512, 1024, 4096)), "d_k"
+    ):
         scores = lab.normal(count, d, stream=1) @ lab.normal(keys, d, stream=2).T
         row: dict[str, float] = {"d": d}
         for name, dtype in TYPES.items():
@@ -154,6 +156,7 @@ def show_overflow(figures: Figures) -> tuple[Chart | Listing, ...]:
 CLAIMS = (
     Claim(
         id="scale-overflow",
+        kind="derived",
         sentence=both(
             "Large dot products, in the hundreds or thousands, overflow the exponential.",
             "非常大的点积（几百或几千）会使指数函数上溢出。",

@@ -33,11 +33,11 @@ def weights_of(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 def saturation(lab: Lab) -> Figures:
     """The largest weight and the entropy of rows, against d_k and the number of keys."""
-    rows = lab.pick(tiny=64, quick=256, full=2048)
-    widths = lab.pick(tiny=(4, 1024), quick=(1, 4, 16, 64, 256, 1024, 4096))
+    rows = lab.pick("rows", tiny=64, quick=256, full=2048)
+    widths = lab.pick("d_k", tiny=(4, 1024), quick=(1, 4, 16, 64, 256, 1024, 4096))
     found = []
     for d in lab.each(widths, "d_k"):
-        for keys in lab.pick(tiny=(64,), quick=(16, 64, 256, 1024)):
+        for keys in lab.pick("keys", tiny=(64,), quick=(16, 64, 256, 1024)):
             q, k = lab.normal(rows, d, stream=1), lab.normal(keys, d, stream=2)
             for scaling in SCALINGS:
                 p = weights_of(q, k, factor(scaling, d))
@@ -102,9 +102,9 @@ def show_saturation(figures: Figures) -> tuple[Chart, ...]:
 
 def gradients(lab: Lab) -> Figures:
     """The norm of the softmax Jacobian of typical rows, and of ∂loss/∂W_q, against d_k."""
-    tokens = lab.pick(tiny=32, quick=64, full=256)
+    tokens = lab.pick("tokens", tiny=32, quick=64, full=256)
     found = []
-    for d in lab.each(lab.pick(tiny=(16, 1024), quick=(4, 16, 64, 256, 1024, 2048)), "d_k"):
+    for d in lab.each(lab.pick("d_k", tiny=(16, 1024), quick=(4, 16, 64, 256, 1024, 2048)), "d_k"):
         row: dict[str, float] = {"d": d}
         x = lab.normal(tokens, d, stream=1)
         w_q, w_k = (lab.normal(d, d, stream=s) / math.sqrt(d) for s in (2, 3))  # so q, k ~ N(0, 1)
@@ -163,7 +163,7 @@ def show_gradient(figures: Figures) -> tuple[Chart, ...]:
 def ranges(lab: Lab) -> Figures:
     """Shift scores, squeeze them into [0, 1], and look where a trained model's logits lie."""
     keys = 64
-    scores = lab.normal(lab.pick(tiny=64, quick=1024), keys, stream=1)
+    scores = lab.normal(lab.pick("rows", tiny=64, quick=1024), keys, stream=1)
     before = scores.softmax(-1)
     shifts = (-1000.0, -10.0, 10.0, 1000.0)
     changes = [float(((scores + shift).softmax(-1) - before).abs().max()) for shift in shifts]
@@ -221,6 +221,7 @@ def show_range(figures: Figures) -> tuple[Listing, ...]:
 CLAIMS = (
     Claim(
         id="scale-saturation",
+        kind="derived",
         sentence=both(
             "Without scaling, softmax tends to a one-hot vector as d_k grows.",
             "不缩放时，随着 d_k 增大，softmax 的输出趋向 one-hot。",
@@ -260,6 +261,7 @@ CLAIMS = (
     ),
     Claim(
         id="scale-range",
+        kind="derived",
         sentence=both(
             "Scores must lie in a range such as 0 to 1 for softmax to model probabilities.",
             "注意力分数须限制在 0 到 1 之类的范围内，softmax 才能很好地建模概率分布。",

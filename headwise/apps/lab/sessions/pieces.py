@@ -11,7 +11,8 @@ from headwise.apps.lab.claim import Claim
 from headwise.apps.lab.claims.dot_quality import at_widths, on_few, on_relation
 from headwise.apps.lab.claims.examples import chinese_runs
 from headwise.apps.lab.claims.qk_training import on_tasks, watched_trainings
-from headwise.apps.lab.claims.recalling import by_content, over_distances
+from headwise.apps.lab.claims.recalling import by_content, by_place, over_distances
+from headwise.apps.lab.claims.scale_training import cells
 from headwise.apps.lab.claims.translation_quality import CLAIMED
 from headwise.apps.lab.fingerprint import covered
 from headwise.apps.lab.laboratory import Lab
@@ -25,6 +26,8 @@ READERS = (
     on_relation,
     on_tasks,
     by_content,
+    by_place,
+    cells,
     watched_trainings,
 )
 """Trainings of small readers, the longest first; the last pieces of each are the largest."""

@@ -80,8 +80,10 @@ class SideBySide:
             self.steps += 1
             return
         except StopIteration as finished:
-            figures = self.lab.store(piece.name, piece.compute, finished.value, **piece.settings)
             seconds = time.monotonic() - each.begun
+            figures = self.lab.store(
+                piece.name, piece.compute, finished.value, seconds, **piece.settings
+            )
             self.longest = max(self.longest, seconds)
             bleu = "diverged" if figures["diverged"] else f"BLEU {figures['bleu']:.2f}"
             self.tell(f"{piece.name}  {bleu}  {seconds:.1f} s")
