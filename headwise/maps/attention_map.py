@@ -17,7 +17,7 @@ from headwise.core.policies import Policy, TopK, check_policy
 from headwise.core.problem import Problem, restate, without_dropout
 from headwise.core.row_totals import RowTotals
 from headwise.maps import coverage
-from headwise.maps.backends import backend_for
+from headwise.maps.backends import backend_for, coverage_for
 from headwise.maps.coverage import Recall
 from headwise.maps.eviction import mean_received, per_key_head, smoothed
 from headwise.maps.lazy_map import LazyMap, check_rows, refuse_vmap, times
@@ -203,7 +203,7 @@ class AttentionMap(LazyMap):
             )
         if per_head:
             self._checked(keys, call)
-        found = self._rows(lambda region, totals: coverage.kept(region, totals, counts))
+        found = self._rows(lambda region, totals: coverage_for(region).kept(region, totals, counts))
         if per_head:
             heads = torch.arange(len(counts), device=found.device)
             return found[:, heads, :, heads].transpose(0, 1)
@@ -244,7 +244,7 @@ class AttentionMap(LazyMap):
         """
         if not is_number(share) or not 0 < share <= 1:
             raise self._error("share must be above 0 and at most 1", f".needed({share!r})")
-        return self._rows(lambda region, totals: coverage.needed(region, totals, share))
+        return self._rows(lambda region, totals: coverage_for(region).needed(region, totals, share))
 
     def _kept_by(self, policy: Policy, call: str) -> Tensor:
         self._checked(policy, call)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from headwise.core.row_totals import RowTotals
 from headwise.engines import failures
 from headwise.engines.failures import KernelError, family
 from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.limits import WIDEST, fits_grid
-from headwise.maps import blockwise
+from headwise.maps import blockwise, coverage
 from headwise.maps.blockwise import Totals
 from headwise.maps.pooling import Cells, Reduction
 from headwise.maps.region import Region
@@ -45,11 +48,24 @@ class Backend(Protocol):
         """
 
 
+class Coverage(Protocol):
+    """The functions about a row's largest weights: the modules `fused_coverage` and `coverage`."""
+
+    def kept(self, region: Region, totals: RowTotals, counts: list[int]) -> Tensor:
+        """The weight of each row's largest keys, for each count, (B, Hq, N, counts)."""
+
+    def needed(self, region: Region, totals: RowTotals, share: float) -> Tensor:
+        """How many of its largest weights make up a share of each row's sum, int64 (B, Hq, N)."""
+
+
 class FusedOrBlockwise:
     """The fused kernels; for maps like one whose kernel failed, the blockwise functions."""
 
+    def __init__(self, fused: str, plain: ModuleType) -> None:
+        self.fused, self.plain = fused, plain
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        from headwise.maps import fused  # it imports Triton, which is optional
+        fused = import_module(self.fused)  # it imports Triton, which is optional
 
         def work(region: Region, *given: Any) -> Any:
             calls = family(TRITON.name, "maps", region.q, region.k, False)
@@ -58,19 +74,31 @@ class FusedOrBlockwise:
                     return getattr(fused, name)(region, *given)
                 except KernelError as failure:
                     failures.record(calls, failure)
-            return getattr(blockwise, name)(region, *given)
+            return getattr(self.plain, name)(region, *given)
 
         return work
 
 
 def backend_for(region: Region) -> Backend:
     """The fused kernels if they can compute this region, else the blockwise functions."""
+    if not _fused(region):
+        return cast(Backend, blockwise)
+    return cast(Backend, FusedOrBlockwise("headwise.maps.fused", blockwise))
+
+
+def coverage_for(region: Region) -> Coverage:
+    """The same for the functions about a row's largest weights."""
+    if not _fused(region):
+        return cast(Coverage, coverage)
+    return cast(Coverage, FusedOrBlockwise("headwise.maps.fused_coverage", coverage))
+
+
+def _fused(region: Region) -> bool:
+    """True if the fused kernels can compute this region here."""
     q, terms = region.q, region.terms
     fits = q.dtype != torch.float64 and 0 < q.shape[-1] <= WIDEST and terms.additive is None
     fits = fits and (region.grad is None or _fits_values(region))
-    if not fits or not fits_grid(q.shape) or TRITON.absent(q.device) is not None:
-        return cast(Backend, blockwise)
-    return cast(Backend, FusedOrBlockwise())
+    return fits and fits_grid(q.shape) and TRITON.absent(q.device) is None
 
 
 def _fits_values(region: Region) -> bool:

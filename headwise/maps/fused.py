@@ -42,22 +42,22 @@ def row_totals(region: Region) -> Totals:
         return blockwise.row_totals(region)
     if region.grad is not None:
         return _effect_totals(region)
-    call = _call(region)
+    call = call_of(region)
     batch, heads, rows, _ = region.box.shape
     sums = region.q.new_empty(3, batch, heads, rows, dtype=torch.float32)
 
     def launch(shape: Shape) -> None:
         logsum.log_sums[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, *sums, outer_strides(call.q), outer_strides(call.k), call.given,
-            *call.sizes, **_constants(shape), **_flags(call),
+            *call.sizes, **constants(shape), **flags(call),
         )  # fmt: skip
 
-    _fit(call, launch)
+    fit_map(call, launch)
     return RowTotals(*sums)
 
 
 def _effect_totals(region: Region) -> EffectTotals:
-    call, effects = _call(region), _effects(region, None)
+    call, effects = call_of(region), _effects(region, None)
     batch, heads, rows, _ = region.box.shape
     best, product, *rest = region.q.new_empty(5, batch, heads, rows, dtype=torch.float32)
     key = torch.empty_like(best, dtype=torch.int32)
@@ -65,11 +65,11 @@ def _effect_totals(region: Region) -> EffectTotals:
     def launch(shape: Shape) -> None:
         peaks[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, effects, best, key, product, *rest, outer_strides(call.q),
-            outer_strides(call.k), call.given, *call.sizes, **_constants(shape), **_flags(call),
+            outer_strides(call.k), call.given, *call.sizes, **constants(shape), **flags(call),
             **_value_flags(effects),
         )  # fmt: skip
 
-    _fit(call, launch, effects)
+    fit_map(call, launch, effects)
     key = torch.where(key < 0, -1, key + region.terms.first_key)
     return PeakSums(best, key, product, Sums(*rest)).totals(region.terms.sinks, region.whole)
 
@@ -100,7 +100,7 @@ def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = region.box.shape
     if count > MOST or not all(region.box.shape):
         return blockwise.top(region, totals, count)
-    call, known, effects = _call(region), _known(totals), _effects(region, totals)
+    call, known, effects = call_of(region), kernel_totals(totals), _effects(region, totals)
     kept = max(2, 1 << (count - 1).bit_length())
     best = known.base.new_empty(batch, heads, rows, kept)
     key = torch.empty_like(best, dtype=torch.int32)
@@ -110,10 +110,10 @@ def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
         largest[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, norms, known, effects, best, key, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, count, *_norm_strides(region),
-            KEPT=kept, **_constants(shape), **_flags(call), **_value_flags(effects),
+            KEPT=kept, **constants(shape), **flags(call), **_value_flags(effects),
         )  # fmt: skip
 
-    _fit(call, launch, effects)
+    fit_map(call, launch, effects)
     best, order = best[..., :count].sort(descending=True)
     key = key[..., :count].gather(-1, order).long()
     if effects is None:
@@ -128,7 +128,7 @@ def _reduce(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduc
     out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)
     if not all(region.box.shape):
         return out
-    call, known, effects = _call(region), _known(totals), _effects(region, totals)
+    call, known, effects = call_of(region), kernel_totals(totals), _effects(region, totals)
     norms = _norms(region)
 
     def launch(shape: Shape) -> None:
@@ -138,11 +138,11 @@ def _reduce(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduc
             call.q, call.k, norms, known, effects, out, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, len(rows), len(keys), rows.width,
             keys.width, row_steps, key_steps, *_norm_strides(region), ROW_PART=row_part,
-            KEY_PART=key_part, LARGEST=how in ("max", "furthest"), **_constants(shape),
-            **_flags(call), **_value_flags(effects),
+            KEY_PART=key_part, LARGEST=how in ("max", "furthest"), **constants(shape),
+            **flags(call), **_value_flags(effects),
         )  # fmt: skip
 
-    _fit(call, launch, effects)
+    fit_map(call, launch, effects)
     return out
 
 
@@ -162,14 +162,16 @@ def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
     return part, *found[part]
 
 
-def _call(region: Region) -> Operands:
+def call_of(region: Region) -> Operands:
+    """The tensors and sizes of a region as kernels take them."""
     q, k = widened(region.q, region.k)
     return operands(q, k, k, region.terms)
 
 
-def _flags(call: Operands) -> dict[str, object]:
-    flags = call.flags()
-    kept = {name: flags[name] for name in ("WIDTH", "PIECES", "CAP")}
+def flags(call: Operands) -> dict[str, object]:
+    """The constants of a call that every map kernel is compiled for."""
+    every = call.flags()
+    kept = {name: every[name] for name in ("WIDTH", "PIECES", "CAP")}
     padded = tile_side(call.q.shape[-1])
     return kept | {"PADDED": padded, "PRECISION": precision(call.q.dtype)}
 
@@ -185,7 +187,9 @@ def _value_flags(effects: Effects | None) -> dict[str, object]:
     }
 
 
-def _fit(call: Operands, launch: Callable[[Shape], None], effects: Effects | None = None) -> None:
+def fit_map(
+    call: Operands, launch: Callable[[Shape], None], effects: Effects | None = None
+) -> None:
     """Launch on the call's GPU with a tile shape that fits it."""
     q, kernel, width = call.q, "map", call.padded[0]
     itemsize = q.itemsize
@@ -196,7 +200,8 @@ def _fit(call: Operands, launch: Callable[[Shape], None], effects: Effects | Non
         fit(kernel, width, itemsize, card(q.device), launch)
 
 
-def _constants(shape: Shape) -> dict[str, int]:
+def constants(shape: Shape) -> dict[str, int]:
+    """The constants of a tile shape."""
     return {
         "ROWS": shape.rows,
         "KEYS": shape.keys,
@@ -205,7 +210,7 @@ def _constants(shape: Shape) -> dict[str, int]:
     }
 
 
-def _known(found: Totals) -> Known:
+def kernel_totals(found: Totals) -> Known:
     """The totals as kernels take them."""
     totals = found if isinstance(found, RowTotals) else found.weights
     return Known(totals.safe_base().contiguous(), totals.log_total.contiguous())

@@ -108,7 +108,7 @@ def map_loops(width: int, dtype: torch.dtype) -> None:
         given = options(kind)
         given.pop("dropout", None)
         amap = hw.attention_map(q, k, **given)
-        amap.pool(8), amap.received(), amap.top(4)
+        amap.pool(8), amap.received(), amap.top(4), amap.kept(4), amap.needed(0.9)
 
 
 def effect_loops(width: int, dtype: torch.dtype) -> None:

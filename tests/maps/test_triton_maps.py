@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.maps import backends, blockwise
+from headwise.maps import backends, blockwise, coverage
 from headwise.maps.pooling import Cells
 from tests.maps.test_attention_map import Truth, edges, map_of
 from tests.problems import Recipe
@@ -133,3 +133,54 @@ def test_no_heads_give_a_map_of_nothing() -> None:
 def test_more_batch_entries_than_a_grid_holds_take_other_loops() -> None:
     q = torch.zeros(65536, 1, 1, 8, device=DEVICE)
     assert backends.backend_for(hw.attention_map(q, q)._region) is blockwise
+
+
+@pytest.mark.parametrize("recipe", some)
+def test_the_weight_of_a_rows_largest_keys_is_that_of_the_matrix(recipe: Recipe) -> None:
+    call = recipe.call()
+    truth = Truth(call)
+    amap = map_of(call.copy(device=DEVICE, learn=False))
+    assert backends.coverage_for(amap._region) is not coverage
+    best = truth.p.sort(dim=-1, descending=True).values
+    sums, off = best.cumsum(-1), 2 * truth.sums.sum(-1) + 1e-6
+    counts = [1, 3, 7, 40]
+    found = amap.kept(counts).cpu()
+    for place, count in enumerate(counts):
+        wanted = sums[..., min(count, sums.shape[-1]) - 1]
+        assert not close(found[..., place], wanted, off), (count, str(recipe))
+    for share in (0.5, 0.95):
+        needed = amap.needed(share).cpu()
+        held = torch.cat((torch.zeros_like(best[..., :1]), sums), -1)
+        target = share * sums[..., -1]
+        enough = held.gather(-1, needed[..., None])[..., 0]
+        fewer = held.gather(-1, (needed - 1).clamp_min(0)[..., None])[..., 0]
+        assert (enough >= target - off - 2e-6).all(), str(recipe)
+        assert ((fewer <= target + off + 2e-6) | (target == 0)).all(), str(recipe)
+        assert not needed[target == 0].any()
+
+
+def test_equal_weights_are_counted_one_by_one() -> None:
+    q = torch.zeros(1, 1, 70, 16, device=DEVICE)
+    amap = hw.attention_map(q, q, mask=hw.mask.causal())
+    assert backends.coverage_for(amap._region) is not coverage
+    rows = torch.arange(1, 71)
+    wanted = 10 / rows.clamp_min(10)
+    torch.testing.assert_close(amap.kept(10)[0, 0].cpu(), wanted)
+    assert amap.needed(0.5)[0, 0].cpu().tolist() == [-(-int(n) // 2) for n in rows]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_long_maps_keep_what_pytorchs_loops_say(dtype: torch.dtype) -> None:
+    q, k = (2 * torch.randn(1, 4, 3000, 64, device="cuda", dtype=dtype) for _ in range(2))
+    amap = hw.attention_map(q, k, mask=hw.mask.causal())
+    region = amap._region
+    totals = amap._weights()
+    found = backends.coverage_for(region).kept(region, totals, [1, 64, 1024])
+    torch.testing.assert_close(
+        found, coverage.kept(region, totals, [1, 64, 1024]), rtol=1e-4, atol=1e-5
+    )
+    few, exact = (
+        each.needed(region, totals, 0.95) for each in (backends.coverage_for(region), coverage)
+    )
+    assert ((few - exact).abs() <= 1 + exact // 500).all()  # keys of almost equal weights

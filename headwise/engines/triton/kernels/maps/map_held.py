@@ -1,0 +1,173 @@
+"""The kernel of the weight that a row's largest keys hold, and of the keys that a share needs.
+
+A row's largest weights are those above some logarithm. Each pass over the keys counts how many lie
+above a few cuts of the range in which it must be, or adds up their weights, and keeps the part in
+between: no weight is stored, however many keys are asked for. What is left at the end holds the
+keys at the edge, whose weights are equal to rounding.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headwise.engines.triton.kernels.maps.map_cells import (
+    log_weights,
+    row_totals,
+    rows_of,
+    seen_pairs,
+)
+from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, bend, interval, positions
+
+FAINT = tl.constexpr(-150.0)  # 2 to this power is 0 in float32
+NARROW = tl.constexpr(5e-7)  # a range of logarithms so narrow that its weights are equal
+PASSES = tl.constexpr(14)
+MISSING = tl.constexpr(1e-6)  # the part of a share that rounding may hide
+
+
+@triton.jit
+def weights_at(
+    tile_q, k, start_k, k_row, t, z, b, h, i, position, base, rest, j,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Return log2 of the weights on the keys j, (rows, keys); -inf where hidden."""
+    inside = j < z.keys
+    tile_k = rows_of(k, start_k, k_row, j, inside, WIDTH, PADDED)
+    s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
+    s, _bent = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP)
+    seen = seen_pairs(t, z, b, h, i[:, None], j[None, :], PIECES) & inside[None, :]
+    return tl.where(seen & (base != float("inf"))[:, None], log_weights(s, base, rest), NOTHING)
+
+
+@triton.jit(do_not_specialize=[*LOOSE, "count", "share"])
+def held(
+    q, k, totals, mass_out, number_out, qs, ks, t,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share, count, share,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CUTS: tl.constexpr, BY_MASS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Find the weight of the `count` largest keys of a block of rows, mass_out (B, Hq, N).
+
+    BY_MASS: how many of the largest hold `share` of each row's weight, number_out (B, Hq, N).
+    """
+    z = Sizes(
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tl.num_programs(0) - 1 - block  # late rows of a causal mask see the most keys
+    i = block * ROWS + tl.arange(0, ROWS)
+    here = i < queries
+    i = tl.minimum(i, queries - 1)
+    start_q = b.to(tl.int64) * qs[0] + h.to(tl.int64) * qs[1]
+    start_k = b.to(tl.int64) * ks[0] + (h // group).to(tl.int64) * ks[1]
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * queries + i
+    tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
+    base, rest = row_totals(totals, line, here)
+    position = positions(t, z, b, i)
+    begin, end = keys * 0, keys
+    if PIECES > 0:
+        first, last = interval(t, z, 0, b, h, i)
+        empty = first >= last
+        begin = tl.min(tl.where(empty, keys, first), 0)
+        end = tl.max(tl.where(empty, 0, last), 0)
+        if PIECES == 2:
+            first, last = interval(t, z, 1, b, h, i)
+            empty = first >= last
+            begin = tl.minimum(begin, tl.min(tl.where(empty, keys, first), 0))
+            end = tl.maximum(end, tl.max(tl.where(empty, 0, last), 0))
+    tiles = tl.maximum(tl.cdiv(end - begin, KEYS), 0)
+    column = tl.arange(0, KEYS)
+
+    number = tl.zeros([ROWS], tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    peak = tl.zeros([ROWS], tl.float32) + NOTHING
+    for n in tl.range(0, tiles):
+        j = begin + n * KEYS + column
+        e = weights_at(
+            tile_q, k, start_k, ks[2], t, z, b, h, i, position, base, rest, j, WIDTH, PADDED,
+            PRECISION, PIECES, CAP,
+        )  # fmt: skip
+        number += tl.sum((e > NOTHING).to(tl.float32), 1)
+        mass += tl.sum(tl.exp2(e), 1)
+        peak = tl.maximum(peak, tl.max(e, 1))
+
+    # The edge lies in [lower, upper); what lies at or above `upper` is less than the target.
+    upper = tl.where(number > 0.0, peak + NARROW * (1.0 + tl.abs(peak)), 0.0)
+    lower = tl.zeros([ROWS], tl.float32) + FAINT
+    if BY_MASS:
+        target = mass * share * (1.0 - MISSING)
+        unneeded = tl.log2(tl.maximum(mass * (1.0 - share), 1e-37) / tl.maximum(number, 1.0))
+        lower = tl.maximum(lower, unneeded - 1.0)  # all weights below it sum to less than the rest
+        unsettled = here & (mass > 0.0)
+    else:
+        target = tl.zeros([ROWS], tl.float32) + count
+        unsettled = here & (number > target)
+    slot = tl.arange(0, CUTS)[None, :]
+    rounds = 0
+    while (tl.max(unsettled.to(tl.int32), 0) > 0) & (rounds < PASSES):
+        rounds += 1
+        step = (upper - lower) / (CUTS + 1)
+        sums = tl.zeros([ROWS, CUTS], tl.float32)
+        for n in tl.range(0, tiles):
+            j = begin + n * KEYS + column
+            e = weights_at(
+                tile_q, k, start_k, ks[2], t, z, b, h, i, position, base, rest, j, WIDTH, PADDED,
+                PRECISION, PIECES, CAP,
+            )  # fmt: skip
+            amount = e * 0.0 + 1.0
+            if BY_MASS:
+                amount = tl.exp2(e)
+            for cut in tl.static_range(CUTS):
+                above = e >= (lower + step * (cut + 1))[:, None]
+                part = tl.sum(tl.where(above, amount, 0.0), 1)
+                sums += tl.where(slot == cut, part[:, None], 0.0)
+        if BY_MASS:
+            beyond = sums >= target[:, None]
+        else:
+            beyond = sums > target[:, None]
+        crossed = tl.sum(beyond.to(tl.int32), 1)
+        next_lower = lower + step * crossed
+        next_upper = tl.where(crossed < CUTS, lower + step * (crossed + 1), upper)
+        at_upper = tl.sum(tl.where(slot == crossed[:, None], sums, 0.0), 1)
+        exact = (crossed < CUTS) & (at_upper == target)
+        lower = tl.where(unsettled, next_lower, lower)
+        upper = tl.where(unsettled, next_upper, upper)
+        wide = upper - lower > NARROW * (1.0 + tl.abs(upper))
+        unsettled = unsettled & wide
+        if not BY_MASS:
+            unsettled = unsettled & (exact == 0)
+
+    inside_number = tl.zeros([ROWS], tl.float32)
+    inside_mass = tl.zeros([ROWS], tl.float32)
+    above_number = tl.zeros([ROWS], tl.float32)
+    above_mass = tl.zeros([ROWS], tl.float32)
+    for n in tl.range(0, tiles):
+        j = begin + n * KEYS + column
+        e = weights_at(
+            tile_q, k, start_k, ks[2], t, z, b, h, i, position, base, rest, j, WIDTH, PADDED,
+            PRECISION, PIECES, CAP,
+        )  # fmt: skip
+        p = tl.exp2(e)
+        above = e >= upper[:, None]
+        between = (e >= lower[:, None]) & (e < upper[:, None])
+        above_number += tl.sum(above.to(tl.float32), 1)
+        above_mass += tl.sum(tl.where(above, p, 0.0), 1)
+        inside_number += tl.sum(between.to(tl.float32), 1)
+        inside_mass += tl.sum(tl.where(between, p, 0.0), 1)
+    each = tl.where(inside_number > 0.0, inside_mass / tl.maximum(inside_number, 1.0), 0.0)
+    if BY_MASS:
+        more = tl.ceil((target - above_mass) / tl.where(each > 0.0, each, 1.0))
+        more = tl.minimum(tl.maximum(more, 1.0), tl.maximum(inside_number, 1.0))
+        needed = tl.where(mass > 0.0, tl.minimum(above_number + more, number), 0.0)
+        tl.store(number_out + line, needed.to(tl.int32), mask=here)
+    else:
+        found = above_mass + (target - above_number) * each
+        found = tl.where(number > target, found, mass)
+        tl.store(mass_out + line, found, mask=here)
