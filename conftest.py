@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 
 # Some virtual machines advertise AMX and then die with an illegal instruction in a bf16 matrix
 # product. oneDNN reads this when torch loads it, so it comes before the import.
@@ -47,11 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def repeatable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts from the same random numbers.
+def repeatable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test starts from the same random numbers, and from products of float32 in float32.
 
     The interpreter is for tests that name triton; the others choose engines as users do.
     """
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
     if "triton" not in request.node.nodeid:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    yield
+    assert torch.get_float32_matmul_precision() == "highest", "this test leaves tf32 switched on"

@@ -66,8 +66,8 @@ class Suite:
             if known.get(file, {}).get("stamp") != stamp:
                 began = time.monotonic()
                 found = forked(lambda file=file: traced(tree, file), tree.folder, 900)
-                found = found if isinstance(found, dict) else {}
-                known[file] = {"stamp": stamp if found else "", "tests": found}
+                ended, found = isinstance(found, dict), found if isinstance(found, dict) else {}
+                known[file] = {"stamp": stamp if ended else "", "tests": found}
                 tree.write("tests.json", known)
                 bad = [name for name, test in found.items() if not test["ok"]]
                 took = time.monotonic() - began
@@ -168,6 +168,7 @@ def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="changes to draw (300)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", choices=PARTS, action="append", help="only changes of this part")
     parser.add_argument("--again", action="store_true", help="run the survivors once more")
     parser.add_argument("--fresh", action="store_true", help="copy the package; forget everything")
     parser.add_argument("--report", action="store_true", help="run nothing")
@@ -182,16 +183,18 @@ def main() -> int:
     verdicts, same = tree.read("verdicts.json"), equivalent()
     if given.again:
         verdicts = {name: found for name, found in verdicts.items() if found["caught"]}
+    parts = given.part or list(PARTS)
     left = [c for c in chosen if c.name not in verdicts and c.row not in same]
+    left = [c for c in left if c.part in parts]
     if left and not given.report:
         os.chdir(tree.root)
         sys.path[:] = [str(tree.root), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
         os.environ |= {"CI": "true", "PYTHONPATH": str(tree.root), "TRITON_INTERPRET": "1"}
-        files = [file for part in PARTS for file in tree.tests_of(part)]
+        files = [file for part in parts for file in tree.tests_of(part)]
         for name in forked(lambda: imported(files), tree.folder, 900):
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-        suite = Suite(tree, list(PARTS))
+        suite = Suite(tree, parts)
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         for i, change in enumerate(left, 1):
