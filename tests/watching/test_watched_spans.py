@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import headwise as hw
 from headwise.watching import SpanWeight, open_run
@@ -44,6 +46,37 @@ def test_recomputed_layers_count_once() -> None:
             model(x).sum().backward()
         means.append([row["span_a_mean"] for row in seen.heads()])
     assert means[0] == means[1]
+
+
+def llava() -> transformers.LlavaForConditionalGeneration:
+    small = {"intermediate_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            image_size=32, patch_size=8, num_attention_heads=2, **small
+        ),
+        text_config=transformers.LlamaConfig(
+            vocab_size=99, num_attention_heads=4, attn_implementation="sdpa", **small
+        ),
+        image_token_index=98, vision_feature_layer=-1,
+    )  # fmt: skip
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_spans_are_ranges_of_tokens_and_not_of_a_vision_towers_patches(compiled: bool) -> None:
+    torch.compiler.reset()
+    model, ids = llava(), torch.cat((torch.full((1, 16), 98), torch.arange(10)[None]), 1)
+    if compiled:
+        model.model.vision_tower.compile(backend="eager")
+        model.model.language_model.compile(backend="eager")
+    with torch.no_grad(), hw.watch(model, spans={"image": (0, 16)}) as seen:
+        model(input_ids=ids, pixel_values=torch.randn(1, 3, 32, 32))
+    weights = [row["span_image_mean"] for row in seen.heads()]
+    assert [math.isnan(float(x)) for x in weights] == [True] * 2 + [False] * 4
+    expected = seen.layer(1).map().to_tensor()[0, ..., :16].sum(-1).mean(-1)
+    assert weights[2:] == pytest.approx(expected.tolist(), rel=1e-4)
+    assert list(seen.spans["image"]) == [1]
 
 
 def test_compiled_layers_record_spans() -> None:

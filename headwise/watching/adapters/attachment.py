@@ -29,6 +29,7 @@ def attach(model: nn.Module, recorder: CallRecorder, enter: Enter) -> list[Undo]
     Returns the undoing, to be done from the last to the first, of whatever was done before an
     error too.
     """
+    recorder.registry.towers = transformers_calls.towers(model)
     recorder.interventions.modules.update(named_modules(model))
     listener = torch_calls.Listener(recorder)
     whole = Follower({id(model)}, enter, lambda _: recorder.passes.end())

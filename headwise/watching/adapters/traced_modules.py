@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headwise.core.spans import Span
+from headwise.core.spans import SPAN_PREFIX, Span
 from headwise.watching.adapters.last_call import LastCall
 from headwise.watching.adapters.traced_graph import UnreadCall
 from headwise.watching.recorder.board import Board, Slot
@@ -190,9 +190,10 @@ class TracedModel:
         """Put a tap on a module, the slot's board and its place there."""
         options, board = self.recorder.options, slot.board
         columns = board.columns
+        spans = tuple(x for x in options.spans.items() if SPAN_PREFIX + x[0] in stats)
         tap = Tap(
             *(kind, stats, options.rows, options.maps, options.sink_keys),
-            *(columns.stats, columns.maxima, columns.minima, tuple(options.spans.items())),
+            *(columns.stats, columns.maxima, columns.minima, spans),
             *(options.sparse.number, options.sparse.figures(options.sparse.for_kind(kind))),
         )
         setattr(module, tap_name(key), tap)

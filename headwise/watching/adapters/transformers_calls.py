@@ -114,6 +114,22 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     return undo + follow(model, Follower(whole, modules.enter, modules.leave))
 
 
+def towers(model: nn.Module) -> tuple[str, ...]:
+    """The names of parts that take no tokens, such as a vision tower, if the model takes tokens."""
+    if sys.modules.get("transformers") is None:
+        return ()
+    from transformers import PreTrainedModel
+
+    parts = {name: x for name, x in named_modules(model) if isinstance(x, PreTrainedModel)}
+    if not parts or not _takes_tokens(next(iter(parts.values()))):
+        return ()
+    return tuple(name for name, part in parts.items() if not _takes_tokens(part))
+
+
+def _takes_tokens(part: nn.Module) -> bool:
+    return not {"input_ids", "inputs_embeds"}.isdisjoint(_parameters(type(part).forward))
+
+
 def _replacements(
     interface: type, masks: type | None, model: nn.Module
 ) -> Iterator[Replacement[TransformersModules]]:

@@ -121,7 +121,7 @@ class CallRecorder:
             part, given, share = local_part(*call)
             call, out = Call(*part, given), None if out is None else out.to_local()  # type: ignore[attr-defined]
         q, k, v = (x.detach() for x in call[:3])
-        look = self._look(kind, k.shape[2], forgotten)
+        look = self._look(name, kind, k.shape[2], forgotten)
         known = known or {}
         if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
             out = None  # its norm would be that of something else
@@ -172,7 +172,7 @@ class CallRecorder:
             return out
         call = single
         try:
-            look = self._look(kind, call.k.shape[2], forgotten)
+            look = self._look(name, kind, call.k.shape[2], forgotten)
             out, seen = observe(call.q, call.k, call.v, **call.options(), **look)
         except Exception as error:
             if recomputing():
@@ -207,13 +207,14 @@ class CallRecorder:
             said = ValueError(f"what it would lose under sparse= is not known: {error}")
             self.unread.fail(name, said)
 
-    def _look(self, kind: Kind, keys: int, forgotten: int | None) -> dict[str, Any]:
+    def _look(self, name: str, kind: Kind, keys: int, forgotten: int | None) -> dict[str, Any]:
         options = self.options
+        spanned = kind != "window" and not self.registry.in_tower(name)
         return {
             "stats": self._computed[kind],
             "rows": options.rows,
             "sink_keys": options.sink_keys,
-            "spans": {} if kind == "window" else within(options.spans, keys, forgotten or 0),
+            "spans": within(options.spans, keys, forgotten or 0) if spanned else {},
         }
 
     def _keep(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headwise.core.reduction import Columns
+from headwise.core.spans import SPAN_PREFIX
 from headwise.nn.call import Call
 from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.layer import WatchedLayer
@@ -27,6 +28,7 @@ class LayerRegistry:
     shown: dict[str, bool] = field(default_factory=dict)  # True: watched; in the order of numbers
     boards: dict[object, Board] = field(default_factory=dict)  # by device, and group if compiled
     numbered: bool = False  # a step has ended: layers keep their numbers
+    towers: tuple[str, ...] = ()  # the parts of a model of tokens that take something else
     some_layers: bool = False  # other ranks have other layers of the model, which shift its numbers
     placed: Callable[[str, int, int], tuple[int, int] | None] = lambda *_: None
     """The first head of a module, and the number of all, by its weights, if it computes so many
@@ -48,6 +50,10 @@ class LayerRegistry:
     def asked_for(self, name: str) -> bool:
         """True if the next layer that the model shows is watched under this name."""
         return self.options.ask_for(len(self.shown), name)
+
+    def in_tower(self, name: str) -> bool:
+        """True if a module is in a part that takes no tokens: spans are ranges of tokens."""
+        return name.startswith(tuple(f"{tower}." for tower in self.towers))
 
     def distinct_name(self, name: str, kind: Kind) -> str:
         """A name that no layer of another kind has."""
@@ -90,6 +96,8 @@ class LayerRegistry:
         self.shown[name] = self.options.ask_for(number, name) or not known or self.some_layers
         if self.shown[name]:
             sampled, stats = self.options.rows is not None, self.options.stats_of(kind)
+            if self.in_tower(name):
+                stats = tuple(stat for stat in stats if not stat.startswith(SPAN_PREFIX))
             layer = WatchedLayer(number, name, kind, heads, sampled, stats, width=width)
             layer.take_place(self.placed(layer.module, heads, width))
             self.layers[name] = layer
