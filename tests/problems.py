@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -493,9 +494,14 @@ def recipes(longest: int = 40, **kinds: tuple[str, ...] | str) -> st.SearchStrat
     return st.builds(Recipe, **chosen, seed=st.integers(0, 2**32 - 1), longest=st.just(longest))
 
 
-def every_pair(**kinds: tuple[str, ...]) -> list[Recipe]:
-    """A short list of recipes in which each pair of kinds meets at least once."""
-    axes = KINDS | kinds
+def every_pair(
+    taken: Callable[[Recipe], bool] = lambda recipe: True, **kinds: tuple[str, ...]
+) -> list[Recipe]:
+    """A short list of recipes in which each pair of kinds meets at least once.
+
+    A pair is left out if even alone it is not `taken`.
+    """
+    axes, attempts = KINDS | kinds, Counter[frozenset[tuple[str, str]]]()
     missing = {
         frozenset(((a, x), (b, y))): None
         for a, b in itertools.combinations(axes, 2)
@@ -505,7 +511,8 @@ def every_pair(**kinds: tuple[str, ...]) -> list[Recipe]:
     made: list[Recipe] = []
     dice = random.Random(0)
     while missing:
-        chosen = dict(sorted(next(iter(missing))))
+        first = next(iter(missing))
+        chosen = dict(sorted(first))
         for name in dice.sample(list(axes), len(axes)):
             if name not in chosen:  # the kind that meets most of the chosen ones for the first time
                 news = [
@@ -514,9 +521,16 @@ def every_pair(**kinds: tuple[str, ...]) -> list[Recipe]:
                 ]
                 best = [kind for kind, n in zip(axes[name], news, strict=True) if n == max(news)]
                 chosen[name] = dice.choice(best)
+        attempts[first] += 1
+        if attempts[first] == 3:  # the others are not taken with it
+            chosen = dict(first)
+            del missing[first]
+        recipe = Recipe(**chosen, seed=len(made), longest=24)
+        if not taken(recipe):
+            continue
         for pair in itertools.combinations(chosen.items(), 2):
             missing.pop(frozenset(pair), None)
-        made.append(Recipe(**chosen, seed=len(made), longest=24))
+        made.append(recipe)
     return made
 
 
