@@ -15,7 +15,7 @@ from headwise.core.problem import without_autocast
 from headwise.distributed.descriptions import Values
 from headwise.distributed.geometry import Geometry
 from headwise.distributed.head_exchange import Axes, computed_together, to_heads, to_rows
-from headwise.distributed.head_options import learnt, options_of
+from headwise.distributed.head_options import learned_tensors, options_of_part
 from headwise.distributed.layouts import HeadShare, head_shares
 from headwise.distributed.transport import RankGroup
 
@@ -52,7 +52,9 @@ def attend_by_heads(
         given = options._replace(bias=rest[0] if rest else bias)
         return _computed(geometry.whole, shares[ranks.own], (q, k, v), given, names, sink_keys)
 
-    results = computed_together(ranks, compute, [*moved, *learnt(options).values()], values)
+    results = computed_together(
+        ranks, compute, [*moved, *learned_tensors(options).values()], values
+    )
     own = Axes(of_queries.heads, geometry.rows)
     out, *found = to_rows(ranks, [own] * len(results), results)
     return out, dict(zip(names, found[0].unbind(-1), strict=True)) if names else {}
@@ -67,11 +69,11 @@ def _computed(
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     if q.shape[1] == 0:  # more ranks than heads; its backward must still be called
         empty = q.sum(-1, keepdim=True) + sum(
-            x.flatten()[:0].sum() for x in learnt(options).values()
+            x.flatten()[:0].sum() for x in learned_tensors(options).values()
         )
         out = empty.expand(*empty.shape[:3], v.shape[-1])
         return [out, empty.to(wide).expand(*empty.shape[:3], len(names))][: 1 + bool(names)]
-    part = options_of(whole, range(whole.batch), range(*share.queries), options)
+    part = options_of_part(whole, range(whole.batch), range(*share.queries), options)
     if isinstance(options.bias, Tensor):  # the exchange has cut it
         part = part._replace(bias=options.bias)
     q = q.to(k.dtype)  # shared keys are wider

@@ -15,7 +15,7 @@ from headwise.dropout import Dropout
 from headwise.score import Additive, Cosine, General, Score
 
 
-def options_of(place: Place, batch: range, heads: range, options: Options) -> Options:
+def options_of_part(place: Place, batch: range, heads: range, options: Options) -> Options:
     """The options of part of the call at `place`.
 
     Dropout drops what it drops in the whole call.
@@ -33,13 +33,13 @@ def options_of(place: Place, batch: range, heads: range, options: Options) -> Op
     )
 
 
-def learnt(options: Options) -> dict[str, Tensor]:
+def learned_tensors(options: Options) -> dict[str, Tensor]:
     """The tensors of a call's options that may have a gradient, by name: all ranks have the same.
 
     A bias tensor is not one of them: it has the rows of its rank.
 
     >>> import torch, headwise as hw
-    >>> list(learnt(Options(bias=hw.ALiBi(4), sinks=torch.zeros(4))))
+    >>> list(learned_tensors(Options(bias=hw.ALiBi(4), sinks=torch.zeros(4))))
     ['the slopes of bias', 'sinks']
     """
     found: dict[str, Any] = {}

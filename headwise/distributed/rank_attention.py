@@ -25,7 +25,7 @@ from headwise.distributed.call_header import Asked, call_header, checked_part
 from headwise.distributed.descriptions import Values
 from headwise.distributed.geometry import geometry
 from headwise.distributed.head_attention import attend_by_heads
-from headwise.distributed.head_options import learnt
+from headwise.distributed.head_options import learned_tensors
 from headwise.distributed.header import Header, agree, telling
 from headwise.distributed.key_blocks import (
     SINGLES,
@@ -176,7 +176,7 @@ def _call(
             problem = checked_part(kind, tensors, options)
             options = options._replace(engine=_engine(problem, move, options.engine, names))
             header = call_header(kind, problem, tensors, layout, move, options, asked)
-            values = {name: Values(x) for name, x in learnt(options).items()}
+            values = {name: Values(x) for name, x in learned_tensors(options).items()}
         except Exception as error:  # the others wait: they hear of it first
             failure = error
     every = agree(ranks, header, failure)

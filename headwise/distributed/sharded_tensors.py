@@ -22,7 +22,7 @@ from headwise.core.place import Place, four
 from headwise.core.problem import pose, restate
 from headwise.core.spans import SPAN_PREFIX, Spans, check_spans
 from headwise.distributed import rank_attention
-from headwise.distributed.head_options import learnt, options_of
+from headwise.distributed.head_options import learned_tensors, options_of_part
 from headwise.distributed.header import Header, agree
 from headwise.distributed.ranges import cut
 from headwise.distributed.shards import check_layout
@@ -161,7 +161,7 @@ class ShardedCall:
         rate = given.dropout
         if rate and (not isinstance(rate, Dropout) or rate.seed is None):
             given = given._replace(dropout=self._seeded(rate))
-        given = options_of(place, self.batch, self.heads, given)
+        given = options_of_part(place, self.batch, self.heads, given)
         if more.get("spans"):
             more["spans"] = _spans_of(more["spans"], self.batch)
         given, more = self._over_positions(given, more)
@@ -331,6 +331,6 @@ def _spans_of(spans: Spans, batch: range) -> dict[str, Any]:
 def _nothing(part: tuple[Tensor, Tensor, Tensor], given: Options, width: int) -> Tensor:
     """The output of a rank without heads; its backward must be called like the others'."""
     q, k, v = part
-    used = (k, v, *learnt(given).values())
+    used = (k, v, *learned_tensors(given).values())
     empty = q.sum(-1, keepdim=True) + sum(x.flatten()[:0].sum() for x in used)
     return empty.expand(*empty.shape[:3], width)

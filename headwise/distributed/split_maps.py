@@ -22,7 +22,7 @@ from headwise.core.place import four
 from headwise.core.problem import pose
 from headwise.distributed.call_header import checked_part, described_options
 from headwise.distributed.descriptions import Values, described, described_part
-from headwise.distributed.head_options import learnt
+from headwise.distributed.head_options import learned_tensors
 from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Layout
 from headwise.distributed.rank_attention import observe
@@ -125,7 +125,7 @@ def _agreed(
         same: dict[str, str | Values] = {n: described_part(x.detach(), 2) for n, x in parts}
         same |= {"layout": described(layout), "lse": "None" if lse is None else "given"}
         same |= described_options(problem, options)
-        same |= {f"the values of {name}": Values(x) for name, x in learnt(options).items()}
+        same |= {f"the values of {name}": Values(x) for name, x in learned_tensors(options).items()}
         header = Header("map", same, (k.shape[2],))
     except Exception as error:  # the others wait: they hear of it first
         failure = error

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.conv import _ConvNd
 
@@ -14,9 +18,15 @@ from headwise import handover
 from headwise.distributed.layouts import Layout
 from headwise.distributed.mesh_calls import MeshCalls
 from headwise.distributed.movement import check_move
-from headwise.distributed.shards import check_layout
-from headwise.distributed.transformers_inputs import placed
+from headwise.distributed.shards import check_layout, shard, unshard
 from headwise.distributed.transport import check_mesh
+
+IGNORED = -100
+"""The label of a token that has no loss."""
+
+
+SHARED = ("attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch")
+"""Inputs that all ranks have, or none: ranks exchange them or what they stand for."""
 
 MIXING = (nn.RNNBase, nn.RNNCellBase, _ConvNd, nn.MultiheadAttention)
 """Modules that mix positions by themselves, and would do so within each rank only."""
@@ -85,3 +95,94 @@ def _check_model(model: nn.Module) -> bool:
                 "positions meet in headwise's attention and nowhere else"
             )
     return kind is not None
+
+
+def placed(
+    model: nn.Module, calls: MeshCalls, positional: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[MeshCalls, dict[str, Any]]:
+    """The options of a forward that takes this rank's part, and the calls that know its padding.
+
+    `attention_mask`, `position_ids` and `labels` are this rank's part, as `input_ids` are.
+    """
+    takes = inspect.signature(model.forward).parameters
+    options = dict(zip(takes, positional, strict=False)) | options
+    tokens, failure = torch.empty(0, 0), None
+    try:
+        tokens = _checked(model, options)
+    except Exception as error:  # the others wait: they hear of it first
+        failure = error
+    given = {name: "None" if options.get(name) is None else "given" for name in SHARED}
+    lengths = calls.every(tokens.shape[1], given, failure)
+    mask = options.get("attention_mask")
+    if mask is not None:
+        whole = unshard(mask.bool(), calls.mesh, dim=1, layout=calls.layout)
+        if not bool(whole.all()):
+            calls = replace(calls, tokens=whole, padded_rows=~mask.bool())
+    # Without padding, or transformers takes a jump of the positions for a new document.
+    options["attention_mask"] = torch.ones(
+        tokens.shape[:2], dtype=torch.int64, device=tokens.device
+    )
+    if "use_cache" in takes:
+        options["use_cache"] = False
+    if options.get("position_ids") is None:
+        positions = calls.positions(lengths)
+        options["position_ids"] = positions.to(tokens.device)[None]
+    if options.get("labels") is not None:
+        options |= _shifted(calls, options)
+    return calls, options
+
+
+def _checked(model: nn.Module, options: dict[str, Any]) -> Tensor:
+    """The tokens or embeddings of a forward; ValueError for options that parts can't have."""
+    name = type(model).__name__
+    config: Any = model.config
+    if options.get("past_key_values") is not None:
+        raise ValueError(
+            f"{name} with context_parallel takes no past_key_values: a cache would hold this "
+            "rank's part alone; undo context_parallel to generate"
+        )
+    if not _is_zero(options.get("logits_to_keep", 0)):
+        raise ValueError(
+            f"{name} with context_parallel takes no logits_to_keep: the last tokens of this rank's "
+            "part are not those of the sequence"
+        )
+    if options.get("labels") is not None:
+        if getattr(model, "loss_type", None) != "ForCausalLM":
+            raise ValueError(
+                f"{name} with context_parallel takes labels for the next token only, as models for "
+                "causal language modelling do; compute the loss from the outputs"
+            )
+        routed = options.get("output_router_logits")
+        if getattr(config, "output_router_logits", False) if routed is None else routed:
+            raise ValueError(
+                f"{name} with context_parallel has no loss of its router, which would need the "
+                "tokens of all ranks; use output_router_logits=False"
+            )
+    tokens = options.get("input_ids")
+    tokens = options.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"{name} with context_parallel takes input_ids or inputs_embeds")
+    mask = options.get("attention_mask")
+    if mask is not None and mask.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; with context_parallel it is this "
+            f"rank's part {tuple(tokens.shape[:2])}, 0 where a token is padding"
+        )
+    return tokens
+
+
+def _shifted(calls: MeshCalls, options: dict[str, Any]) -> dict[str, Any]:
+    """The labels of the next tokens, which may be another rank's, and how many there are in all."""
+    whole = unshard(options["labels"], calls.mesh, dim=1, layout=calls.layout)
+    following = F.pad(whole, (0, 1), value=IGNORED)[:, 1:]
+    found: dict[str, Any] = {}
+    if options.get("shift_labels") is None:
+        own = shard(following, calls.mesh, dim=1, layout=calls.layout)
+        found["shift_labels"] = own.contiguous()
+    if options.get("num_items_in_batch") is None:
+        found["num_items_in_batch"] = (following != IGNORED).sum()
+    return found
+
+
+def _is_zero(given: object) -> bool:
+    return given is None or (isinstance(given, int) and given == 0)

@@ -16,7 +16,7 @@ from headwise.core.mask_reading import TracedDense
 from headwise.core.observation import Observation
 from headwise.core.place import Place
 from headwise.core.versions import Versions, may_be_overwritten
-from headwise.distributed.head_options import options_of
+from headwise.distributed.head_options import options_of_part
 from headwise.handover import SplitCalls
 from headwise.nn.call import Call
 from headwise.score import Additive, Cosine, Dot, General, Score
@@ -126,7 +126,7 @@ def of_head(call: Call, entries: range, head: int) -> Call:
     key_head = head // (call.q.shape[1] // call.k.shape[1])
     options = call.given._replace(mask=None, dropout=0.0)
     own = range(head, head + 1)
-    options = options_of(Place.of(call.q, call.k), entries, own, options)
+    options = options_of_part(Place.of(call.q, call.k), entries, own, options)
     if call.mask is not None:
         mask = PartOfMask(call.mask, entries, own, len(call.q), call.q.shape[1])
         options = options._replace(mask=mask)
