@@ -12,7 +12,10 @@ from torch import nn
 import headwise as hw
 from tests.watching.stacks import Stack, by_headwise, by_torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 STEERS = [(1, 2, (2, 5), 3.0), (0, None, 0, 0.25, (3, 9)), (1, 0, (8, 12), 0), (1, 2, 4, 0.5)]
 BLOCKS: dict[str, Callable[[nn.Module], AbstractContextManager[object]]] = {
@@ -40,7 +43,7 @@ def test_the_output_gradients_and_figures_are_those_of_the_cpu(
         with hw.watch(there, sparse=hw.sparse.TopK(2)) as seen, BLOCKS[name](there):
             out = there(x.to(device))
             out.square().sum().backward()
-        grads = [p.grad.cpu() for p in there.parameters() if p.grad is not None]
+        grads = [p.grad.cpu().clone() for p in there.parameters() if p.grad is not None]
         figures = torch.tensor(
             [seen.heads()[each] for each in ("entropy_mean", "kept_top_2_mean", "self_mass_mean")]
         )
