@@ -45,6 +45,8 @@ def context_parallel(mesh: DeviceMesh) -> dict[str, object]:
     x = hw.distributed.shard(inputs(), mesh, dim=1, layout=layout)
     positions = hw.distributed.shard(torch.arange(LENGTH), mesh, dim=0, layout=layout)
     found = {}
+    with pytest.raises(ValueError, match="split between processes"), hw.knock_out(attn, (0, 0, 0)):
+        attn(x, positions=positions)
     for rows in (None, 4):
         with hw.watch(attn, mesh=mesh, rows=rows) as seen:
             attn(x, positions=positions)

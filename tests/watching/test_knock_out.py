@@ -276,3 +276,33 @@ def test_a_row_of_pytorchs_attention_without_keys_gives_only_the_bias() -> None:
         out, weights = attn(x, x, x)
     torch.testing.assert_close(out, attn.out_proj.bias.expand(12, 2, -1))
     assert not weights.any()
+
+
+def test_the_weights_that_a_model_returns_are_without_the_edges() -> None:
+    transformers = pytest.importorskip("transformers")
+    import headwise.transformers  # noqa: F401
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=48,
+        vocab_size=64, attn_implementation="headwise",
+    )  # fmt: skip
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(64, (1, 9))
+    with torch.no_grad(), hw.knock_out(model, (0, 2, (2, 5))):
+        (weights,) = model(ids, output_attentions=True).attentions
+    assert not weights[0, 2, :, 2:5].any()
+    assert weights[0, 1, :, 2:5].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 9))
+
+
+def test_a_call_without_a_batch_loses_its_edges() -> None:
+    class Alone(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(1, 2, 0, 3).unbind(0)
+            return self.out(hw.attention(q, k, v).transpose(0, 1).flatten(1))
+
+    model, x = Alone(by_headwise), torch.randn(12, 32)
+    with torch.no_grad():
+        with hw.knock_out(model, (0, None, (0, 11))):
+            out = model(x)
+        value = model.qkv(x)[11, 64:]  # the only key that is left
+    torch.testing.assert_close(out, model.out(value).expand(12, 32))
