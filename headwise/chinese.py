@@ -218,106 +218,26 @@ CHINESE: dict[str, str] = {
         "{heads} 个头无法平均共用 {kv_heads} 个键头；请用 {heads} 的约数"
     ),
     # configurations whose cost can't be counted
-    "the configuration of {kind!r} has no field {name!r}, whose default only transformers knows; "
-    "add it, or pip install headwise[transformers]": (
-        "{kind!r} 的配置没有字段 {name!r}，它的默认值只有 transformers 知道；请补上，或 "
-        "pip install headwise[transformers]"
-    ),
-    " (or {names})": "（或 {names}）",
-    "the configuration of {kind!r} has no field {name!r}{others}; its cost can't be counted "
-    "without it": "{kind!r} 的配置没有字段 {name!r}{others}；没有它就无法计算开销",
-    "the configuration of {kind!r} has no {missing}; its cost can't be counted without them": (
-        "{kind!r} 的配置没有 {missing}；没有它们就无法计算开销"
-    ),
     "{kind!r} has {name}={value!r}; it must be a positive integer": (
         "{kind!r} 的 {name}={value!r}；它必须是正整数"
     ),
-    "{kind!r} has {name}={value!r}; it must be from 0 to below 1": (
-        "{kind!r} 的 {name}={value!r}；它必须不小于 0 且小于 1"
-    ),
-    "{kind!r} has the activation {name!r}, which is unknown; known are {there}": (
-        "{kind!r} 的激活函数 {name!r} 未知；已知的有 {there}"
-    ),
-    "{kind!r} contradicts itself: {what}": "{kind!r} 自相矛盾：{what}",
-    "{name}={width} does not divide into {heads} heads, and there is no head_dim": (
-        "{name}={width} 不能平分给 {heads} 个头，又没有 head_dim"
-    ),
     "{heads} heads can't share {found} key heads": "{heads} 个头无法平均共用 {found} 个键头",
-    "{count} layer_types for {layers} layers": "{layers} 层却有 {count} 个 layer_types",
-    "{name} has {wrong!r}, and there are {layers} layers": (
-        "{name} 中有 {wrong!r}，而一共只有 {layers} 层"
-    ),
-    "the head {head!r} of {kind!r} is unknown; known are {known}": (
-        "{kind!r} 的输出层 {head!r} 未知；已知的有 {known}"
-    ),
     "transformers can't build this configuration of {kind!r}: {message}": (
         "transformers 无法按这份 {kind!r} 配置构建模型：{message}"
     ),
-    "transformers builds {held:,} parameters from this configuration of {kind!r}, and "
-    "{counted:,} are counted: one of its fields is not read, so its cost is not known": (
-        "transformers 按这份 {kind!r} 配置构建出 {held:,} 个参数，而计得 {counted:,} 个："
-        "有字段未被读取，因此无法给出开销"
-    ),
-    "{kind!r} with {given} is not counted: transformers builds {held:,} parameters from it, "
-    "and {counted:,} are counted. A configuration with {usual} is": (
-        "无法计算带有 {given} 的 {kind!r}：transformers 由此构建出 {held:,} 个参数，"
-        "而计得 {counted:,} 个。可以计算 {usual} 的配置"
-    ),
     "{config} has sizes that no tensor has: {reason}": "{config} 的尺寸超出张量所能：{reason}",
-    "{kind!r} has {name}={value}; sizes up to {most:,} are counted": (
-        "{kind!r} 的 {name}={value}；最大只计算到 {most:,}"
-    ),
     "batch={value} is too large; at most {most:,} sequences are counted": (
         "batch={value} 太大；最多计算 {most:,} 个序列"
     ),
     "{kind!r} has {layers:,} layers; at most {most:,} are counted": (
         "{kind!r} 有 {layers:,} 层；最多只算 {most:,} 层"
     ),
-    "{count} of {layers} layers reuse the keys of earlier ones": (
-        "{layers} 层中有 {count} 层沿用前面各层的键"
-    ),
-    "{kind!r} has layers of the type {unknown!r}, which is unknown; known are {there}": (
-        "{kind!r} 中有类型为 {unknown!r} 的层，这种类型未知；已知的有 {there}"
-    ),
-    "it has layers with sliding attention and no sliding_window": (
-        "有滑动窗口注意力的层，却没有 sliding_window"
-    ),
-    "it has layers with chunked attention and no attention_chunk_size": (
-        "有分块注意力的层，却没有 attention_chunk_size"
-    ),
-    "the configuration of {kind!r} has a sliding_window of {window} and no layer_types, which say "
-    "which layers have it": (
-        "{kind!r} 的配置有 sliding_window={window}，却没有说明哪些层使用它的 layer_types"
-    ),
-    "{kind!r} rotates {part!r} of a head; it must be from 0 to 1": (
-        "{kind!r} 旋转每个头的 {part!r}；它必须在 0 到 1 之间"
-    ),
-    "{count} widths for {layers} layers": "{layers} 层却有 {count} 个宽度",
-    "{active} experts per token of {experts}": "每个词元用 {active} 个专家，而只有 {experts} 个",
-    "{heads} heads of {width} are not the width of its Mamba layers, {inner}": (
-        "{heads} 个宽 {width} 的头不等于它的 Mamba 层的宽度 {inner}"
-    ),
-    "an image of {image} has no patch of {patch}": "边长 {image} 的图像切不出边长 {patch} 的块",
-    "the configuration has no field 'model_type', which says which architecture it is; known are "
-    "{known}": "配置没有说明架构的字段 'model_type'；已知的架构有 {known}",
     "architectures={listed!r} must be a list of class names": (
         "architectures={listed!r} 必须是类名的列表"
-    ),
-    "architectures={name!r} names no head: it ends in neither Model nor For…": (
-        "architectures={name!r} 没有说明输出层：它既不以 Model 结尾，也不含 For…"
     ),
     "architectures={name!r} is not a class of model_type={kind!r}, and its cost is not known": (
         "architectures={name!r} 不是 model_type={kind!r} 的类，它的开销无从得知"
     ),
-    "; it is made of several models: give one of them, such as config.{part}": (
-        "；它由几个模型组成：请给出其中一个，例如 config.{part}"
-    ),
-    "; of a plain decoder's fields it lacks {missing}": "；与普通解码器相比缺少字段 {missing}",
-    "the architecture {kind!r} is unknown, and its parts are not guessed{note}. Known are "
-    "{known}": (
-        "架构 {kind!r} 未知，也不猜测它的组成{note}。已知的有 {known}"
-    ),
-    "{kind!r} with {name}={value} is not supported": "不支持 {name}={value} 的 {kind!r}",
     "transformers refuses this configuration of {kind!r}: {message}": (
         "transformers 拒绝了 {kind!r} 的这份配置：{message}"
     ),
@@ -664,7 +584,6 @@ CHINESE: dict[str, str] = {
     "not counted in FLOPs, bytes moved and times: {what}": (
         "FLOPs、搬运字节数与时间中没有计入：{what}"
     ),
-    "the recurrence of linear attention and Mamba layers": "线性注意力层与 Mamba 层的循环",
     "Bytes moved by the forward: {count:,}; {intensity:.1f} FLOPs per byte": (
         "前向读写的字节：{count:,}；每字节 {intensity:.1f} FLOPs"
     ),
@@ -715,4 +634,39 @@ CHINESE: dict[str, str] = {
         "headwise.apps.lab.claim"
     ),
     "{id} is a claim of the lab; give yours another id": "{id} 是实验室已有的说法；请换一个名字",
+    "counting a configuration of {kind!r} builds its model, which needs transformers: "
+    "pip install headwise[transformers]": (
+        "计算 {kind!r} 的配置要建出它的模型，需要 transformers："
+        "pip install headwise[transformers]"
+    ),
+    "the cache, which transformers can't make for it": "缓存：transformers 无法为它建立",
+    "the configuration has no field 'model_type', which says which architecture it is": (
+        "配置没有字段 'model_type'，无从知道是哪种架构"
+    ),
+    "the shape of its {name} is not told by its configuration; give tensors as inputs=": (
+        "它的 {name} 的形状不在配置里；请用 inputs= 给出张量"
+    ),
+    "transformers has no class {name!r} of model_type={kind!r}": (
+        "transformers 没有 model_type={kind!r} 的类 {name!r}"
+    ),
+    "transformers has no plan for tensor parallelism of {kind!r}; leave tp out of mesh": (
+        "transformers 没有 {kind!r} 的张量并行方案；请从 mesh 中去掉 tp"
+    ),
+    "transformers {version} has no model for {kind!r}": (
+        "transformers {version} 没有 {kind!r} 的模型"
+    ),
+    "what a mask hides that could not be read: all its pairs count": (
+        "一个读不出的掩码所遮住的部分：它的所有对都计入"
+    ),
+    "{name} always reads as much; leave the length out": (
+        "{name} 每次读入的长度固定；请不要给出长度"
+    ),
+    "{name} can't be traced without its numbers: {message}": (
+        "{name} 没有数值就无法追踪：{message}"
+    ),
+    "{name} keeps no cache; leave out keys, or make them the queries": (
+        "{name} 没有缓存；请去掉 keys，或令它等于 queries"
+    ),
+    "{parts}, which these inputs do not run": "{parts}：这些输入没有用到",
+    "KV cache per token": "每词元 KV 缓存",
 }  # fmt: skip

@@ -22,7 +22,7 @@ ORDER: dict[str, list[str]] = {
         f"handbook/{chapter}"
         for chapter in ("formula", "scale", "heads", "qk", "dot", "rivals", "cost", "translation")
     ],
-    "evidence": ["speed", "gpu", "numerics", "testing", "versions"],
+    "evidence": ["speed", "gpu", "numerics", "cost-families", "testing", "versions"],
     "inside": ["architecture"],
 }  # fmt: skip
 """Where the pages that are known stand. A new file in docs/ appears at the end of the guide."""

@@ -1,11 +1,11 @@
 """The cost of attention before it runs: parameters, FLOPs, bytes and time."""
 
+from headwise.costs.architecture import Architecture
 from headwise.costs.calculate import cost
 from headwise.costs.calculate import read as read_architecture
 from headwise.costs.cost import Cost
 from headwise.costs.explaining import Language
 from headwise.costs.explaining import missing as missing_costs
-from headwise.costs.layers import Architecture
 from headwise.costs.machines.hardware import DEVICES, Device
 from headwise.costs.machines.measure import about_now as about_this_machine
 from headwise.costs.machines.measure import measure as measure_device

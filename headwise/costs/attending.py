@@ -12,7 +12,7 @@ from headwise.core.patterns import Causal
 from headwise.core.place import Place
 from headwise.core.problem import Problem
 from headwise.costs.caching import count_cache, token_bytes
-from headwise.costs.formula import formula, size
+from headwise.costs.formula import Formula, formula, size
 from headwise.costs.kernel import AttentionShape, Kernel, MatmulShape
 from headwise.costs.layers import AttentionLayer
 from headwise.costs.letters import Letters, Tokens
@@ -21,7 +21,7 @@ from headwise.costs.tape import Flow, Tape
 from headwise.costs.visible import Pairs, closed_form, count_pairs
 from headwise.costs.workload import Workload
 from headwise.engines.sdpa import SMALL
-from headwise.messages import say
+from headwise.messages import Sentence, say
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ def attend(
     with tape.part("scores and values"):
         out = _call(tape, layer, given, mask, tokens)
     with tape.part("output"):
-        return project_out(tape, layer, out, given.gate, tokens)
+        return project_out(tape, layer, out)
 
 
 def own_mask(layer: AttentionLayer, tokens: Tokens) -> Mask | None:
@@ -61,10 +61,6 @@ def own_mask(layer: AttentionLayer, tokens: Tokens) -> Mask | None:
     if layer.window is not None:
         right = 0 if layer.causal else layer.window - 1
         parts.append(masks.window(layer.window - 1, right))
-    if layer.chunk is not None:
-        row = torch.arange(tokens.all_queries) + tokens.keys - tokens.all_queries
-        first = row // layer.chunk * layer.chunk
-        parts.append(masks.between(first, first + layer.chunk))
     if layer.mask is not None:
         parts.append(layer.mask)
     whole: Mask | None = None
@@ -86,21 +82,20 @@ def _call(
     keys = tokens.keys + layer.added_keys
     offset = tokens.keys - tokens.all_queries
     place = Place(tokens.batch, layer.heads, tokens.queries, keys, offset=offset)
-    pairs = _pairs(mask, place, tokens, work)
-    _pair_flops(tape, n, met, mask, pairs, tokens)
+    pairs = pairs_of_a_rank(mask, place, tokens, work)
+    count_pair_flops(tape, n, tokens.batch * layer.heads, mask, pairs, tokens,
+                     layer.score == "additive", layer.added_keys)  # fmt: skip
     count_cache(tape, layer, tokens)
     shape = AttentionShape(
         tokens.batch, layer.heads, met.kv_heads, tokens.queries, keys, met.head_dim,
         met.value_dim, pairs.visible, pairs.executed, mask, layer.softcap,
         layer.score == "additive",
     )  # fmt: skip
-    out = Flow(tokens.rows, n.out if layer.latent is None else n.a * n.v)
+    out = Flow(tokens.rows, n.out)
     call = AttentionCall(layer, given, out, mask, place, shape)
     per_token = None
     if tokens.cached:  # the kernel reads the cache as it is stored
         per_token = token_bytes(layer, work.cache).value
-    elif layer.latent is not None:
-        per_token = layer.heads * (met.head_dim + met.value_dim) * work.element
     read = None if per_token is None else pairs.touched * per_token
     run = _fused if work.fused else _eager
     if work.recompute != "attention":
@@ -238,7 +233,7 @@ def _product(tape: Tape, label: str, made: AttentionShape, width: int) -> None:
     tape.run(kernel, True)
 
 
-def _pairs(mask: Mask | None, place: Place, tokens: Tokens, work: Workload) -> Pairs:
+def pairs_of_a_rank(mask: Mask | None, place: Place, tokens: Tokens, work: Workload) -> Pairs:
     """The pairs of the busiest rank of context parallelism."""
     if work.ranks.cp == 1:
         return count_pairs(mask, place, work.tile)
@@ -265,34 +260,41 @@ def _pairs(mask: Mask | None, place: Place, tokens: Tokens, work: Workload) -> P
     return max(counts, key=lambda pairs: pairs.visible)
 
 
-def _pair_flops(
+def pairs_of_a_head(
+    mask: Mask | None, visible: int, every: int, tokens: Tokens, work: Workload
+) -> tuple[Formula, Sentence | None]:
+    """The visible pairs of one head and sequence, of so many, and how they are counted."""
+    if visible == every == tokens.queries * tokens.keys:
+        return tokens.s * tokens.t, None
+    count = size("P", visible)
+    written = closed_form(mask, tokens.all_queries, tokens.keys)
+    if written is not None and work.ranks.cp == 1:
+        return count, say("P, the visible pairs of a head: {written} = {count:,}",
+                          written=written, count=visible)  # fmt: skip
+    return count, say("P, the visible pairs of a head under {mask}: {count:,}", mask=mask,
+                      count=visible)  # fmt: skip
+
+
+def count_pair_flops(
     tape: Tape,
     n: Letters,
-    layer: AttentionLayer,
+    calls: int,
     mask: Mask | None,
     pairs: Pairs,
     tokens: Tokens,
+    additive: bool = False,
+    added_keys: int = 0,
 ) -> None:
-    """Record the formula of the FLOPs between pairs."""
-    calls = tokens.batch * layer.heads
-    additive = layer.score == "additive"
+    """Record the formula of the FLOPs between pairs of `calls` sequences times heads."""
     per_pair = (4 if additive else 2) * n.d + 2 * n.v
-    note = None
+    note: Sentence | None
     if pairs.visible % calls:  # some sequences or heads see more than others
         note = say("P, the visible pairs of all heads and sequences under {mask}: {count:,}",
                    mask=mask, count=pairs.visible)  # fmt: skip
         tape.flops("scores and values", per_pair * size("P", pairs.visible), note)
         return
-    count = size("P", pairs.visible // calls)
-    written = closed_form(mask, tokens.all_queries, tokens.keys)
-    if pairs.visible == pairs.dense and not layer.added_keys:
-        count = tokens.s * tokens.t
-    elif written is not None and tape.work.ranks.cp == 1:
-        note = say("P, the visible pairs of a head: {written} = {count:,}", written=written,
-                   count=count.value)  # fmt: skip
-    else:
-        note = say("P, the visible pairs of a head under {mask}: {count:,}", mask=mask,
-                   count=count.value)  # fmt: skip
+    every = tokens.queries * (tokens.keys + added_keys)
+    count, note = pairs_of_a_head(mask, pairs.visible // calls, every, tokens, tape.work)
     whole = tokens.b * count * n.a * per_pair
     if (n.a * n.d).value == n.h.value and n.v == n.d and not additive:
         whole = 4 * tokens.b * count * n.h

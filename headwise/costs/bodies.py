@@ -1,13 +1,10 @@
-"""Feed-forward layers, mixtures of experts, layers of matrices and convolutions on a tape."""
+"""Feed-forward layers, layers of matrices and convolutions on a tape."""
 
 from __future__ import annotations
-
-from fractions import Fraction
 
 from headwise.costs.formula import Formula, formula, size
 from headwise.costs.layers import (
     ConvolutionLayer,
-    ExpertsLayer,
     FeedForwardLayer,
     MatrixLayer,
 )
@@ -15,17 +12,17 @@ from headwise.costs.letters import Tokens
 from headwise.costs.tape import Flow, Tape
 
 
-def feed_forward(tape: Tape, layer: FeedForwardLayer, x: Flow, label: str = "") -> Flow:
+def feed_forward(tape: Tape, layer: FeedForwardLayer, x: Flow) -> Flow:
     """Up, activation and down; with a gate, silu(gate) · up."""
     f = hidden(layer)
-    y = tape.linear(x, f, f"{label}up", layer.bias)
+    y = tape.linear(x, f, "up", layer.bias)
     if layer.gated:
-        gate = tape.linear(x, f, f"{label}gate", layer.bias)
+        gate = tape.linear(x, f, "gate", layer.bias)
         y = tape.multiply(tape.activate(gate, layer.activation), y, "gated")
     else:
         y = tape.activate(y, layer.activation)
     y = tape.drop(y, layer.dropout)
-    return tape.linear(y, x.width, f"{label}down", layer.bias)
+    return tape.linear(y, x.width, "down", layer.bias)
 
 
 def hidden(layer: FeedForwardLayer) -> Formula:
@@ -34,58 +31,16 @@ def hidden(layer: FeedForwardLayer) -> Formula:
     return 4 * size("h", layer.width) if whole else size("f", layer.hidden)
 
 
-def mixture(tape: Tape, layer: ExpertsLayer, x: Flow) -> Flow:
-    """The router, `active` experts per token, and those that see every token."""
-    expert = layer.expert
-    count, active = size("E", layer.experts), size("k", layer.active)
-    f, h = hidden(expert), x.width
-    scores = tape.linear(x, count, "router", layer.router_bias)
-    tape.keep("weights of the experts", scores.size)
-    used = Fraction(layer.active, layer.experts)
-    matrices = [("up", f, h), ("down", h, f)]
-    if expert.gated:
-        matrices.insert(0, ("gate", f, h))
-    chosen = Flow(x.rows * active, h)
-    tape.elementwise("sort by expert", chosen.size, 1, 1)
-    inner = Flow(chosen.rows, f)
-    for label, outputs, inputs in matrices:
-        tape.weight(f"experts {label}", count, outputs, inputs, used=used)
-        if expert.bias:
-            tape.weight(f"experts {label} bias", count, outputs, used=used)
-        tape.flops(f"experts {label}", 2 * chosen.rows * inputs * outputs)
-        tape.save(inner if label == "down" else chosen, f"input of experts {label}")
-        read = min(layer.experts, chosen.rows.value)
-        tape.matmul(f"experts {label}", chosen.rows.value, outputs.value, inputs.value, True,
-                    weights=read)  # fmt: skip
-    up = tape.activate(Flow(chosen.rows, f), expert.activation)
-    if expert.gated:
-        tape.multiply(up, Flow(chosen.rows, f), "gated")
-    out = tape.add(Flow(x.rows, h), Flow(x.rows, h), "sum of experts")
-    if layer.shared is not None:
-        shared = feed_forward(tape, layer.shared, x, "shared ")
-        if layer.shared_gate:
-            gate = tape.linear(x, formula(1), "shared gate")
-            tape.elementwise("shared gate", gate.size, 1, 1, special=1)
-        out = tape.add(out, shared, "shared")
-    return out
-
-
 def matrices(tape: Tape, layer: MatrixLayer, x: Flow, tokens: Tokens) -> Flow:
-    """The matrices and the state; what the layer leaves out is recorded by name."""
+    """The matrices and the state."""
     b = tokens.b
     for matrix in layer.matrices:
         inputs = x if matrix.inputs == x.width.value else Flow(x.rows, size("i", matrix.inputs))
         tape.linear(
             inputs, size("o", matrix.outputs), matrix.label, matrix.bias, weight=not matrix.tied
         )
-    for weight in layer.others:
-        tape.weight(weight.label, *sides(weight.shape, x.width))
-    if layer.left_out is not None:
-        tape.leave_out(layer.left_out)
     if layer.state:
         tape.state("state", b * layer.state * tape.element)
-    if layer.wide_state:
-        tape.state("state in float32", b * layer.wide_state * 4)
     return Flow(x.rows, x.width)
 
 

@@ -10,29 +10,21 @@ from headwise.costs.workload import CacheLayout
 
 
 def count_cache(tape: Tape, layer: AttentionLayer, tokens: Tokens) -> None:
-    """Count the cached keys and values of a layer, unless it reuses another layer's."""
-    if layer.reuses or not layer.caches:
+    """Count the cached keys and values of a layer, if it is one that decodes."""
+    if not layer.caches:
         return
     layout, ranks = tape.work.cache, tape.work.ranks
-    length = tokens.keys
-    if layer.keeps is not None:
-        length = min(length, layer.keeps)
+    length = tokens.keys if layer.window is None else min(tokens.keys, layer.window)
     length = -(-length // ranks.cp)
     room = layout.room(length)
     t = tokens.t if room == tokens.keys else size("w" if room == layer.window else "n", room)
-    label = "keys and values" if layer.latent is None else "latent vectors"
-    tape.cached(label, tokens.b * t * token_bytes(layer, layout))
+    tape.cached("keys and values", tokens.b * t * token_bytes(layer, layout))
     if layout.page is not None:
         tape.cached("page table", tokens.b * layout.table(length))
 
 
 def token_bytes(layer: AttentionLayer, layout: CacheLayout) -> Formula:
     """The bytes that a layer caches per token."""
-    if layer.latent is not None:
-        r, p = size("r", layer.latent.rank), size("dᵣ", layer.latent.rope)
-        if not layout.scale_bits:
-            return (r + p) * layout.vector(1)
-        return 0 * r + layout.vector(layer.latent.rank + layer.latent.rope)
     g = size("a" if layer.kv_heads == layer.heads else "g", layer.kv_heads)
     d, v = size("d", layer.head_dim), size("v", layer.value_dim)
     if layout.scale_bits:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.core.intervals import Mask
+from headwise.costs.architecture import Architecture
 from headwise.costs.cost import Cost
-from headwise.costs.layers import Architecture
+from headwise.costs.layers import LayeredModel
 from headwise.costs.readers.configurations import (
     is_configuration,
     read_configuration,
     read_fields,
     read_name,
-    read_transformers_model,
 )
 from headwise.costs.readers.models import read_config, read_model
 from headwise.costs.readers.modules import read_module
+from headwise.costs.tracing import building
+from headwise.costs.tracing.traced_model import Given, TracedModel
 from headwise.costs.visible import Tile
 from headwise.costs.walk import count
 from headwise.costs.workload import (
@@ -52,11 +54,13 @@ def cost(
     device: DeviceKind = "cuda",
     tile: Tile = (128, 128),
     layout: Layout = "contiguous",
+    inputs: Any = None,
 ) -> Cost:
     """Everything that a forward and a backward take, before they run, as exact counts.
 
     `what` is a module or model of headwise, a Transformer module of PyTorch, a model or config of
-    transformers, a config as a dictionary or a config.json, or a model's name.
+    transformers, a config as a dictionary or a config.json, or a model's name. Any other module is
+    counted for its `inputs`: a tensor, a tuple of arguments, or a dictionary of them.
 
     `queries` tokens per sequence run (4,096, or fewer if it has fewer positions); `keys` counts all
     tokens of a sequence, so more keys than queries means that the others are in a cache. `context`
@@ -93,7 +97,10 @@ def cost(
         layout,
     )
     check_workload(work)
-    architecture = read(what, context)
+    architecture = read(what, context, inputs)
+    if isinstance(architecture, TracedModel):
+        return architecture.cost(work)
+    assert isinstance(architecture, LayeredModel)
     if isinstance(what, nn.Module):
         whole = count(architecture, replace(work, ranks=Ranks()))
         _check_params(what, whole.params)
@@ -108,8 +115,8 @@ def _check_params(module: nn.Module, counted: int) -> None:
     if held != counted:
         raise ValueError(
             f"{type(module).__name__} has {held:,} parameters, but its architecture has "
-            f"{counted:,}: it holds parameters beside those of its class, so its cost is not "
-            "known; hw.cost of its config gives that of the class"
+            f"{counted:,}: it holds parameters beside those of its class. Give tensors as inputs=, "
+            "and what it does with them is counted"
         )
 
 
@@ -122,9 +129,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def read(what: Any, context: int | None = None) -> Architecture:
+def read(what: Any, context: int | None = None, inputs: Any = None) -> Architecture:
     """The architecture of anything that `cost` takes."""
-    if isinstance(what, Architecture):
+    if isinstance(what, LayeredModel | TracedModel):
         return what
     if isinstance(what, Config):
         return read_config(what)
@@ -133,19 +140,35 @@ def read(what: Any, context: int | None = None) -> Architecture:
     if isinstance(what, str | Path):
         return read_name(str(what))
     if isinstance(what, nn.Module):
-        what = unwrapped(what)
-        found = read_model(what) or read_module(what, context)
-        if found is None and is_configuration(getattr(what, "config", None)):
-            found = read_transformers_model(what)
-        if found is not None:
-            return found
-        raise ValueError(
-            f"{type(what).__name__} can't be read: hw.cost takes modules of headwise, PyTorch's "
-            "Transformer layers, and models of transformers that it knows"
-        )
+        return _read_module(unwrapped(what), context, inputs)
     if is_configuration(what):
         return read_configuration(what)
     raise ValueError(
         f"{what!r} has no cost; give a module, a model, a configuration (an object, a dictionary "
         "or a config.json), or a model's name"
     )
+
+
+def _read_module(module: nn.Module, context: int | None, inputs: Any) -> Architecture:
+    """headwise's and PyTorch's Transformer modules by formulas; any other is traced."""
+    name = type(module).__name__
+    if inputs is not None:
+        return TracedModel(name, building.on_meta(module), _given(inputs))
+    found = read_model(module) or read_module(module, context)
+    if found is not None:
+        return found
+    if is_configuration(getattr(module, "config", None)):
+        return TracedModel(name, building.on_meta(module))
+    raise ValueError(
+        f"{name} can't be read: hw.cost takes modules of headwise, PyTorch's Transformer "
+        "layers and models of transformers; for any other module give tensors as inputs="
+    )
+
+
+def _given(inputs: Any) -> Given:
+    """Arguments of a forward, without their numbers."""
+    if isinstance(inputs, Mapping):
+        return (), {name: building.without_numbers(x) for name, x in inputs.items()}
+    if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence):
+        inputs = (inputs,)
+    return tuple(building.without_numbers(x) for x in inputs), {}

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headwise.core.intervals import Mask
-from headwise.messages import Sentence
 
-Activation = Literal["relu", "gelu", "silu", "tanh", "sigmoid", "relu2", "none"]
+Activation = Literal["relu", "gelu", "silu", "tanh", "sigmoid", "none"]
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,10 @@ class DropoutStep:
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention: keys and values are made from one narrow vector per token."""
-
-    query_rank: int | None
-    rank: int
-    nope: int  # the part of a head without positions
-    rope: int  # the part with positions, shared by all heads
-
-
-@dataclass(frozen=True)
 class AttentionLayer:
     """Attention with its projections.
 
-    The mask is `causal`, a `window` of keys, a `chunk`, `mask`, or those together. A layer that
-    `reuses` keys and values has none of its own.
+    The mask is `causal`, a `window` of keys, `mask`, or those together.
     """
 
     width: int
@@ -111,8 +99,6 @@ class AttentionLayer:
     value_dim: int
     causal: bool = False
     window: int | None = None
-    chunk: int | None = None
-    keeps: int | None = None  # tokens that its cache keeps at most; None: all of them
     mask: Mask | None = None
     query_bias: bool = True
     key_bias: bool = True
@@ -122,8 +108,6 @@ class AttentionLayer:
     whole_heads: bool = False  # unprojected heads that each see the whole input
     context: tuple[int, int] | None = None  # widths of the sequence that a cross-attention sees
     qk_norm: NormLayer | None = None
-    norm_all_heads: bool = False  # one norm over all heads together
-    norm_each_head: bool = False  # a norm for each head, with a scale of its own
     rotary: int = 0  # entries of a head that are rotated
     positions: int = 0  # rows of a table of positions that is added to the input
     score: Literal["dot", "additive", "general", "cosine", "fixed"] = "dot"
@@ -134,10 +118,7 @@ class AttentionLayer:
     bias_kind: Literal["none", "alibi", "buckets", "table"] = "none"
     bias_params: int = 0
     bias_length: int = 0  # distances of a bucketed bias; positions of a table
-    latent: Latent | None = None
-    gate: bool = False  # a sigmoid gate on the output, projected with the queries
     dropout: float = 0.0
-    reuses: bool = False
     unprojected_values: bool = False
     caches: bool = True  # decoding keeps its keys and values
     plain_out: bool = False  # no output projection
@@ -157,47 +138,31 @@ class FeedForwardLayer:
 
 
 @dataclass(frozen=True)
-class ExpertsLayer:
-    """A mixture: a router picks `active` of the `experts` for each token; `shared` see all."""
-
-    expert: FeedForwardLayer
-    experts: int
-    active: int
-    shared: FeedForwardLayer | None = None
-    shared_gate: bool = False
-    router_bias: bool = False
-
-
-@dataclass(frozen=True)
 class MatrixLayer:
     """A layer known by its matrices, its other weights, and the state of its recurrence, if any.
 
-    Its matrix products are counted; what is `left_out` is not, and is named in the result.
+    Its matrix products are counted.
     """
 
     label: str
     width: int
     matrices: tuple[LinearLayer, ...]
-    others: tuple[LooseWeight, ...]
     state: int = 0  # numbers per batch entry, in the model's dtype
-    wide_state: int = 0  # numbers that are kept in float32
-    left_out: Sentence | None = None
 
 
-Body = AttentionLayer | FeedForwardLayer | ExpertsLayer | MatrixLayer | ConvolutionLayer
+Body = AttentionLayer | FeedForwardLayer | MatrixLayer | ConvolutionLayer
 
 
 @dataclass(frozen=True)
 class SubLayer:
     """A body with its residual connection and the norms around it.
 
-    x + dropout(after(body(before(x)))), and `post` norms the sum.
+    x + dropout(body(before(x))), and `post` norms the sum.
     """
 
     name: str
     body: Body
     before: NormLayer | None = None
-    after: NormLayer | None = None
     post: NormLayer | None = None
     dropout: float = 0.0
     residual: bool = True
@@ -205,12 +170,9 @@ class SubLayer:
 
 @dataclass(frozen=True)
 class StackedLayer:
-    """One layer of a model: sublayers one after another, or `parallel` on the same input."""
+    """One layer of a model: sublayers one after another."""
 
     sublayers: tuple[SubLayer, ...]
-    parallel: bool = False
-    shared_norm: NormLayer | None = None  # of a parallel layer, for all sublayers
-    label: str = ""
 
 
 Step = EmbeddingLayer | NormLayer | LinearLayer | ConvolutionLayer | LooseWeight | DropoutStep
@@ -226,14 +188,33 @@ class LayerStack:
     after: tuple[Step, ...] = ()
     tokens: int | None = None  # its own length, such as the patches of an image
     longest: int | None = None  # more tokens have no position
-    stated: int | None = None  # the positions that its configuration states
     width: int = 0
     reads_tokens: bool = True  # False: its input is numbers, such as the output of other layers
 
 
 @dataclass(frozen=True)
-class Architecture:
+class LayeredModel:
     """A model: one stack, or an encoder whose output the next stack attends to."""
 
     name: str
     stacks: tuple[LayerStack, ...]
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that it has positions for; None if any number has."""
+        return min((each.longest for each in self.stacks if each.longest is not None), default=None)
+
+    @property
+    def stated(self) -> int | None:
+        """No further positions are stated."""
+        return None
+
+    @property
+    def own_length(self) -> bool:
+        """True if every call has the same length, such as an image's."""
+        return self.stacks[-1].tokens is not None
+
+    @property
+    def pair(self) -> bool:
+        """True for an encoder with a decoder."""
+        return len(self.stacks) > 1

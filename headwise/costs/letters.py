@@ -56,13 +56,24 @@ class Letters:
     @classmethod
     def of(cls, layer: AttentionLayer) -> Letters:
         """The letters of a layer's widths."""
-        h, a, d = size("h", layer.width), size("a", layer.heads), size("d", layer.head_dim)
-        g = a if layer.kv_heads == layer.heads else size("g", layer.kv_heads)
-        v = d if layer.value_dim == layer.head_dim else size("v", layer.value_dim)
+        return cls.sized(
+            layer.width, layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim,
+            layer.whole_heads,
+        )  # fmt: skip
+
+    @classmethod
+    def sized(
+        cls, width: int, heads: int, kv_heads: int, head_dim: int, value_dim: int,
+        whole_heads: bool = False,
+    ) -> Letters:  # fmt: skip
+        """The letters of these widths."""
+        h, a, d = size("h", width), size("a", heads), size("d", head_dim)
+        g = a if kv_heads == heads else size("g", kv_heads)
+        v = d if value_dim == head_dim else size("v", value_dim)
 
         def joined(heads: Formula, width: Formula) -> Formula:
             both = heads * width
             return h if both.value == h.value else both
 
-        wide = h if layer.whole_heads else joined(a, d)
+        wide = h if whole_heads else joined(a, d)
         return cls(h, a, g, d, v, wide, joined(g, d), joined(g, v), joined(a, v))

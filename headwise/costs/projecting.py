@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from headwise.costs.formula import Formula, formula, size
@@ -18,8 +18,7 @@ class Projected:
     q: Flow
     k: Flow
     v: Flow
-    layer: AttentionLayer  # of absorbed latents, other widths than the layer has
-    gate: Flow | None = None
+    layer: AttentionLayer
 
 
 def project(
@@ -30,22 +29,10 @@ def project(
         tape.weight("positions", size("m", layer.positions), x.width)
         tape.keep("indices of positions", tokens.s, 8)
         x = tape.add(x, Flow(x.rows, x.width), "add positions")
-    if layer.latent is not None:
-        return project_latent(tape, x, layer, tokens)
-    return project_plain(tape, x, layer, tokens, context)
-
-
-def project_plain(
-    tape: Tape, x: Flow, layer: AttentionLayer, tokens: Tokens, context: Flow | None
-) -> Projected:
-    """Queries, keys, values and a gate of a layer without latents."""
     n = Letters.of(layer)
     source = x if context is None else context
-    gate = None
     if layer.projections in ("separate", "shared"):
         q = tape.linear(x, n.queries, "query", layer.query_bias)
-        if layer.gate:
-            gate = tape.linear(x, n.queries, "gate", layer.query_bias)
     elif layer.projections == "none":
         q = x
     else:
@@ -56,15 +43,13 @@ def project_plain(
         tape.weight("added key", n.keys)
         tape.weight("added value", n.values)
     q, k = _compared(tape, q, k, layer, n, tokens, context)
-    return Projected(q, k, v, layer, gate)
+    return Projected(q, k, v, layer)
 
 
 def _keys_and_values(
     tape: Tape, layer: AttentionLayer, n: Letters, q: Flow, source: Flow, cross: bool
 ) -> tuple[Flow, Flow]:
-    """Keys and values, unless another layer makes them."""
-    if layer.reuses:
-        return Flow(source.rows, n.keys), Flow(source.rows, n.values)
+    """Keys and values of a source."""
     if layer.projections == "separate":
         k = tape.linear(source, n.keys, "key", layer.key_bias)
     elif layer.projections == "shared" and cross:
@@ -89,9 +74,8 @@ def _compared(
 ) -> tuple[Flow, Flow]:
     """Norm, score and rotation of queries and keys."""
     if layer.qk_norm is not None:
-        q = _head_norm(tape, q, layer.qk_norm, layer, n, n.a, "query norm")
-        if not layer.reuses:
-            k = _head_norm(tape, k, layer.qk_norm, layer, n, n.g, "key norm")
+        q = _head_norm(tape, q, layer.qk_norm, n, n.a, "query norm")
+        k = _head_norm(tape, k, layer.qk_norm, n, n.g, "key norm")
     if layer.rotary:
         turned = n.d if layer.rotary == layer.head_dim else size("y", layer.rotary)
         half = Fraction(1, 2) * turned
@@ -100,7 +84,7 @@ def _compared(
             tape.keep("cosine and sine of the context", 2 * tokens.t * half, 4)
         tape.elementwise("rotary", q.size + k.size, 1, 1)
         q = Flow(q.rows, q.width, heads_apart=True)
-        k = k if layer.reuses else Flow(k.rows, k.width, heads_apart=True)
+        k = Flow(k.rows, k.width, heads_apart=True)
     if layer.score_params:
         tape.weight("score", formula(layer.score_params))
     if layer.score == "general":
@@ -121,17 +105,11 @@ def _head_norm(
     tape: Tape,
     x: Flow,
     norm: NormLayer,
-    layer: AttentionLayer,
     n: Letters,
     heads: Formula,
     label: str,
 ) -> Flow:
-    if layer.norm_all_heads:
-        tape.norm(x, norm, label, x.width, x.rows)
-    elif layer.norm_each_head:
-        tape.norm(x, norm, label, x.width, x.rows * heads)
-    else:
-        tape.norm(x, norm, label, n.d, x.rows * heads)
+    tape.norm(x, norm, label, n.d, x.rows * heads)
     return Flow(x.rows, x.width, heads_apart=True)
 
 
@@ -152,54 +130,8 @@ def _vectors(x: Flow, n: Letters) -> Formula:
     return n.a if x.width.value == (n.a * n.d).value else n.g
 
 
-def project_latent(tape: Tape, x: Flow, layer: AttentionLayer, tokens: Tokens) -> Projected:
-    """Queries, keys and values of latent attention; absorbed if the latents are in a cache."""
-    latent = layer.latent
-    assert latent is not None
-    a, r = size("a", layer.heads), size("r", latent.rank)
-    nope, rope, v = size("dₙ", latent.nope), size("dᵣ", latent.rope), size("v", layer.value_dim)
-    bias = layer.query_bias
-    if latent.query_rank is None:
-        q = tape.linear(x, a * (nope + rope), "query")
-    else:
-        rank = size("r′", latent.query_rank)
-        low = tape.linear(x, rank, "query down", bias)
-        norm = NormLayer(latent.query_rank, "rms")
-        low = tape.norm(low, norm, "query latent norm", rank, low.rows)
-        q = tape.linear(low, a * (nope + rope), "query up")
-    both = tape.linear(x, r + rope, "key and value down", bias)
-    lows = Flow(both.rows, r)
-    lows = tape.norm(lows, NormLayer(latent.rank, "rms"), "latent norm", r, both.rows)
-    tape.elementwise("rotary", x.rows * (a * rope + rope), 1, 1)
-    if not tokens.cached:
-        both = tape.linear(lows, a * (nope + v), "key and value up")
-        k = Flow(x.rows, a * (nope + rope), heads_apart=True)
-        q = Flow(x.rows, q.width, heads_apart=True)
-        return Projected(q, k, Flow(x.rows, a * v), layer)
-    tape.weight("key and value up", a * (nope + v), r)
-    tape.flops("absorbed key", 2 * x.rows * a * nope * r)
-    tape.matmul("absorbed key", x.rows.value, latent.rank, latent.nope, True, layer.heads,
-                layer.heads)  # fmt: skip
-    absorbed = replace(layer, kv_heads=1, head_dim=latent.rank + latent.rope, value_dim=latent.rank)
-    q = Flow(x.rows, a * (r + rope), heads_apart=True)
-    shared = Flow(tokens.b * tokens.t, r + rope)
-    return Projected(q, shared, shared, absorbed)
-
-
-def project_out(
-    tape: Tape, layer: AttentionLayer, out: Flow, gate: Flow | None, tokens: Tokens
-) -> Flow:
-    """The gate and the output projection."""
-    latent = layer.latent
-    if latent is not None and tokens.cached:
-        a, r, v = size("a", layer.heads), size("r", latent.rank), size("v", layer.value_dim)
-        tape.flops("absorbed value", 2 * out.rows * a * r * v)
-        tape.matmul("absorbed value", out.rows.value, layer.value_dim, latent.rank, True,
-                    layer.heads, layer.heads)  # fmt: skip
-        out = Flow(out.rows, a * v)
-    if gate is not None:
-        gate = tape.activate(gate, "sigmoid", "gate")
-        out = tape.multiply(out, gate, "gated output")
+def project_out(tape: Tape, layer: AttentionLayer, out: Flow) -> Flow:
+    """The output projection."""
     if layer.plain_out:
         return out
     return tape.linear(out, size("h", layer.width), "out", layer.out_bias)

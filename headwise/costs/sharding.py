@@ -9,7 +9,6 @@ from typing import TypeVar
 from headwise.costs.layers import (
     AttentionLayer,
     EmbeddingLayer,
-    ExpertsLayer,
     FeedForwardLayer,
     LinearLayer,
 )
@@ -66,12 +65,6 @@ def _(layer: AttentionLayer, ranks: int) -> AttentionLayer:
 @_part.register
 def _(layer: FeedForwardLayer, ranks: int) -> FeedForwardLayer:
     return replace(layer, hidden=share(say("a hidden width"), layer.hidden, ranks, "tp"))
-
-
-@_part.register
-def _(layer: ExpertsLayer, ranks: int) -> ExpertsLayer:
-    shared = None if layer.shared is None else sharded(layer.shared, ranks)
-    return replace(layer, expert=sharded(layer.expert, ranks), shared=shared)
 
 
 @_part.register

@@ -48,7 +48,7 @@ def summed(part: CountedPart, copies: int, work: Workload) -> Cost:
         part = replace(child, name=part.name)
         copies *= part.copies
     children = [summed(child, copies, work) for child in part.children]
-    lines = [replace(line, times=copies) for line in part.lines + part.saved]
+    lines = [replace(line, times=line.times * copies) for line in part.lines + part.saved]
     found = {name: _sum(lines, name) for name in ("params", "activations", "kv_cache", "state")}
     forward = [replace(kernel, count=kernel.count * copies) for kernel in part.forward]
     backward = [replace(kernel, count=kernel.count * copies) for kernel in part.backward]

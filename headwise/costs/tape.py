@@ -63,6 +63,25 @@ class Tape:
         finally:
             self._open.pop()
 
+    @property
+    def root(self) -> CountedPart:
+        """The whole."""
+        return self._root
+
+    @property
+    def current(self) -> CountedPart:
+        """The part that is counted now."""
+        return self._open[-1]
+
+    @contextmanager
+    def inside(self, part: CountedPart) -> Iterator[None]:
+        """Count what follows in a part that is there already."""
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._open.pop()
+
     @contextmanager
     def idle(self, when: bool = True) -> Iterator[None]:
         """Count only the parameters of what follows: it ran before, or never runs."""
@@ -133,9 +152,9 @@ class Tape:
             self._kept_alive.append(flow)
             self.keep(label, flow.size, each, flow.home)
 
-    def cached(self, label: str, size: Formula) -> None:
+    def cached(self, label: str, size: Formula, times: int = 1) -> None:
         """Count bytes of the cache."""
-        self._open[-1].lines.append(Line("kv_cache", label, size))
+        self._open[-1].lines.append(Line("kv_cache", label, size, times))
 
     def state(self, label: str, size: Formula) -> None:
         """Count bytes of a recurrent state."""
@@ -239,8 +258,6 @@ class Tape:
         out = Flow(x.rows, x.width)
         kept_output = activation in ("relu", "tanh", "sigmoid")
         self.save(out if kept_output else x, f"output of {label}" if kept_output else label)
-        if activation == "relu2":
-            self.save(out, f"input of the square of {label}")
         self.elementwise(label, x.size, 1, 1, special=SPECIAL.get(activation, 0))
         return out
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.costs.attending import attend
-from headwise.costs.bodies import convolve, feed_forward, matrices, mixture, sides
+from headwise.costs.bodies import convolve, feed_forward, matrices, sides
 from headwise.costs.cost import Cost
 from headwise.costs.formula import formula, size
 from headwise.costs.kernel import Kernel
 from headwise.costs.layers import (
-    Architecture,
     AttentionLayer,
     Body,
     ConvolutionLayer,
     DropoutStep,
     EmbeddingLayer,
-    ExpertsLayer,
     FeedForwardLayer,
+    LayeredModel,
     LayerStack,
     LinearLayer,
     LooseWeight,
@@ -37,7 +36,7 @@ from headwise.messages import Sentence, say
 DEFAULT_LENGTH = 4096
 
 
-def count(architecture: Architecture, work: Workload) -> Cost:
+def count(architecture: LayeredModel, work: Workload) -> Cost:
     """The cost of an architecture at work."""
     tape = Tape(work, architecture.name)
     lengths = _lengths(architecture, work)
@@ -55,7 +54,7 @@ def count(architecture: Architecture, work: Workload) -> Cost:
     return tape.cost()
 
 
-def _lengths(architecture: Architecture, work: Workload) -> list[tuple[int, int]]:
+def _lengths(architecture: LayeredModel, work: Workload) -> list[tuple[int, int]]:
     """Queries and keys of each stack, checked."""
     found = []
     for place, stack in enumerate(architecture.stacks):
@@ -117,7 +116,7 @@ class Walk:
         with self.tape.part(stack.name):
             x = self.steps(stack.before, x)
             for layer, copies in _grouped(stack.layers):
-                with self.tape.part(layer.label or "layers", copies):
+                with self.tape.part("layers", copies):
                     x = self.layer(layer, x)
             return self.tape.settle(self.steps(stack.after, x))
 
@@ -190,27 +189,15 @@ class Walk:
             return self._layer(layer, x)
 
     def _layer(self, layer: StackedLayer, x: Flow) -> Flow:
-        tape = self.tape
-        if not layer.parallel:
-            for sub in layer.sublayers:
-                with tape.part(sub.name):
-                    x = self.sublayer(sub, x)
-            return x
-        normed = x
-        if layer.shared_norm is not None:
-            normed = tape.norm(x, layer.shared_norm, "norm", x.width, x.rows)
         for sub in layer.sublayers:
-            with tape.part(sub.name):
-                y = self.body(sub.body, self._before(sub, normed))
-                x = tape.add(x, tape.drop(y, sub.dropout))
+            with self.tape.part(sub.name):
+                x = self.sublayer(sub, x)
         return x
 
     def sublayer(self, sub: SubLayer, x: Flow) -> Flow:
-        """x + dropout(after(body(before(x)))), normed by `post`."""
+        """x + dropout(body(before(x))), normed by `post`."""
         tape = self.tape
         y = self.body(sub.body, self._before(sub, x))
-        if sub.after is not None:
-            y = tape.norm(y, sub.after, "norm after", y.width, y.rows)
         y = tape.drop(y, sub.dropout)
         if sub.residual:
             y = tape.add(x, y)
@@ -229,8 +216,6 @@ class Walk:
                 return self.attention(sharded(body, self.tp), x)
             case FeedForwardLayer():
                 return feed_forward(self.tape, sharded(body, self.tp), x)
-            case ExpertsLayer():
-                return mixture(self.tape, sharded(body, self.tp), x)
             case MatrixLayer():
                 return matrices(self.tape, body, x, self.tokens)
             case ConvolutionLayer():

@@ -205,15 +205,6 @@ def test_the_state_of_a_hybrid_is_counted_beside_its_cache() -> None:
     assert cost.state == 7 * B * (inner * 4 * 2 + inner * 16 * 4)
 
 
-@pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "jamba", "qwen3_next"])
-def test_a_hybrid_says_that_its_recurrence_is_left_out(kind: str) -> None:
-    cost = hw.cost({"model_type": kind}, queries=8)
-    assert [str(what) for what in cost.left_out] == cost.to_dict()["left_out"] != []
-    assert "not counted in FLOPs, bytes moved and times: the recurrence" in cost.explain()
-    assert "没有计入：线性注意力层与 Mamba 层的循环" in cost.explain("zh")
-    assert not hw.cost({"model_type": "llama"}, queries=8).left_out
-
-
 @pytest.mark.parametrize("wrong", ["int3", 3, object()], ids=["name", "number", "object"])
 def test_an_unknown_cache_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="is not a dtype"):

@@ -46,8 +46,8 @@ def test_architectures_say_which_head_a_config_has() -> None:
     assert hw.cost(LLAMA, queries=8).params - bare.params == 100 * 64
     bert = {"model_type": "bert", "num_hidden_layers": 1}
     masked = hw.cost({**bert, "architectures": ["BertForMaskedLM"]}, queries=8)
-    assert "head" in masked.parts
-    assert "head" not in hw.cost(bert, queries=8).parts
+    assert "cls" in masked.parts
+    assert "cls" not in hw.cost(bert, queries=8).parts
 
 
 @pytest.fixture
@@ -74,98 +74,58 @@ def test_a_name_in_the_local_cache_is_read(tmp_path: Path, monkeypatch: pytest.M
 
 WRONG: dict[str, tuple[Any, str]] = {
     "no model type": ({"hidden_size": 4}, "no field 'model_type'"),
-    "unknown": ({"model_type": "mamba9"}, "'mamba9' is unknown.*lacks hidden_size, num_attention"),
-    "several models": (
-        {"model_type": "llava", "text_config": {"model_type": "llama"}}, "config.text_config",
-    ),
-    "no head": ({**LLAMA, "architectures": ["LlamaForAudio"]}, "'ForAudio' of 'llama' is unknown"),
+    "unknown": ({"model_type": "mamba9"}, "refuses this configuration of 'mamba9': Unrecognized"),
+    "no head": ({**LLAMA, "architectures": ["LlamaForAudio"]}, "no class 'LlamaForAudio'"),
     "key heads": ({**LLAMA, "num_key_value_heads": 3}, "4 heads can't share 3 key heads"),
-    "width": ({**LLAMA, "hidden_size": 66, "head_dim": None}, "66 does not divide into 4 heads"),
-    "activation": ({**LLAMA, "hidden_act": "mish"}, "activation 'mish', which is unknown"),
-    "no layers": ({**LLAMA, "num_hidden_layers": 0}, "must be a positive integer"),
+    "width": ({**LLAMA, "hidden_size": 66, "head_dim": None}, "66. is not a multiple"),
     "layer types": (
         {**LLAMA, "model_type": "qwen2", "layer_types": ["full_attention"]},
-        "1 layer_types for 2 layers",
+        "must be equal to the number of `layer_types`",
     ),
     "window": (
         {**LLAMA, "model_type": "qwen2", "layer_types": ["sliding_attention"] * 2,
          "sliding_window": None},
-        "sliding attention and no sliding_window",
+        "can't be traced without its numbers",
     ),
     "experts": (
         {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4},
-        "4 experts per token of 2",
-    ),
-    "cross-attention": (
-        {"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True",
+        "can't be traced without its numbers: k not in range",
     ),
     "Mamba heads": (
         {**LLAMA, "model_type": "bamba", "mamba_n_heads": 3, "mamba_d_head": 64,
          "mamba_expand": 2, "mamba_d_state": 4},
-        "3 heads of 64 are not the width of its Mamba layers, 128",
+        "mamba_n_heads must divide",
     ),
-    "no head width": ({**LLAMA, "head_dim": 0}, "head_dim=0; it must be a positive integer"),
+    "no head width": ({**LLAMA, "head_dim": 0}, "can't build this configuration of 'llama'"),
     "many layers": ({**LLAMA, "num_hidden_layers": 10**9}, "1,000,000,000 layers; at most 1,000"),
     "negative window": (
         {**LLAMA, "model_type": "mistral", "sliding_window": -5},
-        "sliding_window=-5; it must be a positive integer",
+        "sliding_window=-5 must be a positive integer",
     ),
     "layers of an unknown type": (
         {**LLAMA, "model_type": "qwen2", "layer_types": ["full_attention", "wobbly"],
          "sliding_window": None},
-        "layers of the type 'wobbly', which is unknown",
+        "`layer_types` entries must be in",
     ),
     "another class": (
         {**LLAMA, "architectures": ["GPT2LMHeadModel"]}, "not a class of model_type='llama'",
-    ),
-    "two heads": (
-        {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9,
-         "n_positions": 5, "activation_function": "gelu", "tie_word_embeddings": True,
-         "num_key_value_heads": None, "architectures": ["GPT2DoubleHeadsModel"]},
-        "not a class of model_type='gpt2'",
     ),
     "attention layers": (
         {**LLAMA, "model_type": "bamba", "mamba_n_heads": 2, "mamba_d_head": 64, "mamba_expand": 2,
          "mamba_d_state": 4, "mamba_d_conv": 4, "mamba_n_groups": 1, "mamba_proj_bias": False,
          "mamba_conv_bias": True, "attn_layer_indices": [7]},
-        "attn_layer_indices has 7, and there are 2 layers",
-    ),
-    "sparse layers": (
-        {**LLAMA, "model_type": "llama4_text", "moe_layers": [5], "intermediate_size_mlp": 96,
-         "num_local_experts": 2, "num_experts_per_tok": 1},
-        "moe_layers has 5, and there are 2 layers",
-    ),
-    "rotation": ({**LLAMA, "partial_rotary_factor": 3.0}, "rotates 3.0 of a head"),
-    "dropout": ({**LLAMA, "attention_dropout": 2.0}, "attention_dropout=2.0; it must be from 0"),
-    "patches": (
-        {"model_type": "vit", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
-         "intermediate_size": 8, "image_size": 8, "patch_size": 16, "num_channels": 3,
-         "qkv_bias": True, "hidden_act": "gelu"},
-        "an image of 8 has no patch of 16",
+        "only be called on Attention layers",
     ),
     "a list": ([1, 2], "has no cost"),
     "a module": (nn.GRU(3, 3), "GRU can't be read"),
 }  # fmt: skip
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without transformers, whose classes fill in and check fields."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_configuration_is_refused_in_words(name: str) -> None:
-    given, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        hw.cost(given, queries=8)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_configuration_is_refused_with_transformers_too(name: str) -> None:
+    """By transformers, whose classes check their fields, or because such a model can't run."""
     pytest.importorskip("transformers")
-    with pytest.raises(ValueError, match=r"\w"):
+    with pytest.raises(ValueError, match=WRONG[name][1]):
         hw.cost(WRONG[name][0], queries=8)
 
 
@@ -179,31 +139,6 @@ def test_fields_of_wrong_kinds_are_refused(change: dict[str, Any]) -> None:
     for kind in ("llama", "qwen2"):
         with pytest.raises(ValueError, match=r"\w"):
             hw.cost({**LLAMA, "model_type": kind, **change}, queries=8)
-
-
-@pytest.mark.parametrize(
-    "missing",
-    ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_act",
-     "intermediate_size"],
-)  # fmt: skip
-@pytest.mark.usefixtures("alone")
-def test_a_missing_field_is_named(missing: str) -> None:
-    fields = {k: v for k, v in LLAMA.items() if k != missing}
-    with pytest.raises(ValueError, match=missing):
-        hw.cost(fields, queries=8)
-
-
-@pytest.mark.parametrize(
-    "missing", ["num_key_value_heads", "attention_bias", "mlp_bias", "tie_word_embeddings"]
-)
-@pytest.mark.usefixtures("alone")
-def test_a_default_that_only_transformers_knows_is_not_guessed(missing: str) -> None:
-    fields = {k: v for k, v in LLAMA.items() if k != missing}
-    message = rf"no field '{missing}', whose default only transformers knows; add it, or pip"
-    with pytest.raises(ValueError, match=message):
-        hw.cost(fields, queries=8)
-    with pytest.raises(ValueError, match="no field 'sliding_window', whose default"):
-        hw.cost({**LLAMA, "model_type": "mistral"}, queries=8)
 
 
 def test_a_class_derived_from_one_of_transformers_is_read() -> None:
@@ -254,7 +189,7 @@ def test_wrong_sizes_are_refused(options: dict[str, Any], message: str) -> None:
 def test_lengths_beyond_the_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="2000 tokens are more than gpt2 has positions for"):
         hw.cost({"model_type": "gpt2"}, queries=2000)
-    with pytest.raises(ValueError, match="always has 197 tokens"):
+    with pytest.raises(ValueError, match="vit always reads as much; leave the length out"):
         hw.cost({"model_type": "vit"}, queries=100)
     assert hw.cost({"model_type": "gpt2"}).work.queries is None
     assert (
@@ -284,22 +219,30 @@ def test_dtypes_are_given_by_any_name() -> None:
     assert hw.cost(LLAMA, queries=8, dtype="fp32").weights == 2 * hw.cost(LLAMA, queries=8).weights
 
 
-def test_without_transformers_modules_and_complete_configs_are_counted(tmp_path: Path) -> None:
-    fields = {**LLAMA, "head_dim": 16, "attention_bias": False, "mlp_bias": False}
+def test_without_transformers_modules_are_counted_and_configs_say_what_they_need() -> None:
     script = (
         "import sys; sys.modules['transformers'] = None\n"
-        "import json, torch, headwise as hw\n"
-        "print(hw.cost(torch.nn.TransformerEncoderLayer(32, 4), queries=8).params,"
-        f" hw.cost(json.loads({json.dumps(json.dumps(fields))}), queries=8).params)\n"
-        "try:\n    hw.cost('some/name')\n"
-        "except ValueError as error:\n    print(error)\n"
+        "import torch, headwise as hw\n"
+        "print(hw.cost(torch.nn.TransformerEncoderLayer(32, 4), queries=8).params)\n"
+        "for what in ({'model_type': 'llama'}, 'some/name'):\n"
+        "    try:\n        hw.cost(what)\n"
+        "    except ValueError as error:\n        print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()[:2]
+    first, second, third = done.stdout.splitlines()
     layer = nn.TransformerEncoderLayer(32, 4)
-    assert first.split() == [
-        str(sum(p.numel() for p in layer.parameters())),
-        str(hw.cost(LLAMA, queries=8).params),
-    ]
-    assert "needs transformers" in second
+    assert first == str(sum(p.numel() for p in layer.parameters()))
+    assert "needs transformers: pip install headwise[transformers]" in second
+    assert "needs transformers" in third
+
+
+def test_any_module_is_counted_for_its_inputs() -> None:
+    """Nothing of it is known but what PyTorch does."""
+    gru = nn.GRU(8, 16, batch_first=True)
+    x = torch.randn(2, 5, 8)
+    found = hw.cost(gru, inputs=x, dtype="fp32")
+    assert found.params == sum(p.numel() for p in gru.parameters())
+    assert found.flops == 2 * 2 * 5 * (8 + 16) * 3 * 16
+    both = hw.cost(nn.Bilinear(4, 4, 3), inputs=(torch.randn(6, 4), torch.randn(6, 4)))
+    assert both.params == 4 * 4 * 3 + 3

@@ -24,11 +24,11 @@ from transformers.masking_utils import (
 
 import headwise as hw
 from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask
+from headwise.core.mask_rules import by_rows
 from headwise.core.patterns import Dense
 from headwise.core.place import Place
 from headwise.mask import Mask
 from headwise.watching.adapters.implementation import mask as mask_function
-from headwise.watching.adapters.mask_functions import by_rows
 from headwise.watching.adapters.mask_tensor import MaskTensor
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
 

@@ -211,7 +211,7 @@ def show_sweep(asked: list[tuple[Model, Scenario]], sweep: Sweep, output: Output
 def fitted(model: Model, use: Scenario, room: int) -> dict[str, Any]:
     """The longest context of a model that fits into so many bytes."""
     fits = tokens = use.longest(model.architecture, room)
-    stated = use.stated(model.architecture)
+    stated = model.architecture.stated
     try:
         replace(use, length=tokens + 1).cost(model.architecture)
         limit = "memory" if tokens < LONGEST else "search"

@@ -22,6 +22,7 @@ FIGURES = (
     ("params_active", say("… that a token uses"), ""),
     ("weights", say("weights"), "B"),
     ("kv_cache", say("KV cache"), "B"),
+    ("kv_cache_per_token", say("KV cache per token"), "B"),
     ("state", say("recurrent state"), "B"),
     ("activations", say("saved for the backward"), "B"),
     ("memory", say("memory in all"), "B"),

@@ -1,180 +1,44 @@
-"""Configurations of transformers' models: as an object, a dictionary, a file or a name."""
+"""Configurations of transformers: as an object, a dictionary, a file or a name; their models."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from headwise.costs.layers import Architecture, LayerStack, LinearLayer, Step
-from headwise.costs.readers.built_models import (
-    check_built,
-    counted_params,
-    held_params,
-)
-from headwise.costs.readers.decoders import out_width, read_decoder
-from headwise.costs.readers.encoders import Head, read_bert, read_t5, read_vit, read_whisper
-from headwise.costs.readers.families import FAMILIES
-from headwise.costs.readers.fields import Fields, check_depth, unknown_head
+from headwise.costs.readers.depth import check_depth
+from headwise.costs.tracing import building
+from headwise.costs.tracing.traced_model import TracedModel
 from headwise.hub import unreachable
-from headwise.messages import Sentence, say
-
-OTHERS: dict[str, tuple[Callable[[Fields, Head], tuple[LayerStack, ...]], Head]] = {
-    "bert": (read_bert, "Model"),
-    "roberta": (read_bert, "Model"),
-    "xlm-roberta": (read_bert, "Model"),
-    "distilbert": (read_bert, "Model"),
-    "vit": (read_vit, "Model"),
-    "t5": (read_t5, "ForConditionalGeneration"),
-    "mt5": (read_t5, "ForConditionalGeneration"),
-    "whisper": (read_whisper, "ForConditionalGeneration"),
-}
-"""Readers of models that are not decoders, and the head that a config without one has."""
-
-KNOWN = (*FAMILIES, *OTHERS)
-LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel")
+from headwise.messages import say
 
 
-def read_fields(given: Mapping[str, Any]) -> Architecture:
-    """The architecture of a configuration's fields, by its `model_type` and `architectures`."""
-    if given.get("model_type") is None:
+def read_fields(given: Mapping[str, Any]) -> TracedModel:
+    """The model of a configuration's fields, by its `model_type` and `architectures`."""
+    kind = given.get("model_type")
+    if kind is None:
         raise ValueError(
-            say(
-                "the configuration has no field 'model_type', which says which architecture it "
-                "is; known are {known}",
-                known=", ".join(sorted(KNOWN)),
-            )
+            say("the configuration has no field 'model_type', which says which architecture it is")
         )
     check_depth(given)
-    config = _config(given)
-    if config is None:
-        return _read(Fields(given, complete=False))
-    return read_configuration(config)
-
-
-def _read(fields: Fields) -> Architecture:
-    kind = fields.kind
-    _check_contents(fields)
-    name = _class_name(fields)
-    if kind in OTHERS:
-        reader, usual = OTHERS[kind]
-        head = usual if name is None else _head(fields, name)
-        return Architecture(name or kind, reader(fields, head))
-    if kind not in FAMILIES:
-        raise ValueError(_unknown(fields))
-    stack = read_decoder(fields, FAMILIES[kind])
-    head = LANGUAGE_HEADS[0] if name is None else _head(fields, name)
-    width = out_width(fields, FAMILIES[kind], stack.width)
-    after = (*stack.after, *_language_head(fields, head, width))
-    return Architecture(name or kind, (replace(stack, after=after),))
-
-
-def _class_name(fields: Fields) -> str | None:
-    """The first of `architectures`, if there are any."""
-    listed = fields.get("architectures")
-    if not listed:
-        return None
-    if not isinstance(listed, list | tuple) or not isinstance(listed[0], str):
-        raise ValueError(
-            say("architectures={listed!r} must be a list of class names", listed=listed)
-        )
-    return listed[0]
-
-
-def _head(fields: Fields, name: str) -> Head:
-    """The end of a class's name: LlamaForCausalLM → ForCausalLM, BertModel → Model.
-
-    ValueError if its beginning is not the architecture's.
-    """
-    places = (name.find(mark, 1) for mark in ("For", "LMHead", "EncoderModel", "Model"))
-    place = next((place for place in places if place > 0), None)
-    if place is None:
-        raise ValueError(
-            say("architectures={name!r} names no head: it ends in neither Model nor For…",
-                name=name)
-        )  # fmt: skip
-    letters = fields.kind.removesuffix("_text").replace("_", "").replace("-", "").lower()
-    if name[:place].lower() not in (letters, f"{letters}text"):
-        raise ValueError(
-            say(
-                "architectures={name!r} is not a class of model_type={kind!r}, and its cost is "
-                "not known",
-                name=name,
-                kind=fields.kind,
-            )
-        )
-    return name[place:]
-
-
-def _language_head(fields: Fields, head: Head, width: int) -> tuple[Step, ...]:
-    family = FAMILIES[fields.kind]
-    if head == "Model":
-        return ()
-    if head in LANGUAGE_HEADS:
-        tied, vocabulary = fields.flag("tie_word_embeddings"), fields.size("vocab_size")
-        return (LinearLayer("head", width, vocabulary, family.head_bias, tied, split="columns"),)
-    if head == "ForSequenceClassification":
-        labels = fields.get("num_labels") or len(fields.get("id2label") or {}) or 2
-        return (LinearLayer("score", width, labels, False),)
-    known = ("Model", *LANGUAGE_HEADS, "ForSequenceClassification")
-    raise unknown_head(fields, head, ", ".join(known))
-
-
-def _unknown(fields: Fields) -> Sentence:
-    """An error for an architecture without a reader, with what it would take to count it."""
-    wanted = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
-    missing = [name for name in (*wanted, "vocab_size") if fields.get(name) is None]
-    parts = [name for name in ("text_config", "vision_config", "decoder") if fields.get(name)]
-    note = Sentence("")
-    if parts:
-        note = say("; it is made of several models: give one of them, such as config.{part}",
-                   part=parts[0])  # fmt: skip
-    elif missing:
-        note = say("; of a plain decoder's fields it lacks {missing}", missing=", ".join(missing))
-    return say(
-        "the architecture {kind!r} is unknown, and its parts are not guessed{note}. Known are "
-        "{known}",
-        kind=fields.kind,
-        note=note,
-        known=", ".join(sorted(KNOWN)),
-    )
-
-
-def _check_contents(fields: Fields) -> None:
-    """Refuse options that change the architecture and are not read."""
-    for name, wrong in (("add_cross_attention", True), ("qk_layernorm", True)):
-        if fields.get(name) == wrong and not (name == "qk_layernorm" and fields.kind == "phi"):
-            raise ValueError(
-                say("{kind!r} with {name}={value} is not supported", kind=fields.kind, name=name,
-                    value=wrong)
-            )  # fmt: skip
-
-
-def _config(given: Mapping[str, Any]) -> Any | None:
-    """The config object of transformers with these fields; None if it is not known.
-
-    A config.json leaves out what its class has by default.
-    """
-    kind = given.get("model_type")
-    if kind not in KNOWN:
-        return None
     try:
         from transformers import AutoConfig
     except ImportError:
-        return None
+        raise ValueError(
+            say("counting a configuration of {kind!r} builds its model, which needs transformers: "
+                "pip install headwise[transformers]", kind=kind)
+        ) from None  # fmt: skip
     fields = {name: value for name, value in given.items() if name != "model_type"}
     try:
-        return AutoConfig.for_model(kind, **fields)
+        config = AutoConfig.for_model(kind, **fields)
     except Exception as error:  # each class has checks of its own
-        message = " ".join(str(error).split())
+        message = " ".join(str(error).split())[:300]
         raise ValueError(
             say("transformers refuses this configuration of {kind!r}: {message}", kind=kind,
                 message=message)
         ) from None  # fmt: skip
+    return read_configuration(config)
 
 
 def is_configuration(what: object) -> bool:
@@ -182,38 +46,16 @@ def is_configuration(what: object) -> bool:
     return callable(getattr(what, "to_dict", None)) and hasattr(what, "model_type")
 
 
-def read_configuration(config: Any) -> Architecture:
-    """The architecture of a config object, checked against the model that transformers builds."""
-    fields = Fields(_fields(config))
-    check_depth(fields.given)
-    if fields.kind not in KNOWN:
-        raise ValueError(_unknown(fields))
-    usual = OTHERS[fields.kind][1] if fields.kind in OTHERS else LANGUAGE_HEADS[0]
-    read = lambda each: _read(Fields(_fields(each)))  # noqa: E731
-    return check_built(config, _class_name(fields), usual, read)
+def read_configuration(config: Any) -> TracedModel:
+    """The model that transformers builds of a config object."""
+    check_depth({**config.to_dict(), "model_type": config.model_type})
+    model = building.build(config)
+    named = getattr(config, "architectures", None)
+    return TracedModel(named[0] if named else config.model_type, model)
 
 
-def _fields(config: Any) -> dict[str, Any]:
-    """All fields of a config object."""
-    fields = {**config.to_dict(), "model_type": config.model_type}
-    fields.setdefault("num_labels", getattr(config, "num_labels", None))
-    return fields
-
-
-def read_transformers_model(model: nn.Module) -> Architecture:
-    """The architecture of a transformers model, also of a class derived from one."""
-    kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
-    name = (kinds or [type(model)])[0].__name__
-    config: Any = model.config
-    architecture = _read(Fields({**_fields(config), "architectures": [name]}))
-    if counted_params(architecture) != held_params(model):
-        read = lambda each: _read(Fields({**_fields(each), "architectures": [name]}))  # noqa: E731
-        check_built(config, name, LANGUAGE_HEADS[0], read)
-    return architecture
-
-
-def read_name(name: str) -> Architecture:
-    """The architecture of a config.json, a folder with one, or a model's name.
+def read_name(name: str) -> TracedModel:
+    """The model of a config.json, of a folder with one, or of a name.
 
     A name is looked up in the local cache of the hub, then on the hub.
     """

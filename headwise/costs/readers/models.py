@@ -11,10 +11,10 @@ from torch import nn
 
 from headwise import models
 from headwise.costs.layers import (
-    Architecture,
     ConvolutionLayer,
     DropoutStep,
     EmbeddingLayer,
+    LayeredModel,
     LayerStack,
     LinearLayer,
     LooseWeight,
@@ -24,7 +24,7 @@ from headwise.costs.layers import (
     SubLayer,
 )
 from headwise.costs.readers.attention_modules import read_attention
-from headwise.costs.readers.fields import check_depth
+from headwise.costs.readers.depth import check_depth
 from headwise.costs.readers.modules import read_block, read_decoder_layer, uncached
 from headwise.costs.readers.simple_modules import read_norm
 from headwise.messages import say
@@ -43,7 +43,7 @@ BUILT: dict[type[Config], Callable[[Any], nn.Module]] = {
 }
 
 
-def read_model(model: nn.Module) -> Architecture | None:
+def read_model(model: nn.Module) -> LayeredModel | None:
     """The architecture of one of headwise's models; None for any other."""
     for kind, reader in READERS:
         if isinstance(model, kind):
@@ -51,7 +51,7 @@ def read_model(model: nn.Module) -> Architecture | None:
     return None
 
 
-def read_config(config: Config) -> Architecture:
+def read_config(config: Config) -> LayeredModel:
     """The architecture of the model that a configuration describes."""
     depths = {f"{place}layers" for place in ("", "encoder_", "decoder_")}
     check_depth({"model_type": type(config).__name__.removesuffix("Config"),
@@ -87,7 +87,7 @@ def _position(module: nn.Module | None, dropout: float) -> tuple[Step, ...]:
     return (*steps, DropoutStep(dropout))
 
 
-def _gpt(model: models.GPT) -> Architecture:
+def _gpt(model: models.GPT) -> LayeredModel:
     config = model.config
     longest = None
     if isinstance(model.position, LearnedPosition):
@@ -105,10 +105,10 @@ def _gpt(model: models.GPT) -> Architecture:
         longest=longest,
         width=config.d_model,
     )
-    return Architecture(type(model).__name__, (stack,))
+    return LayeredModel(type(model).__name__, (stack,))
 
 
-def _bert(model: models.Bert) -> Architecture:
+def _bert(model: models.Bert) -> LayeredModel:
     config, width = model.config, model.config.d_model
     stack = LayerStack(
         "encoder",
@@ -128,10 +128,10 @@ def _bert(model: models.Bert) -> Architecture:
         longest=config.context,
         width=width,
     )
-    return Architecture("Bert", (stack,))
+    return LayeredModel("Bert", (stack,))
 
 
-def _vit(model: models.ViT) -> Architecture:
+def _vit(model: models.ViT) -> LayeredModel:
     config, width = model.config, model.config.d_model
     patches, tokens = config.patches, config.patches + 1
     stack = LayerStack(
@@ -158,10 +158,10 @@ def _vit(model: models.ViT) -> Architecture:
         tokens=tokens,
         width=width,
     )
-    return Architecture("ViT", (stack,))
+    return LayeredModel("ViT", (stack,))
 
 
-def _transformer(model: models.Transformer) -> Architecture:
+def _transformer(model: models.Transformer) -> LayeredModel:
     config, width = model.config, model.config.d_model
     inputs = _position(model.position, config.dropout)
     norms = [
@@ -190,14 +190,14 @@ def _transformer(model: models.Transformer) -> Architecture:
         longest=longest,
         width=width,
     )
-    return Architecture("Transformer", (encoder, decoder))
+    return LayeredModel("Transformer", (encoder, decoder))
 
 
 def _shared(step: Step) -> Step:
     return replace(step, tied=True) if isinstance(step, EmbeddingLayer) else step
 
 
-def _conv(model: models.Conv) -> Architecture:
+def _conv(model: models.Conv) -> LayeredModel:
     config, width = model.config, model.config.d_model
     layers = []
     for number, around in enumerate(model.around):
@@ -216,10 +216,10 @@ def _conv(model: models.Conv) -> Architecture:
         (read_norm(model.norm), _head(width, config.vocabulary, model.head is None)),
         width=width,
     )
-    return Architecture("Conv", (stack,))
+    return LayeredModel("Conv", (stack,))
 
 
-def _lstm(model: models.LSTM) -> Architecture:
+def _lstm(model: models.LSTM) -> LayeredModel:
     config, width = model.config, model.config.d_model
     half, seen = width // 2, 0 if model.attention is None else width
     reading = []
@@ -230,7 +230,7 @@ def _lstm(model: models.LSTM) -> Architecture:
                 LinearLayer(f"input {direction}", width, 4 * half, True),
                 LinearLayer(f"state {direction}", half, 4 * half, True),
             ]
-        body = MatrixLayer(f"LSTM {number}", width, tuple(matrices), (), 0)
+        body = MatrixLayer(f"LSTM {number}", width, tuple(matrices))
         reading.append(StackedLayer((SubLayer("LSTM", body, residual=False),)))
     cell = MatrixLayer(
         "LSTM cell",
@@ -239,7 +239,6 @@ def _lstm(model: models.LSTM) -> Architecture:
             LinearLayer("input", width + seen, 4 * width, True),
             LinearLayer("state", width, 4 * width, True),
         ),
-        (),
         2 * width,
     )
     writing = [SubLayer("cell", cell, residual=False)]
@@ -271,10 +270,10 @@ def _lstm(model: models.LSTM) -> Architecture:
         ),
         width=width,
     )
-    return Architecture("LSTM", (encoder, decoder))
+    return LayeredModel("LSTM", (encoder, decoder))
 
 
-READERS: tuple[tuple[type[nn.Module], Callable[[Any], Architecture]], ...] = (
+READERS: tuple[tuple[type[nn.Module], Callable[[Any], LayeredModel]], ...] = (
     (models.GPT, _gpt),
     (models.Bert, _bert),
     (models.ViT, _vit),

@@ -10,11 +10,11 @@ from torch import nn
 
 from headwise.costs.layers import (
     Activation,
-    Architecture,
     AttentionLayer,
     Body,
     EmbeddingLayer,
     FeedForwardLayer,
+    LayeredModel,
     LayerStack,
     LinearLayer,
     LooseWeight,
@@ -35,7 +35,7 @@ FUNCTIONS: dict[object, Activation] = {F.relu: "relu", F.gelu: "gelu", F.silu: "
 TorchLayer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
 
-def read_module(module: nn.Module, context: int | None = None) -> Architecture | None:
+def read_module(module: nn.Module, context: int | None = None) -> LayeredModel | None:
     """The architecture of a module alone; None if it is not one that is known here.
 
     With a `context` length an attention module attends to another sequence.
@@ -49,7 +49,7 @@ def read_module(module: nn.Module, context: int | None = None) -> Architecture |
     if isinstance(module, DecoderLayer):
         layer = read_decoder_layer(module)
         width = module.attention.d_model
-        return Architecture(name, (_source(width), _numbers("layer", width, layers=(layer,))))
+        return LayeredModel(name, (_source(width), _numbers("layer", width, layers=(layer,))))
     if isinstance(module, TorchLayer):
         layer = read_torch_layer(module)
         return _torch_stack(name, (layer,), None, module.linear1.in_features)
@@ -61,17 +61,17 @@ def read_module(module: nn.Module, context: int | None = None) -> Architecture |
     return _simple(name, module)
 
 
-def _alone(name: str, module: nn.Module, context: int | None) -> Architecture:
+def _alone(name: str, module: nn.Module, context: int | None) -> LayeredModel:
     cross = context is not None or isinstance(module, AdditiveAttention)
     layer = read_attention(module, cross)
     stacked = StackedLayer((SubLayer(name, layer, residual=False),))
     stack = _numbers("attention", layer.width, layers=(stacked,))
     if layer.context is None:
-        return Architecture(name, (stack,))
-    return Architecture(name, (_source(layer.context[0]), stack))
+        return LayeredModel(name, (stack,))
+    return LayeredModel(name, (_source(layer.context[0]), stack))
 
 
-def _simple(name: str, module: nn.Module) -> Architecture | None:
+def _simple(name: str, module: nn.Module) -> LayeredModel | None:
     """A feed-forward layer, a norm, a matrix, a table, or loose parameters of headwise's own."""
     if isinstance(module, GatedFeedForward | nn.Sequential):
         layer = read_feed_forward(module)
@@ -97,7 +97,7 @@ def _simple(name: str, module: nn.Module) -> Architecture | None:
     if steps is None:
         return None
     looks_up = isinstance(module, nn.Embedding)
-    return Architecture(name, (LayerStack(name, steps, width=width, reads_tokens=looks_up),))
+    return LayeredModel(name, (LayerStack(name, steps, width=width, reads_tokens=looks_up),))
 
 
 def read_block(block: nn.Module) -> StackedLayer:
@@ -206,25 +206,25 @@ def _activation(given: Callable[..., object]) -> Activation:
 
 def _torch_stack(
     name: str, layers: tuple[StackedLayer, ...], norm: nn.Module | None, width: int
-) -> Architecture:
+) -> LayeredModel:
     after: tuple[Step, ...] = () if norm is None else (read_norm(norm),)
     stack = _numbers("layers", width, layers=layers, after=after)
     crossed = any(sub.name == "cross-attention" for sub in layers[0].sublayers) if layers else False
-    return Architecture(name, (_source(width), stack) if crossed else (stack,))
+    return LayeredModel(name, (_source(width), stack) if crossed else (stack,))
 
 
-def _torch_transformer(module: nn.Transformer) -> Architecture:
+def _torch_transformer(module: nn.Transformer) -> LayeredModel:
     width = module.d_model
     stacks = []
     for name, half in (("encoder", module.encoder), ("decoder", module.decoder)):
         layers = tuple(read_torch_layer(layer) for layer in half.layers)
         after: tuple[Step, ...] = () if half.norm is None else (read_norm(half.norm),)
         stacks.append(_numbers(name, width, layers=layers, after=after))
-    return Architecture("Transformer", tuple(stacks))
+    return LayeredModel("Transformer", tuple(stacks))
 
 
-def _one(name: str, layer: StackedLayer, width: int) -> Architecture:
-    return Architecture(name, (_numbers("layer", width, layers=(layer,)),))
+def _one(name: str, layer: StackedLayer, width: int) -> LayeredModel:
+    return LayeredModel(name, (_numbers("layer", width, layers=(layer,)),))
 
 
 def _numbers(

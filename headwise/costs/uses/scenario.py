@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from headwise.costs.architecture import Architecture
 from headwise.costs.calculate import cost
 from headwise.costs.cost import Cost
-from headwise.costs.layers import Architecture
 from headwise.costs.machines.hardware import Device
 from headwise.costs.workload import BITS, Recompute
 from headwise.messages import say
@@ -44,11 +44,10 @@ class Scenario:
 
     def within(self, architecture: Architecture) -> Scenario:
         """The same use with no more tokens than a model has positions for, or with its own."""
-        stacks = architecture.stacks
-        if self.length is None or stacks[-1].tokens is not None:
+        if self.length is None or architecture.own_length:
             return replace(self, length=None)
-        limits = [stack.longest for stack in stacks if stack.longest is not None]
-        return replace(self, length=min(self.length, *limits)) if limits else self
+        longest = architecture.longest
+        return self if longest is None else replace(self, length=min(self.length, longest))
 
     def cost(self, what: Any) -> Cost:
         """The cost of this use of a model, as `hw.cost` gives it."""
@@ -84,6 +83,7 @@ class Scenario:
             "params_active": found.params_active,
             "weights": found.weights,
             "kv_cache": None if training else found.kv_cache,
+            "kv_cache_per_token": None if training or not self.length else self.per_token(found),
             "state": None if training else found.state,
             "activations": found.activations if training else None,
             "memory": self.memory(found),
@@ -100,16 +100,17 @@ class Scenario:
             else flops / seconds / self.device.peak(self.dtype),
         }
 
+    def per_token(self, found: Cost) -> float:
+        """Bytes of the cache for each token of each sequence, on average; of one rank's tokens."""
+        ranks = found.work.ranks
+        tokens = self.batch // (ranks.dp * ranks.fsdp) * (self.length or 1) // ranks.cp
+        return found.kv_cache / max(1, tokens)
+
     def memory(self, found: Cost) -> float:
         """Bytes that this use keeps: weights and cache; in training also gradients and Adam."""
         if self.phase != "training":
             return found.weights + found.kv_cache + found.state
         return ADAM * found.weights * 8 // BITS[self.dtype] + found.activations
-
-    def stated(self, architecture: Architecture) -> int | None:
-        """The positions that a model's configuration states; None if it does not."""
-        found = [stack.stated for stack in architecture.stacks if stack.stated is not None]
-        return min(found, default=None)
 
     def longest(self, what: Any, room: float) -> int:
         """The most tokens per sequence that fit into so many bytes.

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwise.costs.architecture import Architecture
 from headwise.costs.calculate import unwrapped
-from headwise.costs.layers import Architecture
 from headwise.costs.uses.utilisation import Utilisation
 
 DTYPES = {
@@ -204,16 +204,15 @@ def sizes_of(architecture: Architecture, given: Iterable[GivenShape]) -> dict[st
     """
     named = {x.name: x for x in given}
     read = [x for x in named.values() if not any(part in x.name for part in PASSED_OVER)]
-    stacks = architecture.stacks
     first = read[0] if read else None
-    if first is not None and stacks[-1].tokens is not None:  # images, all of the same size
+    if first is not None and architecture.own_length:  # images, all of the same size
         return {"batch": first.size[0]}
-    if len(stacks) > 1:
+    if architecture.pair:
         target = next((named[name] for name in TARGETS if name in named), None)
         if first is None or target is None or len(target.size) < 2:
             raise ValueError("the sequences of its passes are not known")
         sizes = {"batch": target.size[0], "queries": target.size[1]}
-        return sizes if stacks[0].tokens is not None else {**sizes, "context": first.size[1]}
+        return {**sizes, "context": first.size[1]} if len(first.size) < 3 else sizes
     if first is None or len(first.size) != (3 if first.floating else 2):
         raise ValueError("the sequence of its passes is not known")
     return {"batch": first.size[0], "queries": first.size[1]}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.costs.architecture import Architecture
 from headwise.costs.calculate import cost, read
-from headwise.costs.layers import Architecture
 from headwise.costs.machines import this_machine
 
 Sizes = tuple[tuple[str, int], ...]

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
 from headwise.core.intervals import Mask
+from headwise.core.mask_rules import by_rows
 from headwise.core.options import Options
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.mask_functions import by_rows
 from headwise.watching.adapters.patching import Replacement, Undo, places, taken
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.api import attention, attention_map
+from headwise.core.mask_rules import Grid, to_mask
 from headwise.handover import held_positions, split_calls
 from headwise.nn.call import Call
 from headwise.nn.head_shares import numbered_dropout
 from headwise.watching.adapters.interface import InterfaceCall, to_call
-from headwise.watching.adapters.mask_functions import Grid, to_mask
 from headwise.watching.adapters.mask_tensor import MaskTensor
 from headwise.watching.adapters.packed_sequences import by_lengths
 from headwise.watching.adapters.scaled_dot_product import MaskMemo

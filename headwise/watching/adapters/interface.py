@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask, traced_mask
+from headwise.core.mask_rules import by_rows
 from headwise.core.options import Options
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.mask_functions import by_rows
 from headwise.watching.adapters.packed_sequences import by_lengths, by_positions
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
 from headwise.watching.recorder.seen_call import Kind

@@ -151,17 +151,31 @@ def test_a_fit_has_no_more_tokens_than_the_configuration_has_positions(tmp_path:
     assert "配置没有更多的位置" in run(str(path), "--fit", "1GB", "--zh")
 
 
-def test_the_figures_of_a_hybrid_say_what_they_leave_out(tmp_path: Path) -> None:
+def test_figures_say_what_they_leave_out(tmp_path: Path) -> None:
+    """Of a model that also reads images, a prompt of text runs a part."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "bamba", "num_hidden_layers": 2}))
-    (figures,) = found(str(path))
-    assert figures["left_out"] == ["the recurrence of linear attention and Mamba layers"]
-    assert "not counted in FLOPs, bytes moved and times: the recurrence" in run(str(path))
-    assert "没有计入" in run(str(path), "--zh")
-    (rows,) = found(str(path), "--sweep", "length=1k..2k").values()
+    text = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 100,
+            "num_attention_heads": 4, "intermediate_size": 96}  # fmt: skip
+    vision = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "hidden_size": 64,
+              "num_attention_heads": 4, "intermediate_size": 96}  # fmt: skip
+    path.write_text(
+        json.dumps({"model_type": "llava", "text_config": text, "vision_config": vision})
+    )
+    (figures,) = found(str(path), "--length", "64")
+    assert "model.vision_tower" in figures["left_out"][0]
+    assert "not counted in FLOPs, bytes moved and times: model.vision_tower" in " ".join(
+        run(str(path), "--length", "64").split()
+    )
+    assert "没有计入" in run(str(path), "--length", "64", "--zh")
+    (rows,) = found(str(path), "--sweep", "length=64,128").values()
     assert all(row["left_out"] == figures["left_out"] for row in rows)
-    swept = run(str(path), "--sweep", "length=1k..2k")
-    assert "not counted in FLOPs" in " ".join(swept.split())
+
+
+def test_the_cache_of_a_token_is_a_line_of_its_own() -> None:
+    (figures,) = found(*DECODER, "--decode", "--length", "100")
+    assert figures["kv_cache_per_token"] * 100 == figures["kv_cache"]
+    assert "KV cache per token" in run(*DECODER)
+    assert "每词元 KV 缓存" in run(*DECODER, "--zh")
 
 
 def test_absurd_numbers_are_refused_at_once() -> None:

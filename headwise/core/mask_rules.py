@@ -71,6 +71,45 @@ def to_mask(rule: Rule, padding: Tensor | None, grid: Grid, tile: Callable[..., 
     return interval_mask(first.expand(wide), last.expand(wide), stands, begins)
 
 
+def simple_mask(rule: Rule, queries: tuple[int, int], keys: tuple[int, int]) -> Mask | None:
+    """Make a mask of a known rule, in the words it would be written in; None shows everything.
+
+    `queries` and `keys` are numbered from their first to behind their last. Padding and packing are
+    passed over: the sequence is whole. KeyError if the rule is not known.
+    """
+    if getattr(rule, "__module__", None) != "transformers.masking_utils":
+        raise KeyError(rule)
+    name, inner = rule.__qualname__.split(".")[0], _closure(rule)
+    stands = queries[0] - keys[0]
+    offset = None if queries[1] == keys[1] else stands
+    if name == "causal_mask_function":
+        return masks.causal(offset)
+    window = inner.get("sliding_window", 1)
+    if window < 0:
+        raise ValueError(f"sliding_window={window} must be a positive integer")
+    if window == 0:
+        return masks.lengths(0)
+    if name == "sliding_window_overlay":
+        return masks.window(inner["sliding_window"] - 1, keys[1], offset)
+    if name == "sliding_window_bidirectional_overlay":
+        return masks.window(inner["sliding_window"], inner["sliding_window"], offset)
+    if name == "chunked_overlay":
+        size = inner["chunk_size"]
+        first = torch.arange(*queries) // size * size - keys[0]
+        return masks.between(first.clamp_min(0), (first + size).clamp_min(0))
+    if name in ("bidirectional_mask_function", "packed_sequence_mask_function",
+                "padding_mask_function"):  # fmt: skip
+        return None
+    if name != "and_masks":
+        raise KeyError(name)
+    whole: Mask | None = None
+    for each in inner["mask_functions"]:
+        part = simple_mask(each, queries, keys)
+        # Causal first, as it is written: causal() & window(3).
+        whole = part if whole is None else whole if part is None else part & whole
+    return whole
+
+
 def by_rows(
     rule: Rule,
     sizes: tuple[int, int, int, int],

@@ -1,0 +1,259 @@
+"""The functions that models call while they are traced: attention, its masks, and experts.
+
+transformers lets a function stand in for each. These compute nothing, and count the kernel that
+would run on the chosen device, under the mask that the model would use.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise import mask as masks
+from headwise.core.intervals import Mask
+from headwise.core.mask_rules import by_rows, simple_mask
+from headwise.core.patterns import Causal
+from headwise.costs.attending import pairs_of_a_rank
+from headwise.costs.kernel import AttentionShape
+from headwise.costs.tally import again
+from headwise.costs.tracing.recorder import Recorder, storage_id
+from headwise.messages import say
+
+NAME = "headwise_cost"
+ANSWERED = 1 << 26  # pairs that an unknown rule is asked about at most
+
+_recorders: list[Recorder] = []
+
+
+def register() -> None:
+    """Make the functions known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
+
+
+def serve(recorder: Recorder | None) -> None:
+    """Count for this recorder, or, with None, for the one before."""
+    if recorder is None:
+        _recorders.pop()
+    else:
+        _recorders.append(recorder)
+
+
+def mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    cache_position: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Tensor:
+    """A tensor (B, 1, N, M) on the meta device that stands for the mask of a rule."""
+    recorder = _recorders[-1]
+    queries = len(cache_position) if q_length is None and cache_position is not None else q_length
+    assert queries is not None
+    place = recorder.place(1, queries, kv_length)
+    rows = queries * recorder.work.ranks.cp
+    try:
+        found = simple_mask(
+            mask_function, (q_offset, q_offset + rows), (kv_offset, kv_offset + place.keys)
+        )
+    except KeyError:
+        if queries * kv_length > ANSWERED:
+            raise ValueError(
+                "its mask is a rule of its own, and the sequence is too long to ask it"
+            ) from None
+        sizes = (1, 1, queries, kv_length)
+        found = by_rows(mask_function, sizes, torch.device("cpu"), q_offset - kv_offset, None)
+    narrower = recorder.work.mask
+    if narrower is not None and q_offset + queries == kv_offset + kv_length:
+        found = narrower if found is None else found & narrower
+    stand_in = torch.empty(batch_size, 1, queries, kv_length, dtype=dtype, device="meta")
+    return recorder.remember(stand_in, found)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of q (B, Hq, N, D) over k and v: one kernel, or the model's own steps."""
+    recorder = _recorders[-1]
+    queries, keys = query.shape[2], key.shape[2]
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(
+            say("{heads} heads can't share {found} key heads", heads=query.shape[1],
+                found=key.shape[1])
+        )  # fmt: skip
+    found: Mask | None = None
+    if isinstance(attention_mask, Tensor):
+        found = recorder.mask_of(attention_mask)
+    elif (getattr(module, "is_causal", True) if is_causal is None else is_causal) and queries > 1:
+        found = masks.causal() if queries == keys else masks.causal(0)
+    if recorder.work.fused and dropout and recorder.work.device == "cpu" and module.training:
+        # PyTorch has no fused kernel with dropout for a CPU, and takes the same steps on meta.
+        plain = isinstance(found, Causal) and queries == keys
+        with recorder.under([(found, queries, keys)]):
+            made = F.scaled_dot_product_attention(
+                query, key, value, None if plain else attention_mask, dropout, plain,
+                scale=options.get("scaling"), enable_gqa=query.shape[1] != key.shape[1],
+            )  # fmt: skip
+        return made.transpose(1, 2).contiguous(), None
+    if not recorder.work.fused:
+        again_later = recorder.work.recompute == "attention"
+        with recorder.recomputed((query, key, value)) if again_later else nullcontext():
+            return step_by_step(
+                recorder, module, (query, key, value), attention_mask, found, dropout,
+                softcap=softcap, s_aux=s_aux, position_bias=position_bias, **options,
+            ), None  # fmt: skip
+    made = Fused.apply(  # type: ignore[no-untyped-call]
+        query, key, value, position_bias, s_aux
+    )
+    count_attention(recorder, query, key, value, found, bool(softcap or options.get("softcapping")))
+    return made.transpose(1, 2).contiguous(), None
+
+
+class Fused(torch.autograd.Function):
+    """A fused kernel: it saves its inputs, its output and the lse of every row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any) -> Tensor:
+        recorder = _recorders[-1]
+        with recorder.muted():
+            out = torch.empty_like(q)  # laid out as its queries
+            if v.shape[-1] != q.shape[-1]:
+                out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+            if recorder.work.recompute == "attention":
+                ctx.save_for_backward(q, k, v)
+                return out
+            lse = q.new_empty(q.shape[:3], dtype=torch.float64 if recorder.work.wide == 8 else
+                              torch.float32)  # fmt: skip
+            others = [x for x in (bias, sinks) if isinstance(x, Tensor)]
+            ctx.save_for_backward(q, k, v, out, lse, *others)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, None, None, None
+
+
+def count_attention(
+    recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, found: Mask | None, softcap: bool
+) -> None:
+    """The kernels of a fused call, and the formula of its FLOPs."""
+    tape, work, tokens = recorder.tape, recorder.work, recorder.names.tokens
+    heads, kv_heads = q.shape[1], k.shape[1]
+    place = recorder.place(heads, q.shape[2], k.shape[2])
+    place = replace(place, batch=q.shape[0])
+    pairs = pairs_of_a_rank(found, place, tokens, work)
+    shape = AttentionShape(
+        q.shape[0], heads, kv_heads, place.queries, place.keys, q.shape[3], v.shape[3],
+        pairs.visible, pairs.executed, found, softcap,
+    )  # fmt: skip
+    read = None
+    if tokens.cached:
+        vectors = work.cache.vector(k.shape[3]) + work.cache.vector(v.shape[3])
+        read = int(pairs.touched * kv_heads * vectors)
+    else:
+        read = pairs.touched * kv_heads * (k.shape[3] + v.shape[3]) * work.element
+    tape.attention(shape, "attention", 0, read)
+    if work.recompute == "attention":
+        tape.current.backward.append(again(tape.current.forward[-1]))
+    recorder.flops_of_pairs(shape, found, pairs)
+
+
+def step_by_step(
+    recorder: Recorder,
+    module: nn.Module,
+    given: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Tensor | None,
+    found: Mask | None,
+    dropout: float,
+    **options: Any,
+) -> Tensor:
+    """The model's own attention in steps, whose products are counted under the mask."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    queries, keys = given[0].shape[2], given[1].shape[2]
+    with recorder.under([(found, queries, keys)]):
+        if own is None:
+            raise ValueError(f"{type(module).__name__} has no attention in steps; use fused=True")
+        options = {name: value for name, value in options.items() if value is not None}
+        out: Tensor = own(module, *given, attention_mask, dropout=dropout, **options)[0]
+    return out
+
+
+class Grouped(torch.autograd.Function):
+    """Rows times the matrices of their experts: rows (S, inputs), weights (E, inputs, outputs)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, outputs: int) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, None
+
+
+def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of a mixture, each with the rows that chose it, sorted by expert."""
+    recorder = _recorders[-1]
+    chosen, tokens = top_k_index.shape[-1], hidden_states.shape[0]
+    order = top_k_index.reshape(-1).argsort()
+    rows = hidden_states[order]
+    used = Fraction(min(chosen, self.num_experts), self.num_experts)
+    first = self.gate_up_proj if self.has_gate else self.up_proj
+    made = _grouped(recorder, self, rows, first, "up", used)
+    made = self._apply_gate(made) if self.has_gate else self.act_fn(made)
+    made = _grouped(recorder, self, made, self.down_proj, "down", used)
+    if getattr(self, "has_post_expert_norm", False):
+        made = self.post_expert_norm(made)
+    made = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    made = made[order.argsort()].view(tokens, chosen, -1).sum(dim=1)
+    return made.to(hidden_states.dtype)
+
+
+def _grouped(
+    recorder: Recorder, module: Any, rows: Tensor, weights: Tensor, label: str, used: Fraction
+) -> Tensor:
+    transposed = getattr(module, "is_transposed", False)
+    inputs, outputs = weights.shape[1:] if transposed else reversed(weights.shape[1:])
+    with recorder.muted():
+        made: Tensor = Grouped.apply(  # type: ignore[no-untyped-call]
+            rows, weights, outputs
+        )
+    recorder.product(f"experts {label}", rows.shape[0], outputs, inputs, 1, (rows, weights),
+                     min(weights.shape[0], rows.shape[0]))  # fmt: skip
+    recorder.used[id(weights)] = used
+    recorder.touched.add(storage_id(weights))
+    name = "gate_up" if label == "up" and module.has_gate else label
+    has_bias = getattr(module, "has_bias", False)
+    bias: Tensor | None = getattr(module, f"{name}_proj_bias") if has_bias else None
+    if bias is None:
+        return made
+    recorder.used[id(bias)] = used
+    return made + bias[:1].expand(rows.shape[0], -1)
