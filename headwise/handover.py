@@ -64,6 +64,19 @@ class SplitCalls(Protocol):
         """`effect_map` of the whole sequence, for which every process must ask."""
         ...
 
+    def index_loss(
+        self,
+        q: Tensor,
+        k: Tensor,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_weights: Tensor,
+        options: Options,
+        selected: Tensor | None,
+    ) -> Tensor:
+        """`index_loss` of the whole sequence, with the gradients of this process's part."""
+        ...
+
 
 class ShardedCalls(Protocol):
     """Takes over calls whose tensors are DTensors."""

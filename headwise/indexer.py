@@ -9,15 +9,15 @@ from torch import Tensor
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.options import Options
-from headwise.core.problem import Problem, describe, pose
-from headwise.engines.streaming.index_loop import index_loss as row_losses
+from headwise.core.problem import Problem, Terms, describe, pose
+from headwise.engines.streaming.index_loop import index_loss as operator
 from headwise.handover import sharded, split_calls
 from headwise.score import Score
 
 __all__ = ["index_loss"]
 
 
-class _Given(NamedTuple):
+class IndexCall(NamedTuple):
     """The tensors of a call."""
 
     q: Tensor
@@ -71,30 +71,43 @@ def index_loss(
     >>> loss.shape, index_q.grad.shape
     (torch.Size([]), torch.Size([1, 2, 100, 8]))
     """
-    given = _Given(q, k, index_q, index_k, index_weights)
+    given = IndexCall(q, k, index_q, index_k, index_weights)
     options = Options(score, mask, bias, softcap, sinks)
+    if (split := split_calls()) is not None:
+        return split.index_loss(*given, options, selected)
     try:
         problem = _posed(given, options)
-        _check(problem, given, selected)
+        place = problem.place
+        check_indexer(given, place.batch, place.queries, place.keys, selected)
     except ValueError as error:
         raise ValueError(f"{error}\n  in {given}") from None
-    terms = (x.detach() if isinstance(x, Tensor) else x for x in problem.terms())
-    chosen = None if selected is None else selected[:, None]
-    found = row_losses(problem.q, problem.k, problem.v, *terms, *given[2:], chosen)
-    divergence, mass = found[0], found[1]
+    divergence, mass = row_losses(problem, problem.terms(), given, selected)
     loss: Tensor = divergence.sum() / (mass > 0).sum().clamp_min(1)
     return loss
 
 
-def _posed(given: _Given, options: Options) -> Problem:
+def row_losses(
+    problem: Problem, terms: Terms, given: IndexCall, selected: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The divergence of each row, and the weight of all heads on its keys, (B, N) each.
+
+    The mass is 0 for a row that sees no key.
+    """
+    constant = (x.detach() if isinstance(x, Tensor) else x for x in terms)
+    chosen = None if selected is None else selected[:, None]
+    found = operator(problem.q, problem.k, problem.v, *constant, *given[2:], chosen)
+    return found[0], found[1]
+
+
+def _posed(given: IndexCall, options: Options) -> Problem:
     """The main attention as a problem without values."""
     q, k = given.q, given.k
     for x in (q, k):
         shaped: object = x
         if not isinstance(shaped, Tensor) or shaped.ndim != 4:
             raise ValueError("q and k need the axes (batch, heads, length, width)")
-    if split_calls() is not None or sharded(*given) is not None:
-        raise ValueError("it takes whole sequences on one device; undo context_parallel")
+    if sharded(*given) is not None:
+        raise ValueError("it takes plain tensors; give it this rank's part, x.to_local()")
     q, k = q.detach(), k.detach()
     try:
         return pose("index_loss", q, k, k[..., :0], options)
@@ -102,18 +115,18 @@ def _posed(given: _Given, options: Options) -> Problem:
         raise ValueError(str(error).partition("\n  in ")[0]) from None
 
 
-def _check(problem: Problem, given: _Given, selected: object) -> None:
-    """Raise ValueError unless the indexer's tensors fit the call."""
-    place = problem.place
+def check_indexer(given: IndexCall, batch: int, queries: int, keys: int, selected: object) -> None:
+    """Raise ValueError unless the indexer's tensors fit a call of these sizes."""
+    device = given.q.device
     sizes: dict[str, int] = {}
     for name, axes in AXES.items():
         x: object = getattr(given, name)
         if not isinstance(x, Tensor) or x.ndim != len(axes) or not x.is_floating_point():
             raise ValueError(f"{name} must be a tensor ({', '.join(axes)}), not {describe(x)}")
-        if x.device != place.device:
-            raise ValueError(f"{name} is on {x.device}, and q on {place.device}")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, and q on {device}")
         sizes = dict(zip(axes, x.shape, strict=True)) | sizes
-    sizes |= {"batch": place.batch, "queries": place.queries, "keys": place.keys}
+    sizes |= {"batch": batch, "queries": queries, "keys": keys}
     for name, axes in AXES.items():
         shape, wanted = tuple(getattr(given, name).shape), tuple(sizes[axis] for axis in axes)
         if shape != wanted:
@@ -126,8 +139,8 @@ def _check(problem: Problem, given: _Given, selected: object) -> None:
             "selected must be an integer tensor (batch or 1, queries, keys selected), not "
             f"{describe(selected)}"
         )
-    if selected.shape[0] not in (1, place.batch) or selected.shape[1] != place.queries:
+    if selected.shape[0] not in (1, batch) or selected.shape[1] != queries:
         raise ValueError(
             f"selected has shape {tuple(selected.shape)}; this call needs "
-            f"({place.batch} or 1, {place.queries}, keys selected)"
+            f"({batch} or 1, {queries}, keys selected)"
         )

@@ -17,6 +17,7 @@ from headwise.distributed.movement import Movement, explain
 from headwise.distributed.rank_attention import attention, observe
 from headwise.distributed.sharded_tensors import DTensorCalls, held_range
 from headwise.distributed.shards import shard, unshard
+from headwise.distributed.split_indexer import index_loss
 from headwise.distributed.split_maps import attention_map
 from headwise.distributed.split_models import context_parallel
 from headwise.distributed.transport import RankError, RankGroup, Traffic, traffic
@@ -36,6 +37,7 @@ __all__ = [
     "head_tail",
     "held_range",
     "imbalance",
+    "index_loss",
     "observe",
     "pairs",
     "shard",

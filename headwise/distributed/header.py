@@ -31,6 +31,7 @@ _CALLS = {
     "figures": "hw.watch",
     "positions": "a model split by hw.distributed.context_parallel",
     "map": "hw.distributed.attention_map",
+    "index loss": "hw.distributed.index_loss",
 }
 """The kinds of headers, and the user's call that sends each."""
 KINDS = tuple(_CALLS)

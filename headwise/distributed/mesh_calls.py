@@ -15,6 +15,7 @@ from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Layout
 from headwise.distributed.ranges import numbers
 from headwise.distributed.rank_attention import attention, observe
+from headwise.distributed.split_indexer import index_loss
 from headwise.distributed.split_maps import attention_map, effect_map
 from headwise.distributed.transport import RankGroup
 from headwise.maps.attention_map import AttentionMap
@@ -60,6 +61,22 @@ class MeshCalls:
         """`hw.effect_map` of the whole sequence, whose parts every rank gives to all."""
         given = options.of_weights()
         return effect_map(q, k, v, grad, mesh=self.mesh, layout=self.layout, **given)
+
+    def index_loss(
+        self,
+        q: Tensor,
+        k: Tensor,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_weights: Tensor,
+        options: Options,
+        selected: Tensor | None,
+    ) -> Tensor:
+        """`hw.distributed.index_loss` on the mesh."""
+        given = options.of_weights() | {"selected": selected}
+        return index_loss(
+            q, k, index_q, index_k, index_weights, mesh=self.mesh, layout=self.layout, **given
+        )
 
     def every(
         self, number: int, same: Mapping[str, str] | None = None, failure: Exception | None = None
