@@ -211,6 +211,7 @@ class Evicted:
 
 
 Policy = TopK | Window | Blocks | Indices | Evicted
+"""What says which keys a row keeps: any of the five policies."""
 
 
 def check_policy(policy: object, place: Place, key_heads: int) -> Policy:
