@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.core.spans import within
+from headwise.core.spans import shown, within
 from tests.oracle import answer
 from tests.problems import Recipe, every_pair, small_blocks
 from tests.rounding import bounds, close
@@ -29,6 +29,8 @@ def some_spans(batch: int, keys: int) -> dict[str, tuple[int | Tensor, int | Ten
         "none": (keys, keys),
         "part": (keys // 3, keys - keys // 4),
         "own": (first, torch.full_like(first, keys)),
+        "until": (0, first),
+        "from": (first, keys),
     }
 
 
@@ -52,6 +54,11 @@ def assert_sums(recipe: Recipe, engine: str, device: str = "cpu") -> None:
 @pytest.mark.parametrize(("engine", "recipe"), pairs)
 def test_a_span_weighs_as_much_as_its_columns(engine: str, recipe: Recipe) -> None:
     assert_sums(recipe, engine)
+
+
+def test_calls_with_a_span_of_numbers_are_prepared_once() -> None:
+    assert shown((2, 9), torch.device("cpu")).description() == ("stretch", 2, 9)
+    assert shown((torch.tensor([2]), 9), torch.device("cpu")).description() is None
 
 
 def three(batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,10 +40,11 @@ def traced(tree: Tree, file: str) -> dict[str, Any]:
     return tracing.tests
 
 
-def imported(files: list[str]) -> list[str]:
-    """Return the modules that tests import, but for the package and the tests themselves."""
+def imported(files: list[str], root: Path) -> list[str]:
+    """Return the modules that tests import, but for those of the tree itself."""
     pytest.main([*files, *ONLY, "--collect-only"])
-    return [name for name in sys.modules if not name.startswith(("headwise", "tests", "conftest"))]
+    places = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    return [name for name, file in places.items() if file and not file.startswith(str(root))]
 
 
 def failing(order: list[str], *options: str) -> list[str]:
@@ -88,16 +89,15 @@ class Suite:
         return not test["ranks"], round(math.log(test["seconds"] + 0.05, 3)), test["file"]
 
     def that_run(self, change: Change) -> list[str]:
-        """Return the tests of a change's part that run its lines, from fast to slow."""
+        """Return the tests of a change's part, or else of any part, that run its lines."""
         first, end = self.range[change.file]
         if change.lines is not None:
             first, end = first + change.lines[0], first + change.lines[1] + 1
         lines, files = ((1 << (end - first)) - 1) << first, self.files[change.part]
 
-        tests = self.tests.items()
-        return sorted(
-            (n for n, t in tests if t["file"] in files and t["lines"] & lines), key=self.rank
-        )
+        ran = [name for name, test in self.tests.items() if test["lines"] & lines]
+        own = [name for name in ran if self.tests[name]["file"] in files]
+        return sorted(own or ran, key=self.rank)
 
     def run(self, tree: Tree, order: list[str], *options: str) -> Any:
         """Run tests in a process of their own."""
@@ -191,9 +191,10 @@ def main() -> int:
         sys.path[:] = [str(tree.root), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
         os.environ |= {"CI": "true", "PYTHONPATH": str(tree.root), "TRITON_INTERPRET": "1"}
         files = [file for part in parts for file in tree.tests_of(part)]
-        for name in forked(lambda: imported(files), tree.folder, 900):
+        for name in forked(lambda: imported(files, tree.root), tree.folder, 900):
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+        assert "headwise" not in sys.modules, "changes would not be imported"
         suite = Suite(tree, parts)
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"

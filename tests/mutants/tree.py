@@ -25,7 +25,7 @@ PARTS = {
     ),
     "maps": ("tests/maps", "tests/core", "tests/test_errors.py", "headwise/maps"),
     "watching": ("tests/watching", "tests/nn/test_swap.py", "headwise/watching"),
-    "distributed": ("tests/distributed", "headwise/distributed"),
+    "distributed": ("tests/distributed", "headwise/distributed", "headwise/watching/ranks"),
 }
 
 
