@@ -345,6 +345,8 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("heads-concat", change("rows.fits", lambda row: row["width"] == 16), "holds"),
     ("heads-compute", change("rows.flops", lambda row: row["said"]), "holds"),
     ("heads-diversity", change("trained.distance", 0.0), "does not hold"),
+    ("heads-explain", change("rows.spearman", {"weight": 0.9, "effect": 0.95}), "holds"),
+    ("heads-explain", change("rows.spearman", {"weight": 0.7, "effect": 0.9}), "undecided"),
     ("heads-blur", change("lost", [0.9, 0.9, 0.9, 0.9, 0.9]), "does not hold"),
     ("qk-symmetric", change("rows.logits_most", 0.1), "does not hold"),
     ("qk-self", change("rows.shared", 1.0), "holds"),

@@ -7,6 +7,7 @@ from headwise.apps.lab.claims import (
     dot_quality,
     examples,
     heads_counted,
+    heads_edges,
     heads_patterns,
     paper,
     qk_symmetry,
@@ -26,7 +27,7 @@ from headwise.apps.lab.claims import (
 
 FAMILIES = (
     *(scale_variance, scale_softmax, scale_overflow, scale_depth, scale_training),
-    *(heads_counted, heads_patterns, translation_quality),
+    *(heads_counted, heads_patterns, heads_edges, translation_quality),
     *(qk_symmetry, qk_training, dot_cost, dot_quality, qkv_counted, recalling),
     *(rivals_reach, rivals_time, rivals_sharing),
     *(cost_layer, paper, examples),
