@@ -6,7 +6,7 @@ import pytest
 
 from bench.notebooks import names, read, run
 
-LONG = {"sparse", "training-health", "two-checkpoints", "what-heads-do"}
+LONG = {"induction-circuit", "sparse", "training-health", "two-checkpoints", "what-heads-do"}
 """Notebooks that take more than a few seconds."""
 
 
