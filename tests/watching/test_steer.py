@@ -274,12 +274,16 @@ def test_models_of_headwise_are_steered(name: str) -> None:
         assert torch.equal(model(*given), plain)
 
 
-def test_steers_multiply_and_nest_in_watches_in_any_order() -> None:
-    model, x = Stack(by_torch), torch.randn(2, 12, 32)
-    steers = [(1, 2, (2, 5), 3.0), (0, None, 0, 0.25), (1, 0, 9, 0)]
+@pytest.mark.parametrize("attend", [by_torch, by_headwise])
+def test_steers_multiply_and_nest_in_watches_in_any_order(attend: Callable[..., Tensor]) -> None:
+    model, x = Stack(attend), torch.randn(2, 12, 32)
+    steers = [(1, 2, (2, 5), 3.0), (0, None, 0, 0.25, (3, 9)), (1, 0, 9, 0)]
     with torch.no_grad():
-        with hw.steer(model, [*steers, (1, 2, 4, 0.5)]), hw.watch(model) as seen:
-            wanted, table = model(x), seen.heads()
+        with hw.steer(model, [*steers, (1, 2, 4, 0.5)]):
+            wanted = model(x)
+            with hw.watch(model) as seen:
+                torch.testing.assert_close(model(x), wanted, atol=1e-6, rtol=1e-5)
+            table = seen.heads()
         blocks = {
             "watch": lambda: hw.watch(model),
             "steer": lambda: hw.steer(model, [*steers[:2], (1, 2, 4, 1.0)]),

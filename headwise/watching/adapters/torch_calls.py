@@ -329,10 +329,11 @@ class Listener(ModelMode):
             across = call.mask is None and lengths_differ(q, k)
             kind: Kind = "cross" if across else self.kind_of_call(name, call)
             changed = recorder.interventions.change(name, call, kind)
-            if recorder.wants(name):
-                out = recorder.inside(name, call, kind, changed=changed)
-            else:
-                out = (call if changed is None else changed).attend()
+            with taken():  # rows that are steered apart are calls of hw.attention, too
+                if recorder.wants(name):
+                    out = recorder.inside(name, call, kind, changed=changed)
+                else:
+                    out = (call if changed is None else changed).attend()
         return recorder.interventions.silence(name, out)
 
     def written(
