@@ -15,6 +15,8 @@ from tests.watching.stacks import Stack, by_headwise, by_torch
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    # Between two operators that no CUDA graph holds, PyTorch captures a graph of nothing.
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
 STEERS = [(1, 2, (2, 5), 3.0), (0, None, 0, 0.25, (3, 9)), (1, 0, (8, 12), 0), (1, 2, 4, 0.5)]
