@@ -102,6 +102,8 @@ CHINESE: dict[str, str] = {
     "the whole model": "整个模型",
     "head {name}": "头 {name}",
     "{count} heads ({names})": "{count} 个头（{names}）",
+    "these are no edges of this input": "这些不是此输入的边",
+    "there is no token {row} in this input": "此输入没有第 {row} 个词元",
     # inputs that can't be read
     "the model is still busy with another input": "模型还在读另一个输入",
     "wait until it is done": "请等它读完",

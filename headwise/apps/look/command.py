@@ -21,7 +21,7 @@ from rich.console import Console
 from headwise import devices
 from headwise.apps.interface.pictures import check
 from headwise.apps.interface.terminal import bar, shown_in
-from headwise.apps.look import pictures, terminal_view
+from headwise.apps.look import pictures, reasons_view, terminal_view
 from headwise.apps.look import session as sessions
 from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.fit import remarks
@@ -73,6 +73,10 @@ Limit = Annotated[str, typer.Option(help="The largest file that --out writes.")]
 Picture = Annotated[Path | None, _hidden_default("Draw --head as an .svg, .pdf or .png.")]
 InTerminal = Annotated[bool, typer.Option("--terminal", help="Draw in the terminal.")]
 Every = Annotated[bool, typer.Option("--all", help="With --terminal: list every head.")]
+Reason = Annotated[
+    str | None,
+    _hidden_default("List the edges behind the prediction at this token, or at its number."),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print tokens, figures and, with --head, maps.")
 ]
@@ -115,6 +119,7 @@ def look(
     picture: Picture = None,
     in_terminal: InTerminal = False,
     every: Every = False,
+    why: Reason = None,
     as_json: AsJson = False,
 ) -> None:
     """See what a model's attention heads do with a text, on a page in your browser.
@@ -135,6 +140,8 @@ def look(
     headwise look --terminal --text 'to be or not to be' --head 5.1
 
     headwise look --terminal --text 'to be or not to be' --span start=0:3
+
+    headwise look --text 'My dog chased the ball. My dog' --why dog
     """
     if (in_terminal or as_json) and (out is not None or picture is not None):
         raise typer.BadParameter("--terminal and --json print; --out and --picture write")
@@ -142,7 +149,9 @@ def look(
     asked = Asked(model, given(text, file, image), tuple(head or ()), device, spans)
     try:
         asked.check()
-        if in_terminal or as_json:
+        if why is not None:
+            explain(asked, why, as_json)
+        elif in_terminal or as_json:
             draw(asked, every, as_json)
         elif out is not None or picture is not None:
             write(asked, out, number_of_bytes(limit), picture, beside)
@@ -150,6 +159,19 @@ def look(
             serve(asked, port, no_open, beside)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def explain(asked: Asked, token: str, as_json: bool) -> None:
+    """Print the edges behind a prediction, as a table or as JSON."""
+    reader = asked.open()
+    what = sessions.given(reader, asked.input)
+    if what is SAMPLE_TEXT:
+        what = terminal_view.SENTENCE
+    told = reasons_view.explained(reader.read(what, silent), token)
+    if as_json:
+        print(json.dumps(told.to_dict(reasons_view.LISTED), indent=2, ensure_ascii=False))
+    else:
+        reasons_view.show(Console(), told)
 
 
 def draw(asked: Asked, every: bool, as_json: bool) -> None:

@@ -16,6 +16,7 @@ from headwise.apps.look.fit import remarks
 from headwise.apps.look.pages import PAGES
 from headwise.apps.look.predictions import Outcome, Predictor
 from headwise.apps.look.readers.reader import Given, Reader, check_length, most_tokens
+from headwise.apps.look.reasons import Reasons
 from headwise.apps.look.scene import Group
 from headwise.apps.look.watched_folder import WatchedFolder
 from headwise.messages import Sentence, said_by, say
@@ -60,6 +61,7 @@ class Session:
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of keys, by name
     jobs: dict[str, Job] = field(default_factory=dict)  # of other views, by name
     heard: Callable[[Progress], None] = lambda progress: None
+    _told: tuple[tuple[str, int], Reasons] | None = None  # the last prediction that was explained
     _lock: Lock = field(default_factory=Lock)
     _count: int = 0
     _work: Background = field(default_factory=lambda: Background("reading"))
@@ -120,6 +122,16 @@ class Session:
         with self._lock:
             self._idle()
             return predictor.compare(row, edges)
+
+    def reasons(self, id: str, row: int) -> Reasons:
+        """The edges behind a prediction; the last are kept. BusyError while the model reads."""
+        with self._lock:
+            if self._told is None or self._told[0] != (id, row):
+                self._idle()
+                read = self.atlases[id].input
+                assert read.predictor is not None
+                self._told = (id, row), Reasons.of(read, read.predictor, row)
+            return self._told[1]
 
     def _idle(self) -> Reader:
         """The model, which must not be reading: a tokeniser serves one text at a time."""

@@ -12,12 +12,15 @@ import type {
   MapShape,
   Pooling,
   Prediction,
+  ReasonEdge,
+  Reasons,
   Series,
   Shares,
   State,
   Story,
   StripRange,
   Strips,
+  Support,
   Thumbnails,
   Tokens,
   TopKeys,
@@ -122,6 +125,23 @@ export class Source {
   /** The predictions of a row with a span of keys hidden from a head, and without. */
   without(head: HeadAddress, span: KeySpan): Promise<Prediction> {
     return this.transport.json(query(`${headPath(head)}/without`, { ...span }));
+  }
+
+  /** The edges that matter most for the prediction of a row. */
+  reasons(input: string, row: number): Promise<Reasons> {
+    return this.#keep(`${inputPath(input)}/reasons/${row}`);
+  }
+
+  /** A head's map by what each edge gave to the prediction of a row. */
+  support(input: string, row: number, { group, layer, head }: ReasonEdge): Promise<Support> {
+    return this.#keep(`${inputPath(input)}/reasons/${row}/${group}/${layer}/${head}`);
+  }
+
+  /** The predictions of a row without some edges. */
+  unseen(input: string, row: number, edges: readonly ReasonEdge[]): Promise<Prediction> {
+    const names = edges.map((e) => `${e.group}:${e.layer}.${e.head}:${e.query}:${e.key}`);
+    const path = `${inputPath(input)}/reasons/${row}/without`;
+    return this.transport.json(query(path, { edges: names.join(',') }));
   }
 
   /** The picture of an image input, as PNG. */

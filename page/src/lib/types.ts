@@ -13,7 +13,7 @@ export interface State {
   sample: boolean;
   device: string;
   /** Of a file: the heads whose maps are inside. */
-  static?: { heads: RecordedHead[] };
+  static?: { heads: RecordedHead[]; reasons?: number[] };
   pages: { heads: boolean; cost: boolean; lab: boolean; why: boolean; watch: boolean };
   model: Model | null;
   inputs: Input[] | null;
@@ -178,6 +178,35 @@ export interface Prediction {
   /** The share of probability that has moved. */
   moved: number;
   outcomes: Outcome[];
+}
+
+/** An edge of a head, and what the prediction's lead would lose without it, to first order. */
+export interface ReasonEdge {
+  group: GroupId;
+  layer: number;
+  head: number;
+  query: number;
+  key: number;
+  weight: number;
+  support: number;
+}
+
+/** A row's prediction, how far it is ahead of the second answer, and the edges behind it. */
+export interface Reasons {
+  row: number;
+  answer: string;
+  probability: number;
+  second: string;
+  lead: number;
+  edges: ReasonEdge[];
+}
+
+/** A head's map by weight and by support, pooled, row by row. */
+export interface Support {
+  rows: number;
+  columns: number;
+  weights: (number | null)[];
+  support: (number | null)[];
 }
 
 export interface TopKeys {

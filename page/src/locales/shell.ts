@@ -3,6 +3,7 @@ import { dictionary } from '../lib/language.svelte';
 const en = {
   heads: 'All heads',
   head: 'One head',
+  reasons: 'Reasons',
   compare: 'Compare',
   cost: 'Cost',
   lab: 'Lab',
@@ -87,6 +88,7 @@ const en = {
 const zh: typeof en = {
   heads: '所有注意力头',
   head: '单个头',
+  reasons: '依据',
   compare: '对比',
   cost: '开销',
   lab: '实验室',

@@ -7,6 +7,7 @@ import { words as cost } from '../locales/cost';
 import { words as head } from '../locales/head';
 import { words as heads } from '../locales/heads';
 import { words as lab } from '../locales/lab';
+import { words as reasons } from '../locales/reasons';
 import { words as watch } from '../locales/watch';
 import { words as why } from '../locales/why';
 import Compare from '../views/Compare.svelte';
@@ -14,10 +15,11 @@ import Cost from '../views/Cost.svelte';
 import Head from '../views/Head.svelte';
 import Heads from '../views/Heads.svelte';
 import Lab from '../views/Lab.svelte';
+import Reasons from '../views/Reasons.svelte';
 import Watch from '../views/Watch.svelte';
 import Why from '../views/Why.svelte';
 
-export type PageId = 'heads' | 'head' | 'compare' | 'cost' | 'lab' | 'why' | 'watch';
+export type PageId = 'heads' | 'head' | 'reasons' | 'compare' | 'cost' | 'lab' | 'why' | 'watch';
 
 export interface Page {
   id: PageId;
@@ -35,6 +37,15 @@ const ofHeads = (state: State) => state.pages.heads || !state.pages.watch;
 export const PAGES: readonly Page[] = [
   { id: 'heads', view: Heads, words: heads, ofInput: true, offered: ofHeads },
   { id: 'head', view: Head, words: head, ofInput: true, offered: ofHeads },
+  {
+    id: 'reasons',
+    view: Reasons,
+    words: reasons,
+    ofInput: true,
+    offered: (state) =>
+      ofHeads(state) &&
+      (state.inputs ?? []).some((input) => input.groups.some((group) => group.predicts)),
+  },
   { id: 'compare', view: Compare, words: compare, ofInput: true, offered: ofHeads },
   { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (state) => state.pages.watch },
   { id: 'cost', view: Cost, words: cost, ofInput: false, offered: (state) => state.pages.cost },

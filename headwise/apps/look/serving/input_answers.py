@@ -13,6 +13,8 @@ from headwise.apps.interface.background import BusyError
 from headwise.apps.interface.reply import Answer, Query, Refusal, as_json, number
 from headwise.apps.look.atlas import Atlas, PackedCells
 from headwise.apps.look.head_sentences import reason, seen_by, sentence
+from headwise.apps.look.predictions import Predictor
+from headwise.apps.look.reasons import CELLS, Reasons, hidden
 from headwise.apps.look.scene import Group, Head
 from headwise.apps.look.session import Session
 from headwise.maps import TILE, Cells
@@ -126,10 +128,7 @@ def span(session: Session, query: Query, id: str) -> Answer:
 def without(session: Session, query: Query, id: str, *where: str) -> Answer:
     """The predictions of a row if a head did not see a span of keys."""
     atlas, group, head = _head(session, id, *where)
-    predictor = atlas.input.predictor
-    if predictor is None or group.id not in predictor.groups:
-        hint = say("use a model that predicts tokens or classes; of a translator, its decoder")
-        raise Refusal(404, say("this input has no predictions to compare"), hint)
+    predictor = _predictor(atlas, group)
     keys = _keys(query, group)
     edge = Edge(head.module.partition("#")[0], head.number, (keys.start, keys.stop))
     try:
@@ -137,6 +136,56 @@ def without(session: Session, query: Query, id: str, *where: str) -> Answer:
     except BusyError as busy:
         raise Refusal(409, *busy.args) from busy
     return as_json({"moved": moved, "outcomes": [outcome._asdict() for outcome in outcomes]})
+
+
+def reasons(session: Session, query: Query, id: str, row: str) -> Answer:
+    """The prediction of a row, and the edges that matter most for it."""
+    told = _reasons(session, id, int(row))
+    return as_json(told.to_dict(query.number("count", 40, 1, 400)))
+
+
+def support(session: Session, query: Query, id: str, row: str, *where: str) -> Answer:
+    """A head's map, pooled, by weight and by what each edge gave to the prediction of a row."""
+    _, _, head = _head(session, id, *where)
+    told = _reasons(session, id, int(row)).map(head)
+    weights = head.map.pool(CELLS, how="max")[0, 0]
+    values = {"weights": weights, "support": told}
+    flat = {name: [number(round(x, 6)) for x in v.flatten().tolist()] for name, v in values.items()}
+    return as_json({"rows": told.shape[0], "columns": told.shape[1], **flat})
+
+
+def unseen(session: Session, query: Query, id: str, row: str) -> Answer:
+    """The predictions of a row without some edges: edges=self:5.1:30:12, head, query and key."""
+    atlas = _atlas(session, id)
+    predictor = _predictor(atlas, atlas.input.groups[-1])
+    try:
+        edges = hidden({x.id: x for x in atlas.input.groups}, query.given.get("edges", ""))
+        outcomes, moved = session.compare(predictor, int(row), edges)
+    except BusyError as busy:
+        raise Refusal(409, *busy.args) from busy
+    except (ValueError, KeyError) as error:
+        raise Refusal(400, say("these are no edges of this input")) from error
+    return as_json({"moved": moved, "outcomes": [outcome._asdict() for outcome in outcomes]})
+
+
+def _reasons(session: Session, id: str, row: int) -> Reasons:
+    atlas = _atlas(session, id)
+    group = atlas.input.groups[-1]
+    _predictor(atlas, group)
+    if row >= len(group.rows):
+        raise Refusal(404, say("there is no token {row} in this input", row=row))
+    try:
+        return session.reasons(id, row)
+    except BusyError as busy:
+        raise Refusal(409, *busy.args) from busy
+
+
+def _predictor(atlas: Atlas, group: Group) -> Predictor:
+    predictor = atlas.input.predictor
+    if predictor is None or group.id not in predictor.groups:
+        hint = say("use a model that predicts tokens or classes; of a translator, its decoder")
+        raise Refusal(404, say("this input has no predictions to compare"), hint)
+    return predictor
 
 
 def row(session: Session, query: Query, id: str, *where: str) -> Answer:
@@ -194,6 +243,9 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (rf"{HEAD}/weight/{PLACE}/{PLACE}", weight),
     (rf"{HEAD}/top", top),
     (rf"{HEAD}/without", without),
+    (rf"/api/inputs/(\d+)/reasons/{PLACE}", reasons),
+    (rf"/api/inputs/(\d+)/reasons/{PLACE}/without", unseen),
+    (rf"/api/inputs/(\d+)/reasons/{PLACE}/(\w+)/(\d{{1,4}})/(\d{{1,4}})", support),
 )
 """The addresses of these answers: the groups of a pattern are the arguments after the query."""
 

@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ POLICY = (
 
 Pair = tuple[Group, Head]
 
+MOST_EXPLAINED = 32
+"""Tokens of a text of which each prediction is explained; of a longer one, the last."""
+
+EXPLAINED = 6
+"""Edges of a prediction whose heads are inside with their maps of support."""
+
 
 def write(
     session: Session, path: Path, chosen: Sequence[str], limit: int, static: Path = STATIC
@@ -46,6 +52,7 @@ def write(
     page = template(static)
     recorded = Recorded(session, limit - len(page[0]) - len(page[1]))
     heads = recorded.record(chosen)
+    recorded.record_more_reasons()
     data = json.dumps(recorded.content(heads), ensure_ascii=False, allow_nan=False)
     content = (page[0] + data.replace("<", "\\u003c") + page[1]).encode(errors="replace")
     write_whole(path.resolve(), content)  # a page that is there stays until this one is complete
@@ -74,6 +81,7 @@ class Recorded:
     def __init__(self, session: Session, room: int) -> None:
         self.session, self.room = session, room - 4096  # the state is written last
         self.answers: dict[str, dict[str, Any]] = {}
+        self.reasons: list[int] = []  # rows whose predictions are explained
         (self.id, self.atlas), *_ = session.atlases.items()
         self.base = f"/api/inputs/{self.id}"
 
@@ -85,11 +93,30 @@ class Recorded:
             self._record_group(group)
         if read.image is not None:
             self.must(f"{self.base}/image")
+        self._record_reasons([len(read.main.rows) - 1])
         if chosen:
             return self._record_maps([read.find(name) for name in chosen])
         leading = [(group, head) for group in read.groups for head, _ in group.leaders()]
         heads = [(group, head) for group in read.groups for head in group.heads]
         return self._record_maps(leading, [pair for pair in heads if pair not in leading])
+
+    def record_more_reasons(self) -> None:
+        """The edges behind the other predictions of a short text, as far as they fit."""
+        rows = len(self.atlas.input.main.rows)
+        if rows <= MOST_EXPLAINED:
+            self._record_reasons(range(rows - 2, -1, -1))
+
+    def _record_reasons(self, rows: Iterable[int]) -> None:
+        read = self.atlas.input
+        if read.predictor is None or read.main.id not in read.predictor.groups:
+            return
+        for row in rows:
+            asked = f"{self.base}/reasons/{row}"
+            if not self.may([asked]):
+                return
+            self.reasons.append(row)
+            for edge in self.answers[asked]["json"]["edges"][:EXPLAINED]:
+                self.may([f"{asked}/{edge['group']}/{edge['layer']}/{edge['head']}"])
 
     def _record_group(self, group: Group) -> None:
         for axis, tokens in (("rows", group.rows), ("columns", group.columns)):
@@ -175,7 +202,7 @@ class Recorded:
         state = self.session.state()
         state["pages"] = dict.fromkeys(state["pages"], False) | {"heads": True}
         state["inputs"] = [each for each in state["inputs"] if each["id"] == self.id]
-        state["static"] = {"heads": heads}
+        state["static"] = {"heads": heads, "reasons": sorted(self.reasons)}
         answers = {"/api/state": {"json": with_chinese(state)}, **self.answers}
         return {"version": state["version"], "answers": answers}
 

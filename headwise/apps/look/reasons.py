@@ -1,0 +1,105 @@
+"""The edges behind a prediction: the effect of removing each, from one backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise import Edge
+from headwise.apps.look.predictions import Predictor
+from headwise.apps.look.scene import Group, Head, Input
+from headwise.watching import Watch, runner_up, watch
+
+CELLS = 96
+"""Cells on a side of a map of effects."""
+
+
+class ReasonEdge(NamedTuple):
+    """An edge of a head, its weight, and what the prediction's lead owes to it.
+
+    `support` is what the lead over the second most probable answer would lose without the edge, to
+    first order: edges that speak against the prediction have a negative one.
+    """
+
+    group: str
+    layer: int
+    head: int
+    query: int
+    key: int
+    weight: float
+    support: float
+
+
+@dataclass(frozen=True, eq=False)
+class Reasons:
+    """The prediction of a row, its lead over the runner-up, and what each edge gave to it."""
+
+    read: Input
+    row: int
+    answer: str
+    probability: float
+    second: str
+    lead: float
+    seen: Watch
+
+    @classmethod
+    def of(cls, read: Input, predictor: Predictor, row: int) -> Reasons:
+        """Run the model forward and backward once."""
+        learnt = [x for x in predictor.model.parameters() if x.grad is None]
+        try:
+            with torch.enable_grad(), watch(predictor.model, effects=True) as seen:
+                logits = predictor.logits(row)
+                lead = runner_up(logits)
+                lead.backward()
+        finally:
+            for parameter in learnt:
+                parameter.grad = None
+        first, second = (int(x) for x in logits.detach().topk(2).indices)
+        probability = float(logits.detach().double().softmax(-1)[first])
+        names = predictor.name(first), predictor.name(second)
+        return cls(read, row, names[0], probability, names[1], float(lead.detach()), seen)
+
+    def edges(self, count: int) -> list[ReasonEdge]:
+        """The edges of the shown heads that matter most, for and against."""
+        groups = {(head.layer, head.number): group for group in self.read.groups
+                  for head in group.heads}  # fmt: skip
+        found = []
+        for row in self.seen.edges(4 * count):
+            group = groups.get((int(row["layer"]), int(row["head"])))
+            if group is not None:
+                layer, head, query, key = (
+                    int(row[name]) for name in ("layer", "head", "query", "key")
+                )
+                weight, effect = float(row["weight"]), float(row["effect"])
+                found.append(ReasonEdge(group.id, layer, head, query, key, weight, -effect))
+        return found[:count]
+
+    def map(self, head: Head, size: int = CELLS) -> Tensor:
+        """What a head's edges gave to the lead, pooled by their largest, (rows, keys)."""
+        effects = self.seen.effects(head.layer, head.number)
+        return -effects.pool(size, how="max")[0, 0].detach()
+
+    def to_dict(self, count: int) -> dict[str, Any]:
+        """The answer that the page asks for."""
+        return {
+            "row": self.row,
+            "answer": self.answer,
+            "probability": self.probability,
+            "second": self.second,
+            "lead": self.lead,
+            "edges": [edge._asdict() for edge in self.edges(count)],
+        }
+
+
+def hidden(groups: dict[str, Group], written: str) -> list[Edge]:
+    """The edges to hide of a text such as self:5.1:30:12, comma by comma: head, query and key."""
+    found = []
+    for each in written.split(","):
+        id, name, query, key = each.split(":")
+        head = groups[id].head(name)
+        module = head.module.partition("#")[0]
+        found.append(Edge(module, head.number, int(key), (int(query), int(query) + 1)))
+    return found

@@ -1,0 +1,61 @@
+"""The edges behind a prediction, on the page: they are the library's, and hiding one is real."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from headwise.apps.look.serving import page_file
+from tests.apps.look.conftest import Served, Visits
+from tests.apps.look.test_page_narrow import try_widths
+
+TEXT = "My dog chased the ball. My d"
+
+
+@pytest.fixture
+def dog(serve: Callable[..., Served]) -> Served:
+    return serve("gpt", TEXT).wait_until_read()
+
+
+def test_the_edges_behind_a_prediction_are_drawn_and_hidden(dog: Served, visit: Visits) -> None:
+    page = visit("#/reasons", base=dog.url)
+    told = page.locator("[data-answer]")
+    expect(told).to_contain_text("After d the model predicts og")
+    first = dog.session.reasons("0", 11).edges(1)[0]
+    chosen = page.locator("[data-chosen]")
+    expect(chosen.get_by_role("heading")).to_have_text(f"{first.layer}.{first.head}: d looks at og")
+    expect(page.locator("[data-edge]")).to_have_count(40)
+    chosen.get_by_role("button", name="Hide this edge").click()
+    hidden = page.locator("[data-hidden]")
+    expect(hidden.get_by_role("row", name=re.compile("^og "))).to_be_visible()
+    before, after = hidden.get_by_role("row", name=re.compile("^og ")).get_by_role("cell").all()
+    assert float(after.inner_text().strip("<%")) < float(before.inner_text().strip("<%"))
+    page.keyboard.press("Escape")
+    expect(hidden).to_have_count(0)
+    page.keyboard.press("ArrowLeft")
+    expect(page).to_have_url(re.compile("row=10"))
+    expect(told).to_contain_text("After My the model predicts")
+    try_widths(page)
+
+
+def test_a_translation_s_edges_cross_from_the_source(
+    serve: Callable[..., Served], visit: Visits
+) -> None:
+    served = serve("translate", "The cat is black.").wait_until_read()
+    page = visit("#/reasons?row=1", base=served.url, locale="zh-CN")
+    expect(page.locator("[data-answer]")).to_contain_text("在 Le 之后，模型预测 chat")
+    kinds = {edge.group for edge in served.session.reasons("0", 1).edges(40)}
+    assert kinds == {"encoder", "decoder", "cross"}
+    expect(page.locator("[data-edge]")).to_have_count(40)
+
+
+def test_a_file_holds_the_edges_of_a_short_text(dog: Served, visit: Visits, tmp_path: Path) -> None:
+    file = tmp_path / "dog.html"
+    page_file.write(dog.session, file, [], 20_000_000)
+    page = visit(f"{file.as_uri()}#/reasons?row=10", offline=True)
+    expect(page.locator("[data-answer]")).to_contain_text("After My the model predicts")
+    expect(page.get_by_role("button", name="Hide this edge")).to_be_disabled()
