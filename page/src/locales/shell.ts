@@ -93,7 +93,7 @@ const zh: typeof en = {
   cost: '开销',
   lab: '实验室',
   why: '为什么',
-  watch: '训练监视',
+  watch: '训练监控',
   pages: '页面',
   input: '输入',
   inputOf: (name, tokens) => `${name} · ${tokens} 个词元`,

@@ -159,7 +159,7 @@ def test_the_page_speaks_chinese_and_shows_a_run_by_itself(
 ) -> None:
     training.go_on(2)
     page = visit("", base=address, locale="zh-CN", color_scheme="dark")
-    expect(page.get_by_role("link", name="训练监视")).to_be_visible()
+    expect(page.get_by_role("link", name="训练监控")).to_be_visible()
     expect(page.get_by_role("heading", name="警报")).to_be_visible()
     expect(page.get_by_text("第 1 步")).to_be_visible()
 
