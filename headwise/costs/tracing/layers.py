@@ -22,6 +22,9 @@ from headwise.costs.tracing.recorder import Home, LayerCall, Recorder, storage_i
 INDEX = {"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "block_idx", "index"}
 """Names of a layer's own number, which does not change what it computes."""
 
+CACHES = ("DynamicCache", "EncoderDecoderCache")
+"""Caches whose layers are apart from each other."""
+
 Structure = tuple[Any, ...]
 
 
@@ -175,6 +178,10 @@ def described(leaves: list[Any], recorder: Recorder) -> tuple[Any, ...]:
             found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, alias, mask))
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             found.append(leaf)
+        elif hasattr(leaf, "get_seq_length") and type(leaf).__name__ not in CACHES:
+            found.append(
+                object()
+            )  # its layers may share more than `copy_state` knows: run them all
         else:
             found.append(type(leaf))
     return tuple(found)
