@@ -95,6 +95,26 @@ def collect(lab: Lab, out: Path) -> int:
     return len(runs)
 
 
+def adopt(lab: Lab, folders: Sequence[Path]) -> int:
+    """Keep the translators of the recorded table, and of claims, as pieces of a lab; their number.
+
+    Those of claims hold more figures than those of the table, and replace them.
+    """
+    assert lab.folder is not None
+    found = dict[tuple[str, int], Run]()
+    for folder in folders:
+        for file in (folder / FILE, *folder.glob(f"*.{lab.form}.json")):
+            content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            runs = content.get("runs", []) + content.get("figures", {}).get("runs", [])
+            for run in runs:
+                key = (run.get("variant", ""), run["seed"])
+                if key[0] in LABELS and len(run) >= len(found.get(key, {})):
+                    found[key] = run
+    for (variant, seed), run in found.items():
+        lab.store(f"translate-{variant}-{seed}", train, run, 0.0, variant=variant, seed=seed)
+    return len(found)
+
+
 @dataclass(frozen=True)
 class Translators:
     """Trained translators, and the sessions in which they were trained if a table lists them."""

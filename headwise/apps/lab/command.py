@@ -16,8 +16,8 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.apps.interface.terminal import Zh, explained, json_text
+from headwise.apps.lab import ablations, design, handbook, record
 from headwise.apps.lab import command_view as lab_view
-from headwise.apps.lab import design, handbook, record
 from headwise.apps.lab.claim import Claim
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.drawing import available
@@ -173,7 +173,7 @@ def run_claims(
     folder = out or record.own_folder()
     form = form or ("full" if full else "quick")
     with explained(zh):
-        claims = list(CLAIMS) if all_of_them else find(ids or [])
+        claims = list(CLAIMS) if all_of_them else find(ids or [], files=True)
         settings = design.read_settings(claims, texts_of(seeds, steps, set_to or []))
     if settings:
         folder /= ",".join(f"{name}={design.written(x)}" for name, x in settings.items())
@@ -256,7 +256,7 @@ def show(
     headwise lab show scale-variance
     """
     with explained(zh):
-        claims = find([id])
+        claims = find([id], files=True)
         if len(claims) > 1:
             raise typer.BadParameter(
                 f"{id} is a topic; show one of {', '.join(claim.id for claim in claims)}"
@@ -329,6 +329,17 @@ def piece(
     held.make([each for each in chosen if each.in_steps is not None])
     if not all(each.done(lab) for each in chosen):
         raise typer.Exit(1)
+
+
+@app.command(hidden=True)
+def adopt(
+    out: Annotated[Path, typer.Option(help="The folder of pieces.")],
+    form: Form = None,
+) -> None:
+    """Keep the recorded translators in a folder, so that claims about them train none."""
+    with explained(zh=False):
+        count = ablations.adopt(Lab(form or "full", folder=out), [record.RECORDED])
+    typer.echo(f"{count} translators are in {out}")
 
 
 @app.command(hidden=True)

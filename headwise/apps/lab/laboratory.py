@@ -134,6 +134,7 @@ class Lab:
             about = self._about(compute, settings)
             whole = {"about": about, "made": made, "figures": stored}
             kept = json.dumps(whole, ensure_ascii=False)
+            (self.folder / "kept").mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / "kept" / f"{name}.json", kept)
         return stored
 

@@ -10,11 +10,12 @@ from headwise.apps.interface.page import Host, Route
 from headwise.apps.interface.reply import Answer, Query, as_json, refused
 from headwise.apps.lab import record
 from headwise.apps.lab.charts import Chart, Listing, Shown
-from headwise.apps.lab.claim import NOTES, TOPICS, Claim
+from headwise.apps.lab.claim import KINDS, NOTES, TOPICS, Claim
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.page_code import code
 from headwise.apps.lab.page_job import LabJob
 from headwise.apps.lab.record import Result
+from headwise.apps.lab.revisions import REVISIONS
 from headwise.apps.lab.runner import find
 from headwise.messages import Sentence, said_by, say, with_chinese
 
@@ -46,6 +47,9 @@ def entry(id: str) -> dict[str, Any]:
             "sentence": claim.sentence,
             "notes": [{"letter": letter, "about": NOTES[letter]} for letter in claim.notes],
             "derivation": claim.derivation,
+            "kind": claim.kind,
+            "kind_text": KINDS[claim.kind],
+            "history": [asdict(each) for each in REVISIONS.get(claim.id, ())],
             "command": f"headwise lab run {claim.id}",
             "results": [_described(claim, kept) for kept in results],
             "problem": problem,

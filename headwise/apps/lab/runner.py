@@ -22,18 +22,19 @@ from headwise.apps.train.data.packages import CorpusUnavailableError
 from headwise.messages import say
 
 
-def find(ids: Sequence[str]) -> list[Claim]:
+def find(ids: Sequence[str], *, files: bool = False) -> list[Claim]:
     """The claims of these ids, topics or files, in the order of the list; ValueError if unknown.
 
-    A name that ends in .py is a file of your own claims.
+    With `files`, a name that ends in .py is a file of your own claims, which is run: never let a
+    request name it.
 
     >>> [claim.id for claim in find(["scale-variance"])]
     ['scale-variance']
     """
     known = {claim.id for claim in CLAIMS}
-    own = [claim for id in ids if id.endswith(".py") for claim in own_claims.read(Path(id), known)]
+    own = [id for id in ids if files and id.endswith(".py")]
     for id in ids:
-        if id.endswith(".py"):
+        if id in own:
             continue
         if id not in known and id not in TOPICS:
             begun = sorted(name for name in (*known, *TOPICS) if name.startswith(id))
@@ -46,7 +47,8 @@ def find(ids: Sequence[str]) -> list[Claim]:
                     nearest=nearest,
                 )
             )
-    return [*(claim for claim in CLAIMS if claim.id in ids or claim.topic in ids), *own]
+    built_in = [claim for claim in CLAIMS if claim.id in ids or claim.topic in ids]
+    return built_in + [claim for id in own for claim in own_claims.read(Path(id), known)]
 
 
 @dataclass(frozen=True)

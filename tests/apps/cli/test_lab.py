@@ -71,3 +71,47 @@ def test_what_can_t_be_run_is_explained(words: list[str], message: str, tmp_path
     result = lab(*words, *(["--out", str(tmp_path)]))
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_claim_is_shown_with_its_verdict_before_its_figures(out: Path) -> None:
+    shown = lab("show", "heads-quality").output
+    assert shown.index("holds when · measured") < shown.index("experiment:") < shown.index("Runs")
+    assert "until 2026-11-18: ✓ holds;" in " ".join(shown.split())
+
+
+def test_settings_that_a_claim_lacks_are_refused_with_those_it_has(out: Path) -> None:
+    result = lab("run", "dot-small", "--set", "width=3", "--out", str(out))
+    assert result.exit_code == 2
+    assert "dot-small has no setting width; it has d_k=4,8,32,128" in " ".join(
+        result.output.replace("│", " ").split()
+    )
+
+
+def test_settings_of_yours_make_a_result_of_its_own(out: Path) -> None:
+    words = ("run", "scale-sigma", "--set", "pairs=3000", "--json", "--out", str(out))
+    (entry,) = json.loads(lab(*words).output)
+    assert entry["settings"] == {"pairs": 3000}
+    assert entry["command"] == "headwise lab run scale-sigma --set pairs=3000"
+    assert (out / "pairs=3000" / "scale-sigma.quick.json").exists()
+
+
+def test_a_claim_in_a_file_runs_and_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "my_claim.py"
+    file.write_text(
+        "from headwise.apps.lab.claim import Claim, both, holds\n\n\n"
+        "def experiment(lab):\n    return {'value': lab.pick('size', tiny=1, quick=2)}\n\n\n"
+        "def rule(figures):\n    return holds(both('it is {x}', x=figures['value']))\n\n\n"
+        "mine = Claim(id='mine', sentence='It is so.', experiment=experiment, rule=rule)\n"
+    )
+    (entry,) = json.loads(lab("run", str(file), "--json", "--out", str(tmp_path)).output)
+    assert (entry["verdict"], entry["because"], entry["kind"]) == ("holds", "it is 2", "measured")
+    assert "It is so." in lab("show", str(file), "--out", str(tmp_path)).output
+
+
+def test_every_entry_says_what_kind_it_is_and_where_its_design_stands() -> None:
+    entries = json.loads(lab("--json").output)
+    kinds = [entry["kind"] for entry in entries]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"derived": 21, "read": 5, "measured": 22}
+    wanted = {"interval", "power", "design_hash", "design", "history", "registered", "commit"}
+    assert all(wanted <= set(entry) for entry in entries)
+    assert sum(bool(entry["history"]) for entry in entries) == 18

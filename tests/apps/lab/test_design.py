@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from headwise.apps.lab import design, own_claims, record, runner
+from headwise.apps.lab import ablations, design, own_claims, record, runner
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds
-from headwise.apps.lab.claims import CLAIMS
+from headwise.apps.lab.claims import CLAIMS, translation_quality
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.revisions import REVISIONS
 from headwise.apps.lab.runner import find
@@ -126,10 +126,25 @@ def test_settings_replace_sizes_and_unknown_ones_are_refused(tmp_path: Path) -> 
 def test_a_file_without_claims_or_with_a_taken_id_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("x = 1")
     with pytest.raises(ValueError, match="defines no claim"):
-        find([str(tmp_path / "empty.py")])
+        find([str(tmp_path / "empty.py")], files=True)
     (tmp_path / "taken.py").write_text(SOURCE.replace('id="mine"', 'id="scale-sigma"'))
     with pytest.raises(ValueError, match="give yours another id"):
-        find([str(tmp_path / "taken.py")])
+        find([str(tmp_path / "taken.py")], files=True)
+
+
+def test_a_request_can_t_name_a_file_that_would_be_run(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE + f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    with pytest.raises(ValueError, match="there is no claim"):
+        find([str(file)])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_recorded_translators_serve_claims_without_training(tmp_path: Path) -> None:
+    lab = Lab("full", folder=tmp_path)
+    assert ablations.adopt(lab, [record.RECORDED]) == 58
+    found = translation_quality.sharing(replace(lab, only_reads=True))  # which trains nothing
+    assert {run["variant"] for run in found["runs"]} == {"base", "shared", "keys-half"}
 
 
 def test_every_contested_verdict_is_kept_with_the_reason_of_its_change() -> None:

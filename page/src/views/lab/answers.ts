@@ -74,6 +74,11 @@ export interface Result {
   date: string;
   seconds: number;
   version: string;
+  /** Of the design, registered before the run; null for results of before designs were. */
+  design_hash: string | null;
+  commit: string | null;
+  /** The probability that so many runs show a difference that matters. */
+  power: number | null;
   stale: boolean;
   /** Measured by this user; others come with headwise. */
   own: boolean;
@@ -95,6 +100,10 @@ export interface Claim {
   sentence: string;
   notes: { letter: string; about: string }[];
   derivation: string | null;
+  kind: 'derived' | 'read' | 'measured';
+  kind_text: string;
+  /** Verdicts that no longer stand. */
+  history: { date: string; verdict: Verdict; reason: string }[];
   command: string;
   /** The best first. */
   results: Result[];
