@@ -111,7 +111,7 @@ def test_a_claim_in_a_file_runs_and_is_shown(tmp_path: Path) -> None:
 def test_every_entry_says_what_kind_it_is_and_where_its_design_stands() -> None:
     entries = json.loads(lab("--json").output)
     kinds = [entry["kind"] for entry in entries]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"derived": 21, "read": 5, "measured": 22}
+    assert {kind: kinds.count(kind) for kind in kinds} == {"derived": 21, "read": 5, "measured": 23}
     wanted = {"interval", "power", "design_hash", "design", "history", "registered", "commit"}
     assert all(wanted <= set(entry) for entry in entries)
     assert sum(bool(entry["history"]) for entry in entries) == 18

@@ -81,7 +81,7 @@ def test_every_claim_is_discussed_in_one_chapter_and_stands_beside_the_notes(
         for name, arguments in handbook.DIRECTIVE.findall(handbook.template("index", False))
         if name == "verdicts"
     ).split()
-    assert set(beside) == {claim.id for claim in CLAIMS}
+    assert set(beside) == {claim.id for claim in CLAIMS} - {"heads-explain"}  # in no note
     for topic in TOPICS.values():
         assert str(topic) in pages["index.md"]
 
