@@ -17,6 +17,8 @@ from headwise.apps.lab.claims import (
     CLAIMS,
     dot_quality,
     heads_patterns,
+    recalling,
+    scale_training,
     translation_quality,
 )
 from headwise.apps.lab.fingerprint import covered
@@ -204,6 +206,9 @@ def test_claims_need_the_translators_that_they_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(translation_quality, "translated", note)
     monkeypatch.setattr(heads_patterns, "translated", note)
     monkeypatch.setattr(dot_quality, "recalling", lambda lab: {})
+    no_readers = [("none", lambda lab, folder: {"steps": 1, "rows": []}, {})]
+    monkeypatch.setattr(scale_training, "cells", lambda lab: no_readers)
+    monkeypatch.setattr(recalling, "by_content", lambda lab: no_readers)
     for claim in claims:
         claim.experiment(Lab("tiny" if claim.id == "qk-none" else "full"))
     assert asked == set(translation_quality.CLAIMED)
