@@ -90,7 +90,7 @@ def test_every_long_training_of_a_claim_is_a_piece(tmp_path: Path) -> None:
     lab = Lab("tiny", folder=tmp_path)
     known = {piece.name for piece in pieces.every(lab)}
     (claim,) = [each for each in CLAIMS if each.id == "rivals-long-range"]
-    assert len(pieces.needed(claim, pieces.every(lab))) == 8
+    assert len(pieces.needed(claim, pieces.every(lab))) == 12
     claim.experiment(lab)
     kept = {path.stem for path in (tmp_path / "kept").glob("*.json")}
     assert kept

@@ -85,9 +85,9 @@ def test_in_chinese_stale_and_hostile_results_are_told_as_text(visit: Visits, fo
     (result,) = run(find(["paper-heads"]), Lab("quick"), folder)
     hostile = '<img src="nowhere" onerror="document.title=1">'
     record.write(folder, replace(result, because=Sentence(hostile), version="0.0.1"))
-    page = visit("#/lab/paper-heads?verdict=wrong", locale="zh-CN", color_scheme="dark")
+    page = visit("#/lab/paper-heads?verdict=right", locale="zh-CN", color_scheme="dark")
     verdict = page.get_by_role("region", name="结论")
-    expect(verdict).to_contain_text("错误 · 已过时")
+    expect(verdict).to_contain_text("正确 · 已过时")
     expect(verdict.get_by_text(hostile)).to_be_visible()
     expect(
         page.get_by_role("heading", name=shown(find(["paper-heads"])[0].sentence.zh))

@@ -67,9 +67,9 @@ def test_the_image_in_a_prompt_is_drawn_weighed_and_hidden(
     image = read.session.atlases["0"].input.image
     assert image is not None
     first = image.first
-    page = visit(f"#/head?layer=1&head=0&side=spans&first={first}&last={first + 5}", base=read.url)
+    page = visit(f"#/head?layer=3&head=0&side=spans&first={first}&last={first + 5}", base=read.url)
     expect(page.locator(".spans rect")).to_have_count(6)
-    page.get_by_role("button", name="Hide these keys from head 1.0").click()
+    page.get_by_role("button", name="Hide these keys from head 3.0").click()
     expect(page.locator("[data-moved]")).to_contain_text("The token after row")
     page.get_by_label("words of the text").fill("round")
     page.get_by_role("button", name="Find").click()

@@ -29,7 +29,9 @@ def refused(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def report() -> Any:
-    result = invoked(*SHORT, "--json")
+    with pytest.MonkeyPatch.context() as here:
+        here.delenv("TRITON_INTERPRET", raising=False)  # as in every test that is not of triton
+        result = invoked(*SHORT, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.output[result.output.index("{") :])
 
