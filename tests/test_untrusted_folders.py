@@ -188,7 +188,7 @@ def test_the_folders_themselves_are_opened(
 ) -> None:
     if kind not in folders:
         pytest.skip("transformers is not installed")
-    refused = {"watched": {hw.load, looked_at, written, cost}, "transformers": {hw.load},
+    refused = {"watched": {hw.load, looked_at, cost}, "transformers": {hw.load},
                "finished": {cost}, "lab": {looked_at}}  # fmt: skip
     for open_it in OPENED[kind]:
         shutil.copytree(folders[kind], tmp_path / "copy")

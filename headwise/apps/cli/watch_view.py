@@ -176,6 +176,7 @@ def alarm_lines(run: WatchedRun) -> list[RenderableType]:
 def chapter_line(chapter: Chapter) -> str:
     """The alarms of a rule in a layer, on a line.
 
+    >>> from headwise.watching import Alarm
     >>> alarms = [Alarm(3 + head, "dead head", 0, head, "it is silent") for head in range(9)]
     >>> chapter_line(Chapter("dead head", 0, "h.0", alarms))
     'step 3 to 11: dead head: 9 heads (0.0, 0.1, 0.2, 0.3, …): it is silent'

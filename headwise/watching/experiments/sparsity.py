@@ -42,7 +42,7 @@ def sparsify(
     >>> with torch.no_grad(), hw.sparsify(gpt.model, hw.sparse.TopK(4)):
     ...     logits = gpt.model(ids)
     >>> logits.shape
-    torch.Size([1, 16, 2048])
+    torch.Size([1, 12, 4096])
     """
     with changing("sparsify", model, "changed", sparse=_checked(policy, layers)):
         yield
