@@ -165,7 +165,7 @@ def run(model: Any, tokens: int, options: dict[str, Any]) -> tuple[Any, Any, inp
 def taken(
     model: Any, queries: int, keys: int, context: int, extras: inputs.Extras
 ) -> dict[str, Any]:
-    """What a model takes, as hw.cost gives it."""
+    """The cost of a model, as hw.cost gives it."""
     return inputs.inputs_of(
         model, 1, queries, keys, context=context, dtype=torch.bfloat16, extras=extras
     )

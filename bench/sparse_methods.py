@@ -1,4 +1,4 @@
-"""What each method of sparse attention keeps and costs, on the models that ship with headwise.
+"""The weight and the loss that each sparse method keeps or costs, on the models of headwise.
 
 python -m bench.sparse_methods writes bench/results/sparse_methods.json: the report of
 `headwise sparse gpt` on its sample text, and the weight that the largest keys hold in each kind of

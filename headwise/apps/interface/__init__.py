@@ -1,1 +1,1 @@
-"""What the commands and pages of several applications are made of."""
+"""The parts that commands and pages of several applications share."""

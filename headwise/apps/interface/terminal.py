@@ -1,4 +1,4 @@
-"""What a command prints: English, or 中文 with `--zh`; JSON; errors as one sentence; progress."""
+"""The output of a command: English, or 中文 with `--zh`; JSON; errors as one sentence; progress."""
 
 from __future__ import annotations
 
