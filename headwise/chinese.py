@@ -613,9 +613,11 @@ CHINESE: dict[str, str] = {
     "stale": "已过时",
     "from notes: {notes}": "出自笔记：{notes}",
     "experiment: {source}": "实验代码：{source}",
-    "not run yet; run it: headwise lab run {id}": "尚未运行；运行：headwise lab run {id}",
-    "measured by other code; run it again: headwise lab run {id}": (
-        "由其他版本的代码测得；请重新运行：headwise lab run {id}"
+    "not run yet; run it: {command}": "尚未运行；运行：{command}",
+    "the verdict is the recorded one": "结论与随附记录相同",
+    "the verdict has changed: recorded is {verdict}": "结论变了：随附记录是{verdict}",
+    "measured by other code; run it again: {command}": (
+        "由其他版本的代码测得；请重新运行：{command}"
     ),
     "its design was not registered before it ran": "运行之前没有登记其设计",
     "design {hash}, commit {commit}": "设计 {hash}，提交 {commit}",
@@ -636,6 +638,16 @@ CHINESE: dict[str, str] = {
         "headwise.apps.lab.claim"
     ),
     "{id} is a claim of the lab; give yours another id": "{id} 是实验室已有的说法；请换一个名字",
+    "{id!r} is not an id; use small letters, digits and hyphens, as in my-claim": (
+        "{id!r} 不能作名字；请用小写字母、数字和连字符，例如 my-claim"
+    ),
+    "the rule of {id} returned {found}; return holds(…), holds_when(…), does_not_hold(…) or "
+    "undecided(…), from headwise.apps.lab.claim": (
+        "{id} 的规则返回了 {found}；应返回 headwise.apps.lab.claim 中的 holds(…)、"
+        "holds_when(…)、does_not_hold(…) 或 undecided(…)"
+    ),
+    "{what} failed at {place}, line {line}: {error}": "{what} 在 {place} 第 {line} 行出错：{error}",
+    "{id} has no result {key} that can be moved": "{id} 没有可移动的结果 {key}",
     "counting a configuration of {kind!r} builds its model, which needs transformers: "
     "pip install headwise[transformers]": (
         "计算 {kind!r} 的配置要建出它的模型，需要 transformers："

@@ -18,6 +18,7 @@ BUILD = ROOT / "build" / "website"
 EXPORTS = {
     "gpt": ["gpt", "--limit", "8MB"],
     "translate": ["translate", "--limit", "4MB"],
+    "lab": ["--lab"],
 }
 """The pages of headwise look in the gallery, and what they show."""
 

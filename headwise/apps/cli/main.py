@@ -74,7 +74,6 @@ app = typer.Typer(
     cls=Commands,
     name="headwise",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )

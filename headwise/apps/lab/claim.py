@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwise.apps.lab.charts import Shown
+from headwise.apps.lab.fingerprint import OWN
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.messages import Sentence
 
 Figures = Mapping[str, Any]
@@ -77,8 +79,8 @@ class Claim:
     `notes` are the letters of the notes that make the claim. `derivation` is the proof on paper of
     what the experiment measures, where there is one. `gpu` is True where the full form trains a
     Transformer or measures time; what counts, draws or trains a small reader runs on the CPU.
-    `kind` is one of `KINDS`. A claim of your own needs an id, a sentence (one language is enough),
-    an experiment and a rule.
+    `kind` is one of `KINDS`; `moves` are the sizes by which a reader may cut the recorded figures.
+    A claim of your own needs an id, a sentence (one language is enough), an experiment and a rule.
     """
 
     id: str
@@ -90,6 +92,7 @@ class Claim:
     derivation: Sentence | None = None
     gpu: bool = False
     kind: str = "measured"
+    moves: tuple[Move, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -99,8 +102,18 @@ class Claim:
 
     @property
     def source(self) -> str:
-        """The file of the experiment, from the root of the repository."""
-        return f"{self.experiment.__module__.replace('.', '/')}.py"
+        """The file of the experiment, from the root of the repository or, of your own, its name."""
+        return f"{self.experiment.__module__.removeprefix(OWN).replace('.', '/')}.py"
+
+    @property
+    def own(self) -> bool:
+        """True for a claim in a file of a user."""
+        return self.experiment.__module__.startswith(OWN)
+
+    @property
+    def command(self) -> str:
+        """The command that runs it: by its id, or by its file if it is a claim of your own."""
+        return f"headwise lab run {self.source if self.own else self.id}"
 
     @property
     def topic(self) -> str:

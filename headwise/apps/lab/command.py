@@ -16,9 +16,9 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.apps.interface.terminal import Zh, explained, json_text
-from headwise.apps.lab import ablations, design, handbook, record
+from headwise.apps.lab import ablations, design, handbook, own_claims, record
 from headwise.apps.lab import command_view as lab_view
-from headwise.apps.lab.claim import Claim
+from headwise.apps.lab.claim import TOPICS, Claim
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.drawing import available
 from headwise.apps.lab.laboratory import Lab
@@ -34,6 +34,25 @@ app = typer.Typer(
     rich_markup_mode="rich",
     invoke_without_command=True,
 )
+
+
+def begun_names(incomplete: str) -> list[tuple[str, str]]:
+    """Claims, topics and files that a shell completes a name to, with what they are about."""
+    about = {claim.id: str(claim.sentence) for claim in CLAIMS} | {x: y for x, y in TOPICS.items()}
+    about |= {str(file): "" for file in Path().glob("*.py")}
+    return [(name, text) for name, text in about.items() if name.startswith(incomplete)]
+
+
+def begun_settings(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """The settings of the named claims that a shell completes to, with what they are."""
+    there = {
+        f"{name}=": design.written(sizes["quick"])
+        for claim in CLAIMS
+        if claim.id in (context.params.get("ids") or ())
+        for name, sizes in design.settings(claim).items()
+    }
+    return [(name, text) for name, text in there.items() if name.startswith(incomplete)]
+
 
 Out = Annotated[
     Path | None,
@@ -117,7 +136,12 @@ def listing(
 @app.command("run")
 def run_claims(
     ids: Annotated[
-        list[str] | None, typer.Argument(help="Claims or topics.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="Claims, topics, or files of your own claims.",
+            show_default=False,
+            autocompletion=begun_names,
+        ),
     ] = None,
     all_of_them: Annotated[bool, typer.Option("--all", help="Every claim.")] = False,
     full: Annotated[bool, typer.Option("--full", help="At full size: needs a GPU.")] = False,
@@ -136,7 +160,12 @@ def run_claims(
     ] = None,
     set_to: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Another setting, as name=value; commas join several values."),
+        typer.Option(
+            "--set",
+            help="Another setting, as name=value; commas join several values. headwise lab show "
+            "lists those of a claim.",
+            autocompletion=begun_settings,
+        ),
     ] = None,
     minutes: Minutes = None,
     workers: Workers = None,
@@ -219,12 +248,16 @@ def run_all(
 ) -> list[record.Result]:
     """Run the claims one after the other, with their progress, and return those that ended."""
     results = []
+    by_id = {claim.id: claim for claim in claims}
+    varied = bool(lab.settings) or any(claim.own for claim in claims)
     with lab_view.progress(as_json) as tell:
         try:
             for result in run(claims, lab, folder, again=again, tell=tell):
                 results.append(result)
                 if not as_json:
                     tell.finished(result, zh)
+                    if lab.settings:
+                        tell.beside_recorded(by_id[result.id], result, zh)
         except KeyboardInterrupt:
             typer.echo(
                 f"stopped; {len(results)} of {len(claims)} results are in {folder}; "
@@ -232,6 +265,10 @@ def run_all(
                 err=True,
             )
             raise typer.Exit(130) from None
+        except (ArithmeticError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+            if not varied:
+                raise
+            raise own_claims.failure(tell.named, error) from error
     return results
 
 
@@ -244,7 +281,14 @@ def tell_rest(claims: Sequence[Claim], left: Sequence[Claim], folder: Path) -> N
 
 @app.command()
 def show(
-    id: Annotated[str, typer.Argument(help="A claim.", show_default=False)],
+    id: Annotated[
+        str,
+        typer.Argument(
+            help="A claim, or a file of your own claims.",
+            show_default=False,
+            autocompletion=begun_names,
+        ),
+    ],
     out: Out = None,
     as_json: AsJson = False,
     zh: Zh = False,
@@ -257,15 +301,17 @@ def show(
     """
     with explained(zh):
         claims = find([id], files=True)
-        if len(claims) > 1:
+        if len(claims) > 1 and id in TOPICS:
             raise typer.BadParameter(
                 f"{id} is a topic; show one of {', '.join(claim.id for claim in claims)}"
             )
-        (claim,) = claims
-        result = record.best(claim, [out or record.own_folder(), record.RECORDED])
+        folders = [out or record.own_folder(), record.RECORDED]
+        found = [(claim, record.best(claim, folders)) for claim in claims]
     if as_json:
-        typer.echo(json_text(record.described(claim, result)))
-    else:
+        entries = [record.described(*each) for each in found]
+        typer.echo(json_text(entries if len(entries) > 1 else entries[0]))
+        return
+    for claim, result in found:
         lab_view.show_claim(Console(), claim, result, zh)
 
 

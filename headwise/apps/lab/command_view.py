@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.apps.interface.terminal import in_language
-from headwise.apps.lab import design
+from headwise.apps.lab import design, record
 from headwise.apps.lab.charts import Shown, cells
 from headwise.apps.lab.claim import KINDS, NOTES, TOPICS, VERDICTS, Claim
 from headwise.apps.lab.record import Result
@@ -64,7 +64,7 @@ def show_claim(console: Console, claim: Claim, result: Result | None, zh: bool) 
     console.print(Text(claim.id, style="bold cyan"))
     console.print(Text(in_language(claim.sentence, zh), style="bold"))
     if result is None:
-        advice = say("not run yet; run it: headwise lab run {id}", id=claim.id)
+        advice = say("not run yet; run it: {command}", command=claim.command)
         console.print(Text(in_language(advice, zh)))
     else:
         show_verdict(console, claim, result, zh)
@@ -88,7 +88,7 @@ def show_verdict(console: Console, claim: Claim, result: Result, zh: bool) -> No
         console.print(Text(printable(in_language(result.condition, zh))))
     console.print(Text(printable(in_language(result.because, zh))))
     if stale:
-        advice = say("measured by other code; run it again: headwise lab run {id}", id=claim.id)
+        advice = say("measured by other code; run it again: {command}", command=claim.command)
         console.print(Text(in_language(advice, zh), style="yellow"))
     parts = [result.command, result.form]
     if claim.kind != "read":  # a quotation needs no machine
@@ -144,9 +144,11 @@ class LabProgress:
     def __init__(self, console: Console, bar: Progress) -> None:
         self.console, self.bar = console, bar
         self.shown = bar.add_task("", total=None)
+        self.named = ""
 
     def __call__(self, told: Told) -> None:
         """Show how far the run is."""
+        self.named = told.claim.id
         if told.missing:
             self.console.print(Text(f"{told.claim.id:<20} not run: {told.missing}", style="yellow"))
             return
@@ -165,6 +167,17 @@ class LabProgress:
         line.append(f"  {result.seconds:g} s", style="dim")
         self.console.print(line)
         self.console.print(Text(f"    {printable(in_language(result.because, zh))}"))
+
+    def beside_recorded(self, claim: Claim, result: Result, zh: bool) -> None:
+        """Say of a result at sizes of the user's whether the verdict is the recorded one."""
+        known = record.best(claim, [record.RECORDED])
+        if known is None or known.stale(claim):
+            return
+        verdict = in_language(VERDICTS[known.verdict], zh)
+        told = say("the verdict is the recorded one")
+        if known.verdict != result.verdict:
+            told = say("the verdict has changed: recorded is {verdict}", verdict=verdict)
+        self.console.print(Text(f"    {in_language(told, zh)}", style="bold"))
 
 
 @contextmanager

@@ -185,7 +185,7 @@ class ChapterWriter:
         """The command, form, machine and date of a result, and the code of its experiment."""
         code = f"`{claim.source}`"
         if result is None:
-            return f"`headwise lab run {claim.id}` · {code}"
+            return f"`{claim.command}` · {code}"
         forms = {"quick": both("quick form", "快速形式"), "full": both("full form", "完整形式")}
         parts = [f"`{result.command}`", self.say(forms[result.form]), result.machine, result.date]
         if claim.kind == "read":  # a quotation needs no form and no machine

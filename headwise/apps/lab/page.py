@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headwise.apps.interface.page import Host, Route
 from headwise.apps.interface.reply import Answer, Query, as_json, refused
-from headwise.apps.lab import record
+from headwise.apps.lab import moves, record
 from headwise.apps.lab.charts import Chart, Listing, Shown
-from headwise.apps.lab.claim import KINDS, NOTES, TOPICS, Claim
+from headwise.apps.lab.claim import KINDS, NOTES, TOPICS, Claim, Verdict
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.page_code import code
 from headwise.apps.lab.page_job import LabJob
@@ -28,18 +29,18 @@ class FoundResult(NamedTuple):
     stale: bool
 
 
-def listing() -> dict[str, Any]:
+def listing(folders: Sequence[Path] | None = None) -> dict[str, Any]:
     """Every claim with the verdict of its best result, and the topics in their order."""
-    claims = [_summary(claim) for claim in CLAIMS]
+    claims = [_summary(claim, folders) for claim in CLAIMS]
     there = {claim.topic for claim in CLAIMS}
     topics = [{"id": id, "title": title} for id, title in TOPICS.items() if id in there]
     return with_chinese({"topics": topics, "claims": claims})
 
 
-def entry(id: str) -> dict[str, Any]:
+def entry(id: str, folders: Sequence[Path] | None = None) -> dict[str, Any]:
     """One claim: where it comes from, its results, best first, and its code; ValueError if none."""
     claim = claim_of(id)
-    results, problem = _results(claim)
+    results, problem = _results(claim, folders)
     return with_chinese(
         {
             "id": claim.id,
@@ -50,13 +51,54 @@ def entry(id: str) -> dict[str, Any]:
             "kind": claim.kind,
             "kind_text": KINDS[claim.kind],
             "history": [asdict(each) for each in REVISIONS.get(claim.id, ())],
-            "command": f"headwise lab run {claim.id}",
+            "command": claim.command,
+            "movable": bool(claim.moves),
             "results": [_described(claim, kept) for kept in results],
             "problem": problem,
             "experiment": [asdict(piece) for piece in code(claim.experiment)],
             "rule": [asdict(piece) for piece in code(claim.rule)],
         }
     )
+
+
+def moved(id: str, key: str) -> dict[str, Any]:
+    """The moves that a result allows, and the verdict at each of their positions.
+
+    The key names the result: "own" or "recorded", and its form. ValueError if there is none.
+    """
+    claim = claim_of(id)
+    for kept in _results(claim)[0]:
+        if _key(kept) == key and not kept.stale:
+            figures = kept.result.figures
+            cells = [
+                {"at": list(at.values()), **({} if found is None else _told(found))}
+                for at, found in moves.grid(claim.moves, claim.rule, figures)
+            ]
+            return with_chinese({"settings": moves.settings(claim.moves, figures), "cells": cells})
+    raise ValueError(say("{id} has no result {key} that can be moved", id=id, key=key))
+
+
+def _told(found: Verdict) -> dict[str, Any]:
+    return {"verdict": found.verdict, "condition": found.condition, "because": found.because}
+
+
+def _key(kept: FoundResult) -> str:
+    own = kept.folder != record.RECORDED
+    return f"{'own' if own else 'recorded'}-{kept.result.form}"
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """The answers of a page in a file, by their paths: of the results that come with headwise."""
+    folders = [record.RECORDED]
+    answers = {"/api/lab": listing(folders), "/api/lab/job": {"id": None}}
+    for claim in CLAIMS:
+        path = f"/api/lab/claims/{claim.id}"
+        answers[path] = entry(claim.id, folders)
+        for kept in _results(claim, folders)[0]:
+            if claim.moves and not kept.stale:
+                key = _key(kept)
+                answers[f"{path}/moved?result={key}"] = moved(claim.id, key)
+    return answers
 
 
 def claim_of(id: str) -> Claim:
@@ -68,8 +110,8 @@ def claim_of(id: str) -> Claim:
     return claim
 
 
-def _summary(claim: Claim) -> dict[str, Any]:
-    results, problem = _results(claim)
+def _summary(claim: Claim, folders: Sequence[Path] | None) -> dict[str, Any]:
+    results, problem = _results(claim, folders)
     best = results[0] if results else None
     return {
         "id": claim.id,
@@ -81,11 +123,13 @@ def _summary(claim: Claim) -> dict[str, Any]:
     }
 
 
-def _results(claim: Claim) -> tuple[list[FoundResult], Sentence | None]:
+def _results(
+    claim: Claim, folders: Sequence[Path] | None = None
+) -> tuple[list[FoundResult], Sentence | None]:
     """The results of a claim in the order of `record.best`; a damaged one is named."""
     found, problem = [], None
     for form in ("full", "quick"):
-        for folder in (record.own_folder(), record.RECORDED):
+        for folder in folders or (record.own_folder(), record.RECORDED):
             try:
                 result = record.read(folder, claim.id, form)
             except ValueError as error:
@@ -131,6 +175,12 @@ def claim(host: Host, query: Query, id: str) -> Answer:
         return as_json(entry(id))
 
 
+def positions(host: Host, query: Query, id: str) -> Answer:
+    """The verdict at every position to which a reader may move a result."""
+    with refused(404):
+        return as_json(moved(id, query.given.get("result", "")))
+
+
 def progress(host: Host, query: Query) -> Answer:
     """The experiment that is running, or the last one; its `id` is null before the first."""
     return as_json(_progress(host))
@@ -159,6 +209,7 @@ ROUTES: tuple[Route, ...] = (
     (r"/api/lab", claims),
     (r"/api/lab/job", progress),
     (rf"/api/lab/claims/{CLAIM}", claim),
+    (rf"/api/lab/claims/{CLAIM}/moved", positions),
 )
 POSTS: tuple[Route, ...] = (
     (rf"/api/lab/claims/{CLAIM}/run", begin),

@@ -140,7 +140,7 @@ def judged(claim: Claim, found: Result) -> Result:
         verdict = Verdict(
             "undecided", both("not judged yet: {error}", "尚未判定：{error}", error=error)
         )
-    words = ["headwise lab run", claim.id, *(["--full"] if found.form == "full" else [])]
+    words = [claim.command, *(["--full"] if found.form == "full" else [])]
     words += [f"--set {name}={design.written(value)}" for name, value in found.settings.items()]
     hashed = design.design_hash(claim)
     same = found.id != claim.id or found.design_hash == hashed

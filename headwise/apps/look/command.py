@@ -27,7 +27,7 @@ from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.fit import remarks
 from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, silent
-from headwise.apps.look.serving import page_file, run_file
+from headwise.apps.look.serving import lab_file, page_file, run_file
 from headwise.apps.look.session import Session
 from headwise.apps.look.show import displayed
 from headwise.messages import printable
@@ -71,6 +71,9 @@ NoOpen = Annotated[bool, typer.Option("--no-open", help="Open no browser.")]
 Out = Annotated[Path | None, _hidden_default("Write the page as one file.html.")]
 Limit = Annotated[str, typer.Option(help="The largest file that --out writes.")]
 Picture = Annotated[Path | None, _hidden_default("Draw --head as an .svg, .pdf or .png.")]
+OfLab = Annotated[
+    bool, typer.Option("--lab", help="With --out: write the lab, with every claim, and no model.")
+]
 InTerminal = Annotated[bool, typer.Option("--terminal", help="Draw in the terminal.")]
 Every = Annotated[bool, typer.Option("--all", help="With --terminal: list every head.")]
 Reason = Annotated[
@@ -120,6 +123,7 @@ def look(
     in_terminal: InTerminal = False,
     every: Every = False,
     why: Reason = None,
+    lab: OfLab = False,
     as_json: AsJson = False,
 ) -> None:
     """See what a model's attention heads do with a text, on a page in your browser.
@@ -137,6 +141,8 @@ def look(
 
     headwise look --text 'to be or not to be' --head 5.1 --picture head.svg
 
+    headwise look --lab --out lab.html
+
     headwise look --terminal --text 'to be or not to be' --head 5.1
 
     headwise look --terminal --text 'to be or not to be' --span start=0:3
@@ -145,11 +151,16 @@ def look(
     """
     if (in_terminal or as_json) and (out is not None or picture is not None):
         raise typer.BadParameter("--terminal and --json print; --out and --picture write")
+    if lab and out is None:
+        raise typer.BadParameter("--lab goes with --out lab.html; the page always has the lab")
     spans = dict(map(named_span, span or ()))
     asked = Asked(model, given(text, file, image), tuple(head or ()), device, spans)
     try:
         asked.check()
-        if why is not None:
+        if lab and out is not None:
+            check_place(out, page=True)
+            print(f"{out}: {lab_file.write(out) / 1e6:.1f} MB")
+        elif why is not None:
             explain(asked, why, as_json)
         elif in_terminal or as_json:
             draw(asked, every, as_json)
@@ -193,12 +204,10 @@ def write(
 ) -> None:
     """Write the page as a file, or a head as a picture, or both; print their names and sizes."""
     for path in (out, picture):
-        if path is not None and (path.is_dir() or not _resolved(path).parent.is_dir()):
-            raise ValueError(f"{path} can't be written: name a file in an existing folder")
+        if path is not None:
+            check_place(path, page=path == out)
     if picture is not None:
         check(picture)
-    if out is not None and out.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"{out} is not a page: use a name that ends in .html")
     run = opening.watched(asked.model)
     if out is not None and run is not None and not holds_trained_model(Path(asked.model)):
         print(f"{out}: {run_file.write(run.folder, out, beside, limit) / 1e6:.1f} MB")
@@ -224,6 +233,14 @@ def write(
                 f"no font here has {boxes[:20]}, drawn as boxes: install Noto Sans CJK, or use .svg"
             )
             typer.echo(said, err=True)
+
+
+def check_place(path: Path, page: bool) -> None:
+    """ValueError unless a file of this name can be written; that of a page ends in .html."""
+    if path.is_dir() or not _resolved(path).parent.is_dir():
+        raise ValueError(f"{path} can't be written: name a file in an existing folder")
+    if page and path.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"{path} is not a page: use a name that ends in .html")
 
 
 def _resolved(path: Path) -> Path:

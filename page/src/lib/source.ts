@@ -178,6 +178,14 @@ export class Source {
     return this.transport.json(`/api/lab/claims/${encodeURIComponent(id)}`, signal);
   }
 
+  /** The verdict at every position to which a reader may move a result. */
+  moved<Answer>(id: string, result: string, signal?: AbortSignal): Promise<Answer> {
+    return this.transport.json(
+      query(`/api/lab/claims/${encodeURIComponent(id)}/moved`, { result }),
+      signal,
+    );
+  }
+
   /** The experiment that is running, or the last one. */
   labJob<Answer>(): Promise<Answer> {
     return this.transport.json('/api/lab/job');

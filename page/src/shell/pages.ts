@@ -31,8 +31,9 @@ export interface Page {
   offered(state: State): boolean;
 }
 
-/** A model that is loading or broken has its page too; a run without a model has none. */
-const ofHeads = (state: State) => state.pages.heads || !state.pages.watch;
+/** A model that is loading or broken has its page too; a run and a file without a model have none. */
+const ofHeads = (state: State) =>
+  state.pages.heads || !(state.pages.watch || (state.static && state.pages.lab));
 
 export const PAGES: readonly Page[] = [
   { id: 'heads', view: Heads, words: heads, ofInput: true, offered: ofHeads },

@@ -7,13 +7,17 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from headwise.apps.cli.main import app
 from headwise.apps.lab import ablations, design, own_claims, record, runner
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds
 from headwise.apps.lab.claims import CLAIMS, translation_quality
+from headwise.apps.lab.command import begun_names, begun_settings
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.revisions import REVISIONS
 from headwise.apps.lab.runner import find
@@ -130,6 +134,49 @@ def test_a_file_without_claims_or_with_a_taken_id_is_refused(tmp_path: Path) -> 
     (tmp_path / "taken.py").write_text(SOURCE.replace('id="mine"', 'id="scale-sigma"'))
     with pytest.raises(ValueError, match="give yours another id"):
         find([str(tmp_path / "taken.py")], files=True)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (("def rule", "def rule("), "line 10: SyntaxError"),
+        (("mine = Claim", "mine = 1 / 0, Claim"), "line 15: ZeroDivisionError"),
+        (('id="mine"', 'id="../mine"'), "'../mine' is not an id"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_with_its_line(
+    tmp_path: Path, edit: tuple[str, str], said: str
+) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(SOURCE.replace(*edit))
+    with pytest.raises(ValueError, match=said):
+        find([str(file)], files=True)
+
+
+def test_a_rule_has_to_give_a_verdict(tmp_path: Path) -> None:
+    claim = read_one(tmp_path, SOURCE.replace("return holds(because) if", "return 1 if"), "numeric")
+    with pytest.raises(ValueError, match=r"the rule of mine returned 1; return holds"):
+        claim.rule({"value": 2})
+    assert claim.command == "headwise lab run numeric.py"  # its id would find nothing
+
+
+def test_sizes_of_yours_are_told_beside_the_recorded_verdict_or_refused_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path))
+
+    def run(*words: str) -> str:
+        return CliRunner().invoke(app, ["lab", "run", "scale-saturation", *words]).output
+
+    assert "the verdict has changed: recorded is ✓ holds" in run("--set", "d_k=1,4")
+    assert "the verdict is the recorded one" in run("--set", "rows=4")
+    assert "scale_softmax.py, line" in run("--set", "keys=1")  # log(1) = 0
+
+
+def test_a_shell_completes_claims_and_their_settings() -> None:
+    context: Any = SimpleNamespace(params={"ids": ["dot-small"]})
+    assert "scale-sigma" in dict(begun_names("scale-s"))
+    assert dict(begun_settings(context, "s")) == {"seeds=": "3", "steps=": "120"}
 
 
 def test_a_request_can_t_name_a_file_that_would_be_run(tmp_path: Path) -> None:

@@ -206,3 +206,13 @@ def test_only_the_page_itself_can_run_something(tmp_path: Path) -> None:
         assert job_of(session).state() is None
         assert client.post(run_it, json={}).status_code == 202
         assert job_of(session).join(PATIENCE)
+
+
+def test_a_result_is_moved_and_an_unknown_one_is_refused(folder: Path) -> None:
+    measured("scale-saturation", folder)
+    status, found = get("/api/lab/claims/scale-saturation/moved?result=own-quick")
+    assert status == 200
+    assert found["settings"]["d_k"]["stops"][-1] == found["settings"]["d_k"]["default"]
+    assert {cell["verdict"] for cell in found["cells"]} == {"holds", "does not hold"}
+    assert all(cell["because"] in found["zh"] for cell in found["cells"])
+    assert get("/api/lab/claims/scale-saturation/moved?result=recorded-full")[0] == 404

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
+from typer.testing import CliRunner
 
+from headwise.apps.cli.main import app
 from headwise.apps.lab import record
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.laboratory import Lab
@@ -101,3 +103,33 @@ def test_an_unknown_claim_is_told_beside_the_list(visit: Visits) -> None:
     page = visit("#/lab/scale-varianse", allowed="404")
     expect(page.get_by_text("did you mean scale-variance?")).to_be_visible()
     expect(page.locator("[data-claim='scale-variance']")).to_be_visible()
+
+
+def test_a_reader_moves_a_size_and_the_verdict_flips(visit: Visits, folder: Path) -> None:
+    list(run(find(["scale-saturation"]), Lab("quick"), folder))
+    page = visit("#/lab/scale-saturation")
+    moves = page.get_by_role("region", name="Move what was fixed")
+    expect(moves.get_by_role("status")).to_contain_text("with all figures, as recorded")
+    moves.get_by_role("slider", name="d_k").press("Home")
+    expect(moves.get_by_role("status")).to_contain_text("does not hold")
+    expect(moves.get_by_role("status")).to_contain_text("The verdict flips")
+    expect(page).to_have_url(re.compile("at-d_k=1"))
+    moves.get_by_role("button", name=re.compile("^holds")).click()
+    expect(moves.get_by_role("status")).to_contain_text("the same verdict")
+    moves.get_by_role("button", name="All figures").click()
+    expect(moves.get_by_role("status")).to_contain_text("as recorded")
+
+
+def test_a_file_of_the_lab_has_every_claim_and_its_moves(
+    visit: Visits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the results that come with headwise
+    assert CliRunner().invoke(app, ["look", "--lab"]).exit_code == 2
+    file = tmp_path / "lab.html"
+    assert CliRunner().invoke(app, ["look", "--lab", "--out", str(file)]).exit_code == 0
+    page = visit(f"{file.as_uri()}#/lab/qk-self?at-spread=0")
+    moves = page.get_by_role("region", name="Move what was fixed")
+    expect(moves.get_by_role("status")).to_contain_text("The verdict flips")
+    expect(page.get_by_role("navigation", name="Claims").get_by_role("link")).to_have_count(
+        len(CLAIMS)
+    )

@@ -27,6 +27,7 @@ from headwise.apps.lab.experiments.dot_and_additive import (
     without_numbers,
 )
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.nn import Additive, AdditiveAttention, MultiHeadAttention
 
 
@@ -217,6 +218,10 @@ CLAIMS = (
         experiment=costs,
         rule=judge_cost,
         shows=show_cost,
+        moves=(
+            Move("n", both("n"), "n", needs=2),
+            Move("width", both("d"), "d", needs=2),
+        ),
         gpu=True,
         derivation=both(
             "q·k is d multiply-adds, and n² of them are one matrix product. vᵀtanh(q + k) is d "

@@ -31,6 +31,7 @@ from headwise.apps.lab.estimates import (
     measured,
 )
 from headwise.apps.lab.laboratory import Lab, Piece
+from headwise.apps.lab.moves import SEEDS, Move
 from headwise.apps.lab.recall import Recall, RecallModel, Relation, Task, accuracy, learn, right
 from headwise.nn import Additive, MultiHeadAttention
 
@@ -325,6 +326,10 @@ CLAIMS = (
         experiment=widths,
         rule=judge_quality,
         shows=show_widths,
+        moves=(
+            Move("d_k", both("d_k"), "d"),
+            SEEDS,
+        ),
         gpu=True,
     ),
     Claim(
@@ -337,6 +342,10 @@ CLAIMS = (
         experiment=recalling,
         rule=judge_small,
         shows=show_widths,
+        moves=(
+            Move("d_k", both("d_k"), "d", how="only"),
+            SEEDS,
+        ),
     ),
     Claim(
         id="dot-overfit",
@@ -349,5 +358,9 @@ CLAIMS = (
         experiment=overfitting,
         rule=judge_overfit,
         shows=show_overfit,
+        moves=(
+            Move("sequences", both("sequences", "序列数"), "examples"),
+            Move("seeds", both("seeds", "种子数"), "seed", ("rows", "relations")),
+        ),
     ),
 )

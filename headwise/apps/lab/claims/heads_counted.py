@@ -13,6 +13,7 @@ from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold
 from headwise.apps.lab.counting import flops, in_turns, parameters
 from headwise.apps.lab.estimates import slope
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.nn import MultiHeadAttention
 
 WIDTH = 512
@@ -274,6 +275,7 @@ CLAIMS = (
         experiment=counts,
         rule=judge_parameters,
         shows=show_counts,
+        moves=(Move("heads", both("heads", "头数"), "heads"),),
         derivation=both(
             "h·d_k = d_model, so the h matrices d_model × d_k of the queries are one matrix "
             "d_model × d_model cut into columns; the same for keys and values; W_o is the fourth.",
@@ -292,6 +294,7 @@ CLAIMS = (
         experiment=counts,
         rule=judge_full_width,
         shows=show_counts,
+        moves=(Move("heads", both("heads", "头数"), "heads"),),
         derivation=both(
             "With d_k = d_model each head has three d_model² matrices, and W_o has h·d_model "
             "rows: 4·h·d_model².",
@@ -327,6 +330,10 @@ CLAIMS = (
         experiment=operations,
         rule=judge_compute,
         shows=show_compute,
+        moves=(
+            Move("heads", both("heads", "头数"), "heads"),
+            Move("tokens", both("tokens", "词元数"), "tokens", how="from"),
+        ),
         gpu=True,
         derivation=both(
             "Scores and weighted values: 2·2·n²·d_k. Projecting n tokens of width d_model to q, "

@@ -16,6 +16,7 @@ from headwise.apps.lab.charts import Chart, Listing, Series
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.experiments.many_heads import unread
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.apps.lab.translation_runs import translated
 from headwise.messages import Sentence
 from headwise.models import GPT
@@ -324,6 +325,7 @@ CLAIMS = (
         experiment=diversity,
         rule=judge_diversity,
         shows=show_diversity,
+        moves=(Move("texts", both("texts", "文本数"), tables=("trained", "fresh")),),
     ),
     Claim(
         id="heads-blur",

@@ -9,6 +9,7 @@ from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold
 from headwise.apps.lab.counting import parameters
 from headwise.apps.lab.experiments import shared_projection as sharing
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.apps.lab.recall import RecallModel, Relation, learn
 from headwise.nn import MultiHeadAttention, Separate, Shared
 
@@ -234,6 +235,7 @@ CLAIMS = (
         experiment=diagonals,
         rule=judge_self,
         shows=show_self,
+        moves=(Move("spread", both("spread of log norms", "范数对数的离散度"), "spread"),),
         derivation=both(
             "s_ij = ‖k_i‖ ‖k_j‖ cos(k_i, k_j) and s_ii = ‖k_i‖². By Cauchy and Schwarz the token "
             "with the largest norm attends to itself most; any other one only if no longer key "
@@ -254,5 +256,6 @@ CLAIMS = (
         experiment=counts,
         rule=judge_parameters,
         shows=show_parameters,
+        moves=(Move("width", both("d_model"), "d"),),
     ),
 )

@@ -23,6 +23,7 @@ from headwise.apps.lab.claim import (
 from headwise.apps.lab.claims.translation_quality import MATTERS, gain, runs
 from headwise.apps.lab.estimates import BLEU_POINTS, difference, measured
 from headwise.apps.lab.laboratory import Lab, Piece
+from headwise.apps.lab.moves import SEEDS
 from headwise.apps.lab.recall import Recall, RecallModel, Relation, Task, accuracy, learn
 from headwise.nn import MultiHeadAttention, Projections, Separate, Shared, Unprojected
 
@@ -299,6 +300,7 @@ CLAIMS = (
         experiment=adapting,
         rule=judge_none,
         shows=show_none,
+        moves=(SEEDS,),
         gpu=True,
         derivation=both(
             "x_i·x_j = x_j·x_i: a token that must find its successor scores its predecessor "
@@ -317,5 +319,6 @@ CLAIMS = (
         experiment=gradients,
         rule=judge_gradient,
         shows=show_gradient,
+        moves=(SEEDS,),
     ),
 )

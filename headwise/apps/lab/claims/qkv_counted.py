@@ -12,6 +12,7 @@ from headwise.apps.lab.charts import Chart, series
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.counting import flops, in_turns, parameters
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.messages import Sentence
 from headwise.nn import FixedAttention, MultiHeadAttention
 
@@ -172,6 +173,10 @@ CLAIMS = (
         experiment=counts,
         rule=judge_parameters,
         shows=show_parameters,
+        moves=(
+            Move("from", both("tokens", "词元数"), "length", how="from"),
+            Move("to", both("tokens", "词元数"), "length"),
+        ),
         derivation=both(
             "Both layers need W_v and W_o. Fixed weights have h·n² logits instead of the 2·d² "
             "entries of W_q and W_k: more if n > d·√(2/h).",
@@ -190,6 +195,10 @@ CLAIMS = (
         experiment=operations,
         rule=judge_compute,
         shows=show_compute,
+        moves=(
+            Move("from", both("tokens", "词元数"), "length", how="from"),
+            Move("to", both("tokens", "词元数"), "length"),
+        ),
         gpu=True,
         derivation=both(
             "Q, K and V: 8·n·d² for four projections and 4·n²·d for scores and values. Fixed "

@@ -26,6 +26,7 @@ from headwise.apps.lab.claims.translation_quality import MATTERS, gain, runs
 from headwise.apps.lab.counting import parameters
 from headwise.apps.lab.estimates import BLEU_POINTS, measured
 from headwise.apps.lab.laboratory import Lab, Piece
+from headwise.apps.lab.moves import SEEDS, Move
 from headwise.apps.lab.recall import Delay, Recall, RecallModel, Sequences, Task, accuracy, learn
 from headwise.models import GatedConvolution
 from headwise.nn import ALiBi, FixedAttention, MultiHeadAttention, Rotary
@@ -486,6 +487,7 @@ CLAIMS = (
         experiment=fixed_and_qkv,
         rule=judge_content,
         shows=show_fixed,
+        moves=(SEEDS,),
         gpu=True,
     ),
     Claim(
@@ -498,6 +500,7 @@ CLAIMS = (
         experiment=served_lengths,
         rule=judge_length,
         shows=show_lengths,
+        moves=(SEEDS,),
     ),
     Claim(
         id="rivals-long-range",
@@ -510,5 +513,6 @@ CLAIMS = (
         experiment=distances,
         rule=judge_long_range,
         shows=show_long_range,
+        moves=(Move("distance", both("distance", "距离"), "distance"),),
     ),
 )

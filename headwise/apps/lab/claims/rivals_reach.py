@@ -16,6 +16,7 @@ from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold
 from headwise.apps.lab.counting import flops
 from headwise.apps.lab.estimates import slope
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.models import GatedConvolution
 from headwise.nn import MultiHeadAttention
 
@@ -257,6 +258,7 @@ CLAIMS = (
         experiment=reaches,
         rule=judge_path,
         shows=show_path,
+        moves=(Move("tokens", both("tokens", "词元数"), "n", needs=2),),
         derivation=both(
             "y_i = Σ_j p_ij v_j holds every v_j at once. h_t = f(h_{t−1}, x_t) reaches x_1 "
             "through t applications of f. A layer of kernel k adds k − 1 positions to what an "
@@ -276,6 +278,7 @@ CLAIMS = (
         experiment=constants,
         rule=judge_constant,
         shows=show_constant,
+        moves=(Move("tokens", both("tokens", "词元数"), "n", needs=2),),
         derivation=both(
             "The number of steps is one for every distance, but each of n positions computes n "
             "scores: 4·n²·d operations beside the 8·n·d² of the projections.",

@@ -13,6 +13,7 @@ from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold
 from headwise.apps.lab.counting import flops, in_turns
 from headwise.apps.lab.estimates import slope
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.messages import Sentence
 from headwise.models import GatedConvolution
 from headwise.nn import MultiHeadAttention
@@ -235,6 +236,7 @@ CLAIMS = (
         experiment=operations,
         rule=judge_compute,
         shows=show_compute,
+        moves=(Move("tokens", both("tokens", "词元数"), "n", needs=2),),
         gpu=True,
         derivation=both(
             "Attention: 8·n·d² + 4·n²·d, of which the second is larger from n = 2·d on. LSTM: "
@@ -252,6 +254,7 @@ CLAIMS = (
         experiment=parallelism,
         rule=judge_parallel,
         shows=show_parallel,
+        moves=(Move("tokens", both("tokens", "词元数"), "n", needs=2),),
         gpu=True,
     ),
     Claim(
@@ -264,6 +267,7 @@ CLAIMS = (
         experiment=parallelism,
         rule=judge_cnn_parallel,
         shows=show_parallel,
+        moves=(Move("tokens", both("tokens", "词元数"), "n", needs=2),),
         gpu=True,
         derivation=both(
             "y_t = Σ_i W_i x_{t−i} depends on inputs only, never on another output: all "

@@ -11,6 +11,7 @@ from headwise.apps.lab.charts import Chart, series
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.claims.scale_softmax import LABELS, SCALINGS, factor
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.messages import Sentence
 
 ARRANGEMENTS = {
@@ -197,6 +198,11 @@ CLAIMS = (
         experiment=growth,
         rule=judge_exploding,
         shows=show_exploding,
+        moves=(
+            Move("layers", both("layers", "层数"), "depth"),
+            Move("stack", both("stack", "结构"), "arrangement", how="only"),
+            Move("gain", both("gain", "增益"), "gain", how="only"),
+        ),
     ),
     Claim(
         id="scale-layernorm",
@@ -209,6 +215,7 @@ CLAIMS = (
         experiment=drift,
         rule=judge_layernorm,
         shows=show_layernorm,
+        moves=(Move("growth", both("factor on q and k", "q 与 k 的倍数"), "growth", needs=2),),
         derivation=both(
             "LayerNorm divides by what it measures: LN(c·x) = LN(x). The constant 1/√d_k divides "
             "by what is assumed: (c·q)·(c·k)/√d_k = c²·q·k/√d_k, so every growth of q and k stays.",

@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise.apps.lab.charts import Chart, Listing, series
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOGITS = (8.0, 10.0, 12.0, 40.0, 80.0, 88.0, 90.0, 200.0, 1000.0, 30_000.0)
@@ -165,6 +166,7 @@ CLAIMS = (
         experiment=overflows,
         rule=judge_overflow,
         shows=show_overflow,
+        moves=(Move("d_k", both("d_k"), "d", ("random",)),),
         derivation=both(
             "exp(s) overflows where s exceeds the logarithm of the largest number: 88.7 in "
             "float32 and bf16, 11.1 in fp16. softmax(s) = softmax(s − max s), and there every "

@@ -12,6 +12,7 @@ from headwise.apps.lab.charts import Chart, Listing, series
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.experiments.why_scale import jacobian_norm
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.models.trained import load
 
 SCALINGS = ("unscaled", "scaled")
@@ -230,6 +231,10 @@ CLAIMS = (
         experiment=saturation,
         rule=judge_saturation,
         shows=show_saturation,
+        moves=(
+            Move("d_k", both("d_k"), "d"),
+            Move("keys", both("keys", "键数"), "keys", how="only"),
+        ),
         derivation=both(
             "The ratio of two weights is exp(s_a − s_b). Unscaled, s_a − s_b has deviation √(2 "
             "d_k), so the ratio of the two largest weights grows as exp(c·√d_k) and the largest "
@@ -249,6 +254,7 @@ CLAIMS = (
         experiment=gradients,
         rule=judge_gradient,
         shows=show_gradient,
+        moves=(Move("d_k", both("d_k"), "d"),),
         derivation=both(
             "∂p_i/∂s_j = p_i (δ_ij − p_j). For a one-hot p every entry is 0. For p = (1 − ε, ε, "
             "0, …) the norm is about 2ε, and ε falls as exp(−c·√d_k) in a typical row. The "

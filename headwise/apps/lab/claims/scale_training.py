@@ -25,6 +25,7 @@ from headwise.apps.lab.claim import (
 from headwise.apps.lab.claims.translation_quality import NATS, grouped, runs, show_curves
 from headwise.apps.lab.estimates import POINTS, Difference, difference, measured
 from headwise.apps.lab.laboratory import Lab, Piece
+from headwise.apps.lab.moves import Move
 from headwise.apps.lab.recall import Recall, RecallModel, accuracy, cross_entropy
 from headwise.nn import MultiHeadAttention
 
@@ -224,6 +225,12 @@ CLAIMS = (
         experiment=scaling,
         rule=judge_scaling,
         shows=show_scaling,
+        moves=(
+            Move("d_k", both("d_k"), "d"),
+            Move("rate", both("learning rate", "学习率"), "rate", how="only"),
+            Move("warm", both("warm-up", "预热"), "warm", how="only"),
+            Move("seeds", both("seeds", "种子数"), "seed"),
+        ),
         gpu=True,
     ),
 )

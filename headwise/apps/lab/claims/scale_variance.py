@@ -20,6 +20,7 @@ from headwise.apps.lab.claim import (
 )
 from headwise.apps.lab.estimates import slope
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import Move
 from headwise.models.trained import load
 
 WIDTHS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -290,6 +291,7 @@ CLAIMS = (
         experiment=variances,
         rule=judge_variance,
         shows=show_variance,
+        moves=(Move("d_k", both("d_k"), "d"),),
         derivation=both(
             "E[q_i k_i] = E[q_i] E[k_i] = 0 and Var(q_i k_i) = E[q_i²] E[k_i²] − 0 = 1, because "
             "q_i and k_i are independent. The d_k terms of q·k = Σ q_i k_i are independent too, "

@@ -18,6 +18,7 @@ from headwise.apps.lab.claim import (
 )
 from headwise.apps.lab.estimates import BLEU_POINTS, Difference, difference, measured
 from headwise.apps.lab.laboratory import Lab
+from headwise.apps.lab.moves import SEEDS
 from headwise.apps.lab.translation_runs import translated
 from headwise.messages import Sentence
 
@@ -224,6 +225,7 @@ CLAIMS = (
         experiment=heads,
         rule=judge_quality,
         shows=show_curves,
+        moves=(SEEDS,),
         gpu=True,
     ),
     Claim(
@@ -236,6 +238,7 @@ CLAIMS = (
         experiment=heads,
         rule=judge_robust,
         shows=show_curves,
+        moves=(SEEDS,),
         gpu=True,
     ),
     Claim(
@@ -248,6 +251,7 @@ CLAIMS = (
         experiment=sharing,
         rule=judge_shared,
         shows=show_curves,
+        moves=(SEEDS,),
         gpu=True,
     ),
 )

@@ -1,4 +1,4 @@
-/** The answers of the lab: headwise/apps/look/serving/lab_answers.py in TypeScript. */
+/** The answers of the lab: headwise/apps/lab/page.py in TypeScript. */
 
 export const VERDICTS = [
   'holds',
@@ -105,12 +105,31 @@ export interface Claim {
   /** Verdicts that no longer stand. */
   history: { date: string; verdict: Verdict; reason: string }[];
   command: string;
+  /** A reader can move what the recorded figures are judged by. */
+  movable: boolean;
   /** The best first. */
   results: Result[];
   /** A result that can't be read. */
   problem: string | null;
   experiment: Piece[];
   rule: Piece[];
+}
+
+export type Stop = number | string;
+
+/** A column of the figures by which rows are left out. */
+export interface Move {
+  label: string;
+  how: 'up to' | 'from' | 'only';
+  stops: Stop[];
+  /** The stop that leaves nothing out. */
+  default: Stop;
+}
+
+/** The verdict at every position of the moves; none where the rule can't judge so little. */
+export interface Moves {
+  settings: Record<string, Move>;
+  cells: { at: Stop[]; verdict?: Verdict; condition?: string | null; because?: string }[];
 }
 
 /** The last experiment that the page ran. */
