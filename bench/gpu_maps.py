@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from bench.gpu_timing import Row, Run, interleaved, normal, say
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.maps import blockwise
 from headwise.maps.pooling import Cells
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.core import schedule
-from headwise.engines.streaming import key_moments as moments
-from headwise.engines.streaming import loop
+from headwise.engines.streaming import forward_loop, loop
 
 KINDS: dict[str, tuple[str, ...]] = {
     "score": ("dot", "scaled", "odd scale", "additive", "general", "cosine"),
@@ -538,7 +537,7 @@ def every_pair(
 def small_blocks(rows: int = 16, keys: int = 8, block: int = 1) -> Iterator[None]:
     """Blocks so small that a small problem has many of them."""
     sizes = {"ROWS": rows, "WINDOW_ROWS": rows, "KEYS": keys, "BLOCK": block}
-    places = [(module, name) for module in (schedule, moments, loop) for name in sizes]
+    places = [(module, name) for module in (schedule, forward_loop, loop) for name in sizes]
     places = [(module, name) for module, name in places if hasattr(module, name)]
     before = [getattr(module, name) for module, name in places]
     try:

@@ -12,8 +12,7 @@ from headwise.core.intervals import inside
 from headwise.core.logits import added
 from headwise.core.observation import STATISTICS
 from headwise.core.problem import Problem, Terms
-from headwise.core.row_sums import FLAGS, LOG_TOTAL, RowResults
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import FLAGS, LOG_TOTAL, RowResults, RowTotals
 
 PART = 1 << 22  # elements of the queries of one step, so that their keys take little memory
 

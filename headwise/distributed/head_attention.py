@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from headwise import api, handover
 from headwise.core.observation import check_sink_keys
@@ -14,10 +16,207 @@ from headwise.core.place import Place, four
 from headwise.core.problem import without_autocast
 from headwise.distributed.descriptions import Values
 from headwise.distributed.geometry import Geometry
-from headwise.distributed.head_exchange import Axes, computed_together, to_heads, to_rows
 from headwise.distributed.head_options import learned_tensors, options_of_part
+from headwise.distributed.header import Header, agree, telling
 from headwise.distributed.layouts import HeadShare, head_shares
-from headwise.distributed.transport import RankGroup
+from headwise.distributed.ranges import Range, Ranges, cut, numbers, size
+from headwise.distributed.transport import RankGroup, packed, unpacked
+
+
+class Axes(NamedTuple):
+    """The heads that each rank computes of a tensor, and the positions that each rank holds."""
+
+    heads: tuple[Range, ...]
+    held: tuple[Ranges, ...]
+
+    @property
+    def shared(self) -> bool:
+        """True if several ranks compute with the same heads, so that their gradients are added."""
+        ends = [0, *(last for _, last in self.heads)]
+        return any(i < end and i < j for (i, j), end in zip(self.heads, ends, strict=False))
+
+
+def to_heads(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """All positions of this rank's heads (B, h, N, ·), from its positions of all (B, H, n, ·).
+
+    Shared heads come in float32 or wider, so that no part of their gradient is rounded.
+    """
+    return list(_ToHeads.apply(ranks, axes, *tensors))  # type: ignore[no-untyped-call]
+
+
+def to_rows(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The opposite: this rank's positions of all heads (B, H, n, ·)."""
+    return list(_ToRows.apply(ranks, axes, *tensors))  # type: ignore[no-untyped-call]
+
+
+def computed_together(
+    ranks: RankGroup,
+    compute: Callable[[], list[Tensor]],
+    inputs: Sequence[Tensor],
+    values: Mapping[str, Values],
+) -> list[Tensor]:
+    """The results of a function of these inputs; if it fails on one rank, or its backward does, or
+    the `values` differ, every rank raises an error.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        call = ranks, compute, values
+        return list(_Together.apply(call, *inputs))  # type: ignore[no-untyped-call]
+    with telling(ranks, same=values):
+        results = compute()
+    return results
+
+
+class _Together(torch.autograd.Function):
+    """Runs the backward of a part of the graph inside its own, where an error can be caught."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ranks, compute, values = call
+        with telling(ranks, same=values), torch.enable_grad():
+            results = compute()
+        ctx.part = ranks, results, inputs
+        found = tuple(x.detach() for x in results)
+        constant = [x for x, y in zip(found, results, strict=True) if not y.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if ctx.part is None:
+            raise RuntimeError(
+                "a second backward through this graph needs retain_graph=True before"
+            )
+        ranks, results, inputs = ctx.part
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        wanted = [x for x, need in zip(inputs, ctx.needs_input_grad[1:], strict=True) if need]
+        with telling(ranks):
+            pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
+            outputs, given = zip(*pairs, strict=True) if pairs else ((), ())
+            found = torch.autograd.grad(
+                outputs, wanted, given, retain_graph=keep, allow_unused=True
+            )
+        ctx.part = ctx.part if keep else None
+        each = iter(found)
+        return None, *(next(each) if need else None for need in ctx.needs_input_grad[1:])
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: RankGroup, axes: Sequence[Axes], *tensors: Tensor) -> Any:
+        ctx.call, ctx.dtypes = (ranks, axes), [x.dtype for x in tensors]
+        found = _spread(ranks, axes, tensors)
+        return tuple(_wide(x) if a.shared else x for x, a in zip(found, axes, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ranks, axes = ctx.call
+        found = _collected(ranks, axes, grads)
+        return None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: RankGroup, axes: Sequence[Axes], *tensors: Tensor) -> Any:
+        ctx.call = ranks, axes
+        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
+        ctx.set_materialize_grads(False)
+        return tuple(_collected(ranks, axes, tensors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ranks, axes = ctx.call
+        # A loss may use some results on one rank and others on the next.
+        every = agree(ranks, Header("backward", own=[int(x is not None) for x in grads]))
+        used = [any(flags) for flags in zip(*every, strict=True)]
+        there, sent = [], []
+        for grad, axis, (shape, dtype, device), use in zip(
+            grads, axes, ctx.like, used, strict=True
+        ):
+            if use:
+                heads = sum(last - first for first, last in axis.heads)
+                rows = size(axis.held[ranks.own])
+                empty = torch.zeros(shape[0], heads, rows, *shape[3:], dtype=dtype, device=device)
+                there.append(axis)
+                sent.append(empty if grad is None else grad)
+        found = iter(_spread(ranks, there, sent))
+        return None, None, *(next(found) if use else None for use in used)
+
+
+def _spread(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Send each rank its heads of these positions, and join all positions of this rank's."""
+    own = ranks.own
+    moved = list(zip(tensors, axes, strict=True))
+    shapes = [
+        [
+            ((x.shape[0], _count(a.heads[own]), size(a.held[rank]), x.shape[3]), x.dtype)
+            for x, a in moved
+        ]
+        for rank in range(ranks.count)
+    ]
+    parts = {peer: [x[:, slice(*a.heads[peer])] for x, a in moved] for peer in range(ranks.count)}
+    arrived = _exchanged(ranks, parts, shapes)
+    found = []
+    for number, a in enumerate(axes):
+        order = torch.cat([numbers(ranges) for ranges in a.held])
+        together = torch.cat([part[number] for part in arrived], 2)
+        found.append(together.index_select(2, order.argsort().to(together.device)))
+    return found
+
+
+def _collected(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Send each rank its positions of these heads, and add up all heads of this rank's."""
+    own = ranks.own
+    moved = list(zip(tensors, axes, strict=True))
+    shapes = [
+        [
+            ((x.shape[0], _count(a.heads[rank]), size(a.held[own]), x.shape[3]), x.dtype)
+            for x, a in moved
+        ]
+        for rank in range(ranks.count)
+    ]
+    parts = {peer: [cut(x, 2, a.held[peer]) for x, a in moved] for peer in range(ranks.count)}
+    arrived = _exchanged(ranks, parts, shapes)
+    found = []
+    for number, (x, a) in enumerate(moved):
+        heads = max(last for _, last in a.heads)
+        total = x.new_zeros(x.shape[0], heads, size(a.held[own]), x.shape[3])
+        for (first, last), part in zip(a.heads, arrived, strict=True):
+            total[:, first:last] += part[number]
+        found.append(total)
+    return found
+
+
+def _exchanged(
+    ranks: RankGroup,
+    parts: dict[int, list[Tensor]],
+    shapes: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
+) -> list[list[Tensor]]:
+    """Send each rank its tensors, and return what each rank has sent here, in these shapes."""
+    sends = {peer: packed(*parts[peer]) for peer in ranks.others}
+    sizes = {peer: sum(_bytes(*each) for each in shapes[peer]) for peer in ranks.others}
+    device = parts[ranks.own][0].device
+    arrived = ranks.exchange(sends, sizes, device).take()
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    return [
+        parts[rank] if rank == ranks.own else unpacked(arrived.get(rank, nothing), *shapes[rank])
+        for rank in range(ranks.count)
+    ]
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _count(part: Range) -> int:
+    return part[1] - part[0]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def attend_by_heads(

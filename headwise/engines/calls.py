@@ -1,14 +1,16 @@
-"""The cache of prepared calls, by their description.
+"""The cache of prepared calls, by their description, and what keeps a call out of it.
 
 Checking and planning a call takes the CPU longer than a short kernel takes the GPU. The result is
 the same for all calls of one description: the options, and the shapes, strides, dtypes, devices and
 alignment of the tensors. So an engine prepares a call once, and later calls of that description run
-immediately.
+immediately. Compilers, modes, transforms and gradients must see a call as an operator, and calling
+an operator takes longer than a short kernel, so all other calls go without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,3 +130,34 @@ def _autocasts(tensors: tuple[object, ...]) -> bool:
 def _is_plain(x: object) -> bool:
     """Return whether an option is None or a plain number, which has no gradient."""
     return x is None or type(x) is float or type(x) is int
+
+
+def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `run`, or the operator if something must see it."""
+
+    def call(q: Tensor, *given: Any) -> Any:
+        return (operator if noticed(q, *given) else run)(q, *given)
+
+    return call
+
+
+def noticed(*given: object) -> bool:
+    """Return whether gradients, compilers, modes or transforms must see a call as an operator."""
+    return intercepted(*given) or learns(given)
+
+
+def intercepted(*given: object) -> bool:
+    """Return whether compilers, modes or transforms must see a call as an operator."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:
+        return True
+    if torch._C._get_tracing_state() is not None:
+        return True
+    for x in given:
+        if isinstance(x, Tensor):
+            if x.is_meta or x.is_neg():
+                return True
+            if type(x) is not Tensor and type(x) is not Parameter:
+                return True
+    return False

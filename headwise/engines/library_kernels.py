@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from headwise.core.problem import Terms
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.engines import failures
 
 FEW = 128  # rows per tile of cuDNN's backward: for fewer, its gradients may be NaN

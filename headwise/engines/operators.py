@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms, without_autocast
-from headwise.core.row_sums import ENTROPY, RowResults, room, unpacked
-from headwise.core.row_totals import RowTotals
-from headwise.engines import flops
-from headwise.engines.calls import learns
-from headwise.engines.interception import intercepted
+from headwise.core.row_sums import ENTROPY, RowResults, RowTotals, room, unpacked
+from headwise.engines import failures, flops
+from headwise.engines.calls import intercepted, learns
+from headwise.engines.failures import KernelError, family_of_terms
 from headwise.engines.learning import (
     BIAS,
     FOR_BACKWARD,
@@ -32,8 +31,54 @@ from headwise.engines.learning import (
     without_gradients,
 )
 from headwise.engines.library_backward import LibraryBackward
-from headwise.engines.safe_engine import safe_backward, safe_forward
 from headwise.engines.second_derivatives import refuse
+
+SAFE = "streaming"
+_FORWARDS: dict[str, Callable[..., Any]] = {}  # by engine
+_BACKWARDS: dict[str, Callable[..., Any]] = {}
+
+
+def safe_forward(engine: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an engine's forward `run`, whose calls the SAFE engine computes if its kernels fail.
+
+    If they do, calls with gradients and without are planned for another engine from then on.
+    """
+    _FORWARDS[engine] = run
+    return _or_safe(engine, run, _FORWARDS, (False, True))
+
+
+def safe_backward(engine: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an engine's backward `run`, whose calls the SAFE engine computes if its kernels fail.
+
+    If they do, calls with gradients are planned for another engine from then on.
+    """
+    _BACKWARDS[engine] = run
+    return _or_safe(engine, run, _BACKWARDS, (True,))
+
+
+def _or_safe(
+    engine: str,
+    run: Callable[..., Any],
+    safe: dict[str, Callable[..., Any]],
+    learns: tuple[bool, ...],
+) -> Callable[..., Any]:
+    """`learns`: the calls that fail with one, those without gradients (False) and with (True)."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) -> Any:
+        calls = [family_of_terms(engine, q, v, terms, each) for each in learns]
+        if failures.caller_replans() or failures.reason(calls[0]) is None:
+            try:
+                return run(q, k, v, terms, *rest)
+            except KernelError as failure:
+                if failures.caller_replans():
+                    raise
+                for each in calls:
+                    failures.record(each, failure)
+        terms = terms.without_band(q.shape[2], k.shape[2])
+        return safe[SAFE](q, k, v, terms, *rest)
+
+    return call
+
 
 Forward = Callable[[Tensor, Tensor, Tensor, Terms, int], RowResults]
 

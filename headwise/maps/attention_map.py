@@ -9,21 +9,52 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.core.arguments import is_integer, is_number
+from headwise.core.intervals import rows_per_key
 from headwise.core.place import Place
 from headwise.core.policies import Policy, TopK, check_policy
 from headwise.core.problem import Problem, restate, without_dropout
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.maps import coverage
 from headwise.maps.backends import backend_for, coverage_for
 from headwise.maps.coverage import Recall
-from headwise.maps.eviction import mean_received, per_key_head, smoothed
 from headwise.maps.lazy_map import LazyMap, check_rows, refuse_vmap, times
 from headwise.maps.pooling import Cells, How
 from headwise.maps.region import Region
 from headwise.maps.row_totals import LazyTotals
+
+
+def mean_received(received: Tensor, region: Region) -> Tensor:
+    """Column sums (B, Hq, M) as means over the rows that see each key; 0 if none does."""
+    return received / rows_that_see(region).clamp_min(1)
+
+
+def rows_that_see(region: Region) -> Tensor:
+    """The number of a region's rows that see each key, (B|1, Hq|1, M)."""
+    _, _, rows, keys = region.box.shape
+    terms = region.terms
+    if terms.dense is not None:
+        seen = terms.dense.expand(*terms.dense.shape[:2], rows, keys)
+        return seen.sum(-2)
+    if terms.intervals is None:
+        return torch.full((1, 1, keys), rows, device=region.q.device)
+    return rows_per_key(terms.intervals, keys)
+
+
+def smoothed(scores: Tensor, width: int) -> Tensor:
+    """The mean of each score (B, H, M) and its neighbours, `width` of them; 0 beyond the ends."""
+    if width == 1 or scores.numel() == 0:
+        return scores
+    return F.avg_pool1d(scores, width, stride=1, padding=width // 2)
+
+
+def per_key_head(scores: Tensor, group: int) -> Tensor:
+    """The mean over the query heads that share a key head, (B, Hkv, M)."""
+    shared: Tensor = scores.unflatten(1, (-1, group)).mean(2)
+    return shared
 
 
 class AttentionMap(LazyMap):

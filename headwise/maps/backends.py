@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.engines import failures
 from headwise.engines.failures import KernelError, family
 from headwise.engines.triton.engine import TRITON

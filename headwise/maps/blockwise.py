@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.blocks import Unit
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.core.schedule import Segment
 from headwise.engines.streaming.forward_loop import row_totals as streaming_totals
 from headwise.engines.streaming.loop import LOG2_E, Loop, Selection

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.core.blocks import Unit
 from headwise.core.policies import Policy
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.engines.streaming.loop import Selection
 from headwise.engines.streaming.selection import Joint, largest, select
 from headwise.maps.blockwise import RegionLoop

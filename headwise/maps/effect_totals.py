@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 
 
 class EffectTotals(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.launches import launching
 from headwise.engines.triton.host.operands import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.engines.triton.host.operands import outer_strides
 from headwise.engines.triton.host.tile_shapes import Shape
 from headwise.engines.triton.kernels.maps.map_held import held

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.maps.backends import backend_for
 from headwise.maps.blockwise import Totals
 from headwise.maps.effect_totals import EffectTotals

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
-from headwise.distributed.mesh_calls import MeshCalls
+from headwise.distributed.split_models import MeshCalls
 from headwise.handover import splitting
 from tests.distributed.processes import Processes
 

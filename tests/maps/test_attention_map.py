@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.maps import blockwise
 from headwise.maps import lazy_map as map_module
 from headwise.maps.region import Region

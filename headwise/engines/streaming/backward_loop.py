@@ -8,7 +8,7 @@ from torch import Tensor
 from headwise.core.blocks import Unit
 from headwise.core.logits import relative_index
 from headwise.core.problem import Terms
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.core.schedule import Segment
 from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.streaming.forward_loop import row_totals

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from headwise.core.blocks import Unit
 from headwise.core.problem import Terms, without_autocast
-from headwise.core.row_sums import LOG_TOTAL
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import LOG_TOTAL, RowTotals
 from headwise.core.schedule import Schedule, Segment
 from headwise.engines.operators import CALL, LIBRARY, define
 from headwise.engines.second_derivatives import refuse

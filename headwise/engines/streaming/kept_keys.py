@@ -18,8 +18,7 @@ from headwise.core.intervals import Mask
 from headwise.core.patterns import Between
 from headwise.core.policies import Indices, Policy
 from headwise.core.problem import Problem, Terms, without_autocast, without_dropout
-from headwise.core.row_sums import LOG_TOTAL, RowResults
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import LOG_TOTAL, RowResults, RowTotals
 from headwise.core.spans import SPAN_PREFIX, Span, shown
 from headwise.core.statistics import complete, named, wanted
 from headwise.engines.streaming.backward_loop import Backward

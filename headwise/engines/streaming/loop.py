@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.core.blocks import Blocks, Unit
 from headwise.core.problem import Terms
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.core.schedule import BLOCK, GroupedShape, Schedule, Segment, hide_unseen
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from headwise.core.policies import Blocks, Evicted, Indices, Policy, TopK, Window
 from headwise.core.problem import Problem, Terms, without_autocast
-from headwise.core.row_sums import LOG_TOTAL, RowResults, room
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import LOG_TOTAL, RowResults, RowTotals, room
 from headwise.engines.operators import CALL, LIBRARY, define
 from headwise.engines.second_derivatives import refuse
 from headwise.engines.streaming.backward_loop import Backward

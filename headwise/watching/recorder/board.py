@@ -18,7 +18,7 @@ from headwise.core.host_copy import HostCopy
 from headwise.core.observation import Observation
 from headwise.core.problem import without_autocast
 from headwise.core.reduction import Columns, reduce_rows
-from headwise.engines.interception import noticed
+from headwise.engines.calls import noticed
 from headwise.engines.operators import define
 from headwise.engines.triton.board_call import add_by_kernel
 from headwise.watching.recorder.checkpointing import recomputing

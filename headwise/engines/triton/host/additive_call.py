@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
-from headwise.core.row_sums import RowResults
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowResults, RowTotals
 from headwise.engines.operators import Gradients
 from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.triton.host.decoding_call import join, parts_for, processors, shares

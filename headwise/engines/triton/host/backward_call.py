@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowTotals
 from headwise.engines.operators import Gradients
 from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
 from headwise.engines.triton.host.cards import card

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
-from headwise.core.row_sums import RowResults
-from headwise.core.row_totals import RowTotals
+from headwise.core.row_sums import RowResults, RowTotals
 from headwise.core.statistics import named, single_weights
 from headwise.engines import failures
+from headwise.engines.calls import direct
 from headwise.engines.failures import KernelError, family_of_terms
-from headwise.engines.interception import direct
 from headwise.engines.operators import CALL, define
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import (

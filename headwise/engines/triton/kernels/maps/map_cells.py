@@ -32,7 +32,7 @@ from headwise.engines.triton.kernels.tile import (
 
 
 class Totals(NamedTuple):
-    """The totals of each row, (B, Hq, N) float32 each, as `headwise.core.row_totals.RowTotals`."""
+    """The totals of each row, (B, Hq, N) float32 each, as `headwise.core.row_sums.RowTotals`."""
 
     base: Tensor  # +inf if the row sees no key, so that its weights are 0
     log_total: Tensor
