@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.apps.cli.machine import cpu_device
+from headwise.apps.cli.doctor import cpu_device
 from tests.problems import KINDS, Call, Recipe, small_blocks
 
 SPARED = {"dtype": ("float64",), "parameters": ("same dtype",), "layout": ("packed", "strided")}

@@ -2,9 +2,8 @@
 
 from headwise.models.bert import Bert, BertConfig
 from headwise.models.conv import Conv, ConvConfig, GatedConvolution
-from headwise.models.fixed_gpt import FixedGPT, FixedGPTConfig
 from headwise.models.generate import Beam, Greedy, Sample, Strategy
-from headwise.models.gpt import GPT, GPTConfig
+from headwise.models.gpt import GPT, FixedGPT, FixedGPTConfig, GPTConfig
 from headwise.models.lstm import LSTM, LSTMConfig
 from headwise.models.lstm import State as LSTMState
 from headwise.models.transformer import Transformer, TransformerConfig

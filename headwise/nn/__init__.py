@@ -3,12 +3,9 @@
 from headwise.nn.additive import AdditiveAttention, Bahdanau
 from headwise.nn.block import Arrangement, Block, PostNorm, PreNorm, Residual
 from headwise.nn.caches.cache import Cache, GrowingCache, Memory
-from headwise.nn.caches.fixed_cache import FixedCache
-from headwise.nn.caches.int8_cache import Int8Cache
-from headwise.nn.caches.packed_cache import Packed
-from headwise.nn.caches.page_pool import PagePool
-from headwise.nn.caches.paged_cache import PagedCache
-from headwise.nn.caches.sliding_cache import SlidingCache
+from headwise.nn.caches.fixed_cache import FixedCache, SlidingCache
+from headwise.nn.caches.packed_cache import Int8Cache, Packed
+from headwise.nn.caches.paged_cache import PagedCache, PagePool
 from headwise.nn.call import Call
 from headwise.nn.feed_forward import GELU, FeedForward, ReLU, SwiGLU
 from headwise.nn.fixed_weights import FixedAttention

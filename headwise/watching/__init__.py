@@ -5,15 +5,13 @@ from headwise.watching.alarms import Alarm
 from headwise.watching.clipping import Clip, qk_clip
 from headwise.watching.experiments.sparsity import sparsify
 from headwise.watching.experiments.steering import knock_out, steer
-from headwise.watching.figure_names import scalars
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
-from headwise.watching.rules import RULES
+from headwise.watching.rules import RULES, SpanWeight
 from headwise.watching.runs.run_reader import WatchedRun, holds_run, open_run
 from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.runs.story import Chapter, Loss, Story
-from headwise.watching.span_rule import SpanWeight
-from headwise.watching.table import Table
+from headwise.watching.table import Table, scalars
 from headwise.watching.targets import log_probability, logit_difference, runner_up, sequence_loss
 from headwise.watching.watched_model import Watch, watch
 

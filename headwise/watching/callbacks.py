@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from headwise.watching.figure_names import scalars
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
+from headwise.watching.table import scalars
 from headwise.watching.watched_model import Watch, watch
 
 if TYPE_CHECKING:

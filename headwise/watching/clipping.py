@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.core.host_copy import HostCopy
-from headwise.watching.head_places import head_place
 from headwise.watching.head_scaling import HeadScaling, ScaledLayer
-from headwise.watching.head_weights import query_key_weights
+from headwise.watching.head_weights import head_place, query_key_weights
 from headwise.watching.ranks.sharded_weights import OutputFactors, reshard
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Recording

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from headwise.core.spans import SPAN_PREFIX
 from headwise.maps.attention_map import AttentionMap
-from headwise.watching import figure_names as naming
 from headwise.watching import head_types
 from headwise.watching.alarms import Alarm, alarm_scalars
 from headwise.watching.logged import Course
 from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.layer import WatchedLayer
-from headwise.watching.table import Table, Value
+from headwise.watching.table import Table, Value, scalars
 
 NAN = float("nan")
 
@@ -158,7 +157,7 @@ class Recording:
         attn/alarms and attn/alarms/logit_growth count the alarms so far, if a watch has rules. The
         names are the same whether all rows are observed or some.
         """
-        found = naming.scalars(self.heads(), figures, heads=heads)
+        found = scalars(self.heads(), figures, heads=heads)
         return {**found, **alarm_scalars(self.alarms, self._rules())}
 
     def _rules(self) -> list[str]:

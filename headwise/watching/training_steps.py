@@ -18,7 +18,7 @@ from headwise.core.host_copy import HostCopy
 from headwise.costs.uses.step_meter import MeteredStep, StepMeter, StepUtilisation
 from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.alarms import Alarm, Alarms, alarm_scalars
-from headwise.watching.head_places import head_place
+from headwise.watching.head_weights import head_place
 from headwise.watching.logged import Course, LoggedNumbers
 from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.recorder.board import Board

@@ -27,8 +27,7 @@ from headwise.watching.alarms import chosen
 from headwise.watching.edge_table import Tokens, largest_edges
 from headwise.watching.experiments.importance import importance
 from headwise.watching.experiments.steering import knock_out
-from headwise.watching.head_places import head_place
-from headwise.watching.head_weights import symmetry
+from headwise.watching.head_weights import head_place, symmetry
 from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.ranks.sharded_weights import whole_weights
 from headwise.watching.recorder.call_recorder import CallRecorder

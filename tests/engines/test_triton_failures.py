@@ -249,7 +249,7 @@ def gradients_sum(*given: Tensor, engine: str = "auto") -> Tensor:
 
 
 def test_the_doctor_tries_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = pytest.importorskip("headwise.apps.cli.machine", reason="the extra cli is missing")
+    machine = pytest.importorskip("headwise.apps.cli.doctor", reason="the extra cli is missing")
     assert machine.tried_engines()["triton"] is None
     assert machine.kernel_traps() == ()
     broken(monkeypatch, map_lse, "log_sums")

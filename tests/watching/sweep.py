@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise as hw
 import headwise.transformers
-from headwise.apps.cli.machine import cpu_device, usable_cores
+from headwise.apps.cli.doctor import cpu_device, usable_cores
 from headwise.watching import WatchedLayer
 
 BATCH, LENGTH, NEW, SECONDS, PARAMETERS = 2, 12, 4, 20, 30_000_000

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise import qk_clip
-from headwise.watching.figure_names import figure
+from headwise.watching.table import figure
 
 LIMIT = 20.0
 WIDTH, HEADS = 32, 4

@@ -5,7 +5,7 @@ import torch
 
 import headwise as hw
 from headwise.watching import Table
-from headwise.watching.figure_names import per_head, scalars
+from headwise.watching.table import per_head, scalars
 
 NAN = float("nan")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.watching.figure_names import figure_names
+from headwise.watching.table import figure_names
 
 
 @pytest.mark.parametrize(

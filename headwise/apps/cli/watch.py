@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from headwise.apps.cli import story_view, watch_view
+from headwise.apps.cli import watch_view
 from headwise.apps.interface.terminal import json_text
 from headwise.messages import printable
 from headwise.watching import Story, WatchedRun, open_run
@@ -64,7 +64,7 @@ def watch(
         opened = open_run(run)
         if story and not as_json:
             for each in (opened, *([] if beside is None else [open_run(beside)])):
-                console.print(story_view.view(each, console.width))
+                console.print(watch_view.story(each, console.width))
             return
         if as_json:
             found = watch_view.as_dictionary(opened, statistic)

@@ -1,7 +1,6 @@
 """Trained models in folders: their files, their subwords, and `hw.load`."""
 
 from headwise.models.trained import checkpoint_parts, checkpoints
-from headwise.models.trained.finding import find_model, holds_trained_model, is_on_disk
 from headwise.models.trained.loading import (
     ASSETS,
     CONFIGS,
@@ -10,6 +9,9 @@ from headwise.models.trained.loading import (
     Translator,
     build,
     built_in,
+    find_model,
+    holds_trained_model,
+    is_on_disk,
     load,
 )
 from headwise.models.trained.run_folder import Run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from headwise.api import attention
@@ -12,7 +13,7 @@ from headwise.core.intervals import Mask
 from headwise.core.options import Options
 from headwise.core.stored import Stored
 from headwise.engines.triton.stored_call import attend_stored
-from headwise.nn.caches.cache import Cache, needs_grad
+from headwise.nn.caches.cache import Cache, needs_grad, write_tokens
 from headwise.score import Score
 
 
@@ -103,3 +104,83 @@ class WriteOnly(Cache):
 
     def fresh(self) -> Self:
         return type(self)(self.cache.fresh())
+
+
+LEVELS = 127
+
+
+class Int8Cache(Packed):
+    """Any length, eight bits per number, one scale per key and value of each token and head.
+
+    A number x of a key becomes scale · round(x / scale) with scale = max |x| / 127 over that key,
+    so it is off by at most max |x| / 254; values likewise.
+
+    >>> import torch, headwise as hw
+    >>> cache, k = hw.nn.Int8Cache(), torch.randn(1, 2, 100, 16)
+    >>> keys, values = cache.append(k, k)
+    >>> bool(((keys - k).abs() <= k.abs().amax(-1, keepdim=True) / 254 + 1e-6).all())
+    True
+    """
+
+    _whole_keys: Tensor | None = None
+    _whole_values: Tensor | None = None
+    _key_scales: Tensor | None = None
+    _value_scales: Tensor | None = None
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        self._check(keys, values)
+        self._keys, self._values = emptied(keys), emptied(values)
+        whole, scales = quantised(keys)
+        self._whole_keys = write_tokens(self._whole_keys, self._length, whole)
+        self._key_scales = write_tokens(self._key_scales, self._length, scales)
+        whole, scales = quantised(values)
+        self._whole_values = write_tokens(self._whole_values, self._length, whole)
+        self._value_scales = write_tokens(self._value_scales, self._length, scales)
+        self._length += keys.shape[2]
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        held, end = self.held(), self._length
+        assert held.key_scales is not None and held.value_scales is not None
+        assert self._keys is not None and self._values is not None
+        keys = held.keys[:, :, :end] * held.key_scales[:, :, :end]
+        values = held.values[:, :, :end] * held.value_scales[:, :, :end]
+        return keys.to(self._keys.dtype), values.to(self._values.dtype)
+
+    def held(self) -> Stored:
+        if self._whole_keys is None or self._whole_values is None:
+            raise ValueError(f"{self!r} is empty; append tokens before attending to them")
+        assert self._key_scales is not None and self._value_scales is not None
+        return Stored(
+            self._whole_keys,
+            self._whole_values,
+            self._length,
+            key_scales=self._key_scales,
+            value_scales=self._value_scales,
+        )
+
+    def rollback(self, count: int) -> None:
+        self._check_rollback(count)
+        self._length -= count
+
+    def reorder(self, index: Tensor) -> None:
+        super().reorder(index)
+        for name in ("_whole_keys", "_whole_values", "_key_scales", "_value_scales"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.index_select(0, index))
+
+    def fresh(self) -> Self:
+        return type(self)()
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (..., D) as int8 and float32 scales (..., 1), x ≈ int8 · scale to within scale / 2.
+
+    >>> whole, scale = quantised(torch.tensor([[0.0, 0.5, -127.0]]))
+    >>> whole, scale
+    (tensor([[   0,    0, -127]], dtype=torch.int8), tensor([[1.]]))
+    """
+    wide = x.detach().float()
+    scale = wide.abs().amax(-1, keepdim=True) / LEVELS
+    whole = (wide / scale.masked_fill(scale == 0, 1)).round_().clamp_(-LEVELS, LEVELS)
+    return whole.to(torch.int8), scale

@@ -19,7 +19,7 @@ from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_tensor import MaskTensor
 from headwise.watching.adapters.packed_sequences import by_lengths
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
-from headwise.watching.head_places import head_place
+from headwise.watching.head_weights import head_place
 
 NAME = "headwise"
 WEIGHTS = 1 << 26  # handed out per layer at most, if asked for

@@ -19,7 +19,6 @@ from headwise.core.spans import within
 from headwise.maps.sparse_losses import traced_losses
 from headwise.nn.call import Call
 from headwise.watching.adapters import traced_masks, traced_modules
-from headwise.watching.adapters.last_call import LastCall
 from headwise.watching.adapters.other_sequence import Elsewhere, elsewhere
 from headwise.watching.adapters.traced_graph import (
     UnreadCall,
@@ -32,6 +31,7 @@ from headwise.watching.adapters.traced_modules import (
     GROUP,
     UNREAD,
     Attending,
+    LastCall,
     Tap,
     board_name,
     key,

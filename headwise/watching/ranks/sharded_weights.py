@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.distributed.sharded_tensors import held_range
-from headwise.watching.head_places import is_sharded
 from headwise.watching.head_weights import (
     QueryKeyWeights,
+    is_sharded,
     query_key_weights,
     replaced_parameters,
 )

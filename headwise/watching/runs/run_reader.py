@@ -9,7 +9,6 @@ from headwise.files import parsed_json
 from headwise.maps.attention_map import AttentionMap
 from headwise.messages import say
 from headwise.watching.alarms import Alarm
-from headwise.watching.figure_names import PLACES
 from headwise.watching.logged import Course
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recorder.seen_call import Kind
@@ -18,7 +17,7 @@ from headwise.watching.runs import manifest, parts
 from headwise.watching.runs.kept_maps import FOLDER, MapFile, maps_in, read_map
 from headwise.watching.runs.parts import LOGGED, Rows, SeriesPart
 from headwise.watching.runs.run_writer import WrittenAlarms, read_alarms
-from headwise.watching.table import Table
+from headwise.watching.table import PLACES, Table
 
 
 def open_run(folder: Path | str) -> WatchedRun:

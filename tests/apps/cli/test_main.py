@@ -12,7 +12,7 @@ import torch
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from headwise.apps.cli import machine, main
+from headwise.apps.cli import doctor, main
 from headwise.apps.cli.main import app
 from headwise.apps.look import terminal_view as terminal
 from headwise.apps.look.readers.opening import opened
@@ -239,13 +239,13 @@ SOUND = {
     ],
 )
 def test_doctor_knows_the_traps(properties: dict[str, object], traps: list[str]) -> None:
-    found = machine.known_traps(**{**SOUND, **properties})  # type: ignore[arg-type]
+    found = doctor.known_traps(**{**SOUND, **properties})  # type: ignore[arg-type]
     assert [trap.name for trap in found] == traps
 
 
 def test_a_failed_import_is_explained_by_its_last_line() -> None:
-    assert machine.import_error("json") is None
-    assert "No module named" in str(machine.import_error("no_such_module_anywhere"))
+    assert doctor.import_error("json") is None
+    assert "No module named" in str(doctor.import_error("no_such_module_anywhere"))
 
 
 @pytest.mark.parametrize("name", ["cpu", "modules", "numerics", "pictures", "watch", "watch_gpu"])

@@ -18,7 +18,7 @@ from headwise.apps.look.readers.transformers_reader import pieces
 from headwise.apps.look.scene import Input
 from headwise.core.edges import Edge
 from headwise.models import ViT, ViTConfig
-from headwise.models.trained import ASSETS, checkpoints, finding
+from headwise.models.trained import ASSETS, checkpoints, loading
 
 transformers = pytest.importorskip("transformers", reason="its models are looked at here")
 Image = pytest.importorskip("PIL.Image", reason="images are read with Pillow")
@@ -311,7 +311,7 @@ def test_a_name_of_the_hub_that_is_like_a_built_in_one_is_looked_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(finding, "_reach_hub", asked.append)
+    monkeypatch.setattr(loading, "_reach_hub", asked.append)
     opening.find("gpt2")
     assert asked == ["gpt2"]
 
