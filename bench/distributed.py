@@ -33,7 +33,7 @@ import headwise as hw
 from headwise.core.problem import pose
 from headwise.distributed.geometry import geometry
 from headwise.distributed.key_blocks import KeyBlocks, Learnable, RunGradients
-from headwise.distributed.key_exchange import KeyRun, local
+from headwise.distributed.key_exchange import KeyRun, within_part
 from headwise.distributed.layouts import Layout
 from headwise.distributed.ranges import union
 from headwise.engines.plan import choose_partial
@@ -126,7 +126,7 @@ def over_keys(case: Case, way: str, mask: Mask, layout: Layout, visible: int) ->
     for owner in range(case.ranks):
         for keys, (i, j) in zip(
             place.moves(rank, owner),
-            local(place.moves(rank, owner), union(place.keys[owner])),
+            within_part(place.moves(rank, owner), union(place.keys[owner])),
             strict=True,
         ):
             runs.append(KeyRun(*keys, k[:, :, i:j], v[:, :, i:j]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.core.place import Length, Place, four
+from headwise.core.place import Length, Place, as_four_axes
 
 Interval = tuple[Tensor, Tensor]  # first and last, each broadcastable to (B, Hq, N)
 FURTHEST = 1 << 30  # no sequence is longer, and no 32-bit sum of it and a row overflows
@@ -76,7 +76,7 @@ class Mask:
     def to_dense(self, place: Place) -> Tensor:
         """The mask as booleans, (B|1, Hq|1, N, M)."""
         bounds = ((first[..., None], last[..., None]) for first, last in self.intervals(place))
-        return four(inside(bounds, place.columns()))
+        return as_four_axes(inside(bounds, place.columns()))
 
     def __and__(self, other: Mask) -> Mask:
         return Both(self, other)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.core.intervals import Mask
 from headwise.core.patterns import Between, Causal, Dense, Window
-from headwise.core.place import Place, four
+from headwise.core.place import Place, as_four_axes
 
 HIDDEN = -1e4
 """A number this low that is added to a logit hides the key: it is not a position bias."""
@@ -48,7 +48,7 @@ def read_mask(
     >>> read_mask(torch.eye(4, dtype=torch.bool).logical_not())
     dense(tensor (1, 1, 4, 4))
     """
-    seen = four(seen)
+    seen = as_four_axes(seen)
     bounds = row_bounds(seen)
     return Dense(seen) if bounds is None else interval_mask(*bounds, stands, begins, packed)
 
@@ -200,10 +200,10 @@ def traced_mask(given: Tensor, queries: int) -> tuple[Mask, Tensor | None]:
     than the keys stand where `read_mask` finds them, in a cache with room to spare for instance.
     """
     bias = None
-    seen = four(given)
+    seen = as_four_axes(given)
     if seen.dtype != torch.bool:
         seen = ~(seen <= HIDDEN)
-        bias = four(given).masked_fill(~seen, 0)
+        bias = as_four_axes(given).masked_fill(~seen, 0)
     fewer = seen.shape[-2] == queries != seen.shape[-1]
     return TracedDense.of(seen, seen.any(-2), _stands(seen) if fewer else None), bias
 

@@ -162,8 +162,8 @@ def _merge(a: Partial, b: Partial) -> Partial:
     scale_a, scale_b = _scale(a, base), _scale(b, base)
     step_a, step_b = a.base - base, b.base - base
     sums = {
-        name: ROW_SUMS[name].moved(x, a.total, step_a, scale_a)
-        + ROW_SUMS[name].moved(b.sums[name], b.total, step_b, scale_b)
+        name: ROW_SUMS[name].rebased(x, a.total, step_a, scale_a)
+        + ROW_SUMS[name].rebased(b.sums[name], b.total, step_b, scale_b)
         for name, x in a.sums.items()
         if name in b.sums
     }

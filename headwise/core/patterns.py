@@ -49,7 +49,7 @@ class Causal(Mask):
             last = place.rows(1) + _shift(shift, place)
         else:
             last = place.rows(shift + 1)
-        return (_three(torch.zeros_like(last), last),)
+        return (_three_axes(torch.zeros_like(last), last),)
 
     def shows_all(self, place: Place) -> bool:
         shift = self.alignment(place)
@@ -101,7 +101,7 @@ class Window(Mask):
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         low, high = (_shift(bound, place) for bound in self._reach(place))
-        return (_three(place.rows() + low, place.rows() + high),)
+        return (_three_axes(place.rows() + low, place.rows() + high),)
 
     def shows_all(self, place: Place) -> bool:
         band, first = self.band(place), place.first_query
@@ -147,7 +147,7 @@ class Lengths(Mask):
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         last = _near(self.n) if isinstance(self.n, Number) else _tensor(self.n, place)
         last = torch.as_tensor(_shift(last, place), device=place.device, dtype=torch.int32)
-        return (_three(torch.zeros_like(last), last),)
+        return (_three_axes(torch.zeros_like(last), last),)
 
     def shows_all(self, place: Place) -> bool:
         return isinstance(self.n, Number) and self.n >= place.first_key + place.keys
@@ -183,7 +183,7 @@ class Between(Mask):
                 )
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
-        return (_three(self._rows(self.first, place), self._rows(self.last, place)),)
+        return (_three_axes(self._rows(self.first, place), self._rows(self.last, place)),)
 
     @property
     def rows_alike(self) -> bool:
@@ -233,7 +233,7 @@ class Stretch(Mask):
             torch.full((), bound, dtype=torch.int32, device=place.device)
             for bound in (self.first, self.last)
         )
-        return (_three(first, last),)
+        return (_three_axes(first, last),)
 
     @property
     def rows_alike(self) -> bool:
@@ -279,7 +279,7 @@ class Documents(Mask):
         stands = (place.rows() + place.offset).long()
         position = stands.clamp(0, max(0, starts.shape[-1] - 1))
         last = ends[..., position].masked_fill(stands != position, 0)  # outside of all documents
-        return (_three(starts[..., position][:, None], last[:, None]),)
+        return (_three_axes(starts[..., position][:, None], last[:, None]),)
 
     def table(self, place: Place) -> Tensor | None:
         same = place.first_query == place.first_key == place.offset == 0
@@ -369,7 +369,7 @@ def _shift(values: int | Tensor, place: Place) -> int | Tensor:
     return values.reshape(-1, 1, 1) if isinstance(values, Tensor) else values
 
 
-def _three(first: Tensor, last: Tensor) -> Interval:
+def _three_axes(first: Tensor, last: Tensor) -> Interval:
     """Both bounds as (B|1, Hq|1, N|1)."""
     return first.reshape((1,) * (3 - first.ndim) + first.shape), last.reshape(
         (1,) * (3 - last.ndim) + last.shape

@@ -48,7 +48,7 @@ class Place:
 
 def placed(tensor: Tensor, place: Place) -> Tensor:
     """The part of a whole-sequence (B, Hq, N, M) tensor that belongs to this call."""
-    tensor = four(tensor)
+    tensor = as_four_axes(tensor)
     if tensor.shape[-2] > 1:
         tensor = tensor[..., place.first_query : place.first_query + place.queries, :]
     if tensor.shape[-1] > 1:
@@ -113,6 +113,6 @@ def _for_any_key(pairs: Tensor) -> bool:
     return pairs.ndim == 0 or pairs.shape[-1] == 1
 
 
-def four(tensor: Tensor) -> Tensor:
+def as_four_axes(tensor: Tensor) -> Tensor:
     """The tensor with leading axes of size one, four axes in all."""
     return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)

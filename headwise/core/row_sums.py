@@ -128,11 +128,11 @@ class RowSum(ABC):
     flag: int  # what asks for it
 
     @abstractmethod
-    def of(self, block: Block) -> Tensor:
+    def of_block(self, block: Block) -> Tensor:
         """The sum over a block of keys, (...)."""
 
     @abstractmethod
-    def moved(self, x: Tensor, total: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+    def rebased(self, x: Tensor, total: Tensor, step: Tensor, scale: Tensor) -> Tensor:
         """A sum x and its total on a base that is lower by `step`; scale is exp(step)."""
 
     @abstractmethod
@@ -153,10 +153,10 @@ class Shifted(RowSum):
 
     flag = ENTROPY
 
-    def of(self, block: Block) -> Tensor:
+    def of_block(self, block: Block) -> Tensor:
         return block.exponent.mul_(block.weight).sum(-1).mul_(LN_2)
 
-    def moved(self, x: Tensor, total: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+    def rebased(self, x: Tensor, total: Tensor, step: Tensor, scale: Tensor) -> Tensor:
         return scale * (x + total * step)
 
     def finished(self, x: Tensor, total: Tensor, above: Tensor, weight: Tensor) -> Tensor:
@@ -172,10 +172,10 @@ class Reach(RowSum):
 
     flag = DISTANCE
 
-    def of(self, block: Block) -> Tensor:
+    def of_block(self, block: Block) -> Tensor:
         return torch.matmul(block.weight, block.steps)
 
-    def moved(self, x: Tensor, total: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+    def rebased(self, x: Tensor, total: Tensor, step: Tensor, scale: Tensor) -> Tensor:
         return x * scale
 
     def finished(self, x: Tensor, total: Tensor, above: Tensor, weight: Tensor) -> Tensor:
@@ -190,10 +190,10 @@ class Squared(RowSum):
 
     flag = PARTICIPATION
 
-    def of(self, block: Block) -> Tensor:
+    def of_block(self, block: Block) -> Tensor:
         return torch.mul(block.weight, block.weight, out=block.exponent).sum(-1)
 
-    def moved(self, x: Tensor, total: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+    def rebased(self, x: Tensor, total: Tensor, step: Tensor, scale: Tensor) -> Tensor:
         return x * scale.square()
 
     def finished(self, x: Tensor, total: Tensor, above: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.core.observation import check_sink_keys, check_statistics, with_max_logit
 from headwise.core.options import Options
-from headwise.core.place import four
+from headwise.core.place import as_four_axes
 from headwise.core.problem import Problem, check_mask, pose
 from headwise.core.spans import NEEDED, Span
 from headwise.distributed.descriptions import described, described_part
@@ -86,7 +86,7 @@ def described_options(problem: Problem, options: Options) -> dict[str, str]:
     if score is None or isinstance(score, Dot):
         meant["score"] = Dot(problem.scale)
     if isinstance(bias, Tensor):
-        meant["bias"] = described_part(four(bias), 2)
+        meant["bias"] = described_part(as_four_axes(bias), 2)
     if not problem.dropout:
         meant["dropout"] = 0
     elif not isinstance(dropout, Dropout):

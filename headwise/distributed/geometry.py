@@ -17,7 +17,7 @@ from headwise.core.intervals import Mask
 from headwise.core.place import Place
 from headwise.distributed.descriptions import described, versions
 from headwise.distributed.layouts import Balanced, Layout
-from headwise.distributed.ranges import Range, Ranges, at_most, common, numbers, of_flags, union
+from headwise.distributed.ranges import Range, Ranges, at_most, common, of_flags, positions, union
 
 RUNS = 16  # of keys that a rank asks for: small gaps between more are closed
 
@@ -52,7 +52,7 @@ class Geometry:
             return False
         known = self._covered.get((rank, keys))
         if known is None:
-            rows = numbers(self.rows[rank])
+            rows = positions(self.rows[rank])
             seen = [
                 (_rows(first, rows) <= keys[0]) & (_rows(last, rows) >= keys[1])
                 for first, last in self.mask.intervals(self.whole)
@@ -92,7 +92,7 @@ def _needed(mask: Mask | None, place: Place, held: tuple[Ranges, ...]) -> tuple[
     if mask is None:
         everything = union(((0, place.keys),))
         return tuple(everything if union(ranges) else () for ranges in held)
-    rows = [numbers(ranges) for ranges in held]
+    rows = [positions(ranges) for ranges in held]
     if mask.pieces == 0:
         seen = mask.to_dense(place).expand(-1, -1, place.queries, place.keys)
         shown = (seen.index_select(2, own).flatten(0, 2).any(0) for own in rows)

@@ -12,14 +12,14 @@ from torch.autograd.function import once_differentiable
 from headwise import api, handover
 from headwise.core.observation import check_sink_keys
 from headwise.core.options import Options
-from headwise.core.place import Place, four
+from headwise.core.place import Place, as_four_axes
 from headwise.core.problem import without_autocast
 from headwise.distributed.descriptions import Values
 from headwise.distributed.geometry import Geometry
 from headwise.distributed.head_options import learned_tensors, options_of_part
-from headwise.distributed.header import Header, agree, telling
+from headwise.distributed.header import Header, agree, failing_together
 from headwise.distributed.layouts import HeadShare, head_shares
-from headwise.distributed.ranges import Range, Ranges, cut, numbers, size
+from headwise.distributed.ranges import Range, Ranges, positions, size, take_ranges
 from headwise.distributed.transport import RankGroup, packed, unpacked
 
 
@@ -61,7 +61,7 @@ def computed_together(
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         call = ranks, compute, values
         return list(_Together.apply(call, *inputs))  # type: ignore[no-untyped-call]
-    with telling(ranks, same=values):
+    with failing_together(ranks, same=values):
         results = compute()
     return results
 
@@ -73,7 +73,7 @@ class _Together(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ranks, compute, values = call
-        with telling(ranks, same=values), torch.enable_grad():
+        with failing_together(ranks, same=values), torch.enable_grad():
             results = compute()
         ctx.part = ranks, results, inputs
         found = tuple(x.detach() for x in results)
@@ -91,7 +91,7 @@ class _Together(torch.autograd.Function):
         ranks, results, inputs = ctx.part
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         wanted = [x for x, need in zip(inputs, ctx.needs_input_grad[1:], strict=True) if need]
-        with telling(ranks):
+        with failing_together(ranks):
             pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
             outputs, given = zip(*pairs, strict=True) if pairs else ((), ())
             found = torch.autograd.grad(
@@ -161,7 +161,7 @@ def _spread(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -
     arrived = _exchanged(ranks, parts, shapes)
     found = []
     for number, a in enumerate(axes):
-        order = torch.cat([numbers(ranges) for ranges in a.held])
+        order = torch.cat([positions(ranges) for ranges in a.held])
         together = torch.cat([part[number] for part in arrived], 2)
         found.append(together.index_select(2, order.argsort().to(together.device)))
     return found
@@ -178,7 +178,9 @@ def _collected(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]
         ]
         for rank in range(ranks.count)
     ]
-    parts = {peer: [cut(x, 2, a.held[peer]) for x, a in moved] for peer in range(ranks.count)}
+    parts = {
+        peer: [take_ranges(x, 2, a.held[peer]) for x, a in moved] for peer in range(ranks.count)
+    }
     arrived = _exchanged(ranks, parts, shapes)
     found = []
     for number, (x, a) in enumerate(moved):
@@ -240,7 +242,7 @@ def attend_by_heads(
     of_keys = Axes(tuple(share.keys for share in shares), geometry.keys)
     moved, axes, bias = [q, k, v], [of_queries, of_keys, of_keys], options.bias
     if isinstance(bias, Tensor):
-        bias = four(bias).to(q.device)
+        bias = as_four_axes(bias).to(q.device)
         moved.append(bias.expand(-1, -1, q.shape[2], -1))
         one = Axes(((0, 1),) * ranks.count, geometry.rows)
         axes.append(of_queries if bias.shape[1] > 1 else one)

@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.bias import ALiBi, Bias, RelativeBuckets, Sum
 from headwise.core.mask_parts import part_of
 from headwise.core.options import Options
-from headwise.core.place import Place, four
+from headwise.core.place import Place, as_four_axes
 from headwise.dropout import Dropout
 from headwise.score import Additive, Cosine, General, Score
 
@@ -77,6 +77,6 @@ def _bias(bias: Bias | None, batch: range, heads: range) -> Bias | None:
         return Sum(distances, tensor)
     if bias is None:
         return None
-    bias = four(bias)
+    bias = as_four_axes(bias)
     bias = bias if bias.shape[0] == 1 else bias[batch.start : batch.stop]
     return bias if bias.shape[1] == 1 else bias[:, part]

@@ -93,7 +93,7 @@ def _swapped(ranks: RankGroup, message: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def telling(
+def failing_together(
     ranks: RankGroup, kind: str = "finished", same: Mapping[str, Values] | None = None
 ) -> Iterator[None]:
     """Compute something on every rank; if it fails on one, the others raise RankError after it.

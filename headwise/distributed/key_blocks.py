@@ -15,7 +15,7 @@ from headwise.core.row_sums import LOG_TOTAL, MOMENTS, WIDE, RowResults, asked_s
 from headwise.core.statistics import single_weights
 from headwise.distributed.geometry import Geometry
 from headwise.distributed.key_exchange import KeyRun, Pair
-from headwise.distributed.ranges import Range, numbers, union
+from headwise.distributed.ranges import Range, positions, union
 from headwise.engines.learning import RowGradients
 from headwise.engines.operators import PARTS, Gradients
 from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
@@ -112,7 +112,7 @@ class KeyBlocks:
         if len(held) == 1:
             place = replace(place, first_query=held[0][0], queries=held[0][1] - held[0][0])
         else:
-            rows = numbers(held, place.device)
+            rows = positions(held, place.device)
         mask, stated = (
             geometry.mask,
             None if geometry.mask is None else geometry.mask.alignment(whole),
@@ -127,7 +127,7 @@ class KeyBlocks:
         mask, whole = self.geometry.mask, self.geometry.whole
         start = 0 if mask is None else mask.start(whole)
         if isinstance(start, Tensor) and start.shape[-1] > 1:
-            start = start[..., numbers(self.geometry.rows[self.rank])]
+            start = start[..., positions(self.geometry.rows[self.rank])]
         start = start.to(self.problem.q.device) if isinstance(start, Tensor) else start
         return start - first_key
 
@@ -163,7 +163,7 @@ class RunGradients:
             constant = row_constant(products, None, self.entropy, grads.lse, grads.entropy)
             self.total = self.total._replace(sinks=sinks_gradient(share, constant, grads.entropy))
 
-    def of(self, run: KeyRun) -> Pair:
+    def add_run(self, run: KeyRun) -> Pair:
         """Add a run's share to every gradient, and return that of its keys and values."""
         terms = self.blocks.terms(self.given, (run.first, run.last))
         _, backward = PARTS[self.blocks.engine]
@@ -172,7 +172,7 @@ class RunGradients:
             self.given.q, run.k, run.v, *terms, self.out, rows.lse, rows.max_logit, rows.log_total,
             self.entropy, *self.grads, self.bias_learns,
         )  # fmt: skip
-        grads = _named(found, terms, self.bias_learns)
+        grads = _gradients_by_name(found, terms, self.bias_learns)
         total = self.total
         total.q.add_(grads.q)
         for whole, part in (
@@ -189,7 +189,7 @@ class RunGradients:
         return grads.k, grads.v
 
 
-def _named(found: list[Tensor], terms: Terms, bias_learns: bool) -> Gradients:
+def _gradients_by_name(found: list[Tensor], terms: Terms, bias_learns: bool) -> Gradients:
     """The gradients that a backward lists, by name; it leaves out those of absent tensors."""
     each = iter(found)
     there = (

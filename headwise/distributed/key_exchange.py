@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.distributed.geometry import Geometry
-from headwise.distributed.ranges import Ranges, common, cut, size, union
+from headwise.distributed.ranges import Ranges, common, size, take_ranges, union
 from headwise.distributed.transport import Arrivals, RankGroup, packed, unpacked
 
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
@@ -71,7 +71,7 @@ class KeyExchange:
     def seen(self, owner: int, k: Tensor, v: Tensor) -> list[KeyRun]:
         """The runs that this rank's rows see of the keys that an owner holds."""
         found = self.geometry.moves(self.own, owner)
-        inside = local(found, self.held[owner])
+        inside = within_part(found, self.held[owner])
         return [
             KeyRun(*keys, k[:, :, i:j], v[:, :, i:j])
             for keys, (i, j) in zip(found, inside, strict=True)
@@ -85,14 +85,15 @@ class RangeExchange(KeyExchange):
         super().__init__(ranks, geometry)
         self.wanted = {peer: geometry.moves(self.own, peer) for peer in ranks.others}
         self.asked = {
-            peer: local(geometry.moves(peer, self.own), self.held[self.own])
+            peer: within_part(geometry.moves(peer, self.own), self.held[self.own])
             for peer in ranks.others
         }
         self.far: list[KeyRun] = []
 
     def runs(self, k: Tensor, v: Tensor) -> Iterator[KeyRun]:
         sends = {
-            peer: packed(cut(k, 2, asked), cut(v, 2, asked)) for peer, asked in self.asked.items()
+            peer: packed(take_ranges(k, 2, asked), take_ranges(v, 2, asked))
+            for peer, asked in self.asked.items()
         }
         sizes = {peer: size(wanted) * _bytes(k, v) for peer, wanted in self.wanted.items()}
         arrivals = self.ranks.exchange(sends, sizes, k.device)
@@ -112,7 +113,7 @@ class RangeExchange(KeyExchange):
         arrivals = self.ranks.exchange(sends, sizes, k.device)
         total = _zeros(k), _zeros(v)
         for run in self.seen(self.own, k, v):
-            (at,) = local(((run.first, run.last),), self.held[self.own])
+            (at,) = within_part(((run.first, run.last),), self.held[self.own])
             _add(total, (at,), differentiate(run))
         for peer, message in arrivals.take().items():
             asked = self.asked[peer]
@@ -162,7 +163,7 @@ class RingExchange(KeyExchange):
         for owner, pair in self._around((k, v)):
             count = pair[0].shape[2]
             shares = [
-                (local(((run.first, run.last),), self.held[owner]), differentiate(run))
+                (within_part(((run.first, run.last),), self.held[owner]), differentiate(run))
                 for run in self.seen(owner, *pair)
             ]
             if coming is None:
@@ -197,7 +198,7 @@ class RingExchange(KeyExchange):
         return self.ranks.exchange(sends, {before: expected}, pair[0].device)
 
 
-def local(ranges: Ranges, held: Ranges) -> Ranges:
+def within_part(ranges: Ranges, held: Ranges) -> Ranges:
     """Ranges of the whole sequence as ranges of a rank's part, which holds all of them.
 
     >>> local(((6, 7), (10, 12)), ((5, 8), (10, 14)))

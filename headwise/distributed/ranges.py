@@ -67,13 +67,13 @@ def of_flags(flags: Tensor) -> Ranges:
     return tuple(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
-def numbers(ranges: Iterable[Range], device: torch.device | str = "cpu") -> Tensor:
+def positions(ranges: Iterable[Range], device: torch.device | str = "cpu") -> Tensor:
     """The positions of the ranges, one after the other, int64 (size,)."""
     parts = [torch.arange(first, last, device=device) for first, last in ranges]
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
-def cut(x: Tensor, dim: int, ranges: Iterable[Range]) -> Tensor:
+def take_ranges(x: Tensor, dim: int, ranges: Iterable[Range]) -> Tensor:
     """The parts of a tensor at these ranges of an axis, one after the other."""
     parts = [x.narrow(dim, first, last - first) for first, last in ranges]
     if len(parts) == 1:

@@ -16,7 +16,7 @@ from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation, sample_rows
 from headwise.core.options import Options
-from headwise.core.place import four
+from headwise.core.place import as_four_axes
 from headwise.core.problem import Problem
 from headwise.core.row_sums import RowResults
 from headwise.core.spans import NEEDED, SPAN_PREFIX, Spans, check_spans, span_weights
@@ -26,7 +26,7 @@ from headwise.distributed.descriptions import Values
 from headwise.distributed.geometry import geometry
 from headwise.distributed.head_attention import attend_by_heads
 from headwise.distributed.head_options import learned_tensors
-from headwise.distributed.header import Header, agree, telling
+from headwise.distributed.header import Header, agree, failing_together
 from headwise.distributed.key_blocks import (
     SINGLES,
     KeyBlocks,
@@ -185,7 +185,7 @@ def _call(
     problem, dropout = _same_seed(problem, options.dropout, every[0][2])
     place = problem.place
     found = geometry(mask, place.batch, place.heads, *lengths, layout)
-    if isinstance(bias, Tensor) and four(bias).shape[3] not in (1, found.whole.keys):
+    if isinstance(bias, Tensor) and as_four_axes(bias).shape[3] not in (1, found.whole.keys):
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}; its last axis is 1 or the {found.whole.keys} "
             f"keys of all ranks together\n  in hw.distributed.{kind} on {ranks.count} ranks"
@@ -203,7 +203,11 @@ def _call(
     blocks = KeyBlocks(problem, found, ranks.own, options.engine, wanted(names), singles, sink_keys)
     terms = problem.terms()
     given = (problem.q, problem.k, problem.v, terms.additive)
-    rest = (None if not isinstance(bias, Tensor) else four(bias), terms.slopes, terms.relative)
+    rest = (
+        None if not isinstance(bias, Tensor) else as_four_axes(bias),
+        terms.slopes,
+        terms.relative,
+    )
     *sums, weights = _Attend.apply(  # type: ignore[no-untyped-call]
         RankCall(ranks, exchange, blocks, values), *given, *rest, problem.sinks
     )
@@ -251,7 +255,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: RankCall, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         runs = call.exchange.runs(k, v)
-        with telling(call.ranks, same=call.values):
+        with failing_together(call.ranks, same=call.values):
             try:
                 found, singles = call.blocks.forward(Learnable(q, *rest), v.shape[-1], runs)
             except Exception:
@@ -270,10 +274,10 @@ class _Attend(torch.autograd.Function):
         q, k, v, *others = ctx.saved_tensors
         given, found = Learnable(q, *others[:5]), RowResults(*others[5:])
         learns = bool(ctx.needs_input_grad[5])
-        with telling(call.ranks, "backward"):
+        with failing_together(call.ranks, "backward"):
             rows = RunGradients(call.blocks, given, found, RowGradients.of(grads), learns)
-        with telling(call.ranks):
-            grad_k, grad_v = call.exchange.gradients(k, v, rows.of)
+        with failing_together(call.ranks):
+            grad_k, grad_v = call.exchange.gradients(k, v, rows.add_run)
         total = (rows.total.q, grad_k, grad_v, *rows.total[1:])
         inputs = (q, k, v, *given[1:])
         return None, *(

@@ -18,13 +18,13 @@ from headwise import api
 from headwise.bias import ALiBi, RelativeBuckets
 from headwise.core.observation import Observation, check_statistics, sample_rows
 from headwise.core.options import Options
-from headwise.core.place import Place, four
+from headwise.core.place import Place, as_four_axes
 from headwise.core.problem import pose, restate
 from headwise.core.spans import SPAN_PREFIX, Spans, check_spans
 from headwise.distributed import rank_attention
 from headwise.distributed.head_options import learned_tensors, options_of_part
 from headwise.distributed.header import Header, agree
-from headwise.distributed.ranges import cut
+from headwise.distributed.ranges import take_ranges
 from headwise.distributed.shards import check_layout
 from headwise.distributed.transport import RankGroup
 from headwise.dropout import Dropout
@@ -39,7 +39,7 @@ class DTensorCalls:
     def attention(self, q: Any, k: Any, v: Any, options: Options, **asked: Any) -> Any:
         """The output as a DTensor (B, Hq, N, Dv), placed like q."""
         call = ShardedCall.of(_called("attention", asked), q, k, v)
-        part, given, asked = call.told((q, k, v), options, asked)
+        part, given, asked = call.local_or_tell((q, k, v), options, asked)
         if not part[0].shape[1]:
             return call.whole(_nothing(part, given, part[2].shape[-1]))
         attend: Callable[..., Any] = api.attention
@@ -57,7 +57,7 @@ class DTensorCalls:
                 "rows= samples the rows of one rank, and the sequence of these DTensors is "
                 "sharded; give hw.distributed.observe this rank's part, q.to_local()"
             )
-        part, given, asked = call.told((q, k, v), options, asked)
+        part, given, asked = call.local_or_tell((q, k, v), options, asked)
         if not part[0].shape[1]:
             out = _nothing(part, given, part[2].shape[-1])
             return call.whole(out), call.unseen(out, asked)
@@ -137,7 +137,7 @@ class ShardedCall:
         """A ValueError that restates the call."""
         return ValueError(f"{reason}\n  in {restate(self.kind, *self.tensors)}")
 
-    def told(
+    def local_or_tell(
         self, tensors: tuple[Any, Any, Any], options: Options, asked: Mapping[str, Any]
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Options, dict[str, Any]]:
         """`local`; if it fails, the ranks that wait for this one's positions hear of it first."""
@@ -226,12 +226,12 @@ class ShardedCall:
         elif mesh.ndim != 1 or mesh.get_group().group_name != group.group_name:
             raise self.error("mesh= must be the dimension over which the positions are sharded")
         bias = given.bias
-        if isinstance(bias, Tensor) and four(bias).shape[2] > 1:
+        if isinstance(bias, Tensor) and as_four_axes(bias).shape[2] > 1:
             length, count = self.tensors[0].shape[2], self.mesh.size(self.sequence)
             chunk = -(-length // count)  # as DTensor cuts it
             lengths = [max(0, min(chunk, length - chunk * rank)) for rank in range(count)]
             held = check_layout(more.get("layout")).of_lengths(lengths)
-            bias = cut(four(bias), 2, held[self.mesh.get_local_rank(self.sequence)])
+            bias = take_ranges(as_four_axes(bias), 2, held[self.mesh.get_local_rank(self.sequence)])
         return given._replace(bias=bias), more | {"mesh": mesh}
 
     def _seeded(self, dropout: float | Dropout) -> Dropout:

@@ -14,7 +14,7 @@ from headwise.core.arguments import is_integer
 from headwise.distributed.descriptions import described, described_part
 from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Contiguous, Layout
-from headwise.distributed.ranges import Ranges, cut, numbers
+from headwise.distributed.ranges import Ranges, positions, take_ranges
 from headwise.distributed.transport import RankGroup, packed, unpacked
 
 
@@ -26,7 +26,7 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | None = None
     """
     ranks = RankGroup.of(mesh)
     dim = _axis(x, dim)
-    return cut(x, dim, check_layout(layout).pieces(x.shape[dim], ranks.count)[ranks.own])
+    return take_ranges(x, dim, check_layout(layout).pieces(x.shape[dim], ranks.count)[ranks.own])
 
 
 def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | None = None) -> Tensor:
@@ -55,7 +55,7 @@ class _Unshard(torch.autograd.Function):
         ctx: Any, x: Tensor, ranks: RankGroup, dim: int, pieces: tuple[Ranges, ...]
     ) -> Tensor:
         ctx.call = ranks, dim, pieces
-        lengths = [len(numbers(each)) for each in pieces]
+        lengths = [len(positions(each)) for each in pieces]
         each = math.prod(x.shape[:dim] + x.shape[dim + 1 :]) * x.itemsize
         own = packed(x)
         arrived = ranks.exchange(
@@ -67,18 +67,18 @@ class _Unshard(torch.autograd.Function):
             shape = (*x.shape[:dim], lengths[rank], *x.shape[dim + 1 :])
             message = own if rank == ranks.own else arrived.get(rank, own[:0])
             parts += unpacked(message, (shape, x.dtype))
-        order = torch.cat([numbers(ranges, x.device) for ranges in pieces])
+        order = torch.cat([positions(ranges, x.device) for ranges in pieces])
         return torch.cat(parts, dim).index_select(dim, order.argsort())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ranks, dim, pieces = ctx.call
-        own = cut(grad, dim, pieces[ranks.own])
+        own = take_ranges(grad, dim, pieces[ranks.own])
         wide = torch.promote_types(grad.dtype, torch.float32)
         total = own.to(wide)
         arrived = ranks.exchange(
-            {peer: packed(cut(grad, dim, pieces[peer])) for peer in ranks.others},
+            {peer: packed(take_ranges(grad, dim, pieces[peer])) for peer in ranks.others},
             dict.fromkeys(ranks.others, own.numel() * own.itemsize), grad.device,
         ).take()  # fmt: skip
         for message in arrived.values():

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.options import Options
-from headwise.core.place import four
+from headwise.core.place import as_four_axes
 from headwise.core.problem import Problem, Terms, pose
 from headwise.distributed.call_header import described_options
 from headwise.distributed.descriptions import described
 from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Layout
-from headwise.distributed.ranges import numbers
+from headwise.distributed.ranges import positions
 from headwise.distributed.shards import check_layout, unshard
 from headwise.distributed.transport import RankGroup
 from headwise.indexer import IndexCall, check_indexer, row_losses
@@ -70,7 +70,7 @@ def index_loss(
         failure = error
     every = agree(ranks, header, failure)
     assert layout is not None
-    rows = numbers(layout.of_lengths([own[0] for own in every])[ranks.own], q.device)
+    rows = positions(layout.of_lengths([own[0] for own in every])[ranks.own], q.device)
     whole_k = unshard(k.detach(), mesh, dim=2, layout=layout)
     whole_index = unshard(index_k, mesh, dim=1, layout=layout)
     problem, terms = _of_rows(q.detach(), whole_k, rows, sum(own[0] for own in every), options)
@@ -98,5 +98,5 @@ def _of_rows(
     )
     terms = problem.terms()
     if isinstance(bias, Tensor):  # it has this rank's rows
-        terms = terms._replace(bias=four(bias).to(q.device))
+        terms = terms._replace(bias=as_four_axes(bias).to(q.device))
     return problem, terms

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.options import Options
-from headwise.core.place import four
+from headwise.core.place import as_four_axes
 from headwise.core.problem import pose
 from headwise.distributed.call_header import checked_part, described_options
 from headwise.distributed.descriptions import Values, described, described_part
@@ -66,7 +66,7 @@ def attention_map(
         whole = unshard(q.detach(), mesh, dim=2, layout=layout)
         totals = unshard(lse.detach(), mesh, dim=2, layout=layout)
         if isinstance(bias, Tensor):  # this rank's rows over all keys
-            every_row = four(bias).expand(-1, -1, q.shape[2], -1)
+            every_row = as_four_axes(bias).expand(-1, -1, q.shape[2], -1)
             options = options._replace(bias=unshard(every_row, mesh, dim=2, layout=layout))
     queries, keys, parts, at = whole.shape[2], sum(lengths), [], 0
     for first, last in layout.of_lengths(lengths)[ranks.own]:
@@ -104,7 +104,7 @@ def effect_map(
     """
     layout = check_layout(layout)
     if isinstance(bias, Tensor):  # this rank's rows over all keys
-        bias = four(bias).expand(-1, -1, q.shape[2], -1)
+        bias = as_four_axes(bias).expand(-1, -1, q.shape[2], -1)
         bias = unshard(bias.detach(), mesh, dim=2, layout=layout)
     with torch.no_grad():
         whole = [unshard(x.detach(), mesh, dim=2, layout=layout) for x in (q, k, v, grad)]
@@ -244,7 +244,7 @@ class SplitMap(AttentionMap):
         every: list[list[Tensor]] = []
         for x in mine:
             parts = [torch.empty_like(x, device=carrier) for _ in range(self._ranks.count)]
-            with self._ranks.telling(None):
+            with self._ranks.rank_errors(None):
                 dist.all_gather(parts, x.to(carrier).contiguous(), group=self._ranks.group)
             every.append([part.to(device) for part in parts])
         return _largest(torch.cat(every[0], -1), torch.cat(every[1], -1), k)
@@ -269,7 +269,7 @@ class SplitMap(AttentionMap):
     def _together(self, found: Tensor, how: Any) -> Tensor:
         """The findings of all ranks, joined."""
         moved = found.to(self._ranks.carrier(found.device)).contiguous()
-        with self._ranks.telling(None):
+        with self._ranks.rank_errors(None):
             dist.all_reduce(moved, op=how, group=self._ranks.group)
         return moved.to(found.device)
 

@@ -20,7 +20,7 @@ from headwise.core.options import Options
 from headwise.distributed.header import Header, agree
 from headwise.distributed.layouts import Layout
 from headwise.distributed.movement import check_move
-from headwise.distributed.ranges import numbers
+from headwise.distributed.ranges import positions
 from headwise.distributed.rank_attention import attention, observe
 from headwise.distributed.shards import check_layout, shard, unshard
 from headwise.distributed.split_indexer import index_loss
@@ -95,7 +95,7 @@ class MeshCalls:
 
     def positions(self, lengths: list[int]) -> Tensor:
         """This rank's positions, if the ranks hold parts of these lengths."""
-        return numbers(self.layout.of_lengths(lengths)[self.mesh.get_local_rank()])
+        return positions(self.layout.of_lengths(lengths)[self.mesh.get_local_rank()])
 
 
 IGNORED = -100

@@ -103,13 +103,13 @@ class RankGroup:
                 counter.sent += sum(x.numel() for x in kept)
                 counter.received += sum(x.numel() for x in found.values())
                 counter.messages += len(kept)
-        with self.telling(None):
+        with self.rank_errors(None):
             works = dist.batch_isend_irecv(ops) if ops else []
         named = peers if len(works) == len(ops) else [None] * len(works)  # NCCL has one for all
         return Arrivals(self, list(zip(works, named, strict=True)), found, kept, device)
 
     @contextmanager
-    def telling(self, peer: int | None) -> Iterator[None]:
+    def rank_errors(self, peer: int | None) -> Iterator[None]:
         """Turn a failure of the process group into a RankError that names the rank."""
         try:
             yield
@@ -136,7 +136,7 @@ class Arrivals:
     def take(self) -> dict[int, Tensor]:
         """Wait for all messages and return the bytes from each rank."""
         for work, peer in self.works:
-            with self.ranks.telling(peer):
+            with self.ranks.rank_errors(peer):
                 work.wait()
         return {peer: x.to(self.device) for peer, x in self.found.items()}
 

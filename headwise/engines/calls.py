@@ -136,12 +136,12 @@ def direct(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..
     """Return a function that calls `run`, or the operator if something must see it."""
 
     def call(q: Tensor, *given: Any) -> Any:
-        return (operator if noticed(q, *given) else run)(q, *given)
+        return (operator if needs_operator(q, *given) else run)(q, *given)
 
     return call
 
 
-def noticed(*given: object) -> bool:
+def needs_operator(*given: object) -> bool:
     """Return whether gradients, compilers, modes or transforms must see a call as an operator."""
     return intercepted(*given) or learns(given)
 

@@ -24,7 +24,7 @@ from headwise.engines.library_kernels import (
     KernelFit,
     LibraryKernel,
     Three,
-    private,
+    private_operator,
 )
 
 HOPPER_GENERATION = 9  # from here on cuDNN's backward is the fastest
@@ -81,7 +81,7 @@ class LibraryBackward:
 def switches(kernel: LibraryKernel) -> tuple[object, ...]:
     """Return what a kernel's answer depends on besides the call."""
     return (
-        private(kernel.operator, kernel.arguments),
+        private_operator(kernel.operator, kernel.arguments),
         torch.are_deterministic_algorithms_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
         torch._C._get_flash_sdp_enabled(),

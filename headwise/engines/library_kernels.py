@@ -56,7 +56,7 @@ class LibraryKernel:
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> str | None:
         """Return why it can't differentiate a call exactly, or None if it can."""
-        if private(self.operator, self.arguments) is None:
+        if private_operator(self.operator, self.arguments) is None:
             return f"is missing from PyTorch {torch.__version__}, or has changed there"
         cause = failures.failed().get(self.family(q, v))
         if cause is not None:
@@ -74,10 +74,10 @@ class LibraryKernel:
         """Return what all calls of this description need; None if it refuses them."""
         if self.refuses(q, k, v, terms) is not None:
             return None
-        operator, causal = private(self.operator, self.arguments), is_causal(q, k, terms)
+        operator, causal = private_operator(self.operator, self.arguments), is_causal(q, k, terms)
         assert operator is not None and causal is not None
-        strides = tuple(x.stride() if ready(x) is x else () for x in (q, k, v))
-        return KernelFit(operator, causal, strides, dense_strides(ready(q)))
+        strides = tuple(x.stride() if readable(x) is x else () for x in (q, k, v))
+        return KernelFit(operator, causal, strides, dense_strides(readable(q)))
 
     def rounds_too_much(self, lse: Tensor) -> bool:
         """Return whether the rows' totals, known in the backward only, are of no use to it."""
@@ -88,10 +88,10 @@ class LibraryKernel:
     ) -> Three:
         """Return the gradients of q, k and v from that of out, (B, Hq, N, Dv)."""
         q, k, v = (
-            x if x.stride() == strides and x.data_ptr() % VECTOR == 0 else ready(x)
+            x if x.stride() == strides and x.data_ptr() % VECTOR == 0 else readable(x)
             for x, strides in zip(three, fit.strides, strict=True)
         )
-        grad = laid_out(grad, q, fit.grad_strides if q.stride() == fit.strides[0] else None)
+        grad = in_layout_of(grad, q, fit.grad_strides if q.stride() == fit.strides[0] else None)
         out, lse = out.contiguous(), lse.contiguous()
         return self.run(fit.operator, BackwardArguments(grad, q, k, v, out, lse, fit.causal, scale))
 
@@ -187,7 +187,7 @@ CPU, CUDNN, FLASH = CpuKernel(), CudnnKernel(), FlashKernel()
 
 
 @cache
-def private(operator: str, arguments: str) -> Any | None:
+def private_operator(operator: str, arguments: str) -> Any | None:
     """Return a private operator of PyTorch; None if it is missing or has other arguments."""
     found = getattr(getattr(torch.ops.aten, operator, None), "default", None)
     if found is None:
@@ -241,16 +241,16 @@ def refuses_on_gpu(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) 
     if q.shape[-1] % 8:
         return f"takes heads of a multiple of 8, and these are {q.shape[-1]} wide"
     can_use = can_use_cudnn_attention if backend == "cudnn" else can_use_flash_attention
-    asked = ready(q).detach().requires_grad_()  # some sizes are refused with gradients only
+    asked = readable(q).detach().requires_grad_()  # some sizes are refused with gradients only
     with torch.cuda.device(q.device):
         grouped = q.shape[1] != k.shape[1]
-        given = SDPAParams(asked, ready(k), ready(v), None, 0.0, causal, grouped)
+        given = SDPAParams(asked, readable(k), readable(v), None, 0.0, causal, grouped)
         if can_use(given, False):
             return None
     return f"is refused by torch.backends.cuda.can_use_{backend}_attention for this call"
 
 
-def ready(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """Return x, or a copy, with rows that vector loads can read and no two at one address."""
     steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
     outer = steps[:-1] if x.shape[-1] > 1 else steps
@@ -261,7 +261,7 @@ def ready(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def laid_out(x: Tensor, like: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
+def in_layout_of(x: Tensor, like: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
     """Return x, or a copy, in the layout of a tensor of the same shape; `strides`, if known.
 
     The gradient of a sum has strides of 0, and plans are made for one layout.

@@ -44,7 +44,7 @@ def safe_forward(engine: str, run: Callable[..., Any]) -> Callable[..., Any]:
     If they do, calls with gradients and without are planned for another engine from then on.
     """
     _FORWARDS[engine] = run
-    return _or_safe(engine, run, _FORWARDS, (False, True))
+    return _with_safe_engine(engine, run, _FORWARDS, (False, True))
 
 
 def safe_backward(engine: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,10 +53,10 @@ def safe_backward(engine: str, run: Callable[..., Any]) -> Callable[..., Any]:
     If they do, calls with gradients are planned for another engine from then on.
     """
     _BACKWARDS[engine] = run
-    return _or_safe(engine, run, _BACKWARDS, (True,))
+    return _with_safe_engine(engine, run, _BACKWARDS, (True,))
 
 
-def _or_safe(
+def _with_safe_engine(
     engine: str,
     run: Callable[..., Any],
     safe: dict[str, Callable[..., Any]],

@@ -145,7 +145,7 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence
         layers.setdefault(layer.module, []).append(layer)
     reshard(model)
     outputs = OutputFactors()
-    made = {path: _made(model, path, each, outputs) for path, each in layers.items()}
+    made = {path: _scaled_layer(model, path, each, outputs) for path, each in layers.items()}
     scaling = HeadScaling.of(model, made)  # or nothing changes
     if not made:
         return []
@@ -249,7 +249,7 @@ def _agreed(largest: dict[str, Tensor], made: dict[str, ScaledLayer]) -> dict[st
     return {path: x.to(largest[path].device) for path, x in zip(largest, parts, strict=True)}
 
 
-def _made(
+def _scaled_layer(
     model: nn.Module, path: str, layers: Sequence[WatchedLayer], outputs: OutputFactors
 ) -> ScaledLayer:
     """The weights of a module's queries and keys; ValueError if they do not set the logits."""

@@ -87,14 +87,14 @@ class LogitGrowth:
         """
         for row, largest in zip(table, figure(table, "max_logit_max"), strict=False):
             if math.isnan(largest) and (row["layer"], row["head"]) not in table.blind:
-                yield _of(row, say("its largest logit is NaN"))
+                yield _head_finding(row, say("its largest logit is NaN"))
             elif largest > self.limit:
                 said = say(
                     "its largest logit is {largest}, above {limit:g}",
-                    largest=_told(largest, self.limit),
+                    largest=_digits(largest, self.limit),
                     limit=self.limit,
                 )
-                yield _of(row, said)
+                yield _head_finding(row, said)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class EntropyCollapse:
                     entropy=entropy,
                     keys=math.exp(entropy),
                 )
-                yield _of(row, said)
+                yield _head_finding(row, said)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class DeadHead:
             mean = sum(norm for _, norm in heads) / len(heads)
             for row, norm in heads:
                 if norm <= self.share * mean:
-                    yield _of(row, _small(norm, mean))
+                    yield _head_finding(row, _small(norm, mean))
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _small(norm: float, mean: float) -> Sentence:
     )
 
 
-def _told(value: float, limit: float) -> str:
+def _digits(value: float, limit: float) -> str:
     """A number with as many digits as tell it from a limit.
 
     >>> _told(100.004, 100.0), _told(123.456, 100.0)
@@ -295,7 +295,7 @@ def _told(value: float, limit: float) -> str:
     return next((text for text in tried if float(text) != limit), f"{value:.4g}")
 
 
-def _of(row: dict[str, Value], says: str) -> Finding:
+def _head_finding(row: dict[str, Value], says: str) -> Finding:
     return Finding(int(row["layer"]), int(row["head"]), says)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
 from headwise.distributed.layouts import Layout
-from headwise.distributed.ranges import Ranges, cut, numbers
+from headwise.distributed.ranges import Ranges, positions, take_ranges
 from tests.problems import Call, Recipe
 
 
@@ -77,20 +77,27 @@ def split(mesh: DeviceMesh, case: Case) -> dict[str, object]:
     layout, rank = case.made(call), mesh.get_local_rank()
     rows = case.pieces(call, call.sizes.queries)[rank]
     keys = case.pieces(call, call.sizes.keys)[rank]
-    part = replace(call, q=cut(call.q, 2, rows), k=cut(call.k, 2, keys), v=cut(call.v, 2, keys))
+    part = replace(
+        call,
+        q=take_ranges(call.q, 2, rows),
+        k=take_ranges(call.k, 2, keys),
+        v=take_ranges(call.v, 2, keys),
+    )
     table = call.table
     by_rows = call.bias in ("tensor", "hiding") and table.ndim > 1 and table.shape[-2] > 1
     if by_rows:
-        part = replace(part, table=cut(table, table.ndim - 2, rows))
+        part = replace(part, table=take_ranges(table, table.ndim - 2, rows))
     part = part.copy()
     out, seen = hw.distributed.observe(
         part.q, part.k, part.v, mesh=mesh, layout=layout, move=case.move, **part.options()
     )
-    loss(out, seen, {name: cut(x, 2, rows) for name, x in incoming(call).items()}).backward()
+    loss(
+        out, seen, {name: take_ranges(x, 2, rows) for name, x in incoming(call).items()}
+    ).backward()
     found = {"out": out.detach()} | {name: x.detach() for name, x in seen.values.items()}
     grads = {f"grad of {name}": x.grad for name, x in part.learnable().items()}
     return {
-        "rows": numbers(rows), "keys": numbers(keys), "by_rows": by_rows, "found": found,
+        "rows": positions(rows), "keys": positions(keys), "by_rows": by_rows, "found": found,
         "grads": grads,
     }  # fmt: skip
 

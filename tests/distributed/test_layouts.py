@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import headwise as hw
 from headwise.distributed.geometry import geometry
 from headwise.distributed.layouts import visible_per_row
-from headwise.distributed.ranges import numbers, size
+from headwise.distributed.ranges import positions, size
 from tests.distributed.processes import Processes
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
@@ -30,7 +30,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_every_position_has_one_rank(name: str, ranks: int) -> None:
     pieces = LAYOUTS[name].pieces(100, ranks)
-    held = torch.cat([numbers(ranges) for ranges in pieces])
+    held = torch.cat([positions(ranges) for ranges in pieces])
     assert sorted(held.tolist()) == list(range(100))
     sizes = [size(ranges) for ranges in pieces]
     assert max(sizes) - min(sizes) <= {"contiguous": 1, "head_tail": 2, "balanced": 8}[name]
@@ -77,7 +77,9 @@ def test_unshard_undoes_shard_with_gradients_from_every_rank(
     whole = torch.arange(length * 6).reshape(2, length, 3).double()
     for rank, part in enumerate(found):
         assert torch.equal(part["again"], whole)
-        assert part["positions"].tolist() == numbers(LAYOUTS[name].pieces(length, 3)[rank]).tolist()
+        assert (
+            part["positions"].tolist() == positions(LAYOUTS[name].pieces(length, 3)[rank]).tolist()
+        )
     # each rank's own part has the gradients of all three: x + (x + 1) + (x + 2)
     assert torch.equal(sum(part["grad"] for part in found), 3 * whole + 3)
 

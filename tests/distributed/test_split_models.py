@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import headwise as hw
-from headwise.distributed.ranges import numbers
+from headwise.distributed.ranges import positions
 from tests.distributed.processes import Processes
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
@@ -150,7 +150,7 @@ def test_models_that_others_refuse(processes: Processes, name: str, layout: str)
     found = processes.run(read, 4, name, layout)  # windows of 7, parts of 5 and 6
     alone = reads(family(name), texts())
     pieces = getattr(hw.distributed, layout)().pieces(LENGTH, 4)
-    order = torch.cat([numbers(ranges) for ranges in pieces]).argsort()
+    order = torch.cat([positions(ranges) for ranges in pieces]).argsort()
     joined = torch.cat([part["logits"] for part in found], 1)[:, order]
     real = texts()["attention_mask"].bool()
     torch.testing.assert_close(joined[real], alone["logits"][real], rtol=1e-4, atol=1e-4)

@@ -291,12 +291,12 @@ def test_the_triangle_is_known_from_bands_as_well() -> None:
 def test_rows_that_kernels_cannot_load_are_copied() -> None:
     whole = torch.randn(2, 3, 8, 16)
     heads_last = whole.transpose(1, 2)
-    assert library.ready(whole) is whole
-    assert library.ready(heads_last) is heads_last
+    assert library.readable(whole) is whole
+    assert library.readable(heads_last) is heads_last
     for x in (whole[..., 1:9], whole[..., ::2], whole[:1].expand(2, 3, 8, 16)):
-        made = library.ready(x)
+        made = library.readable(x)
         assert made.is_contiguous()
         assert torch.equal(made, x)
-    assert library.laid_out(whole, whole) is whole
-    turned = library.laid_out(whole.transpose(1, 2), heads_last.clone())
+    assert library.in_layout_of(whole, whole) is whole
+    turned = library.in_layout_of(whole.transpose(1, 2), heads_last.clone())
     assert torch.equal(turned, heads_last)

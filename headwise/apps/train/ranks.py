@@ -120,7 +120,7 @@ class TrainingRanks:
         ranks = RankGroup(self.mesh)
         carrier = ranks.quickest if x.device.type == "cpu" else ranks.carrier(x.device)
         moved = x.detach().to(carrier, copy=True)
-        with ranks.telling(None):
+        with ranks.rank_errors(None):
             dist.all_reduce(moved, op=how, group=ranks.group)
         return moved
 

@@ -206,7 +206,7 @@ class _Rows:
         if wants & ENTROPY and not clean:
             s = s.clamp_min_(NO_WEIGHT)
         tile = Block(weight, s, self.steps[segment.columns])
-        sums = {name: ROW_SUMS[name].of(tile) for name in loop.sums}
+        sums = {name: ROW_SUMS[name].of_block(tile) for name in loop.sums}
         if loop.terms.seed is not None:
             kept = loop.blocks.keep(self.unit, self.rows, segment.columns)
             weight.mul_(kept).mul_(1 / (1 - loop.terms.dropout))

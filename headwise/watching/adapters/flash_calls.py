@@ -19,7 +19,7 @@ from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters import traced
 from headwise.watching.adapters.packed_sequences import packed
-from headwise.watching.adapters.patching import Replacement, Undo, places, taken
+from headwise.watching.adapters.patching import Replacement, Undo, places, unheard
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.recorder.held_call import DROPPED, Output
@@ -85,13 +85,13 @@ def _observed(
     name, recorder = listener.frames[-1].name, listener.recorder
     recorder.interventions.refuse(name, "it calls flash_attn")
     listener.note_attention()
-    with listener.off(), taken():
+    with listener.off(), unheard():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result
         whole = out if out.ndim == 4 else out[None]  # (B, N, H, D)
         if recorder.wants(name):
             with recorder.unread.reading(name, f"{function.__name__}: "):
-                call, dropped = read(function.__name__, given, options)
+                call, dropped = read_flash_call(function.__name__, given, options)
                 proof = None if dropped else listener.prove(name, call, whole.detach())
                 across = call.mask is None and lengths_differ(call.q, call.k)
                 kind: Kind = "cross" if across else listener.kind_of_call(name, call)
@@ -111,11 +111,13 @@ def _heads_first(shape: torch.Size, grad: Tensor) -> Tensor:
 
 def _traced(function: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The function's own result in compiled code, with its figures."""
-    module = traced.current()
-    with traced.taken():
+    module = traced.traced_module()
+    with traced.uncounted():
         result = function(*given, **options)
     out = result[0] if isinstance(result, tuple) else result
-    found = traced.attempt(module, lambda: read(function.__name__, given, options), out)
+    found = traced.read_or_count(
+        module, lambda: read_flash_call(function.__name__, given, options), out
+    )
     if found is not None:
         call, dropped = found
         across = call.mask is None and lengths_differ(call.q, call.k)
@@ -125,7 +127,9 @@ def _traced(function: Any, given: tuple[Any, ...], options: dict[str, Any]) -> A
     return result
 
 
-def read(function: str, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Call, bool]:
+def read_flash_call(
+    function: str, given: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Call, bool]:
     """Read a call of this function; True if it drops weights. ValueError if it can't be read."""
     if function not in _TENSORS:
         raise ValueError("it is not known where its keys stand")

@@ -22,7 +22,7 @@ from headwise.core.options import Options
 from headwise.core.place import Place
 from headwise.nn.call import Call
 from headwise.score import Dot
-from headwise.watching.adapters.patching import Replacement, Undo, places, taken
+from headwise.watching.adapters.patching import Replacement, Undo, places, unheard
 from headwise.watching.adapters.scaled_dot_product import lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.adapters.written.logits_call import from_logits
@@ -74,19 +74,19 @@ def _observed(
     name, recorder = listener.frames[-1].name, listener.recorder
     recorder.interventions.refuse(name, "it calls flex_attention")
     listener.note_attention()
-    with listener.off(), taken():
+    with listener.off(), unheard():
         result = function(*given, **options)
         out = result[0] if isinstance(result, tuple) else result
         if recorder.wants(name):
             with recorder.unread.reading(name):
-                call, kind = read(name, listener.kind, *given, **options)
+                call, kind = read_flex_call(name, listener.kind, *given, **options)
                 proof = listener.prove(name, call, out.detach().transpose(1, 2))
                 recorder.beside(name, call, kind, out=out, proof=proof, output=itself(out))
         silenced = recorder.interventions.silence(name, out)
     return (silenced, *result[1:]) if isinstance(result, tuple) else silenced
 
 
-def read(
+def read_flex_call(
     name: str,
     kind_by_arguments: Callable[[str, int, bool], Kind],
     query: Tensor,

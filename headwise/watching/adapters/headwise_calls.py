@@ -15,7 +15,7 @@ from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention
 from headwise.nn.caches.cache import RollbackOnError
 from headwise.watching.adapters import traced
 from headwise.watching.adapters.module_forwards import named_modules
-from headwise.watching.adapters.patching import Replacement, Undo, taken
+from headwise.watching.adapters.patching import Replacement, Undo, unheard
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.seen_call import Kind
 
@@ -75,7 +75,7 @@ def _observed(
     wanted, changes = recorder.wants(name), recorder.interventions
     if not wanted and name not in changes.silenced and not changes.wants(name):
         return run(*given, **options)
-    with taken():
+    with unheard():
         return _computed(module, name, recorder, wanted, given, options)
 
 

@@ -25,7 +25,7 @@ from headwise.nn.torch_masks import read_torch_masks
 from headwise.score import Dot
 from headwise.watching.adapters import traced
 from headwise.watching.adapters.module_forwards import named_modules
-from headwise.watching.adapters.patching import Replacement, Undo, taken
+from headwise.watching.adapters.patching import Replacement, Undo, unheard
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.changed_call import ChangedCall
@@ -122,9 +122,9 @@ def _traced(
 ) -> Any:
     """A forward in compiled code. An encoder layer's fast path does not call its attention."""
     if isinstance(module, nn.MultiheadAttention):
-        with traced.taken():
+        with traced.uncounted():
             out = original(module, *given, **options)
-        read = traced.attempt(module, lambda: _read(module, *given, **options), out[0])
+        read = traced.read_or_count(module, lambda: _read(module, *given, **options), out[0])
         if read is not None:
             call, kind, padding = read
             traced.beside(module, call, kind == "cross", padding)
@@ -170,7 +170,7 @@ def _attention(
     name = modules.names[id(module)]
     modules.listener.refuse_other_threads(name)
     masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-    with modules.listener.off(), taken():
+    with modules.listener.off(), unheard():
         changed = None
         if modules.recorder.interventions.wants(name):
             if attn_mask is not None and attn_mask.requires_grad:
@@ -208,7 +208,7 @@ def _encoder_layer(
     name = modules.names.get(id(attention))
     if name is None or id(attention) in modules.seen or not modules.recorder.wants(name):
         return out
-    with modules.recorder.unread.reading(name), taken():
+    with modules.recorder.unread.reading(name), unheard():
         x = src.detach()
         if x.is_nested:
             lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
@@ -247,7 +247,7 @@ def _look(
     out: Tensor | None = None,
 ) -> None:
     """Show the call to the recorder: its projections are computed once more."""
-    with taken():
+    with unheard():
         name, recorder = modules.names[id(module)], modules.recorder
         call, kind, padding = _read(module, *given)
         output: Output | str | None = None

@@ -119,7 +119,7 @@ class ModelMode(TorchFunctionMode):
 
 
 @contextmanager
-def taken() -> Iterator[None]:
+def unheard() -> Iterator[None]:
     """Mark a call that is already looked at, so that what it calls is not heard again."""
     _local.depth = getattr(_local, "depth", 0) + 1
     mode = _top_mode()
@@ -136,7 +136,7 @@ def _top_mode() -> TorchFunctionMode | None:
     return torch._C._get_function_stack_at(depth - 1) if depth else None
 
 
-def is_taken() -> bool:
+def is_unheard() -> bool:
     """True inside a call that is already looked at."""
     return getattr(_local, "depth", 0) > 0
 

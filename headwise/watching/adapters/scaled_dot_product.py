@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.core.mask_reading import read_mask, split_mask, traced_mask
 from headwise.core.options import Options
-from headwise.core.place import four
+from headwise.core.place import as_four_axes
 from headwise.mask import Mask, causal
 from headwise.nn.call import Call
 from headwise.score import Dot
@@ -124,4 +124,4 @@ def _with_four_axes(mask: Tensor, query: Tensor, heads: int) -> Tensor:
     if query.ndim > 4 and mask.ndim > 4:
         mask = mask.expand(*query.shape[:-3], *mask.shape[-3:])
         return mask.reshape(-1, *mask.shape[-3:])
-    return four(mask)
+    return as_four_axes(mask)

@@ -18,7 +18,7 @@ from headwise.nn.call import Call
 from headwise.watching.adapters.headwise_calls import OURS
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.other_sequence import elsewhere, is_same, parameters
-from headwise.watching.adapters.patching import ModelMode, Undo, is_taken, taken
+from headwise.watching.adapters.patching import ModelMode, Undo, is_unheard, unheard
 from headwise.watching.adapters.scaled_dot_product import (
     SCALED_DOT_PRODUCT,
     MaskMemo,
@@ -43,7 +43,7 @@ from headwise.watching.recorder.held_call import DROPPED, Output
 from headwise.watching.recorder.layer import LARGEST
 from headwise.watching.recorder.seen_call import Kind, kind_of
 
-ENOUGH, AGAIN = 2, 64
+SILENT_PASSES, LISTEN_AGAIN = 2, 64
 """A module in which nothing was heard this often is not listened to, until this many passes."""
 
 _PLAIN = ("torch.nn.", "headwise.")
@@ -129,7 +129,7 @@ class Listener(ModelMode):
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A module starts to run."""
-        frames, silent = self.running.frames, self.heard_nothing.get(id(module), 0) >= ENOUGH
+        frames, silent = self.running.frames, self.heard_nothing.get(id(module), 0) >= SILENT_PASSES
         if silent and frames and not self.on:  # most modules, in most passes
             frames.append(self.names_only[id(module)])
             return
@@ -142,9 +142,9 @@ class Listener(ModelMode):
         recorder = self.recorder
         changed = recorder.interventions.running
         needed = recorder.active or changed
-        if not self.frames and recorder.passes.count % AGAIN == 0:
+        if not self.frames and recorder.passes.count % LISTEN_AGAIN == 0:
             self.heard_nothing.clear()
-        on, silent = self.on, self.heard_nothing.get(id(module), 0) >= ENOUGH
+        on, silent = self.on, self.heard_nothing.get(id(module), 0) >= SILENT_PASSES
         # The compiler can't trace through a mode: modules that hold compiled ones go without.
         heard = changed or recorder.options.effects or not is_compiled(module)
         listening = not quiet and needed and not on and not silent and heard
@@ -229,7 +229,7 @@ class Listener(ModelMode):
         # Most functions are no part of any attention; a model may also be compiled in part.
         if not (heard or running.written_out.waiting) or torch.compiler.is_compiling():
             return func(*args, **options)
-        if not running.frames or running.frames[-1].quiet or is_taken():
+        if not running.frames or running.frames[-1].quiet or is_unheard():
             return func(*args, **options)
         frame = running.frames[-1]
         self.note_attention()
@@ -237,14 +237,14 @@ class Listener(ModelMode):
             return self.own(frame.name, *args, **options)
         if func is SCALED_DOT_PRODUCT:
             return self.scaled_dot_product(func, args, options)
-        with taken() if func in self.readers else nullcontext():  # it may call another of these
+        with unheard() if func in self.readers else nullcontext():  # it may call another of these
             out = func(*args, **options)
         if func in self.readers:
             self.recorder.interventions.refuse(frame.name, f"it calls {func.__name__}")
             if frame.name in self.recorder.interventions.silenced:
                 raise ValueError(f"{frame.name}: a head of {func.__name__} can't be switched off")
             if self.recorder.wants(frame.name):
-                with self.recorder.unread.reading(frame.name), taken():
+                with self.recorder.unread.reading(frame.name), unheard():
                     self.readers[func](frame.name, *args, **options)
             return out
         if func in STARTS or self.running.written_out.waiting:
@@ -254,7 +254,7 @@ class Listener(ModelMode):
     @property
     def listens(self) -> bool:
         """True if a call of the module that runs should be looked at."""
-        return bool(self.frames) and not self.frames[-1].quiet and not is_taken()
+        return bool(self.frames) and not self.frames[-1].quiet and not is_unheard()
 
     def note_attention(self) -> None:
         """Go on following the modules that run: one of them attends."""
@@ -273,7 +273,7 @@ class Listener(ModelMode):
             call, kind = scaled_dot_product(self.memo, self.heads, *given, **options)
             return call, kind or self.kind_of_call(name, call)
 
-        with taken():
+        with unheard():
             if changes.wants(name):
                 call, kind = read()
                 changed = changes.change(name, with_gradients(call, *given, **options), kind)
@@ -329,7 +329,7 @@ class Listener(ModelMode):
             across = call.mask is None and lengths_differ(q, k)
             kind: Kind = "cross" if across else self.kind_of_call(name, call)
             changed = recorder.interventions.change(name, call, kind)
-            with taken():  # rows that are steered apart are calls of hw.attention, too
+            with unheard():  # rows that are steered apart are calls of hw.attention, too
                 if recorder.wants(name):
                     out = recorder.inside(name, call, kind, changed=changed)
                 else:

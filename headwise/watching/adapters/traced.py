@@ -58,13 +58,13 @@ KEYS_OF: list[tuple[nn.Module, Elsewhere]] = []
 """The modules whose forwards are being traced, with what their arguments tell of their keys."""
 
 
-def current() -> nn.Module | None:
+def traced_module() -> nn.Module | None:
     """The module whose forward is being traced; None inside a call that is read already."""
     return RUNNING[-1] if RUNNING else None
 
 
 @contextmanager
-def taken() -> Iterator[None]:
+def uncounted() -> Iterator[None]:
     """Mark a call that an adapter reads, so that what it calls is not counted again."""
     _enter(None)
     try:
@@ -118,12 +118,12 @@ def _leave() -> None:
 
 def _look_back() -> None:
     """Count attention of the current module that was traced and that nobody read."""
-    module = current()
+    module = traced_module()
     if _find_unread(_group(module)):
         _count_unread(module)
 
 
-def attempt(module: nn.Module | None, read: Callable[[], Read], x: Tensor) -> Read | None:
+def read_or_count(module: nn.Module | None, read: Callable[[], Read], x: Tensor) -> Read | None:
     """The call that `read` returns; None if it raises ValueError, and then it is counted."""
     try:
         return read()
@@ -156,12 +156,12 @@ def inside(
     way, tap = _prepared(module, call.q, across)
     apart = call.given.engine != "auto" or bool(call.given.dropout) or call.q.device.type == "cpu"
     if module is None or tap is None or apart or tap.rows is not None:
-        with taken():
+        with uncounted():
             out = call.attend()
         if module is not None and tap is not None:
             _beside(module, way, tap, call, padding, out)
         return out
-    with taken():
+    with uncounted():
         out, seen = observe(call.q, call.k, call.v, **call.options(), **_asked(tap, call.k))
         seen.values = {name: value.detach() for name, value in seen.values.items()}
         _record(module, way, tap, call, padding, seen)
@@ -177,7 +177,7 @@ def _beside(
     if known:  # its norm needs no values and no second weighting of them
         asked["stats"] = tuple(name for name in asked["stats"] if name != "output_norm")
         v = v[..., :0]
-    with taken():
+    with uncounted():
         rows = None
         if tap.rows is not None:
             rows = traced_masks.sampled(tap.rows, q.shape[2], q.device)

@@ -82,7 +82,7 @@ def _make_own(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        module = traced.current()
+        module = traced.traced_module()
         if not torch.compiler.is_compiling() or module is None or q.ndim != 4:
             return original(q, k, v, **options)
         call = Call(q, k, v, Options(**options))
@@ -97,16 +97,18 @@ def _make_own(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _traced(original: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """A call of F.scaled_dot_product_attention in compiled code; its output."""
-    module = traced.current()
+    module = traced.traced_module()
     if module is None:  # a part of a call that is read, or of one that PyTorch traces as a whole
         return original(*given, **options)
-    with traced.taken():
+    with traced.uncounted():
         out = original(*given, **options)
 
     def heads(x: Tensor) -> int:
         return head_count([module], x.shape, ())
 
-    read = traced.attempt(module, lambda: scaled_dot_product(_memo, heads, *given, **options), out)
+    read = traced.read_or_count(
+        module, lambda: scaled_dot_product(_memo, heads, *given, **options), out
+    )
     if read is not None:
         call, kind = read
         shown = out if out.ndim == 4 else None

@@ -23,7 +23,7 @@ from headwise.watching.adapters.interface import (
     to_call,
 )
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
-from headwise.watching.adapters.patching import Replacement, Undo, taken
+from headwise.watching.adapters.patching import Replacement, Undo, unheard
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.adapters.traced_masks import NUMBERING, RULES
@@ -275,7 +275,7 @@ def _run(function: Callable[..., Any], given: InterfaceCall, **more: Any) -> Any
 def _undropped(function: Callable[..., Any], given: InterfaceCall) -> Tensor:
     """The output without dropout, whether the function or its module would drop."""
     plain = replace(given, options={**given.options, "dropout": 0.0})
-    with without_dropout(given.module, given.q.device), taken():
+    with without_dropout(given.module, given.q.device), unheard():
         out: Tensor = _run(function, plain)[0]
     return out
 
@@ -302,10 +302,10 @@ def _observed(
                 return recorder.inside(name, call, kind, padding, forgotten, changed)
             return (call if changed is None else changed).attend()
 
-        with taken():  # its engine may be PyTorch's
+        with unheard():  # its engine may be PyTorch's
             out, weights = _run(function, given, look=look)
         return out, weights if weights is None or not made else made[0].weights()
-    with taken():
+    with unheard():
         call = changed = None
         if changes.wants(name):
             call = to_call(given, kind, sequence, modules.memo)
@@ -362,10 +362,10 @@ def _traced(function: Callable[..., Any], given: InterfaceCall) -> Any:
     )
     if function is ours.attend:
         return _run(function, given, look=lambda call: traced.inside(module, call, across))
-    with traced.taken():
+    with traced.uncounted():
         result = _run(function, given)
     kind: Kind = "cross" if across else "self"
-    call = traced.attempt(module, lambda: to_call(given, kind, None, _memo), given.q)
+    call = traced.read_or_count(module, lambda: to_call(given, kind, None, _memo), given.q)
     if call is not None:
         dropped = bool(given.option("dropout"))
         traced.beside(module, call, across, out=None if dropped else result[0].transpose(1, 2))

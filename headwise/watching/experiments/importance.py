@@ -34,7 +34,7 @@ def importance(model: nn.Module, recorder: CallRecorder, measure: Measure) -> Ta
         with torch.no_grad():
             whole = float(measure())
             without: dict[Head, float] = {}
-            for name, head in _shown(_wanted(layers, recorder.options.heads)):
+            for name, head in _with_progress(_wanted(layers, recorder.options.heads)):
                 own = head - layers[name].first_head
                 if not 0 <= own < layers[name].heads:
                     measure()  # while the rank that has this head switches it off
@@ -81,7 +81,7 @@ def _off(model: nn.Module, recorder: CallRecorder, name: str, head: int) -> Iter
         recorder.interventions.silenced = {}
 
 
-def _shown(heads: list[Head]) -> Iterator[Head]:
+def _with_progress(heads: list[Head]) -> Iterator[Head]:
     """The heads, with a progress bar if this is a terminal."""
     listed: Iterable[Head] = heads
     if sys.stderr.isatty():

@@ -130,7 +130,7 @@ class JoinedFigures:
         everyone: list[Any] = [(self._coordinate(), tuple(parts), columns.stats, said)]
         for group in self.groups:
             found: list[Any] = [None] * group.count
-            with group.telling(None):
+            with group.rank_errors(None):
                 dist.all_gather_object(found, everyone, group=group.group)
             everyone = [each for part in found for each in part]
         if failure is not None:
@@ -190,7 +190,7 @@ class JoinedFigures:
         for group in self.groups:  # as in `agree`, so that all arrives in the same order
             sent = found.to(group.carrier(mine.device))
             every = sent.new_empty(group.count, *sent.shape)
-            with group.telling(None):
+            with group.rank_errors(None):
                 dist.all_gather(list(every), sent, group=group.group)
             found = every.to(mine.device).flatten(0, 1)
         return found.index_select(0, self._order)

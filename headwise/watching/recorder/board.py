@@ -18,7 +18,7 @@ from headwise.core.host_copy import HostCopy
 from headwise.core.observation import Observation
 from headwise.core.problem import without_autocast
 from headwise.core.reduction import Columns, reduce_rows
-from headwise.engines.calls import noticed
+from headwise.engines.calls import needs_operator
 from headwise.engines.operators import define
 from headwise.engines.triton.board_call import add_by_kernel
 from headwise.watching.recorder.checkpointing import recomputing
@@ -112,7 +112,7 @@ class Slot:
         extremes = board.extremes
         given = (values, seen.highest, padding, proof)
         place = board.numbers[self.number]
-        if noticed(board.now, seen.highest):
+        if needs_operator(board.now, seen.highest):
             record(board.now, place, *given, *map(list, extremes))
         elif not add_by_kernel(board.now, place, *given, *extremes):
             with torch.no_grad(), without_autocast(board.device):

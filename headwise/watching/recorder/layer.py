@@ -14,7 +14,7 @@ from headwise.api import attention_map
 from headwise.bias import parts_of, plus
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
-from headwise.core.place import Place, four
+from headwise.core.place import Place, as_four_axes
 from headwise.maps.attention_map import AttentionMap
 from headwise.nn.call import Call
 from headwise.watching.recorder.board import Slot
@@ -113,7 +113,7 @@ def _joined_bounds(
 
 def _widened(x: Tensor, place: Place, keys: int, fill: float) -> Tensor:
     """A (B|1, Hq|1, N|1, M|1) tensor with all rows, and columns for keys that came later."""
-    x = four(x)
+    x = as_four_axes(x)
     x = x.expand(*x.shape[:2], place.queries, max(place.keys, x.shape[3]))[..., : place.keys]
     return F.pad(x, (0, keys - place.keys), value=fill)
 

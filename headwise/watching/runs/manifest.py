@@ -80,7 +80,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """A folder's manifest; ValueError if there is no run, a damaged one, or a newer headwise's."""
     path = folder / NAME
     try:

@@ -117,7 +117,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> Rows:
     return pyarrow.table(arrays, names=names)
 
 
-def write(folder: Path, part: SeriesPart, table: Rows) -> None:
+def write_part(folder: Path, part: SeriesPart, table: Rows) -> None:
     """Write a part."""
     pyarrow = arrow()
     sink = pyarrow.BufferOutputStream()
@@ -125,7 +125,7 @@ def write(folder: Path, part: SeriesPart, table: Rows) -> None:
     write_whole(folder / part.name, sink.getvalue().to_pybytes())
 
 
-def read(folder: Path, part: SeriesPart) -> Rows | None:
+def read_part(folder: Path, part: SeriesPart) -> Rows | None:
     """A part's rows; None if the file is damaged, or was joined into another meanwhile."""
     pyarrow = arrow()
     try:
@@ -155,14 +155,14 @@ def _is_whole(table: Rows) -> bool:
 
 def join(folder: Path, parts: Sequence[SeriesPart], before: int | None = None) -> None:
     """Make one file of consecutive parts; `before` leaves out this step and later ones."""
-    tables = [table for part in parts if (table := read(folder, part)) is not None]
+    tables = [table for part in parts if (table := read_part(folder, part)) is not None]
     if tables:
         whole = concatenated(tables)
         if before is not None:
             whole = whole.filter([step < before for step in whole["step"].to_pylist()])
         joined = SeriesPart(parts[0].rank, parts[0].first, parts[-1].last) if len(whole) else None
         if joined is not None:
-            write(folder, joined, whole)
+            write_part(folder, joined, whole)
         for part in parts:
             if part != joined:
                 (folder / part.name).unlink(missing_ok=True)

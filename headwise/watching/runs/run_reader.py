@@ -84,12 +84,12 @@ class WatchedRun(Recording):
 
     def refresh(self) -> bool:
         """Read what is new; False if nothing is."""
-        self.manifest: dict[str, Any] = manifest.read(self.folder)
+        self.manifest: dict[str, Any] = manifest.read_manifest(self.folder)
         there = parts.parts_in(self.folder)
         if list(self._read) == there and self._rows is not None:
             return False
         known, self._logged = self._read, {}
-        self._read = {x: known[x] if x in known else parts.read(self.folder, x) for x in there}
+        self._read = {x: known[x] if x in known else parts.read_part(self.folder, x) for x in there}
         found = [rows for rows in self._read.values() if rows is not None and len(rows)]
         heads = [_of_heads(rows, self._logged) for rows in found]
         heads = [rows for rows in heads if len(rows)]

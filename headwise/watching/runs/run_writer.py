@@ -85,14 +85,14 @@ class RunWriter:
         """Set up the folder; True if it held a run before, which is continued."""
         there = (self.folder / manifest.NAME).exists()
         if there:
-            manifest.read(self.folder)
+            manifest.read_manifest(self.folder)
             if not resume and self.rank == 0:
                 raise ValueError(
                     f"{self.folder} holds a watched run already; resume=True continues it"
                 )
         for place in (self.folder, self.folder / FOLDER):
             parts.remove_leftovers(place, self.rank)
-        self._about = manifest.read(self.folder) if there else about
+        self._about = manifest.read_manifest(self.folder) if there else about
         self._about.pop("ended", None)
         self._write_manifest(self._about)
         self._next = 1 + max((part.last for part in self._parts()), default=0)
@@ -161,7 +161,7 @@ class RunWriter:
 
     def _write(self) -> None:
         part = SeriesPart(self.rank, self._next, self._next)
-        parts.write(self.folder, part, parts.columns(self._waiting))
+        parts.write_part(self.folder, part, parts.columns(self._waiting))
         self._next += 1
         self._waiting = []
         small = [part for part in self._parts() if part.first == part.last]

@@ -51,7 +51,7 @@ class Product:
             out = out.unflatten(self._with_batch.index("b"), (-1, heads))
         return out.permute([self._whole.index(x) for x in "bhqd"])
 
-    def as_it_was(self, out: Tensor) -> Tensor:
+    def to_own_layout(self, out: Tensor) -> Tensor:
         """The output from (B, H, N, D) to the product's own layout."""
         out = out.permute(["bhqd".index(x) for x in self._whole])
         first = self._whole.index("b")

@@ -121,7 +121,7 @@ def drops(p: float = 0.5, training: bool = True, *_: bool, **options: Any) -> bo
     return bool(rate > 0 and options.get("train", options.get("training", training)))
 
 
-def moved(
+def follow_layout(
     known: Weights, function: Function, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> tuple[Tensor, int] | None:
     """The logits and the axis of the keys after a change of layout; None if rows were cut up.

@@ -216,7 +216,7 @@ class WholeProduct(WrittenAttention):
         rest, factor = self.added
         heads = self.heads_first(out).clone()
         heads[:, head] = 0
-        return rest + factor * self.product.as_it_was(heads)
+        return rest + factor * self.product.to_own_layout(heads)
 
 
 @dataclass(frozen=True)

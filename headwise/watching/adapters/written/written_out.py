@@ -28,7 +28,7 @@ from headwise.watching.adapters.written.softmax_results import (
     WeighedValues,
     Weights,
     drops,
-    moved,
+    follow_layout,
 )
 from headwise.watching.adapters.written.softmax_rows import SoftmaxRows
 from headwise.watching.adapters.written.written_attention import (
@@ -150,7 +150,7 @@ class WrittenOut:
             known = replace(known, dropped=True, undropped=kept)
         if function in LAYOUTS or function in CUTS:
             whole = function in LAYOUTS and known.logits is not None
-            found = moved(known, function, given, op.options) if whole else None
+            found = follow_layout(known, function, given, op.options) if whole else None
             logits, axis = (None, -1) if found is None else found
             move = (function, given[1:], op.options)
             lost = known.moves is None or function in STORED
