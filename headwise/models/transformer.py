@@ -205,8 +205,8 @@ class Transformer(nn.Module):
         except Exception:  # a pool without pages, say, after some layers have taken theirs
             rollback_to_shortest(caches or ())
             raise
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(self.decoder_norm(x), weight)
+        x = self.decoder_norm(x)
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
     def _embedded(self, tokens: Tensor, embedding: nn.Embedding, start: int | Tensor) -> Tensor:
         x = embedding(tokens) * self.config.d_model**0.5

@@ -1,21 +1,34 @@
-"""The translation table: which translators are trained, and how their BLEU is told."""
+"""The fair table: which translators are trained, how their BLEU is told and compared."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from headwise import __version__
-from headwise.apps.lab import session_list
+from headwise.apps.lab import design, session_list
 from headwise.apps.lab.charts import Cell, Listing
 from headwise.apps.lab.claim import both
-from headwise.apps.lab.estimates import Difference, difference, holm
+from headwise.apps.lab.estimates import Difference, difference, holm, over_sentences
+from headwise.apps.lab.fingerprint import fingerprint
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.record import Result
-from headwise.apps.lab.translation_runs import train
+from headwise.apps.lab.translation_runs import (
+    TWIN,
+    VARIANTS,
+    choose,
+    seeds_of,
+    step_times,
+    train,
+    twins,
+    unpacked,
+)
+from headwise.apps.train.tasks.metrics import bleu_of, with_totals
 from headwise.files import write_whole
 from headwise.messages import Sentence
 
@@ -23,109 +36,186 @@ Run = Mapping[str, Any]
 FILE = "translation.full.json"
 """The table as it is recorded: every run with its curve, and the time that a GPU took for them."""
 
-MANY, FEW = 8, 2
-"""Seeds of the variants between which one percent of BLEU has to be told from chance; of others."""
-
 COMMAND = "lab table"
 LEFT_OUT = ("gradient_norms", "without_head")
 """Figures of a run that claims need and the table does not."""
-
-OFTEN = ("base", "heads-1", "shared")
+COUNTS = 6
+"""Numbers that are kept of each sentence."""
+LONGEST = (8, 12, 16, 24, 255)
+"""The most tokens of the source, its end among them, of each column of lengths."""
 
 LABELS: dict[str, Sentence] = {
     "base": both("the base model", "基准模型"),
     "heads-1": both("one head", "单头"),
-    "heads-2": both("two heads", "两个头"),
     "heads-4": both("four heads", "四个头"),
     "heads-16": both("sixteen heads", "十六个头"),
-    "heads-32": both("thirty-two heads", "三十二个头"),
     "keys-half": both("queries and keys half as wide", "Q、K 宽度减半"),
-    "keys-quarter": both("queries and keys a quarter as wide", "Q、K 宽度为四分之一"),
-    "unscaled": both("not scaled", "不缩放"),
-    "unscaled-heads-4": both("not scaled, four heads", "不缩放，四个头"),
-    "unscaled-heads-2": both("not scaled, two heads", "不缩放，两个头"),
-    "unscaled-heads-1": both("not scaled, one head", "不缩放，单头"),
     "shared": both("Q and K share a matrix", "Q、K 共用矩阵"),
     "unprojected": both("no matrices for Q and K", "Q、K 没有矩阵"),
-    "cosine": both("cosine", "余弦"),
+    "unscaled": both("not scaled", "不缩放"),
+    "unscaled-narrow": both("not scaled, W_q / √d_k at the start", "不缩放，W_q 初值除以 √d_k"),
     "additive": both("additive", "加性"),
     "fixed": both("fixed weights instead of self-attention", "用固定权重代替自注意力"),
     "convolution": both("convolution instead of self-attention", "用卷积代替自注意力"),
+    "recurrence": both(
+        "gated linear recurrence instead of self-attention", "用门控线性递归代替自注意力"
+    ),
     "lstm-attention": both("LSTM with attention", "带注意力的 LSTM"),
-    "lstm": both("LSTM without attention", "不带注意力的 LSTM"),
 }
 """Every variant of the table, in its order."""
 
 
-def plan(lab: Lab) -> list[tuple[str, int]]:
-    """Every run: a variant and a seed, the most needed first.
+def label(variant: str) -> Sentence:
+    """What a row is called."""
+    if variant.startswith(TWIN):
+        return both("the base model, of that size", "基准模型，同样大小")
+    return LABELS[variant]
 
-    The first seed of every variant, so that a table that is cut short compares them all; then the
-    seeds of the close comparisons; then the others' second ones.
-    """
+
+def plan(lab: Lab) -> list[str]:
+    """Every row, twins last; the base model, whose rate its twins have, first."""
     if lab.form == "tiny":
-        return [(variant, 0) for variant in ("base", "heads-1", "convolution", "lstm-attention")]
-    return [
-        *((variant, 0) for variant in LABELS),
-        *((variant, seed) for seed in range(1, MANY) for variant in OFTEN),
-        *((variant, seed) for seed in range(1, FEW) for variant in LABELS if variant not in OFTEN),
-    ]
+        return ["base", "heads-1", "convolution", "lstm-attention"]
+    return [*VARIANTS, *dict.fromkeys(twins(lab).values())]
 
 
 def collect(lab: Lab, out: Path) -> int:
-    """Write the table's file from the runs that a lab has kept; their number."""
+    """Write the table's file from the rows that a lab has kept; their number."""
     assert lab.folder is not None
-    runs = []
-    for variant, seed in plan(lab):
-        settings = {"variant": variant, "seed": seed}
-        kept = lab.kept(f"translate-{variant}-{seed}", train, **settings)
-        if kept is not None:
-            runs.append({name: x for name, x in kept.items() if name not in LEFT_OUT})
-    held = session_list.sessions(lab.folder, COMMAND)
+    runs: list[Run] = []
+    rows: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
+    timed = lab.kept("step-times", step_times) or {"milliseconds": {}}
+    lengths = ""
+    for variant in plan(lab):
+        settings = {"variant": variant, "seeds": seeds_of(lab, variant)}
+        if (kept := lab.kept(f"translate-{variant}", train, **settings)) is None:
+            continue
+        chosen = lab.kept(f"rate-{variant}", choose, variant=variant)
+        if chosen is not None:
+            rates[variant] = {name: chosen[name] for name in ("rates", "losses")}
+        lengths = kept["lengths"]
+        rows[variant] = {"parameters": kept["parameters"]}
+        if variant in timed["milliseconds"]:
+            rows[variant]["milliseconds"] = timed["milliseconds"][variant]
+        runs += [
+            {name: x for name, x in run.items() if name not in LEFT_OUT} for run in kept["runs"]
+        ]
+    table = Translators(
+        runs,
+        session_list.sessions(lab.folder, COMMAND),
+        rows,
+        {row: twin for row, twin in twins(lab).items() if twin in rows},
+        rates,
+        lengths,
+    )
     content = {
         "command": f"headwise {COMMAND}",
         "form": lab.form,
         "planned": len(plan(lab)),
-        "sessions": held,
+        "sessions": table.sessions,
         "version": __version__,
-        "runs": runs,
+        "design_hash": design_hash(),
+        "commit": design.commit(),
+        "rows": table.rows,
+        "twins": table.twins,
+        "rates": table.rates,
+        "sentences": {name: list(gap[:3]) for name, gap in table.resampled().items()},
+        "by_length": table.bleu_by_length(),
+        "lengths": table.lengths,
+        "runs": table.runs,
     }
     lines = [f'"{name}": {json.dumps(x, ensure_ascii=False)}' for name, x in content.items()]
     write_whole(out, "{\n" + ",\n".join(lines) + "\n}\n")
-    return len(runs)
+    return len(rows)
+
+
+def design_hash() -> str:
+    """Sixteen hexadecimal digits of what is trained for the table, and how rows are compared."""
+    parts = (train, plan, against_base, against_twins, Translators)
+    text = json.dumps([fingerprint(part) for part in parts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def adopt(lab: Lab, folders: Sequence[Path]) -> int:
-    """Keep the translators of the recorded table, and of claims, as pieces of a lab; their number.
+    """Keep the rows of the recorded table, and of claims, as pieces of a lab; their number.
 
-    Those of claims hold more figures than those of the table, and replace them.
+    Runs of claims hold more figures than those of the table, and replace them.
     """
     assert lab.folder is not None
-    found = dict[tuple[str, int], Run]()
+    found = dict[str, dict[int, Run]]()
+    rows: Mapping[str, Any] = {}
     for folder in folders:
         for file in (folder / FILE, *folder.glob(f"*.{lab.form}.json")):
             content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-            runs = content.get("runs", []) + content.get("figures", {}).get("runs", [])
-            for run in runs:
-                key = (run.get("variant", ""), run["seed"])
-                if key[0] in LABELS and len(run) >= len(found.get(key, {})):
-                    found[key] = run
-    for (variant, seed), run in found.items():
-        lab.store(f"translate-{variant}-{seed}", train, run, 0.0, variant=variant, seed=seed)
+            rows = content.get("rows", rows)
+            for run in [*content.get("runs", []), *content.get("figures", {}).get("runs", [])]:
+                variant = run.get("variant", "")
+                if "rate" in run:
+                    mine = found.setdefault(variant, {})
+                    mine[run["seed"]] = {**mine.get(run["seed"], {}), **run}
+    for variant, mine in found.items():
+        settings = {"variant": variant, "seeds": len(mine)}
+        runs = [mine[seed] for seed in sorted(mine)]
+        about = {"variant": variant, "lengths": "", "parameters": None, **rows.get(variant, {})}
+        lab.store(f"translate-{variant}", train, {**about, "runs": runs}, 0.0, **settings)
     return len(found)
 
 
 @dataclass(frozen=True)
 class Translators:
-    """Trained translators, and the sessions in which they were trained if a table lists them."""
+    """Trained translators, and what a table knows of them besides."""
 
     runs: Sequence[Run]
     sessions: Sequence[Mapping[str, Any]] = ()
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # parameters, milliseconds
+    twins: Mapping[str, str] = field(default_factory=dict)  # of the variants that have one
+    rates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lengths: str = ""  # of the test sentences, in tokens
+    sentences: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    by_length: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """The time of all sessions."""
         return sum(float(session["seconds"]) for session in self.sessions)
+
+    @cached_property
+    def counts(self) -> dict[str, list[list[list[int]]]]:
+        """For each variant and run, what BLEU counts in each sentence."""
+        found: dict[str, list[list[list[int]]]] = {}
+        for run in self.runs:
+            if not run["diverged"] and "statistics" in run:
+                counts = [with_totals(each) for each in unpacked(run["statistics"], COUNTS)]
+                found.setdefault(run["variant"], []).append(counts)
+        return found
+
+    def resampled(self) -> dict[str, Difference]:
+        """Each variant's BLEU minus the base model's, with an interval over test sentences."""
+        base = self.counts.get("base", [])
+        return {
+            name: over_sentences(mine, base, bleu_of)
+            for name, mine in self.counts.items()
+            if name != "base" and base
+        }
+
+    def bleu_by_length(self) -> dict[str, list[float]]:
+        """The BLEU of each variant, a mean of its runs, by the length of the source."""
+        sizes = [size for (size,) in unpacked(self.lengths, 1)] if self.lengths else []
+        found: dict[str, list[float]] = {}
+        for name, runs in self.counts.items():
+            for least, most in zip((0, *LONGEST), LONGEST, strict=False):
+                there = [place for place, size in enumerate(sizes) if least < size <= most]
+                each = (
+                    [
+                        bleu_of(list(map(sum, zip(*(run[x] for x in there), strict=True))))
+                        for run in runs
+                    ]
+                    if there
+                    else []
+                )
+                found.setdefault(name, []).append(sum(each) / len(each) if each else 0.0)
+        return found
 
 
 def recorded(folders: Sequence[Path], results: Iterable[Result | None]) -> Translators:
@@ -133,7 +223,8 @@ def recorded(folders: Sequence[Path], results: Iterable[Result | None]) -> Trans
     for folder in folders:
         if (folder / FILE).exists():
             table = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            return Translators(table["runs"], table["sessions"])
+            names = ("sessions", "rows", "twins", "rates", "lengths", "sentences", "by_length")
+            return Translators(table["runs"], **{x: table[x] for x in names if x in table})
     found: dict[tuple[str, int], Run] = {}
     for result in results:
         for run in result.figures.get("runs", []) if result else []:
@@ -142,13 +233,12 @@ def recorded(folders: Sequence[Path], results: Iterable[Result | None]) -> Trans
     return Translators(list(found.values()))
 
 
-def scores(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """The BLEU of all finished runs by variant, in the order of the table."""
+def scores(runs: Sequence[Run], name: str = "bleu") -> dict[str, list[float]]:
+    """The BLEU, or another figure, of all finished runs by variant."""
     found: dict[str, list[float]] = {}
-    for variant in LABELS:
-        mine = [x["bleu"] for x in runs if x["variant"] == variant and not x["diverged"]]
-        if mine:
-            found[variant] = mine
+    for run in runs:
+        if not run["diverged"]:
+            found.setdefault(run["variant"], []).append(run[name])
     return found
 
 
@@ -160,40 +250,118 @@ def against_base(groups: Mapping[str, Sequence[float]]) -> dict[str, tuple[Diffe
     return dict(zip(others, zip(gaps, chances, strict=True), strict=True))
 
 
-def table(runs: Sequence[Run]) -> Listing:
-    """Every variant: its runs, size, BLEU, its difference from the base model, its test loss."""
-    groups = scores(runs)
+def against_twins(table: Translators) -> dict[str, tuple[Difference, float]]:
+    """Each variant's BLEU minus its twin's, and its p-value, corrected by Holm for all."""
+    groups = scores(table.runs)
+    pairs = [(row, twin) for row, twin in table.twins.items() if {row, twin} <= set(groups)]
+    gaps = [difference(groups, row, twin) for row, twin in pairs]
+    chances = holm([gap.probability() for gap in gaps])
+    found = zip(pairs, gaps, chances, strict=True)
+    return {row: (gap, chance) for (row, _), gap, chance in found}
+
+
+def table(translators: Translators) -> Listing:
+    """Every row: its size, rate, time, BLEU, and its difference from the base model."""
+    groups = scores(translators.runs)
     against = against_base(groups)
     rows: list[tuple[Cell | Sentence, ...]] = []
-    for variant, label in LABELS.items():
-        mine = [run for run in runs if run["variant"] == variant]
-        done = [run for run in mine if not run["diverged"]]
-        if not mine:
-            continue
+    for variant in order(translators):
+        mine = [run for run in translators.runs if run["variant"] == variant]
         gap, chance = against.get(variant, (None, None))
+        about = translators.rows.get(variant, {})
+        done = groups.get(variant, [])
+        known = gap is not None and gap.known
+        among = translators.sentences.get(variant)
         rows.append(
             (
-                label,
+                named(translators, variant),
                 len(mine),
-                len(mine) - len(done),
-                f"{done[0]['parameters'] / 1e6:.2f}" if done and "parameters" in done[0] else None,
-                f"{_mean(groups[variant]):.2f}" if done else None,
+                f"{about['parameters'] / 1e6:.2f}" if "parameters" in about else None,
+                f"{mine[0]['rate']:.1e}".replace("e-0", "e-") if "rate" in mine[0] else None,
+                about.get("milliseconds"),
+                f"{_mean(done):.2f}" if done else both("diverged", "发散"),
                 None if gap is None else gap.brief,
-                None if gap is None or not gap.known else f"{chance:.3f}",
-                f"{_mean([run['test_loss'] for run in done]):.3f}" if done else None,
+                f"{chance:.3f}" if known else None,
+                None if among is None else span(*among),
+                f"{_mean(scores(mine, 'test_loss')[variant]):.3f}" if done else None,
             )
         )
     headings = (
         both("translator", "翻译模型"),
         both("runs", "训练次数"),
-        both("diverged", "发散"),
         both("parameters, millions", "参数量，百万"),
+        both("rate", "学习率"),
+        both("milliseconds per step of all runs", "全部训练一步的毫秒数"),
         both("BLEU", "BLEU"),
         both("against the base model, BLEU (95 % interval)", "与基准模型相差，BLEU（95% 区间）"),
         both("p, corrected (Holm)", "p，校正后（Holm）"),
+        both("interval over sentences", "按句子重抽样的区间"),
         both("test loss", "测试损失"),
     )
     return Listing(both("Translators", "翻译模型"), headings, tuple(rows))
+
+
+def span(mean: float, low: float, high: float) -> Sentence:
+    """An interval."""
+    return both("{low:+.2f} to {high:+.2f}", "{low:+.2f} 至 {high:+.2f}", low=low, high=high)
+
+
+def sizes(translators: Translators) -> Listing:
+    """The variants of another size beside base models of their size."""
+    groups = scores(translators.runs)
+    rows = tuple(
+        (
+            label(row),
+            f"{translators.rows[row]['parameters'] / 1e6:.2f}",
+            f"{_mean(groups[row]):.2f}",
+            f"{_mean(groups[translators.twins[row]]):.2f}",
+            gap.brief,
+            f"{chance:.3f}",
+        )
+        for row, (gap, chance) in against_twins(translators).items()
+    )
+    headings = (
+        both("translator", "翻译模型"),
+        both("parameters, millions", "参数量，百万"),
+        both("BLEU", "BLEU"),
+        both("a base model of this size", "同样大小的基准模型"),
+        both("difference, BLEU (95 % interval)", "相差，BLEU（95% 区间）"),
+        both("p, corrected (Holm)", "p，校正后（Holm）"),
+    )
+    return Listing(both("At equal size", "同样大小"), headings, rows)
+
+
+def lengths(translators: Translators) -> Listing:
+    """The BLEU of every row by the length of the source."""
+    rows = tuple(
+        (named(translators, variant), *(f"{x:.1f}" for x in translators.by_length[variant]))
+        for variant in order(translators)
+        if variant in translators.by_length
+    )
+    tokens = [
+        both("{least} to {most} tokens", "{least} 到 {most} 个词元", least=least + 1, most=most)
+        for least, most in zip((0, *LONGEST), LONGEST[:-1], strict=False)
+    ]
+    longer = both("more, which none was trained on", "更长，训练中没有")
+    headings = (both("translator", "翻译模型"), *tokens, longer)
+    return Listing(both("BLEU by length", "按长度的 BLEU"), headings, rows)
+
+
+def order(translators: Translators) -> list[str]:
+    """The variants that there are, in the order of the table; twins last."""
+    there = {run["variant"] for run in translators.runs}
+    return [x for x in (*LABELS, *dict.fromkeys(translators.twins.values())) if x in there]
+
+
+def named(translators: Translators, variant: str) -> Sentence:
+    """The label of a row; of a twin with the rows whose size it has."""
+    of = [label(row) for row, twin in translators.twins.items() if twin == variant]
+    if not of:
+        return label(variant)
+    english, chinese = "; ".join(of), "；".join(x.zh for x in of)
+    return both(
+        "the base model, of the size of: {a}", "基准模型，大小同：{a}", a=Sentence(english, chinese)
+    )
 
 
 def scatter(runs: Sequence[Run], variant: str) -> float:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import shlex
-import signal
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +23,6 @@ from headwise.apps.lab.runner import find, run
 from headwise.apps.lab.sessions import long_runs, pieces
 from headwise.apps.lab.sessions.long_runs import LabSession
 from headwise.apps.lab.sessions.pool import Ended
-from headwise.apps.lab.sessions.side_by_side import SideBySide
 from headwise.messages import say
 
 app = typer.Typer(
@@ -59,6 +55,9 @@ Out = Annotated[
     typer.Option(help="The folder of your results; by default one in your cache."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AT_ONCE = 3
+"""Stacks of translators in training: while one is measured, others keep the GPU busy."""
+
 Minutes = Annotated[
     float | None,
     typer.Option(max=10**6, help="Stop after so many minutes; the same command continues."),
@@ -330,19 +329,20 @@ def table(
 ) -> None:
     """Train the translators of the translation table, several at a time, and write the table.
 
-    They differ in their attention alone. A finished run is kept with its
-    curve, an unfinished one with its last checkpoint; the table, with all
-    runs and the time they took, is translation.full.json in the folder.
+    Each gets the rate that suits it best, and all its seeds are trained as
+    one stack of models; --workers processes share the GPU. What is finished
+    is kept, and the same command continues. The table, with all runs and the
+    time they took, is translation.full.json in the folder.
 
     [b]Example[/b]
 
-    headwise lab table --minutes 9 --workers 10 --out results
+    headwise lab table --minutes 9 --workers 3 --out results
     """
     folder = out or record.own_folder()
     with explained(zh=False):
-        held = session(form or "full", device, folder, minutes, workers)
+        held = session(form or "full", device, folder, minutes, workers or AT_ONCE)
         done, planned = long_runs.train_table(held)
-    typer.echo(f"{done} of {planned} translators are trained; the table is in {folder}")
+    typer.echo(f"{done} of {planned} rows are trained; the table is in {folder}")
     if done < planned:
         typer.echo("the same command continues")
 
@@ -353,8 +353,6 @@ def piece(
     full: Annotated[bool, typer.Option("--full")] = False,
     form: Form = None,
     device: Annotated[str | None, typer.Option()] = None,
-    minutes: Minutes = None,
-    at_once: Annotated[int, typer.Option(min=1, max=1024)] = 4,
     out: Out = None,
 ) -> None:
     """Make pieces of a long experiment: what the processes of a session run."""
@@ -364,17 +362,8 @@ def piece(
         for name in names:
             if name not in known:
                 raise ValueError(f"there is no piece {name!r}; there are {', '.join(known)}")
-    chosen = [known[name] for name in names]
-    for each in chosen:
-        if each.in_steps is None:
-            each.make(lab)
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    seconds = math.inf if minutes is None else 60 * minutes
-    held = SideBySide(lab, at_once, seconds, asked.is_set, lambda line: print(line, flush=True))
-    held.make([each for each in chosen if each.in_steps is not None])
-    if not all(each.done(lab) for each in chosen):
-        raise typer.Exit(1)
+    for name in names:
+        known[name].make(lab)
 
 
 @app.command(hidden=True)
@@ -391,7 +380,7 @@ def adopt(
 @app.command(hidden=True)
 def register() -> None:
     """Register the designs of all claims as they stand, before their experiments run."""
-    changed = design.register(CLAIMS)
+    changed = design.register(CLAIMS, table=ablations.design_hash())
     typer.echo(f"{len(changed)} designs are new or changed: {', '.join(changed) or 'none'}")
 
 

@@ -41,8 +41,6 @@ PAPER: Sequence[tuple[str, int, str, Sentence, Reasons]] = (
     ("A", 0, "heads-1", both("1 head", "1 个头"), FEW_HEADS),
     ("A", 1, "heads-4", both("4 heads", "4 个头"), FEW_HEADS),
     ("A", 2, "heads-16", both("16 heads", "16 个头"), MANY_HEADS),
-    ("A", 3, "heads-32", both("32 heads", "32 个头"), MANY_HEADS),
-    ("B", 0, "keys-quarter", both("keys a quarter as wide", "键宽为四分之一"), NARROW_KEYS),
     ("B", 1, "keys-half", both("keys half as wide", "键宽减半"), NARROW_KEYS),
 )
 """Table 3 of the paper: eight heads of the base model's width there and here."""
@@ -54,9 +52,8 @@ NOTES: Sequence[tuple[str, Sentence, bool]] = (
     ("unprojected", both("without projections it can't adapt", "没有投影就无法适应"), False),
     ("additive", both("dot product beats additive", "点积优于加性"), False),
     ("unscaled", both("without scaling it ends worse", "不缩放效果下降"), False),
-    ("unscaled-heads-1", both("the same, one wide head", "同上，一个宽的头"), False),
     ("fixed", both("fixed weights do not generalise", "固定权重不能泛化"), False),
-    ("lstm", both("an LSTM loses what is far", "LSTM 丢失远处的内容"), False),
+    ("lstm-attention", both("an LSTM loses what is far", "LSTM 丢失远处的内容"), False),
     ("convolution", both("a convolution sees what is near", "卷积只看得到近处"), False),
 )
 """The notes' sentences about results. Where they give no number, the sign is what they say."""

@@ -51,10 +51,13 @@ def registered() -> dict[str, str]:
     return found
 
 
-def register(claims: Sequence[Claim]) -> list[str]:
-    """Register the designs as they stand; the claims whose design is new or another one."""
+def register(claims: Sequence[Claim], **others: str) -> list[str]:
+    """Register the designs as they stand; the names of those that are new or changed.
+
+    `others` are the hashes of what is not a claim.
+    """
     before = registered() if REGISTER.exists() else {}
-    now = {claim.id: design_hash(claim) for claim in claims}
+    now = {claim.id: design_hash(claim) for claim in claims} | others
     write_whole(REGISTER, json.dumps(now, indent=0) + "\n")
     return [id for id, found in now.items() if before.get(id) != found]
 

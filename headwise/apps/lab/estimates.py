@@ -8,7 +8,7 @@ They need scipy, `pip install 'headwise[lab]'`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -156,6 +156,41 @@ def difference(groups: Mapping[str, Sequence[float]], one: str, other: str) -> D
     )
     half = float(_student().t.ppf(1 - LEVEL / 2, freedom)) * error
     return Difference(gap, gap - half, gap + half, error, freedom)
+
+
+DRAWS = 1000
+"""Samples of sentences."""
+
+
+def over_sentences(
+    one: Sequence[Sequence[Sequence[int]]],
+    other: Sequence[Sequence[Sequence[int]]],
+    score: Callable[[Sequence[float]], float],
+) -> Difference:
+    """The mean score of runs minus that of others, with an interval over test sentences.
+
+    Each run is a list of sentences, each a list of counts; `score` takes their sums. A paired
+    bootstrap: sentences are drawn with replacement, the same ones for all runs, so that the runs
+    stay and the interval says what other sentences would have shown.
+
+    >>> runs = [[[1], [3]]], [[[1], [2]]]
+    >>> over_sentences(*runs, lambda sums: sums[0])[:3]
+    (1.0, 0.0, 2.0)
+    """
+    import numpy as np
+
+    draws = np.random.default_rng(0)
+    size = len(other[0])
+    times = draws.multinomial(size, np.full(size, 1 / size), size=DRAWS)  # of each sentence
+    means = []
+    for runs in (one, other):
+        # (runs, draws + 1, counts): the sentences as they are first
+        every = np.concatenate((np.ones((1, size), dtype=times.dtype), times))
+        sums = [(every @ np.asarray(run)).tolist() for run in runs]
+        means.append(np.mean([[score(each) for each in mine] for mine in sums], 0))
+    gaps = means[0] - means[1]
+    low, high = np.quantile(gaps[1:], (LEVEL / 2, 1 - LEVEL / 2))
+    return Difference(float(gaps[0]), float(low), float(high))
 
 
 def _variance(values: Sequence[float]) -> float:

@@ -245,7 +245,7 @@ class ChapterWriter:
 
     def runs(self) -> str:
         """The table of translators."""
-        return self.drawn(ablations.table(self.translators.runs))
+        return self.drawn(ablations.table(self.translators))
 
     def origins(self) -> str:
         """The signature of the scores, and the sessions in which the translators were trained."""

@@ -122,7 +122,7 @@ class Lab:
     def store(
         self,
         name: str,
-        compute: Callable[..., Mapping[str, Any]],
+        compute: Callable[..., Any],
         figures: Mapping[str, Any],
         seconds: float,
         **settings: Any,
@@ -139,14 +139,14 @@ class Lab:
         return stored
 
     def kept(
-        self, name: str, compute: Callable[..., Mapping[str, Any]], **settings: Any
+        self, name: str, compute: Callable[..., Any], **settings: Any
     ) -> dict[str, Any] | None:
         """The figures that `keep` has kept by this name, None if it has none of these settings."""
         found = self._read(name, compute, settings)
         return None if found is None else dict(found["figures"])
 
     def _read(
-        self, name: str, compute: Callable[..., Mapping[str, Any]], settings: Mapping[str, Any]
+        self, name: str, compute: Callable[..., Any], settings: Mapping[str, Any]
     ) -> dict[str, Any] | None:
         """The file of a piece: its figures, and where and how long they were made."""
         file = None if self.folder is None else self.folder / "kept" / f"{name}.json"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.apps.lab.laboratory import Lab
-from headwise.apps.lab.learner import autocast
 from headwise.apps.train.data import pairs
 from headwise.apps.train.data.corpora import QURAN_ZH
 from headwise.apps.train.data.download_cache import path_of
@@ -175,3 +175,10 @@ def filling(
     with autocast(device):
         logits = model(windows.masked_fill(hidden, MASK).to(device)).flatten(0, 1)[places]
     return F.cross_entropy(logits.float(), windows[hidden].to(device))
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """bf16 on a GPU, for models whose steps are launched by Python; float32 elsewhere."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from headwise.apps.cli.main import app
 from headwise.apps.lab import ablations, design, own_claims, record, runner
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds
-from headwise.apps.lab.claims import CLAIMS, translation_quality
+from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.command import begun_names, begun_settings
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.revisions import REVISIONS
@@ -35,6 +35,7 @@ def git(*words: str) -> str:
 
 def test_the_register_holds_the_designs_that_stand() -> None:
     now = {claim.id: design.design_hash(claim) for claim in CLAIMS}
+    now |= {"table": ablations.design_hash()}
     assert design.registered() == now, "register a new design before it runs: headwise lab register"
 
 
@@ -50,6 +51,17 @@ def test_no_recorded_result_is_older_than_its_design(claim: Claim) -> None:
         if not (ROOT / ".git").exists() or "true" in git("rev-parse", "--is-shallow-repository"):
             pytest.skip("needs the full history")
         refuse(result.commit, claim.id, result.design_hash, result.date)
+
+
+def test_the_recorded_table_is_no_older_than_its_design() -> None:
+    table = json.loads((record.RECORDED / ablations.FILE).read_text(encoding="utf-8"))
+    if "design_hash" not in table:
+        assert all(session["date"] <= BEFORE for session in table["sessions"])
+        return
+    if not (ROOT / ".git").exists() or "true" in git("rev-parse", "--is-shallow-repository"):
+        pytest.skip("needs the full history")
+    first = min(session["date"] for session in table["sessions"])
+    refuse(table["commit"], "table", table["design_hash"], first)
 
 
 def refuse(commit: str, id: str, hashed: str, date: str) -> None:
@@ -185,13 +197,6 @@ def test_a_request_can_t_name_a_file_that_would_be_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no claim"):
         find([str(file)])
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_recorded_translators_serve_claims_without_training(tmp_path: Path) -> None:
-    lab = Lab("full", folder=tmp_path)
-    assert ablations.adopt(lab, [record.RECORDED]) == 58
-    found = translation_quality.sharing(replace(lab, only_reads=True))  # which trains nothing
-    assert {run["variant"] for run in found["runs"]} == {"base", "shared", "keys-half"}
 
 
 def test_every_contested_verdict_is_kept_with_the_reason_of_its_change() -> None:

@@ -119,27 +119,25 @@ def test_the_table_of_translators_tells_a_difference_from_chance(tmp_path: Path)
     runs = [run("base", seed, 30 + 0.1 * seed) for seed in range(4)]
     runs += [run("heads-1", seed, 28 + 0.1 * seed) for seed in range(4)]
     runs += [run("heads-16", seed, 30.1 + 0.1 * seed) for seed in range(4)]
-    runs.append({"variant": "lstm", "seed": 0, "diverged": True})
+    runs.append({"variant": "unscaled", "seed": 0, "diverged": True})
     (tmp_path / ablations.FILE).write_text(json.dumps({"runs": runs, "sessions": []}))
-    read = ablations.recorded([tmp_path], []).runs
+    read = ablations.recorded([tmp_path], [])
     rows = {str(row[0]): row for row in ablations.table(read).rows}
-    assert rows["one head"][1:3] == (4, 0)
-    assert str(rows["one head"][5]).startswith("-2.00 (")
-    assert float(str(rows["one head"][6])) < 0.001 < 0.05 < float(str(rows["sixteen heads"][6]))
-    assert rows["LSTM without attention"][1:] == (1, 1, *(None,) * 5)
+    assert rows["one head"][1] == 4
+    assert str(rows["one head"][6]).startswith("-2.00 (")
+    assert float(str(rows["one head"][7])) < 0.001 < 0.05 < float(str(rows["sixteen heads"][7]))
+    assert rows["not scaled"][5:] == ("diverged", *(None,) * 4)
 
 
 def test_the_table_stands_beside_the_paper_and_the_notes() -> None:
     runs = [run("base", seed, 30 + 0.1 * seed) for seed in range(4)]
     runs += [run("heads-1", seed, 29.55 + 0.02 * seed) for seed in range(4)]
     runs += [run("heads-16", seed, 30.01 + 0.1 * seed) for seed in range(4)]
-    runs += [run("heads-32", seed, 31 + 0.1 * seed) for seed in range(4)]
     runs += [run("keys-half", seed, 30.01 + 0.1 * seed) for seed in range(4)]
     runs += [run("shared", seed, 25 + 0.1 * seed) for seed in range(4)]
     paper = {str(row[1]): row[3:] for row in comparisons.beside_the_paper(runs).rows}
     assert paper["1 head"][1] == "yes"  # it loses here and there
     assert paper["16 heads"][1:] == ("yes", "both within half a point")
-    assert paper["32 heads"][1:] == ("no", "short sentences have few keys to tell apart")
     assert paper["keys half as wide"][1:] == ("not certain", "chance may explain it")
     assert paper["4 heads"] == (None, None, None)  # not trained
     single = [run("base", 0, 30.0), run("heads-16", 0, 20.0)]

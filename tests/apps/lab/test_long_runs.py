@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from headwise.apps.cli.main import app
@@ -16,7 +15,6 @@ from headwise.apps.lab import ablations, session_list
 from headwise.apps.lab.claims import (
     CLAIMS,
     dot_quality,
-    heads_patterns,
     recalling,
     scale_training,
     translation_quality,
@@ -26,12 +24,16 @@ from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.sessions import long_runs, pieces, pool
 from headwise.apps.lab.sessions.long_runs import LabSession
 from headwise.apps.lab.sessions.pool import Ended, Job
-from headwise.apps.lab.sessions.side_by_side import SideBySide
-from headwise.apps.lab.translation_rivals import MaskedLSTM, SlidingWindow
-from headwise.apps.lab.translation_runs import NARROWER, RIVALS, VARIANTS, Training, train
-from headwise.mask import lengths
-from headwise.models import LSTM, LSTMConfig
-from headwise.nn import Bahdanau
+from headwise.apps.lab.translation_runs import (
+    SIZES,
+    VARIANTS,
+    packed,
+    seeds_of,
+    size_of,
+    train,
+    twins,
+    unpacked,
+)
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,18 @@ def test_a_job_that_measures_time_runs_alone(tmp_path: Path) -> None:
     assert Path(log).read_text().split()[:2] == ["+timed", "-timed"]
 
 
-def test_the_plan_has_enough_seeds_for_the_close_comparisons() -> None:
-    runs = ablations.plan(Lab("full"))
-    seeds = {variant: sum(each == variant for each, _ in runs) for variant in ablations.LABELS}
-    assert {name for name, count in seeds.items() if count >= 8} == {"base", "heads-1", "shared"}
-    assert min(seeds.values()) == 2
-    assert set(seeds) == {*VARIANTS, *NARROWER, *RIVALS} - {"heads-8"}
-    assert {variant for variant, _ in runs[: len(seeds)]} == set(seeds)  # each has a first seed
-    later = [variant for variant, _ in runs[len(seeds) :]]
-    assert set(later[:21]) == {"base", "heads-1", "shared"}
+def test_every_row_has_five_seeds_and_rows_of_other_sizes_have_twins() -> None:
+    lab = Lab("full")
+    rows = ablations.plan(lab)
+    assert rows[:14] == list(VARIANTS) == list(ablations.LABELS)
+    assert {seeds_of(lab, row) for row in rows[:14]} == {5}
+    assert {seeds_of(lab, row) for row in rows[14:]} == {3}
+    base, found = size_of(lab, "base"), twins(lab)
+    assert set(found.values()) == set(rows[14:])
+    for row in VARIANTS:
+        size = size_of(lab, row)
+        assert (row in found) == (abs(size / base - 1) > SIZES)
+        assert abs(size_of(lab, found.get(row, row)) / size - 1) < 1e-3
 
 
 def test_every_long_training_of_a_claim_is_a_piece(tmp_path: Path) -> None:
@@ -99,92 +104,56 @@ def test_every_long_training_of_a_claim_is_a_piece(tmp_path: Path) -> None:
     assert len(full) == len(pieces.every(Lab("full")))
 
 
-@pytest.mark.parametrize("variant", ["fixed", "convolution", "lstm", "lstm-attention"])
+@pytest.mark.parametrize("variant", ["fixed", "convolution", "recurrence", "lstm-attention"])
 def test_every_rival_learns_to_translate(variant: str) -> None:
-    figures = train(Lab("tiny"), None, variant, 0)
-    assert figures["curve"][-1][1] < figures["curve"][0][1]
-    assert figures["signature"].startswith("nrefs:")
-
-
-def test_a_window_does_not_see_padding() -> None:
-    torch.manual_seed(0)
-    window, x = SlidingWindow(8, ahead=1), torch.randn(1, 6, 8)
-    alone = window(x[:, :4])
-    padded = window(x, mask=lengths(torch.tensor([4])))
-    torch.testing.assert_close(padded[:, :4], alone)
-    with pytest.raises(ValueError, match="cache=None"):
-        window(x, cache=object())
-
-
-def test_an_lstm_that_masks_reads_as_one_that_packs() -> None:
-    torch.manual_seed(0)
-    config = LSTMConfig(50, d_model=16, layers=2, attention=Bahdanau(16))
-    masked, packed = MaskedLSTM(config).eval(), LSTM(config).eval()
-    packed.load_state_dict(masked.state_dict())
-    source, target = torch.randint(3, 50, (3, 6)), torch.randint(3, 50, (3, 4))
-    lengths_of = torch.tensor([6, 1, 3])
-    torch.testing.assert_close(
-        masked(source, target, source_lengths=lengths_of),
-        packed(source, target, source_lengths=lengths_of),
-    )
-    torch.testing.assert_close(masked(source, target), packed(source, target))
+    (run,) = train(Lab("tiny"), None, variant, 1)["runs"]
+    assert run["curve"][-1][1] < run["curve"][0][1]
+    assert run["signature"].startswith("nrefs:")
+    assert run["rate"] == 1e-3
 
 
 def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:
     lab = Lab("tiny", folder=tmp_path)
     for piece in pieces.translators(lab)[:2]:
         piece.make(lab)
-    session_list.note(tmp_path, ablations.COMMAND, lab.device, 12.0, ["translate-base-0"])
+    session_list.note(tmp_path, ablations.COMMAND, lab.device, 12.0, ["translate-base"])
     assert ablations.collect(lab, tmp_path / ablations.FILE) == 2
     written = json.loads((tmp_path / ablations.FILE).read_text())
     assert written["planned"] == 4
+    assert written["design_hash"] == ablations.design_hash()
     found = ablations.recorded([tmp_path], [])
     assert found.seconds == 12.0
     assert [run["variant"] for run in found.runs] == ["base", "heads-1"]
     assert all(run["curve"] and "without_head" not in run for run in found.runs)
+    assert {x: list(gap[:3]) for x, gap in found.resampled().items()} == written["sentences"]
+    assert found.bleu_by_length() == written["by_length"]
+    elsewhere = Lab("tiny", folder=tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    assert ablations.adopt(elsewhere, [tmp_path]) == 2
+    assert translation_quality.runs(elsewhere, "base")[0]["bleu"] == found.runs[0]["bleu"]
 
 
-def test_what_is_stopped_is_saved_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole = train(Lab("tiny"), None, "base", 0)
-    lab, told = Lab("tiny", folder=tmp_path), list[str]()
-    chosen = [x for x in pieces.translators(lab) if x.name == "translate-base-0"]
-    asked = iter((False, True))
-    SideBySide(lab, 2, 60.0, lambda: next(asked), told.append).make(chosen)
-    (state,) = tmp_path.glob("kept/*/state.safetensors")
-    assert not chosen[0].done(lab)
-    assert "translate-base-0 1" in told[-1]  # stopped after the first step
-    held = SideBySide(lab, 2, 60.0, lambda: False, told.append)
-    held.make(chosen)
-    assert held.steps == 1
-    assert not state.exists()
-    found = lab.kept("translate-base-0", train, variant="base", seed=0)
-    assert found == json.loads(json.dumps(whole))
+def test_the_rate_is_chosen_on_validation_data(tmp_path: Path) -> None:
+    lab = Lab("tiny", folder=tmp_path, settings={"rates": (1e-5, 1e-2), "steps": 40})
+    (run,) = train(lab, None, "base", 1)["runs"]
+    chosen = json.loads((tmp_path / "kept" / "rate-base.json").read_text())["figures"]
+    assert run["rate"] == chosen["rate"] == 1e-2
+    assert chosen["losses"][1] < chosen["losses"][0]
 
 
-def test_a_failed_training_stops_no_other(tmp_path: Path) -> None:
-    lab, told = Lab("tiny", folder=tmp_path), list[str]()
-
-    def fail(*_: object, **__: object) -> Training:
-        yield 1
-        raise RuntimeError("out of memory")
-
-    good, bad = pieces.translators(lab)[:2]
-    held = SideBySide(lab, 2, 60.0, lambda: False, told.append)
-    held.make([replace(bad, in_steps=fail), good])
-    assert held.failed == [bad.name]
-    assert good.done(lab)
-    assert any("out of memory" in line for line in told)
+def test_counts_of_sentences_are_kept_in_few_letters() -> None:
+    counts = [[8, 9, 7, 4, 2, 1]] * 2000
+    assert unpacked(packed(counts), 6) == counts
+    assert len(packed(counts)) < 100
 
 
-def test_work_is_dealt_out_to_the_workers(tmp_path: Path) -> None:
-    session = LabSession(Lab("full", folder=tmp_path), 16, 540.0, lambda ended: None)
-    jobs = session.piece_jobs(pieces.translators(session.lab), 540.0)
-    assert len(jobs) == 16
-    alone = [job for job in jobs if "lstm" in job.name]
-    assert len(alone) == 4
-    assert all(job.arguments[1:3] == ("piece", job.name) for job in alone)
-    named = [each for job in jobs for each in job.arguments if each.startswith("translate-")]
-    assert sorted(named) == sorted(piece.name for piece in pieces.translators(session.lab))
+def test_translators_are_jobs_of_their_own_and_readers_are_dealt_out(tmp_path: Path) -> None:
+    session = LabSession(Lab("full", folder=tmp_path), 3, 540.0, lambda ended: None)
+    left = [x for x in pieces.every(session.lab) if not x.name.startswith("chinese")]
+    jobs = session.piece_jobs(left)
+    assert [x.name for x in jobs[-3:]] == ["worker-0", "worker-1", "worker-2"]
+    assert [job.name for job in jobs[:-3]] == [x.name for x in left if x.alone]
+    assert all(job.arguments[1:3] == ("piece", job.name) for job in jobs[:-3])
 
 
 def test_a_session_without_time_reports_what_is_left(tmp_path: Path) -> None:
@@ -199,12 +168,11 @@ def test_claims_need_the_translators_that_they_name(monkeypatch: pytest.MonkeyPa
     trained = "headwise.apps.lab.translation_runs.train"
     claims = [claim for claim in CLAIMS if trained in covered(claim.experiment)]
 
-    def note(lab: Lab, variant: str, seed: int) -> dict[str, object]:
+    def note(lab: Lab, variant: str) -> list[dict[str, object]]:
         asked.add(variant)
-        return {"variant": variant, "seed": seed, "effective_keys": 1.0}
+        return [{"variant": variant, "seed": 0}]
 
     monkeypatch.setattr(translation_quality, "translated", note)
-    monkeypatch.setattr(heads_patterns, "translated", note)
     monkeypatch.setattr(dot_quality, "recalling", lambda lab: {})
     no_readers = [("none", lambda lab, folder: {"steps": 1, "rows": []}, {})]
     monkeypatch.setattr(scale_training, "cells", lambda lab: no_readers)

@@ -86,7 +86,7 @@ def recalling(lab: Lab) -> Figures:
 
 def widths(lab: Lab) -> Figures:
     """Accuracy on recall by score and width, and the BLEU of two scores."""
-    return {**recalling(lab), "runs": runs(lab, ("base", "additive"), often=("base",))}
+    return {**recalling(lab), "runs": runs(lab, "base", "additive")}
 
 
 def gap(figures: Figures, d: int, one: str, other: str) -> Difference:
@@ -105,9 +105,9 @@ def judge_quality(figures: Figures) -> Verdict:
     ahead = [d for d, found in gaps.items() if found.low > 0]
     behind = [d for d, found in gaps.items() if found.high < 0]
     because = both(
-        "on translation scaled dot product gains {bleu} over additive, at one rate that was tuned "
-        "for neither; on recall it is ahead at {ahead} of {all} widths and behind at {behind}",
-        "在翻译上，缩放点积比加性高 {bleu}，学习率只有一个，对两者都未调；在联想回忆上，{all} "
+        "on translation scaled dot product gains {bleu} over additive, each at the rate that suits "
+        "it best; on recall it is ahead at {ahead} of {all} widths and behind at {behind}",
+        "在翻译上，缩放点积比加性高 {bleu}，各用最合适的学习率；在联想回忆上，{all} "
         "种宽度中领先 {ahead} 种，落后 {behind} 种",
         bleu=bleu.said(BLEU_POINTS),
         ahead=len(ahead),
@@ -119,13 +119,12 @@ def judge_quality(figures: Figures) -> Verdict:
         verdict = holds(because)
     elif bleu.low > 0:
         condition = both(
-            "translation at this rate and size is meant; on recall neither is ahead",
-            "指的是这一学习率与规模下的翻译；在联想回忆上互无领先",
+            "translation at this size is meant; on recall neither is ahead",
+            "指的是这一规模下的翻译；在联想回忆上互无领先",
         )
         elsewhere = both(
-            "translation at this rate and size is meant; on recall additive is ahead at d_k = "
-            "{behind}",
-            "指的是这一学习率与规模下的翻译；在联想回忆上，d_k = {behind} 时加性领先",
+            "translation at this size is meant; on recall additive is ahead at d_k = {behind}",
+            "指的是这一规模下的翻译；在联想回忆上，d_k = {behind} 时加性领先",
             behind=", ".join(map(str, behind)),
         )
         verdict = holds_when(elsewhere if behind else condition, because)

@@ -17,7 +17,6 @@ from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold
 from headwise.apps.lab.experiments.many_heads import unread
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.moves import Move
-from headwise.apps.lab.translation_runs import translated
 from headwise.messages import Sentence
 from headwise.models import GPT
 from headwise.models.trained import LanguageModel, load
@@ -255,21 +254,14 @@ def show_diversity(figures: Figures) -> tuple[Listing, ...]:
 
 
 def blur(lab: Lab) -> Figures:
-    """Reading several tokens at once: the share of their content that heads can't give back.
-
-    Beside it the effective number of keys of trained translators with one head and with several.
-    """
+    """Reading several tokens at once: the share of their content that heads can't give back."""
     places, heads = 8, (1, 2, 4, 8, 16)
     draws = lab.pick("draws", tiny=1, quick=5)
     lost = [
         sum(unread(count, places, seed) for seed in range(draws)) / draws
         for count in lab.each(heads, "heads")
     ]
-    translators = [
-        {"variant": variant, "effective_keys": translated(lab, variant, 0)["effective_keys"]}
-        for variant in ("heads-1", "base")
-    ]
-    return {"places": places, "heads": heads, "lost": lost, "translators": translators}
+    return {"places": places, "heads": heads, "lost": lost}
 
 
 def judge_blur(figures: Figures) -> Verdict:
@@ -278,26 +270,21 @@ def judge_blur(figures: Figures) -> Verdict:
     enough = next((h for h, share in zip(heads, lost, strict=True) if share < 0.01), None)
     because = both(
         "of the content of {places} tokens read at once, one head loses {one:.1%} to its "
-        "average, {two} heads lose {part:.1%}, {many} heads {rest:.1%}; a row of a trained "
-        "translator reads {single:.1f} keys in one head and {several:.1f} in each of several",
+        "average, {two} heads lose {part:.1%}, {many} heads {rest:.1%}",
         "同时读取 {places} 个词元的内容时，一个头因取平均损失 {one:.1%}，{two} 个头损失 "
-        "{part:.1%}，{many} 个头损失 {rest:.1%}；训练好的翻译模型中，单头的一行读 {single:.1f} "
-        "个键，多头时每个头读 {several:.1f} 个",
+        "{part:.1%}，{many} 个头损失 {rest:.1%}",
         places=places,
         one=lost[0],
         two=heads[1],
         part=lost[1],
         many=heads[-1],
         rest=lost[-1],
-        single=figures["translators"][0]["effective_keys"],
-        several=figures["translators"][1]["effective_keys"],
     )
     if lost[0] <= 0.5 or enough is None:
         return does_not_hold(because)
     condition = both(
-        "a linear readout of unrelated values is meant, where it is an identity; the rows of "
-        "trained translators show no difference",
-        "指的是对互不相关的值作线性读出，那是恒等式；训练好的翻译模型的各行看不出差别",
+        "a linear readout of unrelated values is meant, where it is an identity",
+        "指的是对互不相关的值作线性读出，那是恒等式",
     )
     return holds_when(condition, because)
 
@@ -338,7 +325,6 @@ CLAIMS = (
         experiment=blur,
         rule=judge_blur,
         shows=show_blur,
-        gpu=True,
         derivation=both(
             "A head returns one average Σ p_j v_j. Of m uncorrelated values of equal variance, "
             "their mean tells 1/m: a linear readout of one head loses 1 − 1/m, of h heads 1 − h/m.",

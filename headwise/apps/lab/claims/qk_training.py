@@ -73,7 +73,7 @@ def adapting(lab: Lab) -> Figures:
         for kind in KINDS
         for seed in range(len(found[0]["accuracies"]))
     ]
-    return {"rows": rows, "runs": runs(lab, ("base", "unprojected"), ("base",))}
+    return {"rows": rows, "runs": runs(lab, "base", "unprojected")}
 
 
 def of(figures: Figures, kind: str, task: str) -> list[float]:

@@ -70,7 +70,7 @@ def fixed_and_qkv(lab: Lab) -> Figures:
     found = lab.keep_all(by_content(lab))
     rows = [row for each in found for row in each["rows"]]
     chance = 1 / Recall(PAIRS).values
-    translators = runs(lab, ("base", "fixed"), often=("base",))
+    translators = runs(lab, "base", "fixed")
     return {"pairs": PAIRS, "chance": chance, "rows": rows, "runs": translators}
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.apps.lab import ablations, runner, session_list
@@ -14,7 +14,7 @@ from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.sessions import pieces, pool
 from headwise.apps.lab.sessions.pieces import TrainingPiece
 from headwise.apps.lab.sessions.pool import Ended, Job
-from headwise.apps.lab.sessions.shared_gpu import sharing
+from headwise.apps.lab.translation_runs import learn_subwords
 
 RUN = "lab run"
 TIMED = "headwise.apps.lab.counting.in_turns"
@@ -45,26 +45,23 @@ class LabSession:
         place = ("--out", str(self.folder), "--device", str(self.lab.device))
         return Job(name, ("lab", *arguments, *form, *place), alone)
 
-    def piece_jobs(self, left: Sequence[TrainingPiece], seconds: float) -> list[Job]:
-        """Jobs that make pieces; those that can share a process are dealt out to the workers."""
-        within = ("--minutes", f"{(seconds - pool.STOPPING) / 60:.2f}")
+    def piece_jobs(self, left: Sequence[TrainingPiece]) -> list[Job]:
+        """A job for each piece that trains on a GPU; others are dealt out to the workers."""
         alone = [x.name for x in left if x.alone]
-        together = [x.name for x in left if not x.alone]
-        hands = max(1, self.workers - min(len(alone), self.workers // 2))
-        dealt = [together[number::hands] for number in range(min(hands, len(together)))]
+        names = [x.name for x in left if not x.alone]
+        hands = min(self.workers, len(names))
+        dealt = {f"worker-{number}": names[number::hands] for number in range(hands)}
         return [
-            *(self.job(name, "piece", name, *within) for name in alone),
-            *(self.job(f"worker-{n}", "piece", *names, *within) for n, names in enumerate(dealt)),
+            *(self.job(name, "piece", name) for name in alone),
+            *(self.job(name, "piece", *of) for name, of in dealt.items()),
         ]
 
-    def work(
-        self, what: str, jobs: Sequence[Job], deadline: float, environment: Mapping[str, str]
-    ) -> None:
+    def work(self, what: str, jobs: Sequence[Job], deadline: float) -> None:
         """Run jobs and note the session; it ends by the deadline, what is saved included."""
         begun = time.monotonic()
         seconds = max(0.0, deadline - begun)
         ended = pool.work(
-            [replace(job, environment=environment) for job in jobs],
+            jobs,
             workers=self.workers,
             seconds=seconds - min(pool.STOPPING, seconds / 10),
             logs=self.folder / "logs",
@@ -82,10 +79,12 @@ def train_table(session: LabSession) -> tuple[int, int]:
     planned = pieces.translators(session.lab)
     left = [piece for piece in planned if not piece.done(session.lab)]
     deadline = time.monotonic() + session.seconds
-    with sharing(session.lab.device) as environment:
-        session.watch("MPS", "in use" if environment else "not in use")
-        jobs = session.piece_jobs(left, session.seconds)
-        session.work(ablations.COMMAND, jobs, deadline, environment)
+    if left and session.seconds:
+        learn_subwords(session.lab)
+    jobs = session.piece_jobs(left)
+    if not (timed := pieces.times(session.lab)).done(session.lab):
+        jobs = [session.job(timed.name, "piece", timed.name, alone=True), *jobs]
+    session.work(ablations.COMMAND, jobs if left else [], deadline)
     file = f"translation.{session.lab.form}.json"
     return ablations.collect(session.lab, session.folder / file), len(planned)
 
@@ -103,12 +102,11 @@ def run_claims(session: LabSession, claims: Sequence[Claim]) -> list[Claim]:
     needed = {claim.id: pieces.needed(claim, every) for claim in waiting}
     missing = {x.name: x for of in needed.values() for x in of if not x.done(session.lab)}
     free = [claim for claim in waiting if not any(x.name in missing for x in needed[claim.id])]
-    jobs = session.piece_jobs(list(missing.values()), session.seconds)
-    with sharing(session.lab.device) as environment:
-        session.work(RUN, claim_jobs(session, free) + jobs, deadline, environment)
-        rest = [claim for claim in unfinished(session.lab, claims) if claim not in free]
-        jobs = claim_jobs(session, rest, "--only-read")  # those that lack a piece end at once
-        session.work(RUN, jobs, deadline, environment)
+    jobs = session.piece_jobs(list(missing.values()))
+    session.work(RUN, claim_jobs(session, free) + jobs, deadline)
+    rest = [claim for claim in unfinished(session.lab, claims) if claim not in free]
+    # those that lack a piece end at once
+    session.work(RUN, claim_jobs(session, rest, "--only-read"), deadline)
     return unfinished(session.lab, claims)
 
 

@@ -17,7 +17,7 @@ from headwise.apps.lab.claims.translation_quality import CLAIMED
 from headwise.apps.lab.fingerprint import covered
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.masked_characters import read_sentence
-from headwise.apps.lab.translation_runs import Training, train, train_in_steps
+from headwise.apps.lab.translation_runs import seeds_of, step_times, train
 
 READERS = (
     over_distances,
@@ -40,8 +40,7 @@ class TrainingPiece:
     name: str
     compute: Callable[..., Mapping[str, Any]]
     settings: Mapping[str, Any]
-    in_steps: Callable[..., Training] | None = None  # the same function, step by step
-    alone: bool = False  # it keeps its process busy, and would hold up others
+    alone: bool = False  # in a process of its own: it trains on a GPU
 
     def done(self, lab: Lab) -> bool:
         """True if the lab has it."""
@@ -63,14 +62,18 @@ def translators(lab: Lab) -> list[TrainingPiece]:
     """The trainings behind the translation table."""
     return [
         TrainingPiece(
-            f"translate-{variant}-{seed}",
+            f"translate-{variant}",
             train,
-            {"variant": variant, "seed": seed},
-            train_in_steps,
-            alone="lstm" in variant,  # thousands of kernels, launched twice by Python
+            {"variant": variant, "seeds": seeds_of(lab, variant)},
+            alone=True,
         )
-        for variant, seed in plan(lab)
+        for variant in plan(lab)
     ]
+
+
+def times(lab: Lab) -> TrainingPiece:
+    """The time of a step of each row of the table."""
+    return TrainingPiece("step-times", step_times, {})
 
 
 def every(lab: Lab) -> list[TrainingPiece]:
@@ -82,6 +85,7 @@ def every(lab: Lab) -> list[TrainingPiece]:
             )
             for kind, seed in chinese_runs(lab)
         ),
+        times(lab),
         *translators(lab),
         *(TrainingPiece(*each) for of in READERS for each in reversed(of(lab))),
     ]

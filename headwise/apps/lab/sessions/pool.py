@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +27,6 @@ class Job:
     name: str
     arguments: tuple[str, ...]
     alone: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def command(self) -> list[str]:
@@ -109,7 +108,6 @@ def start(job: Job, workers: int, logs: Path) -> StartedJob:
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
-            **job.environment,
         },
     )
     return StartedJob(job, process, log, time.monotonic())

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.apps.lab.laboratory import CPU
 from headwise.apps.train.data.batches import generator
 from headwise.apps.train.data.pairs import Pair
 from headwise.apps.train.tasks.translation import Sentences
@@ -58,8 +57,8 @@ def padded(
         source, target = (
             F.pad(x, (0, width - x.shape[1]), value=tokeniser.pad)
             for x, width in (
-                (sentences.sources.padded(chosen, tokeniser.pad, CPU), most),
-                (sentences.targets.padded(chosen, tokeniser.pad, CPU), most + 1),
+                (sentences.sources.padded(chosen, tokeniser.pad, torch.device("cpu")), most),
+                (sentences.targets.padded(chosen, tokeniser.pad, torch.device("cpu")), most + 1),
             )
         )
         count = int((target[:, 1:] != tokeniser.pad).sum())
@@ -70,20 +69,21 @@ def padded(
 
 @dataclass
 class FullBatches:
-    """Batches of one shape each, with `tokens` padded tokens a side, in an order made by the seed.
+    """Batches of one shape each, with `tokens` padded tokens a side, for several trainings at once.
 
-    Every epoch draws anew which pairs of a shape come together; those that fill no batch are left
-    out of that epoch.
+    The order of the shapes is everybody's; which pairs of a shape come together is drawn by the
+    seed of each training, and anew in every epoch. Pairs that fill no batch are left out of that
+    epoch.
 
     >>> tiny = Padded(torch.zeros(5, 4), torch.zeros(5), torch.zeros(5, 5), 20)
-    >>> order = FullBatches((tiny,), tokens=8, seed=0)
-    >>> [(shape, len(rows)) for shape, rows in map(order.batch, range(3))]
-    [(0, 2), (0, 2), (0, 2)]
+    >>> order = FullBatches((tiny,), tokens=8, seeds=(0, 1))
+    >>> [(shape, rows.shape) for shape, rows in map(order.batch, range(2))]
+    [(0, torch.Size([2, 2])), (0, torch.Size([2, 2]))]
     """
 
     parts: Sequence[Padded]
     tokens: int
-    seed: int
+    seeds: Sequence[int]
     sizes: list[int] = field(init=False)
     _epoch: tuple[int, list[Tensor], list[tuple[int, int]]] | None = field(default=None, init=False)
 
@@ -91,22 +91,25 @@ class FullBatches:
         self.sizes = [min(len(x), max(1, self.tokens // x.source.shape[1])) for x in self.parts]
 
     def batch(self, number: int) -> tuple[int, Tensor]:
-        """The shape of a batch and the rows in it; numbers continue past the first epoch."""
+        """The shape of a batch and the rows in it (R, B); numbers continue past an epoch."""
         a_time = sum(len(x) // size for x, size in zip(self.parts, self.sizes, strict=True))
         epoch, place = divmod(number, a_time)
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, *self._drawn(epoch))
         shape, start = self._epoch[2][place]
-        return shape, self._epoch[1][shape][start : start + self.sizes[shape]]
+        return shape, self._epoch[1][shape][:, start : start + self.sizes[shape]]
 
     def _drawn(self, epoch: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
-        random = generator(self.seed, epoch)
         device = self.parts[0].source.device
-        rows = [torch.randperm(len(x), generator=random).to(device) for x in self.parts]
+        drawn = [generator(seed, epoch) for seed in self.seeds]
+        rows = [
+            torch.stack([torch.randperm(len(x), generator=random) for random in drawn]).to(device)
+            for x in self.parts
+        ]
         places = [
             (shape, start)
             for shape, size in enumerate(self.sizes)
             for start in range(0, len(self.parts[shape]) - size + 1, size)
         ]
-        order = torch.randperm(len(places), generator=random).tolist()
+        order = torch.randperm(len(places), generator=generator(epoch)).tolist()
         return rows, [places[place] for place in order]

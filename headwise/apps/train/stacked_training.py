@@ -1,0 +1,237 @@
+"""Several equal models in training as one; on a GPU each update is one CUDA graph.
+
+The models differ in seed or in rate. A step launches the kernels of one model, each of which works
+for all, and a graph launches them at once: neither Python nor a kernel's start keeps a GPU waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.apps.train.padded_batches import FullBatches, Padded
+from headwise.apps.train.recipe import Recipe
+from headwise.apps.train.stacking import Stack
+
+WARM = 2
+"""Updates of each shape before it is captured: they create what is created once."""
+AHEAD = 16
+"""Steps that may wait on a stream: enough to keep it busy, and few to wait for at the end."""
+MEASURED = 16_384
+"""Tokens a side, of each model, that are measured together."""
+
+
+class TokenLoss(torch.autograd.Function):
+    """Cross-entropy of logits (n, V), each token's times its share: (n,).
+
+    Its gradient takes the place of the probabilities: it is the largest tensor of a step. The value
+    leaves out what `smoothing` adds, the gradient has it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, shares: Tensor, smoothing: float
+    ) -> Tensor:
+        p = logits.softmax(-1)
+        said = targets[:, None]
+        nats = -p.gather(1, said)[:, 0].to(shares.dtype).clamp_min(1e-30).log()
+        p.sub_(smoothing / p.shape[1])
+        p.scatter_add_(1, said, p.new_full(said.shape, smoothing - 1))
+        ctx.save_for_backward(p, shares)
+        return nats * shares
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        p, shares = ctx.saved_tensors
+        return p.mul_((gradient * shares).to(p.dtype)[:, None]), None, None, None
+
+
+token_loss: Callable[[Tensor, Tensor, Tensor, float], Tensor] = TokenLoss.apply
+
+
+class StackedTraining:
+    """Models (source, target, source_lengths) -> logits, one for each rate, and their losses.
+
+    `order` has a seed for each of them.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        recipe: Recipe,
+        rates: Sequence[float],
+        order: FullBatches,
+        pad: int,
+        capture: bool = True,
+    ) -> None:
+        self.device = order.parts[0].source.device
+        cuda = self.device.type == "cuda"
+        dtype = torch.bfloat16 if cuda else next(models[0].parameters()).dtype
+        self.recipe, self.order, self.pad, self.capture = recipe, order, pad, capture and cuda
+        self.stream = torch.cuda.Stream(self.device) if cuda else None
+        self.stack = Stack(models, self.device, dtype)
+        self.runs = len(models)
+        wide = self.stack.flat.dtype
+        self.peaks = torch.tensor(rates, device=self.device, dtype=wide) / recipe.learning_rate
+        self.rates = self.peaks.clone()
+        self.optimizer = self._optimizer()
+        self.step = 0
+        self.losses, self.norms = (
+            torch.zeros(recipe.steps, self.runs, device=self.device, dtype=wide) for _ in range(2)
+        )
+        self.at = torch.zeros(1, device=self.device, dtype=torch.int64)  # the step, on the device
+        self.rows = [
+            torch.zeros(self.runs, size, device=self.device, dtype=torch.int64)
+            for size in order.sizes
+        ]
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.visits: Counter[int] = Counter()
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        """AdamW with a rate for each model, which it reads from the device."""
+        self.slices: list[list[Tensor]] = [[] for _ in range(self.runs)]
+        for part in self.stack.parts(self.stack.flat.detach()):
+            for mine, each in zip(self.slices, part, strict=True):
+                mine.append(each)
+        cuda = self.device.type == "cuda"
+        groups: list[dict[str, Any]] = []
+        for mine, rate in zip(self.slices, self.rates, strict=True):
+            for decayed in (True, False):
+                chosen = [
+                    x for x, matrix in zip(mine, self.stack.decayed, strict=True)
+                    if matrix == decayed
+                ]  # fmt: skip
+                decay = self.recipe.weight_decay if decayed else 0.0
+                groups.append({"params": chosen, "weight_decay": decay, "lr": rate})
+        betas = self.recipe.betas
+        return torch.optim.AdamW(groups, betas=betas, fused=cuda, capturable=cuda)
+
+    def update(self) -> None:
+        """Take one step of every model."""
+        with self.beside():  # the rows as well: memory is reused in the order of a stream
+            shape, rows = self.order.batch(self.step)
+            torch.mul(self.peaks, self.recipe.rate(self.step), out=self.rates)
+            self.rows[shape].copy_(rows)
+            if shape in self.graphs:
+                self.graphs[shape].replay()
+            elif self.capture and self.visits[shape] >= WARM:
+                self._capture(shape)
+            else:
+                self._compute(shape)
+                self.visits[shape] += 1
+        self.step += 1
+        if self.stream is not None and (shape not in self.graphs or self.step % AHEAD == 0):
+            self.stream.synchronize()
+
+    def _compute(self, shape: int) -> None:
+        """Compute the update of the rows that are set; nothing in it waits for the device."""
+        self.stack.module.train()
+        with faster(self.device):
+            source, lengths, target = self.order.parts[shape].rows(self.rows[shape].flatten())
+            logits = self.stack(source, target[:, :-1], source_lengths=lengths)
+            said = target[:, 1:].reshape(self.runs, -1)
+            counted = (said != self.pad).to(self.losses.dtype)
+            shares = counted / counted.sum(1, keepdim=True)
+            smoothing = self.recipe.label_smoothing
+            nats = token_loss(logits.flatten(0, 1), said.flatten(), shares.flatten(), smoothing)
+            (gradient,) = torch.autograd.grad(nats.sum(), self.stack.flat)
+        for number, part in enumerate(self.stack.parts(gradient)):
+            for mine, each in zip(self.slices, part, strict=True):
+                mine[number].grad = each
+        norms = [nn.utils.clip_grad_norm_(mine, self.recipe.clip) for mine in self.slices]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.index_copy_(0, self.at, nats.detach().view(self.runs, -1).sum(1)[None])
+        self.norms.index_copy_(0, self.at, torch.stack(norms)[None])
+        self.at += 1
+
+    def _capture(self, shape: int) -> None:
+        """Record the update of a shape and run it; without a graph if it can't be recorded."""
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+                self._compute(shape)
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            warnings.warn(f"no CUDA graph: {first}; each kernel is launched alone", stacklevel=2)
+            self.capture = False
+            torch.cuda.synchronize(self.device)
+            self._compute(shape)
+            return
+        self.graphs[shape] = graph
+        graph.replay()
+
+    def seconds(self, steps: int) -> float:
+        """The time of a step, a mean of so many."""
+        begun = self._now()
+        for _ in range(steps):
+            self.update()
+        return (self._now() - begun) / steps
+
+    def _now(self) -> float:
+        if self.stream is not None:
+            self.stream.synchronize()
+        return time.perf_counter()
+
+    def mean_losses(self, parts: Sequence[Padded]) -> list[float]:
+        """Nats per token of each model."""
+        with self.measuring() as model:
+            total = torch.zeros(self.runs, device=self.device)
+            for part in parts:
+                size = max(1, MEASURED // part.source.shape[1])
+                for rows in torch.arange(len(part), device=self.device).split(size):
+                    source, lengths, target = part.rows(rows.repeat(self.runs))
+                    logits = model(source, target[:, :-1], source_lengths=lengths)
+                    nats = F.cross_entropy(
+                        logits.flatten(0, 1).float(),
+                        target[:, 1:].flatten(),
+                        ignore_index=self.pad,
+                        reduction="none",
+                    )
+                    total += nats.view(self.runs, -1).sum(1)
+            count = sum(part.predictions for part in parts)
+            return [nats / count for nats in total.tolist()]
+
+    def finite(self) -> list[bool]:
+        """Which models have lost nothing to infinity so far."""
+        with self.beside():
+            return [math.isfinite(x) for x in self.losses[: self.step].sum(0).tolist()]
+
+    def largest_norms(self, parts: int) -> list[list[float]]:
+        """For each model the largest gradient norms before clipping, in so many parts."""
+        with self.beside():
+            chunks = self.norms[: self.step].cpu().chunk(parts)
+            return torch.stack([x.amax(0) for x in chunks], 1).tolist()
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Work on this training's own stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    @contextmanager
+    def measuring(self) -> Iterator[nn.Module]:
+        """The models as they are now, in eval mode, without gradients, on their stream."""
+        with self.beside(), torch.no_grad(), faster(self.device):
+            yield self.stack.settle().eval()
+
+
+@contextmanager
+def faster(device: torch.device) -> Iterator[None]:
+    """Let a GPU multiply float32 in tf32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
