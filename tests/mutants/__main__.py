@@ -15,9 +15,12 @@ import contextlib
 import importlib
 import math
 import os
+import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ import pytest
 
 from tests.mutants import plugin
 from tests.mutants.changes import Change, drawn
-from tests.mutants.tree import PARTS, ROOT, Tree, forked
+from tests.mutants.tree import PARTS, ROOT, Job, Tree, forked, spread
 
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 PAGE = ROOT / "docs" / "testing.md"
@@ -55,30 +58,37 @@ def failing(order: list[str], *options: str) -> list[str]:
     return chosen.failed or ([] if code == 0 else [f"pytest ended with {int(code)}"])
 
 
-class Suite:
-    """The tests of every part, with the lines that they run."""
+def moved(root: Path) -> None:
+    """Work in this tree, and import from it."""
+    os.chdir(root)
+    sys.path[0] = os.environ["PYTHONPATH"] = str(root)
 
-    def __init__(self, tree: Tree, parts: list[str]) -> None:
+
+class Suite:
+    """The tests of every part, with the lines that they run, and copies of the tree to change."""
+
+    def __init__(self, tree: Tree, parts: list[str], workers: int) -> None:
+        self.tree, self.workers = tree, workers
         self.files = {part: tree.tests_of(part) for part in parts}
         self.tests: dict[str, dict[str, Any]] = {}
         known = tree.read("tests.json")
         every = {file: stamp for files in self.files.values() for file, stamp in files.items()}
-        for i, (file, stamp) in enumerate(every.items(), 1):
-            if known.get(file, {}).get("stamp") != stamp:
-                began = time.monotonic()
-                found = forked(lambda file=file: traced(tree, file), tree.folder, 900)
-                ended, found = isinstance(found, dict), found if isinstance(found, dict) else {}
-                known[file] = {"stamp": stamp if ended else "", "tests": found}
-                tree.write("tests.json", known)
-                bad = [name for name, test in found.items() if not test["ok"]]
-                took = time.monotonic() - began
-                say(f"{i}/{len(every)} {file}: {len(found)} tests, {took:.0f} s, without {bad}")
+        new = [file for file in every if known.get(file, {}).get("stamp") != every[file]]
+        jobs = (Job(file, lambda _, file=file: traced(tree, file), 900) for file in new)
+        for i, (job, _, found) in enumerate(spread(jobs, tree.folder, workers), 1):
+            ended, found = isinstance(found, dict), found if isinstance(found, dict) else {}
+            known[job.name] = {"stamp": every[job.name] if ended else "", "tests": found}
+            tree.write("tests.json", known)
+            bad = [name for name, test in found.items() if not test["ok"]]
+            say(f"{i}/{len(new)} {job.name}: {len(found)} tests, without {bad}")
+        for file in every:
             for name, test in known[file]["tests"].items():
                 if test["ok"]:
                     self.tests[name] = {**test, "file": file, "lines": int(test["lines"], 16)}
         first = plugin.Lines(tree.root, list(tree.sources)).first
         ends = [*list(first.values())[1:], list(first.values())[-1] + 100_000]
         self.range = dict(zip(first, zip(first.values(), ends, strict=True), strict=True))
+        self.copies = tree.copied(workers)
 
     def rank(self, name: str) -> tuple[bool, int, str]:
         """Order tests from fast to slow, in groups, so that fixtures of a file are made once.
@@ -99,35 +109,42 @@ class Suite:
         own = [name for name in ran if self.tests[name]["file"] in files]
         return sorted(own or ran, key=self.rank)
 
-    def run(self, tree: Tree, order: list[str], *options: str) -> Any:
-        """Run tests in a process of their own."""
-        usual = sum(self.tests[name]["seconds"] for name in order)
-        return forked(lambda: failing(order, *options), tree.folder, 120 + 10 * usual)
+    def seconds(self, order: list[str]) -> float:
+        """Return how long tests may take, which a change can make slow."""
+        return 120 + 10 * sum(self.tests[name]["seconds"] for name in order)
 
-    def forget_unsteady(self, tree: Tree, verdicts: dict[str, Any]) -> None:
+    def forget_unsteady(self, verdicts: dict[str, Any]) -> None:
         """Forget what was caught by tests that fail though nothing was changed."""
         caught = {name: found["caught"][0] for name, found in verdicts.items() if found["caught"]}
         order = sorted((x for x in set(caught.values()) if x in self.tests), key=self.rank)
-        unsteady = self.run(tree, order) if order else []
+        if not order:
+            return
+        unsteady = forked(lambda _: failing(order), self.tree.folder, self.seconds(order))
         for name in [name for name, by in caught.items() if by in unsteady]:
             del verdicts[name]
-        tree.write("verdicts.json", verdicts)
         say(f"{len(order)} tests caught changes; {unsteady} fail without a change")
 
-    def verdict(self, tree: Tree, change: Change) -> dict[str, Any]:
-        """Run the tests against a change."""
-        order, caught = self.that_run(change), []
-        file, source = tree.root / change.file, tree.sources[change.file]
-        began, status = time.monotonic(), file.stat()
-        if order:
-            file.write_text(change.applied(source))
-            try:
-                caught = self.run(tree, order, "-x")
-            finally:
-                file.write_text(source)
-                os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        took = round(time.monotonic() - began, 1)
-        return {"caught": caught, "tests": len(order), "seconds": took}
+    def verdicts(self, changes: list[Change]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Run the tests against each change, several changes at once."""
+        orders = {change.name: self.that_run(change) for change in changes}
+
+        def work(change: Change, slot: int) -> list[str]:
+            moved(self.copies[slot])
+            Path(change.file).write_text(change.applied(self.tree.sources[change.file]))
+            return failing(orders[change.name], "-x")
+
+        files = {change.name: change.file for change in changes}
+        jobs = (
+            Job(change.name, partial(work, change), self.seconds(orders[change.name]))
+            for change in changes
+            if orders[change.name]
+        )
+        for job, slot, caught in spread(jobs, self.tree.folder, self.workers):
+            file = files[job.name]
+            shutil.copy2(self.tree.root / file, self.copies[slot] / file)
+            yield job.name, {"caught": caught, "tests": len(orders[job.name])}
+        for name in (name for name, order in orders.items() if not order):
+            yield name, {"caught": [], "tests": 0}
 
 
 def equivalent() -> dict[tuple[str, ...], str]:
@@ -171,6 +188,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--part", choices=PARTS, action="append", help="only changes of this part")
     parser.add_argument("--again", action="store_true", help="run the survivors once more")
     parser.add_argument("--fresh", action="store_true", help="copy the package; forget everything")
+    parser.add_argument("--workers", type=int, default=1, help="changes to run at once (1)")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
     return parser.parse_args()
@@ -187,23 +205,24 @@ def main() -> int:
     left = [c for c in chosen if c.name not in verdicts and c.row not in same]
     left = [c for c in left if c.part in parts]
     if left and not given.report:
-        os.chdir(tree.root)
-        sys.path[:] = [str(tree.root), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
-        os.environ |= {"CI": "true", "PYTHONPATH": str(tree.root), "TRITON_INTERPRET": "1"}
+        sys.path[:] = ["", *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
+        os.environ |= {"CI": "true", "TRITON_INTERPRET": "1"}
+        moved(tree.root)
         files = [file for part in parts for file in tree.tests_of(part)]
-        for name in forked(lambda: imported(files, tree.root), tree.folder, 900):
+        for name in forked(lambda _: imported(files, tree.root), tree.folder, 900):
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
         assert "headwise" not in sys.modules, "changes would not be imported"
-        suite = Suite(tree, parts)
+        suite = Suite(tree, parts, given.workers)
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        for i, change in enumerate(left, 1):
-            found = verdicts[change.name] = suite.verdict(tree, change)
+        for i, (name, found) in enumerate(suite.verdicts(left), 1):
+            verdicts[name] = found
             tree.write("verdicts.json", verdicts)
             told = found["caught"] or f"SURVIVES {found['tests']} tests"
-            say(f"{i}/{len(left)} {change.name}: {told}, {found['seconds']} s")
-        suite.forget_unsteady(tree, verdicts)
+            say(f"{i}/{len(left)} {name}: {told}")
+        suite.forget_unsteady(verdicts)
+        tree.write("verdicts.json", verdicts)
     told = report(chosen, verdicts, given.seed)
     head, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}\n{told}\n{END}{rest.split(END)[1]}")

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ class Tree:
         new.write_text(json.dumps(what, indent=1, ensure_ascii=False))
         new.replace(self.folder / name)
 
+    def copied(self, slots: int) -> list[Path]:
+        """Return a copy of the tree for each slot, where files may be changed."""
+        found = [self.folder / f"tree-{slot}" for slot in range(slots)]
+        for copy in found:
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(self.root, copy)
+        return found
+
     def tests_of(self, part: str) -> dict[str, str]:
         """Return the files with tests or examples of a part, each with a stamp of its text."""
         found = {}
@@ -70,33 +79,67 @@ class Tree:
         return found
 
 
-def forked(work: Callable[[], object], folder: Path, seconds: float) -> Any:
-    """Return what a forked process returns, "died" or, if it is not done in time, "timeout"."""
-    answer = folder / "answer.json"
+@dataclass(frozen=True)
+class Job:
+    """Work for a process of its own, which is told its slot, and the seconds it may take."""
+
+    name: str
+    work: Callable[[int], object]
+    seconds: float
+
+
+def spread(jobs: Iterable[Job], folder: Path, workers: int = 1) -> Iterator[tuple[Job, int, Any]]:
+    """Run jobs in forked processes, several at once: yield each with its slot and its answer.
+
+    The answer is what the work returns, "died" or, if it is not done in time, "timeout".
+    """
+    waiting, free = iter(jobs), list(range(workers))
+    running: dict[int, tuple[int, Job, float]] = {}
+    while True:
+        while free and (job := next(waiting, None)) is not None:
+            slot = free.pop()
+            running[slot] = begun(job, slot, folder), job, time.monotonic() + job.seconds
+        if not running:
+            return
+        time.sleep(0.02)
+        for slot, (child, job, end) in list(running.items()):
+            late = time.monotonic() > end
+            if not late and os.waitpid(child, os.WNOHANG) == (0, 0):
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # and what a test has left behind
+            if late:
+                os.waitpid(child, 0)
+            del running[slot]
+            free.append(slot)
+            answer = json.loads((folder / f"answer-{slot}.json").read_text())
+            yield job, slot, "timeout" if late else answer
+
+
+def begun(job: Job, slot: int, folder: Path) -> int:
+    """Fork, and return the process that works."""
+    answer = folder / f"answer-{slot}.json"
     answer.write_text('"died"')
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os.setsid()
-        log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(folder / f"log-{slot}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         try:
-            answer.write_text(json.dumps(work()))
+            answer.write_text(json.dumps(job.work(slot)))
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-    end = time.monotonic() + seconds
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if time.monotonic() > end:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return "timeout"
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what a test has left behind
-    return json.loads(answer.read_text())
+    return child
+
+
+def forked(work: Callable[[int], object], folder: Path, seconds: float) -> Any:
+    """Return the answer of one piece of work."""
+    ((_, _, answer),) = spread([Job("", work, seconds)], folder)
+    return answer
