@@ -1,9 +1,11 @@
 """What every test and every example runs under: a safe CPU, few threads, repeatable problems."""
 
+import functools
 import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 # Some virtual machines advertise AMX and then die with an illegal instruction in a bf16 matrix
 # product. oneDNN reads this when torch loads it, so it comes before the import.
@@ -25,6 +27,25 @@ from hypothesis import HealthCheck, settings
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+def remembering() -> None:
+    """Let Triton's interpreter look up the names of the language once, not in every call."""
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import inspect, tl
+
+    @functools.cache
+    def names(place: object) -> list[str]:
+        return [name for name, value in inspect.getmembers(place) if tl.core.is_builtin(value)]
+
+    def builtins(place: object) -> list[tuple[str, object]]:
+        return [(name, getattr(place, name)) for name in names(place)]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": builtins})
+
+
+if "TRITON_INTERPRET" in os.environ:
+    remembering()
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 settings.register_profile(
@@ -38,8 +59,16 @@ settings.register_profile("thorough", settings.get_profile("quick"), max_example
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and say so."""
+    """Skip what needs a GPU where there is none, and make what tests share on one worker alone."""
+    for item in items:
+        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 - a private name
+        scopes = {found[-1].scope for found in fixtures.values() if found}
+        if "browser" in fixtures:
+            item.add_marker(pytest.mark.xdist_group("browser"))
+        elif "module" in scopes and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if torch.cuda.is_available():
         return
     for item in items:

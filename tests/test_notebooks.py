@@ -6,7 +6,9 @@ import pytest
 
 from bench.notebooks import names, read, run
 
-LONG = {"induction-circuit", "sparse", "training-health", "two-checkpoints", "what-heads-do"}
+LONG = {
+    "induction-circuit", "memory", "sparse", "training-health", "two-checkpoints", "what-heads-do",
+}  # fmt: skip
 """Notebooks that take more than a few seconds."""
 
 

@@ -60,7 +60,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "starcoder2",
         {"num_hidden_layers": 3, "bos_token_id": 0, "eos_token_id": 0},
     ),
-    "Jamba": ("jamba", {"num_hidden_layers": 8}),
+    "Jamba": ("jamba", {"num_hidden_layers": 8, "max_position_embeddings": 256}),
     "Falcon-H1": (
         "falcon_h1",
         {"num_hidden_layers": 3, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1000,

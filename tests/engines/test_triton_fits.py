@@ -264,14 +264,6 @@ def room_for(generation: int, *calls: str) -> None:
     assert [x for x in found if x[2]] == []
 
 
-def test_a_decoding_step_fits_a_desktop_gpu() -> None:
-    room_for(86, "decode 128 bfloat16")
-
-
-def test_a_mask_tensor_and_a_table_fit_an_h100() -> None:
-    room_for(90, "both 128 bfloat16")
-
-
 HUNGRY = ("both", "bias", "causal", "decode", "decode_biased", "stored", "maps")
 
 

@@ -28,7 +28,7 @@ def test_parts_are_as_wide_as_float32_and_as_exact_as_the_whole(score: str, quer
     from headwise.engines.triton.host import attention_call  # noqa: F401
 
     torch.manual_seed(0)
-    shapes = ((1, 4, queries, 16), (1, 2, 40, 16), (1, 2, 40, 16))
+    shapes = ((1, 2, queries, 16), (1, 1, 40, 16), (1, 1, 40, 16))
     q, k, v = (torch.randn(shape, device=DEVICE).half() for shape in shapes)
     given = {"score": SCORES[score], "mask": hw.mask.causal()}
     forward, backward = PARTS["triton"]

@@ -37,7 +37,7 @@ def test_kernels_add_them_as_the_reference_does(distances: str) -> None:
         bias = Sum(hw.ALiBi(normal(H).abs()), added)
     elif distances == "buckets":
         bias = Sum(hw.RelativeBuckets(normal(8, H), max_distance=20), added)
-    three = normal(2, H, N, 16), normal(2, 2, M, 16), normal(2, 2, M, 16)
+    three = normal(1, H, N, 16), normal(1, 2, M, 16), normal(1, 2, M, 16)
     check(*three, 1e-5, bias=bias, mask=hw.mask.causal())
 
 

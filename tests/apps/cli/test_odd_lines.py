@@ -40,6 +40,7 @@ BASES = {
     ("lab", "show"): ["scale-variance"],
     ("lab", "run"): ["nope"],
     ("look",): ["--text", "to be", "--json"],
+    ("sparse",): ["--text", "to be or not to be, that is the question. " * 2],
     ("watch",): ["BROKEN_WATCH"],
     ("train", "translate"): ["--out", "run", "--data", "PAIRS"],
     ("train", "language"): ["--out", "run", "--data", "TEXT"],
