@@ -160,39 +160,6 @@ class TracedDense(Dense):
         return self.begins
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class PackedIntervals(PlacedIntervals):
-    """Intervals of sequences that lie one behind the other, with their table ready."""
-
-    shows_itself = True
-
-    ready: Tensor | None = None  # (1, 2, B, 1, N)
-
-    def table(self, place: Place) -> Tensor | None:
-        length = self.first.shape[-1]
-        whole = place.first_query == place.first_key == 0
-        return self.ready if whole and length == place.queries == place.keys else None
-
-
-def packed_mask(ids: Tensor, low: int | None, high: int | None) -> PackedIntervals:
-    """The mask of sequences that are numbered (B, N), each one higher than the one before.
-
-    Row i also sees no key before i + low and none from i + high on, if these are given.
-
-    >>> packed_mask(torch.tensor([[0, 0, 1]]), None, 1).to_dense(Place(1, 1, 3, 3))[0, 0].int()
-    tensor([[1, 0, 0],
-            [1, 1, 0],
-            [0, 0, 1]], dtype=torch.int32)
-    """
-    ids = ids.contiguous()
-    begins = first = torch.searchsorted(ids, ids, out_int32=True)[:, None]
-    last = torch.searchsorted(ids, ids, out_int32=True, right=True)[:, None]
-    own = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
-    first = first if low is None else torch.maximum(first, own + low)
-    last = last if high is None else torch.minimum(last, own + high)
-    return PackedIntervals(first, last, 0, begins, torch.stack((first, last))[None])
-
-
 def traced_mask(given: Tensor, queries: int) -> tuple[Mask, Tensor | None]:
     """A mask tensor, bool or added to logits, as mask and bias, without looking into it.
 

@@ -246,6 +246,7 @@ class Documents(Mask):
 
     ids: Tensor
     bounds: Tensor = field(init=False)  # of each key's document, (1, 2, B|1, 1, M)
+    shows_itself = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", _bounds(self.ids))

@@ -19,6 +19,8 @@ from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_tensor import MaskTensor
 from headwise.watching.adapters.packed_sequences import by_lengths
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
+from headwise.watching.adapters.traced_rules import read_rule
+from headwise.watching.adapters.unwritten_mask import UnwrittenMask
 from headwise.watching.head_weights import head_place
 
 NAME = "headwise"
@@ -62,7 +64,8 @@ def attend(
     Returns (B, N, Hq, Dv), and the weights (B, Hq, N, M) if `output_attentions` asks for them.
     `look` computes the call if the model is watched.
     """
-    call = _to_call(module, query, key, value, attention_mask, options)
+    watched = look is not None
+    call = _to_call(module, query, key, value, attention_mask, options, watched)
     # A tensor-parallel plan gives a rank some of the heads.
     share = head_place(module, query.shape[1], query.shape[3]) if dropout else None
     call = call.changed(dropout=numbered_dropout(dropout, share))
@@ -72,11 +75,23 @@ def attend(
 
 
 def _to_call(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any, options: dict[str, Any]
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Any,
+    options: dict[str, Any],
+    watched: bool,
 ) -> Call:
-    if isinstance(given, MaskTensor):
+    if isinstance(given, MaskTensor | UnwrittenMask):
         plain = InterfaceCall("eager", module, q, k, v, None, options)
-        call = to_call(plain, "self", None, _memo).changed(mask=given.mask)
+        call = to_call(plain, "self", None, _memo)
+        if isinstance(given, MaskTensor):
+            call = call.changed(mask=given.mask)
+        elif watched or call.bias is not None or options.get("output_attentions"):
+            call = call.changed(mask=given.of_positions())
+        else:
+            call = call._replace(k=given.packed(k), v=given.packed(v)).changed(mask=given.mask)
     else:  # without a mask the module's own is_causal decides, as with PyTorch's kernels
         plain = InterfaceCall("sdpa", module, q, k, v, given, options)
         call = to_call(plain, "self", None, _memo)
@@ -117,32 +132,29 @@ def mask(
 
     If the sequence is split between processes, the mask is that of the whole sequence.
 
-    Compiled code can't look into a tensor, and a static cache, whose `q_offset` is one, is there to
-    be compiled: both get the tensor that PyTorch's attention gets, or None where that needs none.
+    Compiled code can't look into a tensor: it gets an `UnwrittenMask`, or None where PyTorch's
+    attention needs no mask. A static cache, whose `q_offset` is a tensor, is there to be compiled:
+    outside of compiled code it gets the tensor that PyTorch's attention gets, and so does a rule
+    that compiled code can't read.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     rule: Any = causal_mask_function if mask_function is None else mask_function
-    if torch.compiler.is_compiling() and attention_mask is None and rule is causal_mask_function:
-        plain = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
-        if plain and q_length == kv_length and options.get("allow_is_causal_skip", True):
-            return None  # the module says that it is causal
     if torch.compiler.is_compiling() or isinstance(q_offset, Tensor):
+        place = {"q_length": q_length, "q_offset": q_offset, "cache_position": cache_position}
         given: dict[str, Any] = {
-            "q_length": q_length,
-            "q_offset": q_offset,
-            "cache_position": cache_position,
-        }
-        return sdpa_mask(
-            batch_size=batch_size,
-            kv_length=kv_length,
-            kv_offset=kv_offset,
-            mask_function=rule,
-            attention_mask=attention_mask,
-            device=device,  # type: ignore[arg-type]
-            **{key: value for key, value in given.items() if value is not None},
+            "batch_size": batch_size,
+            "kv_length": kv_length,
+            "kv_offset": kv_offset,
+            "mask_function": rule,
+            "attention_mask": attention_mask,
+            "device": device,
+            **{key: value for key, value in place.items() if value is not None},
             **options,
-        )
+        }
+        unwritten = torch.compiler.is_compiling() and q_length is not None
+        made: Tensor | None = _unwritten(given) if unwritten else sdpa_mask(**given)
+        return made
     if (split := split_calls()) is not None:
         attention_mask, (_, kv_length) = split.tokens, held_positions(kv_length, _where(device))
         queries = torch.arange(kv_length, device=device)
@@ -155,6 +167,42 @@ def mask(
     grid = Grid(batch_size, queries, kv_offset, kv_length)
     found = to_mask(rule, padding, grid, partial(_tile, rule, padding, grid, options))
     return MaskTensor(found, (batch_size, 1, len(queries), kv_length), queries.device)
+
+
+def _unwritten(given: dict[str, Any]) -> Any:
+    """The mask in compiled code, as `mask` says, of the arguments of transformers' `sdpa_mask`."""
+    from transformers.masking_utils import sdpa_mask
+
+    batch, queries, keys = (given[x] for x in ("batch_size", "q_length", "kv_length"))
+    first, key, padding = given.get("q_offset", 0), given["kv_offset"], given["attention_mask"]
+    device = _where(given["device"])
+    if isinstance(padding, UnwrittenMask):  # of the model that this one is a part of
+        return padding
+    if given.get("use_vmap") or (padding is not None and (padding.ndim != 2 or queries == 1)):
+        return sdpa_mask(**given)
+    rule = read_rule(given["mask_function"], batch, key, keys, device)
+    if rule is None:
+        return sdpa_mask(**given)
+    if padding is not None:
+        short = key + keys - padding.shape[1]
+        padding = padding.bool()
+        padding = torch.nn.functional.pad(padding, (0, short)) if short > 0 else padding
+        padding = padding[:, key : key + keys]
+    elif rule.shows_all and given.get("allow_is_bidirectional_skip", False):
+        return None
+    elif rule.is_causal and given.get("allow_is_causal_skip", True) and queries == keys:
+        plain = not isinstance(first, Tensor) and first == key == 0
+        if plain:
+            return None  # the module says that it is causal
+    all_pairs = given | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return UnwrittenMask(
+        rule,
+        first - key,
+        (batch, 1, queries, keys),
+        padding,
+        lambda: sdpa_mask(**all_pairs),
+        device,
+    )
 
 
 def _tile(

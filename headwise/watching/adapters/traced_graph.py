@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ _FRAME = re.compile(r'File "(.+)", line (\d+)')
 _ROOT = re.compile(r"^.*?\]\.?")  # L['self'].
 _LIBRARIES = tuple(f"{Path(x).parent}{os.sep}" for x in (torch.__file__, version.__file__))
 """The folders of torch and headwise. A name in a path tells nothing: it may be a user's."""
+Plain = TypeVar("Plain", bool, str)
 _SEARCHED = "headwise_searched"  # a key of the nodes that were looked at
 
 
@@ -59,7 +60,7 @@ def unread_call() -> UnreadCall | None:
     return found
 
 
-def constant(function: Callable[..., bool]) -> Callable[..., bool]:
+def constant(function: Callable[..., Plain]) -> Callable[..., Plain]:
     """Let a function run while a graph is traced, where its result is a constant.
 
     This is the mark of torch.compiler.assume_constant_result, which itself imports the compiler.
@@ -75,20 +76,16 @@ def is_in_main_graph() -> bool:
     return output is not None and output.current_tracer.parent is None
 
 
-@constant
-def counts_by_one() -> bool:
-    """True if the tensor whose differences were traced last is arange(…), or that plus a number.
+def counts_by_one(node: Any) -> bool:
+    """True for a node that is arange(…), or that plus a number.
 
     The position ids that a model makes for itself: they number one sequence, whatever its length.
     """
-    output = _output()
-    nodes = () if output is None else reversed(output.graph.nodes)
-    node: Any = next((x.args[0] for x in nodes if _name(x) == "diff"), None)
     while isinstance(node, Node):
         value = node.meta.get("example_value")
         if not isinstance(value, Tensor) or value._version:  # written to since it was made
             return False
-        name, others = _name(node), (*node.args[1:], *node.kwargs.values())
+        name, others = name_of(node), (*node.args[1:], *node.kwargs.values())
         if name == "arange":
             counted = len(node.args) < 3 and "step" not in node.kwargs
             return counted and not value.dtype.is_floating_point
@@ -96,6 +93,12 @@ def counts_by_one() -> bool:
             return False
         node = node.args[0]
     return False
+
+
+def nodes() -> Iterator[Any]:
+    """The nodes of the graph that is being traced, the last one first."""
+    output = _output()
+    return iter(()) if output is None else iter(reversed(output.graph.nodes))
 
 
 def running_paths() -> list[str]:
@@ -120,7 +123,7 @@ def _output() -> Any:
 
 def _attention(node: Node) -> str | None:
     """A description of a node that is attention; None if it is not."""
-    name = _name(node)
+    name = name_of(node)
     if name in ("flex_attention", "multi_head_attention_forward") or "flash_att" in name:
         return f"it calls {name}"
     if name == "scaled_dot_product_attention":
@@ -132,7 +135,7 @@ def _attention(node: Node) -> str | None:
 
 def _weights_values(node: Node) -> bool:
     """True if a node multiplies the weights of a softmax with values that all rows share."""
-    name = _name(node)
+    name = name_of(node)
     if name not in ("matmul", "bmm", "baddbmm", "einsum"):
         return False
     given = node.args[1:] if name in ("baddbmm", "einsum") else node.args
@@ -159,7 +162,7 @@ def _are_weights(factor: Any) -> bool:
     for _ in range(_STEPS):
         if not isinstance(node, Node):
             return False
-        name = _name(node)
+        name = name_of(node)
         if name == "softmax":
             return (_axes(node) or 0) > 2
         if name not in _KEEPING:
@@ -168,9 +171,9 @@ def _are_weights(factor: Any) -> bool:
     return False
 
 
-def _name(node: Node) -> str:
-    """The name of the function that a node calls; "" for other nodes."""
-    if node.op not in ("call_function", "call_method"):
+def name_of(node: Any) -> str:
+    """The name of the function that a node calls; "" for anything else."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
     function = node.target
     return function if isinstance(function, str) else str(getattr(function, "__name__", ""))

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from headwise.core.intervals import Mask
-from headwise.core.mask_reading import TracedDense, packed_mask
+from headwise.core.mask_reading import TracedDense
 from headwise.core.observation import sample_rows
-from headwise.core.patterns import Causal, Window
-from headwise.watching.adapters.traced_graph import counts_by_one, is_in_main_graph
+from headwise.watching.adapters.traced_graph import is_in_main_graph
+from headwise.watching.adapters.traced_rules import read_rule
 
 Made = TypeVar("Made")
 
@@ -22,21 +21,12 @@ RUNNING: list[nn.Module | None] = []
 """The modules whose forwards are being traced; None where an adapter reads a call already."""
 _read: list[tuple[Tensor, tuple[object, ...], Any]] = []
 _rows: list[tuple[tuple[int, int], torch.device, Tensor | None]] = []
-_plain: list[object] = []  # transformers' functions that show earlier keys, and that show all
-_single: list[Tensor] = []  # numbers of sequences (B, N) that are all the same
-
-
-def know(rules: Any) -> None:
-    """Remember the functions of transformers' masking_utils: torch 2.11 can't trace its import."""
-    names = ("causal_mask_function", "bidirectional_mask_function")
-    _plain[:] = [getattr(rules, name) for name in names if hasattr(rules, name)]
 
 
 def forget() -> None:
     """The region has been traced."""
     _read.clear()
     _rows.clear()
-    _single.clear()
 
 
 def recall(make: Callable[[], Made], tensor: Tensor, *options: object) -> Made:
@@ -52,36 +42,6 @@ def recall(make: Callable[[], Made], tensor: Tensor, *options: object) -> Made:
     return made
 
 
-NUMBERING = "find_packed_sequence_indices"
-"""The function of transformers' masking_utils that tells packed sequences by their positions."""
-
-
-def numbered(ids: Tensor | None) -> Tensor | None:
-    """The result of `NUMBERING`, with a note if there can't be but one sequence.
-
-    Outside compiled code transformers looks, and returns None then.
-    """
-    tracing = torch.compiler.is_compiling() and RUNNING and is_in_main_graph()
-    if ids is not None and tracing and counts_by_one():
-        _single.append(ids)
-    return ids
-
-
-RULES = ("and_masks", "packed_sequence_mask_function", "sliding_window_overlay")
-"""The functions of transformers' masking_utils whose results say here what they are made of."""
-
-
-class NamedRule:
-    """The result of one of `RULES`, and what it is made of."""
-
-    def __init__(self, function: Callable[..., Tensor], name: str, parts: tuple[Any, ...]) -> None:
-        self.function, self.name, self.parts = function, name, parts
-        self.__name__ = name  # torch 2.11's vmap asks for it, and can't trace repr()
-
-    def __call__(self, *place: Any) -> Tensor:
-        return self.function(*place)
-
-
 def note(tensor: object, named: dict[str, Any]) -> None:
     """Remember what is known of a mask (B, 1, N, M) from the keywords that transformers made it of.
 
@@ -90,63 +50,28 @@ def note(tensor: object, named: dict[str, Any]) -> None:
     """
     if not RUNNING or not isinstance(tensor, Tensor) or tensor.ndim != 4 or "q_length" not in named:
         return
-    if isinstance(named.get("q_offset"), Tensor) or not is_in_main_graph():
+    if isinstance(named.get("q_offset"), Tensor) or named.get("use_vmap") or not is_in_main_graph():
         return
-    key = named.get("kv_offset", 0)
-    known = KnownMask()
-    if known.add(named.get("mask_function")):
-        mask = known.mask(named.get("q_offset", 0) - key, key, named.get("attention_mask"), tensor)
-        if mask is not None:
-            _read.append((tensor, (), (mask, None)))
+    batch, _, queries, keys = tensor.shape
+    key, padding = named.get("kv_offset", 0), named.get("attention_mask")
+    rule = read_rule(named["mask_function"], batch, key, keys, tensor.device)
+    if rule is None:
+        return
+    offset, mask = named.get("q_offset", 0) - key, None
+    if padding is None:
+        mask = rule.mask(offset, queries, keys)
+    elif rule.groups is None and padding.ndim == 2 and padding.shape[1] >= key + keys:
+        mask = padded_mask(tensor, padding[:, key : key + keys].bool(), rule.shows_all)
+    if mask is not None:
+        _read.append((tensor, (), (mask, None)))
 
 
-class KnownMask:
-    """The parts of a mask of transformers, all of which hold."""
-
-    def __init__(self) -> None:
-        self.causal = False
-        self.window: int | None = None  # a row sees so many keys: its own and those before
-        self.packed: Tensor | None = None  # (B, N): the numbers of sequences
-
-    def add(self, rule: Any) -> bool:
-        """Add what a rule says; False if it is not known here."""
-        if any([rule is one for one in _plain]):
-            self.causal = self.causal or rule is _plain[0]
-            return True
-        if not isinstance(rule, NamedRule):
-            return False
-        if rule.name == "sliding_window_overlay":
-            self.window = rule.parts[0]
-            return True
-        if rule.name == "packed_sequence_mask_function":
-            ids = rule.parts[0]
-            self.packed = None if any([ids is one for one in _single]) else ids
-            return True
-        return all([self.add(part) for part in rule.parts])
-
-    def mask(self, offset: int, key: int, padding: Any, tensor: Tensor) -> Mask | None:
-        """The mask of a tensor (B, 1, N, M) whose first key is this one; None if it has to be read.
-
-        Query i stands beside key i + offset.
-        """
-        keys, window = tensor.shape[3], self.window
-        if self.packed is not None:
-            low = None if window is None else 1 - window
-            if offset or padding is not None:
-                return None
-            return packed_mask(self.packed, low, 1 if self.causal else None)
-        plain = not self.causal and window is None
-        if padding is None:
-            if not self.causal:
-                return None
-            causal = Causal(offset)
-            return causal if window is None else causal & Window(window - 1, 0, offset)
-        if padding.ndim != 2 or padding.shape[1] < key + keys:
-            return None
-        shown = padding[:, key : key + keys].bool()[:, None]  # (B, 1, M)
-        if plain:
-            return TracedDense.of(shown[:, :, None], shown)
-        return TracedDense.of(tensor if tensor.dtype == torch.bool else tensor >= 0, shown)
+def padded_mask(tensor: Tensor, shown: Tensor, only: bool = False) -> TracedDense:
+    """The mask of a tensor (B, 1, N, M) that hides padding, shown (B, M) bool, and maybe more."""
+    shown = shown[:, None]
+    if only:
+        return TracedDense.of(shown[:, :, None], shown)
+    return TracedDense.of(tensor if tensor.dtype == torch.bool else tensor >= 0, shown)
 
 
 def sampled(rows: int, queries: int, device: torch.device) -> Tensor | None:

@@ -26,7 +26,6 @@ from headwise.watching.adapters.module_forwards import Follower, follow, named_m
 from headwise.watching.adapters.patching import Replacement, Undo, unheard
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
-from headwise.watching.adapters.traced_masks import NUMBERING, RULES
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.changed_call import ChangedCall
 from headwise.watching.recorder.held_call import DROPPED, Output
@@ -141,11 +140,6 @@ def _replacements(
     yield _replacement(interface, "__getitem__")
     if masks is not None:
         yield _replacement(masks, "__getitem__")
-        rules = sys.modules["transformers.masking_utils"]
-        traced_masks.know(rules)
-        yield from (
-            _replacement(rules, name) for name in (NUMBERING, *RULES) if hasattr(rules, name)
-        )
     if hasattr(interface, "get_interface"):
         yield _replacement(interface, "get_interface")
         return
@@ -156,10 +150,6 @@ def _replacements(
 
 @functools.cache  # watches share a replacement
 def _replacement(owner: Any, name: str) -> Replacement[TransformersModules]:
-    if name in RULES:
-        return Replacement(owner, name, _make_rule)
-    if name == NUMBERING:
-        return Replacement(owner, name, _make_numbering)
     if name == "__getitem__":
         masks = owner.__name__ == "AttentionMaskInterface"
         return Replacement(owner, name, _make_mask_getitem if masks else _make_getitem)
@@ -173,25 +163,6 @@ def _make_mask_getitem(original: Any, users: list[TransformersModules]) -> Calla
         return _noted(function) if torch.compiler.is_compiling() else function
 
     return getitem
-
-
-def _make_rule(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
-    name = original.__name__
-
-    @functools.wraps(original)
-    def make(*parts: Any) -> Any:
-        made = original(*parts)
-        return traced_masks.NamedRule(made, name, parts) if torch.compiler.is_compiling() else made
-
-    return make
-
-
-def _make_numbering(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def number(*given: Any, **options: Any) -> Any:
-        return traced_masks.numbered(original(*given, **options))
-
-    return number
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,188 @@
+"""attn_implementation="headwise" in compiled models: the exact mask, without a tensor of pairs."""
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+import headwise.transformers  # noqa: E402, F401  registers the implementation
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*doesn't take boxed arguments"),
+    pytest.mark.skipif(
+        "q_length" not in inspect.signature(sdpa_mask).parameters,
+        reason="this transformers tells a mask's positions in a tensor, so masks are written out",
+    ),
+]
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1,
+    "intermediate_size": 64, "vocab_size": 99, "head_dim": 8, "pad_token_id": 0,
+    "use_cache": False,
+}  # fmt: skip
+ENCODER = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")}
+ENCODER["max_position_embeddings"] = 2000
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", SIZES),
+    "Mistral": ("MistralConfig", SIZES | {"sliding_window": 5}),
+    "Bert": ("BertConfig", ENCODER),
+    "Llama4Text": ("Llama4TextConfig", SIZES | {
+        "attention_chunk_size": 6, "intermediate_size_mlp": 64, "num_local_experts": 2}),
+    "Qwen3": ("Qwen3Config", SIZES | {
+        "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
+        "num_hidden_layers": 2}),
+    "Gemma3Text": ("Gemma3TextConfig", SIZES | {
+        "sliding_window": 5, "query_pre_attn_scalar": 8}),
+    "Gemma2": ("Gemma2Config", SIZES | {"sliding_window": 5, "query_pre_attn_scalar": 8}),
+    "GptOss": ("GptOssConfig", SIZES | {
+        "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ModernBert": ("ModernBertConfig", ENCODER | {
+        "local_attention": 6, "global_attn_every_n_layers": 2, "num_hidden_layers": 2}),
+}  # fmt: skip
+QUICK = (("Llama", "holes"), ("Mistral", "plain"), ("Llama4Text", "packed"), ("Llama4Text", "left"))
+EAGER = ("Gemma2", "GptOss")  # have no sdpa, and run in float32
+CASES = ("plain", "left", "holes", "packed")
+
+
+def made(family: str) -> tuple[nn.Module, nn.Module]:
+    """A model with PyTorch's attention, and the same with headwise's."""
+    torch.manual_seed(0)
+    name, sizes = FAMILIES[family]
+    models = []
+    for implementation in ("eager" if family in EAGER else "sdpa", "headwise"):
+        config = getattr(transformers, name)(**sizes, attn_implementation=implementation)
+        model = getattr(transformers, f"{family}Model")(config).eval()
+        models.append(model if family in EAGER else model.double())
+    models[1].load_state_dict(models[0].state_dict())
+    return models[0], models[1]
+
+
+def inputs(case: str, length: int, batch: int = 2) -> dict[str, Tensor]:
+    ids = torch.randint(3, 99, (1 if case == "packed" else batch, length))
+    if case == "plain":
+        return {"input_ids": ids}
+    if case == "packed":
+        parts = (length // 3, length // 4, length - length // 3 - length // 4)
+        return {"input_ids": ids, "position_ids": torch.cat([*map(torch.arange, parts)])[None]}
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    if case == "holes":  # and at the end
+        mask[-1, 7:9], mask[-1, -2:] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def outputs(model: nn.Module, given: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """What a model says of tokens that are not padding, and the gradients of its parameters."""
+    model.zero_grad()
+    out = model(**given).last_hidden_state
+    if "attention_mask" in given:
+        out = out[given["attention_mask"].bool()]
+    if "GptOss" not in str(type(getattr(model, "_orig_mod", model))):  # torch 2.11 can't: experts
+        out.square().sum().backward()
+    return out.detach(), [x.new_zeros(()) if x.grad is None else x.grad for x in parameters(model)]
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [x for name, x in model.named_parameters() if "pooler" not in name]
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        pytest.param(family, case, marks=() if (family, case) in QUICK else pytest.mark.slow)
+        for family in FAMILIES
+        for case in CASES
+        if case != "packed" or "Bert" not in family
+    ],
+)
+def test_a_compiled_model_computes_what_pytorch_does(family: str, case: str) -> None:
+    torch._dynamo.reset()
+    other, model = made(family)
+    given = inputs(case, 20)
+    expected, slopes = outputs(other, given)
+    fast: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found, own_slopes = outputs(fast, given)
+    close = {"rtol": 1e-3, "atol": 1e-3} if family in EAGER else {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(found, expected, **close)
+    for own, slope in zip(own_slopes, slopes, strict=True):
+        torch.testing.assert_close(own, slope, **close)
+
+
+def pairs(family: str, given: dict[str, Tensor]) -> list[str]:
+    """The operations of a compiled forward that make one entry per query and key."""
+    found: list[str] = []
+    length = given["input_ids"].shape[1]
+
+    def compiler(graph: GraphModule, _: list[Tensor]) -> Any:
+        for node in graph.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and value.shape[-2:] == (length, length):
+                found.append(str(node.target))
+        return graph.forward
+
+    torch._dynamo.reset()
+    _, model = made(family)
+    fast: Any = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
+    with torch.no_grad():
+        fast(**given)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [("Llama", "holes"),
+     *(pytest.param(x, y, marks=pytest.mark.slow) for x in ("Mistral", "Bert") for y in CASES[:2]),
+     pytest.param("Llama4Text", "packed", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_the_graph_holds_nothing_with_one_entry_per_pair(family: str, case: str) -> None:
+    # long enough that no engine writes a mask out
+    assert pairs(family, inputs(case, 2100 if case == "packed" else 1500)) == []
+
+
+@pytest.mark.slow
+def test_lengths_may_be_dynamic() -> None:
+    torch._dynamo.reset()
+    other, model = made("Mistral")
+    fast: Any = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (20, 33):
+        for case in ("packed", "left"):
+            given = inputs(case, length)
+            torch.testing.assert_close(outputs(fast, given)[0], outputs(other, given)[0])
+
+
+CACHES = {
+    "DynamicCache": ("Llama", lambda config: transformers.DynamicCache(config=config)),
+    "StaticCache": ("Llama", lambda config: transformers.StaticCache(config, max_cache_len=30)),
+    "sliding": ("Mistral", lambda config: transformers.StaticCache(config, max_cache_len=30)),
+}
+
+
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_compiled_model_reads_its_cache(kind: str, padded: bool) -> None:
+    torch._dynamo.reset()
+    family, make = CACHES[kind]
+    other, model = made(family)
+    fast: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids, shown = torch.randint(3, 99, (2, 19)), torch.ones(2, 19, dtype=torch.long)
+    shown[0, :3] = 0
+    caches = [make(copy.deepcopy(x.config)) for x in (other, model)]
+    with torch.no_grad():
+        for first, last in ((0, 11), (11, 18), (18, 19)):
+            given = {"attention_mask": shown[:, :last]} if padded else {}
+            expected, found = (
+                run(ids[:, first:last], past_key_values=cache, use_cache=True, **given)
+                for run, cache in zip((other, fast), caches, strict=True)
+            )
+            real = shown[:, first:last].bool() if padded else slice(None)
+            torch.testing.assert_close(found[0][real], expected[0][real])
