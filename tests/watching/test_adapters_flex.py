@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import headwise as hw
-from headwise.watching.adapters import flex_calls
+from headwise.watching.adapters import function_calls
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile", "ignore:return_lse is deprecated"
@@ -131,7 +131,7 @@ def test_a_score_mod_is_asked_for_every_logit(monkeypatch: pytest.MonkeyPatch) -
     _, seen = watched(model, x)
     options = {"mask": hw.mask.causal(), "softcap": 5.0, "bias": hw.ALiBi(slopes)}
     assert_seen(seen, model, x, **options)
-    monkeypatch.setattr(flex_calls, "LARGEST", 1000)
+    monkeypatch.setattr(function_calls, "LARGEST", 1000)
     with pytest.raises(ValueError, match=r"a score_mod.*2 × 4 × 24 × 24 pairs are more"):
         watched(model, x)
 

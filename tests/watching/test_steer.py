@@ -299,7 +299,7 @@ def test_steers_multiply_and_nest_in_watches_in_any_order(attend: Callable[..., 
                 assert found[name] == pytest.approx(table[name], abs=1e-4)
         after = F.scaled_dot_product_attention
     assert after is torch.nn.functional.scaled_dot_product_attention
-    assert not hasattr(after, "__watched_attention__")
+    assert not hasattr(after, "__watched_function__")
 
 
 def test_a_watch_that_passes_over_a_step_does_not_end_a_steer() -> None:

@@ -1,4 +1,4 @@
-"""Every way in which models attend, shown to a recorder."""
+"""Adapters for every way in which models attend, attached to a model together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 from torch import nn
 
 from headwise.watching.adapters import (
-    flash_calls,
-    flex_calls,
+    function_calls,
     headwise_calls,
     multi_head_calls,
     torch_calls,
-    traced_calls,
     transformers_calls,
 )
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
@@ -40,8 +38,8 @@ def attach(model: nn.Module, recorder: CallRecorder, enter: Enter) -> list[Undo]
         undo += multi_head_calls.attach(model, listener)
         undo += follow(model, whole)
         if not recorder.aside:  # while experiments run, nothing is compiled
-            undo += traced_calls.attach(model, listener)
-        for adapter in (torch_calls, flex_calls, flash_calls):
+            undo += function_calls.attach_traced(model, listener)
+        for adapter in (torch_calls, function_calls):
             undo += adapter.attach(model, listener)
         undo += transformers_calls.attach(model, listener)
     except BaseException:

@@ -97,7 +97,7 @@ def _output(
     need_weights: bool,
     average_attn_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the module returns for a call that experiments have changed, computed by headwise.
+    """The module's results for a call that experiments have changed, computed by headwise.
 
     `axes` is the number of axes of its inputs.
     """

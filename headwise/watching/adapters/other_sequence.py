@@ -22,7 +22,7 @@ _BESIDE = ("pos", "emb", "mask", "bias", "resid", "quer", "value")
 
 
 class Elsewhere(NamedTuple):
-    """What a module's arguments tell about the sequence of its keys."""
+    """The hints in a module's arguments that its keys are of another sequence."""
 
     stated: bool  # an argument with one of the usual names is another sequence
     lengths: tuple[int, ...]  # of other arguments that keys may be made of

@@ -220,7 +220,7 @@ def _group(module: nn.Module | None) -> int:
 
 
 def _prepared(module: nn.Module | None, q: Tensor, across: bool) -> tuple[str, Tap | None]:
-    """How a module attends with queries (B, Hq, N, D), and its tap; None if it is not watched."""
+    """The way a module attends with queries (B, Hq, N, D), and its tap; None if not watched."""
     group = _group(module)
     if group < 0:
         return "", None

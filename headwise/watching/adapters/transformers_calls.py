@@ -50,7 +50,7 @@ class TransformersModules:
 
     @property
     def recorder(self) -> CallRecorder:
-        """What the calls are shown to."""
+        """The recorder that the calls are shown to."""
         return self.listener.recorder
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def _takes_tokens(part: nn.Module) -> bool:
 def _replacements(
     interface: type, masks: type | None, model: nn.Module
 ) -> Iterator[Replacement[TransformersModules]]:
-    """Every way in which a model gets a function: as an item, and by `get_interface`.
+    """Replacements for every way in which a model gets a function: by item and `get_interface`.
 
     Before transformers 5 there was only the first, and not for "eager": its function is a global
     of the file that defines the model's attention.

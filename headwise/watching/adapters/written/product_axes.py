@@ -22,7 +22,7 @@ class Product:
     out: str
 
     def arranged(self, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """As (B, H, N, M) and (B|1, H|1, M, D), or both without H; None if they don't fit."""
+        """Permute to (B, H, N, M) and (B|1, H|1, M, D), or both without H; None if unfit."""
         if values.ndim != len(self.values) or logits.ndim != len(self.weights):
             return None
         lead = "bh" if "h" in self.weights else "b"
