@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, Never, TypeVar
 
@@ -13,13 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from headwise.bias import Bias
 from headwise.core.arguments import refuse_keywords
 from headwise.core.intervals import Mask
-from headwise.core.observation import (
-    Observation,
-    check_sink_keys,
-    check_statistics,
-    sample_rows,
-    with_max_logit,
-)
+from headwise.core.observation import Asked, Observation, sample_rows
 from headwise.core.options import PLAIN, Options
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
@@ -47,7 +41,7 @@ class SampledRows(NamedTuple):
 
     @property
     def key(self) -> int | None:
-        """How many, if that tells which: the same rows are sampled from calls of one length."""
+        """The number of rows, if it tells which: calls of one length have the same sample."""
         return None if isinstance(self.asked, Tensor) else self.asked
 
     def of(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -145,21 +139,14 @@ def observe(
             q, k, v, options, stats=stats, rows=rows, sink_keys=sink_keys, spans=spans
         )
     four = _batched("observe", q, k, v)
-    names = _restating("observe", four, check_statistics, stats)
-    sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
-    sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
-    marked = _restating("observe", four, check_spans, spans, len(four[0]), k.shape[-2])
-    found = with_max_logit((*names, *NEEDED) if marked else names)
-    some = None if sampled is None else SampledRows(rows, sampled)
+    asked, some = _asked(four, stats, sink_keys, spans), _sampled_rows(four, rows)
     if some is None:
-        out, *values = _serve("observe", four, options, found, sink_keys)
+        out, *values = _serve("observe", four, options, asked.computed, asked.sink_keys)
     else:
         options = options._replace(dropout=_with_seed(dropout, q.device))
         (out,) = _serve("observe", four, options)
-        values = list(_serve("observe", four, options, found, sink_keys, some)[1:])
-    known = dict(zip(found, values, strict=True))
-    known |= _span_weights(four, options, some, marked, known)
-    seen = _observation(known, names, sampled, q.ndim == 4)
+        _, *values = _serve("observe", four, options, asked.computed, asked.sink_keys, some)
+    seen = _observation(four, options, asked, some, values, batched=q.ndim == 4)
     return out if q.ndim == 4 else out[0], seen
 
 
@@ -191,37 +178,62 @@ def statistics(
                 q, k, v, options, stats=stats, rows=rows, sink_keys=sink_keys, spans=spans
             )[1]
     four = _batched("observe", q, k, v)
-    names = _restating("observe", four, check_statistics, stats)
-    sink_keys = _restating("observe", four, check_sink_keys, sink_keys, k.shape[-2])
-    marked = _restating("observe", four, check_spans, spans, len(four[0]), k.shape[-2])
-    found = with_max_logit((*names, *NEEDED) if marked else names)
+    asked = _asked(four, stats, sink_keys, spans)
     with torch.no_grad():
-        sampled = _restating("observe", four, sample_rows, rows, q.shape[-2], q.device)
-        some = None if sampled is None else SampledRows(rows, sampled)
-        values = list(_serve("observe", four, options, found, sink_keys, some)[1:])
-    known = dict(zip(found, values, strict=True))
-    known |= _span_weights(four, options, some, marked, known)
-    return _observation(known, names, sampled, batched=q.ndim == 4)
+        some = _sampled_rows(four, rows)
+        _, *values = _serve("observe", four, options, asked.computed, asked.sink_keys, some)
+    return _observation(four, options, asked, some, values, batched=q.ndim == 4)
+
+
+def _asked(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    stats: Iterable[str] | None,
+    sink_keys: int,
+    spans: Spans | None,
+) -> Asked:
+    """Return what a user asks to observe; ValueError if that does not exist."""
+    entries, keys = len(tensors[0]), tensors[1].shape[2]
+
+    def checked() -> Asked:
+        return Asked.of(stats, sink_keys, check_spans(spans, entries, keys), keys)
+
+    return _restating("observe", tensors, checked)
+
+
+def _sampled_rows(
+    tensors: tuple[Tensor, Tensor, Tensor], rows: int | Tensor | None
+) -> SampledRows | None:
+    """Return the rows to observe; None for all."""
+    q, _, _ = tensors
+    numbers = _restating("observe", tensors, sample_rows, rows, q.shape[2], q.device)
+    return None if numbers is None else SampledRows(rows, numbers)
 
 
 def _observation(
-    values: dict[str, Tensor], names: tuple[str, ...], rows: Tensor | None, batched: bool
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: Options,
+    asked: Asked,
+    rows: SampledRows | None,
+    found: list[Tensor],
+    batched: bool,
 ) -> Observation:
     """Return the requested values, with max_logit, which tells the rows that see a key."""
+    values = dict(zip(asked.computed, found, strict=True))
+    values |= _span_weights(tensors, options, rows, asked.spans, values)
     highest = values["max_logit"]
     if not batched:
         values = {name: value[0] for name, value in values.items()}
-    if len(values) > len(names):
-        kept = (*names, *(name for name in values if name.startswith(SPAN_PREFIX)))
+    if len(values) > len(asked.stats):
+        kept = (*asked.stats, *(name for name in values if name.startswith(SPAN_PREFIX)))
         values = {name: value for name, value in values.items() if name in kept}
-    return Observation(values, highest, rows)
+    return Observation(values, highest, None if rows is None else rows.numbers)
 
 
 def _span_weights(
     tensors: tuple[Tensor, Tensor, Tensor],
     options: Options,
     rows: SampledRows | None,
-    spans: dict[str, Span],
+    spans: Mapping[str, Span],
     known: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the weights on spans of keys, (B, Hq, N) each, given the statistics of all keys."""

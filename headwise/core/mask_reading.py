@@ -191,7 +191,7 @@ def _stands(seen: Tensor) -> Tensor:
 
 
 def _offset(first: Tensor, last: Tensor) -> int | None:
-    """How far every query's last key lies beyond the query's own number; None if rows differ."""
+    """The distance from each query's number to its last key's; None if rows differ."""
     beyond = last - 1 - torch.arange(last.shape[-1], device=last.device, dtype=torch.int32)
     full = last > first
     if not bool(full.any()):

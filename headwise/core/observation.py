@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from headwise.core.arguments import INTEGER_DTYPES, as_int, is_integer
 from headwise.core.reduction import Columns, reduce_rows
-from headwise.core.spans import SPAN_PREFIX
+from headwise.core.spans import NEEDED, SPAN_PREFIX, Span
 
 
 class Statistic:
@@ -162,6 +162,28 @@ def check_sink_keys(sink_keys: int, keys: int | None = None) -> int:
         raise ValueError(f"sink_keys={sink_keys!r} must be an integer, at least 1")
     sink_keys = as_int(sink_keys)
     return sink_keys if keys is None or sink_keys <= keys else max(1, keys)
+
+
+class Asked(NamedTuple):
+    """The statistics that a call is asked for, and those that are computed for them."""
+
+    stats: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    sink_keys: int = 1
+    spans: Mapping[str, Span] = {}
+
+    @classmethod
+    def of(
+        cls,
+        stats: Iterable[str] | None,
+        sink_keys: int,
+        spans: Mapping[str, Span],
+        keys: int | None = None,
+    ) -> Asked:
+        """Check what a user asks for; ValueError if a call with so many keys has no such thing."""
+        names = check_statistics(stats)
+        computed = with_max_logit((*names, *NEEDED) if spans else names)
+        return cls(names, computed, check_sink_keys(sink_keys, keys), spans)
 
 
 def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -> Tensor | None:

@@ -23,7 +23,7 @@ _NEEDS = FLAGS | {"effective_keys": FLAGS["entropy"]} | dict.fromkeys(SINGLE, LO
 
 
 def wanted(stats: tuple[str, ...]) -> int:
-    """What a pass must be asked for, so that these statistics can be had from its results."""
+    """Return the flags of a pass whose results give these statistics."""
     wants = 0
     for name in stats:
         wants |= _NEEDS.get(name, 0)

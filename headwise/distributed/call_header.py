@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from headwise.core.observation import check_sink_keys, check_statistics, with_max_logit
+from headwise.core.observation import Asked
 from headwise.core.options import Options
 from headwise.core.place import as_four_axes
 from headwise.core.problem import Problem, check_mask, pose
-from headwise.core.spans import NEEDED, Span
 from headwise.distributed.descriptions import described, described_part
 from headwise.distributed.header import Header
 from headwise.distributed.layouts import Layout
 from headwise.dropout import Dropout
 from headwise.score import Dot
-
-
-class Asked(NamedTuple):
-    """The statistics that a call is asked for, and those that are computed for them."""
-
-    stats: tuple[str, ...] = ()
-    computed: tuple[str, ...] = ()
-    sink_keys: int = 1
-    spans: Mapping[str, Span] = {}
-
-    @classmethod
-    def of(cls, stats: Iterable[str] | None, sink_keys: int, spans: Mapping[str, Span]) -> Asked:
-        """What a user asks for; ValueError if that does not exist."""
-        names = check_statistics(stats)
-        computed = with_max_logit((*names, *NEEDED) if spans else names)
-        return cls(names, computed, check_sink_keys(sink_keys), spans)
 
 
 def checked_part(kind: str, tensors: tuple[Any, Any, Any], options: Options) -> Problem:

@@ -39,7 +39,7 @@ class CallWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class Movement:
-    """How one call's keys move between ranks; numbers are per rank, for all heads and entries."""
+    """The movement of one call's keys, in numbers per rank, for all heads and entries."""
 
     move: str  # "ranges", "ring", "gather" or "ulysses"
     why: str

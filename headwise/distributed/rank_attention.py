@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
-from headwise.core.observation import Observation, sample_rows
+from headwise.core.observation import Asked, Observation, sample_rows
 from headwise.core.options import Options
 from headwise.core.place import as_four_axes
 from headwise.core.problem import Problem
 from headwise.core.row_sums import RowResults
 from headwise.core.spans import NEEDED, SPAN_PREFIX, Spans, check_spans, span_weights
 from headwise.core.statistics import complete, named, wanted
-from headwise.distributed.call_header import Asked, call_header, checked_part
+from headwise.distributed.call_header import call_header, checked_part
 from headwise.distributed.descriptions import Values
 from headwise.distributed.geometry import geometry
 from headwise.distributed.head_attention import attend_by_heads

@@ -241,7 +241,7 @@ class AttentionMap(LazyMap):
         return found if several else found[..., 0]
 
     def recall(self, policy: Policy) -> Recall:
-        """What a policy found, against the best choice of as many keys in each row.
+        """The weight that a policy kept, against the best choice of as many keys in each row.
 
         It counts a row's visible keys that the policy keeps, `keys`; how many of them are among the
         row's `keys` largest, `found`; and the weight of both choices, `mass` and `best`: (B, Hq, N)
@@ -263,7 +263,7 @@ class AttentionMap(LazyMap):
                 raise self._error(str(error), call) from None
 
     def needed(self, share: float) -> Tensor:
-        """How many keys each row needs for this share of its weight, int64 (B, Hq, N).
+        """The number of keys that each row needs for this share of its weight, int64 (B, Hq, N).
 
         They are its largest ones; a row that sees no key needs 0. With sinks, the share is of what
         the keys hold.

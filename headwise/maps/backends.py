@@ -55,7 +55,7 @@ class Coverage(Protocol):
         """The weight of each row's largest keys, for each count, (B, Hq, N, counts)."""
 
     def needed(self, region: Region, totals: RowTotals, share: float) -> Tensor:
-        """How many of its largest weights make up a share of each row's sum, int64 (B, Hq, N)."""
+        """The number of largest weights that hold a share of each row's sum, int64 (B, Hq, N)."""
 
 
 class FusedOrBlockwise:

@@ -217,7 +217,7 @@ def kernel_totals(found: Totals) -> Known:
 
 
 def _effects(region: Region, totals: Totals | None) -> Effects | None:
-    """What turns weights into effects, as kernels take it; None for a map of weights.
+    """The tensors that turn weights into effects, as kernels take them; None for weights.
 
     The totals are not known yet when they are computed.
     """

@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
     @property
     def score(self) -> Score:
-        """How a query and a key give a logit."""
+        """The score, by which a query and a key give a logit."""
         return self.given.score or Dot()
 
     @property
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
     @property
     def bias(self) -> Bias | None:
-        """What is added to the logits."""
+        """The bias, which is added to the logits."""
         return self.given.bias
 
     @property

@@ -3,8 +3,8 @@
 from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
 from headwise.watching.clipping import Clip, qk_clip
-from headwise.watching.experiments.sparsity import sparsify
-from headwise.watching.experiments.steering import knock_out, steer
+from headwise.watching.effects import log_probability, logit_difference, runner_up, sequence_loss
+from headwise.watching.experiments.steering import knock_out, sparsify, steer
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES, SpanWeight
@@ -12,7 +12,6 @@ from headwise.watching.runs.run_reader import WatchedRun, holds_run, open_run
 from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.runs.story import Chapter, Loss, Story
 from headwise.watching.table import Table, scalars
-from headwise.watching.targets import log_probability, logit_difference, runner_up, sequence_loss
 from headwise.watching.watched_model import Watch, watch
 
 __all__ = [

@@ -140,7 +140,7 @@ class Alarms:
 def alarm_scalars(
     alarms: Iterable[Alarm], rules: Iterable[str] = (), prefix: str = "attn"
 ) -> dict[str, float]:
-    """How many alarms were raised so far: in all, and by each rule.
+    """Count the alarms raised so far: in all, and by each rule.
 
     >>> alarm_scalars([], ["logit growth"])
     {'attn/alarms': 0.0, 'attn/alarms/logit_growth': 0.0}

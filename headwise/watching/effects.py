@@ -6,11 +6,12 @@ loss. Its backward pass gives every edge an effect.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 from torch import Tensor
+
 from headwise.core.observation import sample_rows
 from headwise.maps.effect_map import EffectMap
 from headwise.watching.recorder.layer import WatchedLayer
@@ -109,7 +110,7 @@ COLUMNS = ["layer", "name", "kind", "head", "batch", "query", "key", "weight", "
 
 @dataclass(frozen=True)
 class Tokens:
-    """What is known of the tokens: their numbers (B, N), or the pieces that somebody names."""
+    """The tokens of a pass, as far as known: numbers (B, N), or pieces that somebody names."""
 
     numbers: Tensor | None = None
     pieces: Sequence[str] | None = None

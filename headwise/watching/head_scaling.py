@@ -34,12 +34,12 @@ class ScaledLayer:
 
     @cached_property
     def queries(self) -> set[Address]:
-        """Where the weights of its queries are."""
+        """The addresses of its queries' weights."""
         return set(map(_address, self.weights.queries))
 
     @cached_property
     def keys(self) -> set[Address]:
-        """Where the weights of its keys are: those of the queries if they make both."""
+        """The addresses of its keys' weights: those of the queries' if they make both."""
         return set(map(_address, self.weights.keys)) or self.queries
 
     @property
@@ -73,7 +73,7 @@ class HeadScaling:
 
     @classmethod
     def of(cls, model: nn.Module, layers: Mapping[str, ScaledLayer]) -> HeadScaling:
-        """How to scale these layers, by their names; ValueError names one that can't be scaled."""
+        """Plan the scaling of these layers, by name; ValueError names one that can't be scaled."""
         queries = _first_alike({path: layer.queries for path, layer in layers.items()})
         keys = _first_alike({path: layer.keys for path, layer in layers.items()})
         kept: dict[str, str] = {}

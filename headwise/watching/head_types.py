@@ -147,7 +147,7 @@ def sampled_weights(layer: WatchedLayer) -> tuple[Tensor, Tensor]:
 
 
 def similarity(layer: WatchedLayer) -> Tensor:
-    """How alike a layer's heads are, (Hq, Hq): 1 minus the mean distance of their rows.
+    """The similarity of a layer's heads, (Hq, Hq): 1 minus the mean distance of their rows.
 
     The distance of two rows is the total variation ½ Σ |p − p'|, as Bhojanapalli et al. (2021) take
     it: 1 means the same weights everywhere, 0 no key in common.

@@ -144,7 +144,7 @@ class Recording:
         return Table(rows)
 
     def similarity(self, layer: int | str) -> Tensor:
-        """How alike the heads of a layer are in their last pass, (Hq, Hq), from 0 to 1."""
+        """The similarity of a layer's heads in their last pass, (Hq, Hq), from 0 to 1."""
         return head_types.similarity(self.layer(layer))
 
     def scalars(

@@ -308,7 +308,7 @@ def _even_mass(layer: WatchedLayer) -> float:
 
 
 def _from_even(weights: Tensor) -> Tensor:
-    """How far heads are from even weights: the mean total variation, (heads,).
+    """The distance of heads from even weights: the mean total variation, (heads,).
 
     Keys to which no head gives any weight are taken for hidden. If only one key is left, the
     distance is 1: such a row could not be more decided.

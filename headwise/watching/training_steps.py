@@ -190,7 +190,7 @@ class SteppedRecording(Recording):
         return table if len(table) else super().heads()
 
     def counted(self) -> dict[str, float]:
-        """How many alarms were raised in the steps that have been read; nothing waits."""
+        """Count the alarms of the steps that have been read; nothing waits."""
         return alarm_scalars(self._alarms.raised, self._rules())
 
     def _rules(self) -> list[str]:

@@ -24,7 +24,7 @@ from headwise.watching.adapters.attachment import attach, detach
 from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.adapters.patching import Undo, uncompiled
 from headwise.watching.alarms import chosen
-from headwise.watching.edge_table import Tokens, largest_edges
+from headwise.watching.effects import Tokens, largest_edges
 from headwise.watching.experiments.importance import importance
 from headwise.watching.experiments.steering import knock_out
 from headwise.watching.head_weights import head_place, symmetry
@@ -352,7 +352,7 @@ class Watch(SteppedRecording):
         self.check()
 
     def symmetry(self) -> Table:
-        """How symmetric W_qᵀ W_k is, one row per head: 1 if i scores j as j scores i, −1 if it
+        """The symmetry of W_qᵀ W_k, one row per head: 1 if i scores j as j scores i, −1 if it
         scores the opposite, 0 if the two are unrelated.
         """
         rows: list[dict[str, Value]] = []

@@ -55,7 +55,7 @@ REMEDIES = {
 def finding(
     rule: str, alarms: Sequence[Alarm], values: Sequence[float], limit: float | None
 ) -> Sentence:
-    """What was found of several heads, in the plural.
+    """Say what was found of several heads, in the plural.
 
     >>> print(finding("logit growth", [], [120.0, 310.0], 100.0))
     their largest logits are 120 to 310, above 100
@@ -168,7 +168,7 @@ class Chapter:
 
     @property
     def where(self) -> Sentence:
-        """Where it plays: the model, a head, or several heads of a layer."""
+        """The place of the alarms: the model, a head, or several heads of a layer."""
         heads = self.heads
         if not heads:
             return say("the whole model")
@@ -179,7 +179,7 @@ class Chapter:
 
     @property
     def meaning(self) -> Sentence | None:
-        """What such an alarm means; None for a rule of somebody else."""
+        """The meaning of such an alarm; None for a rule of somebody else."""
         return MEANINGS.get(self.rule)
 
     @property
@@ -189,7 +189,7 @@ class Chapter:
 
     @property
     def says(self) -> Sentence:
-        """What was found, of one head or of several."""
+        """The finding, of one head or of several."""
         if len(self.alarms) == 1:
             says = self.alarms[0].says
             return says if isinstance(says, Sentence) else Sentence(says)
@@ -241,7 +241,7 @@ class Story:
 
     @property
     def headline(self) -> Sentence:
-        """What happened, in a sentence."""
+        """The run in one sentence."""
         if not self.steps:
             return say("nothing has been recorded yet")
         if not self.chapters:
