@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import headwise
+from tests.public_names import LIBRARY, LISTED, PACKAGE, listing, public_names
 
-PACKAGE = Path(headwise.__file__).parent
-LIBRARY = "headwise"
 APPS = "headwise.apps"
 
 
@@ -57,14 +55,15 @@ def test_an_application_imports_public_names_only(app: str) -> None:
 
 
 def test_every_public_name_exists() -> None:
-    for file in [*PACKAGE.rglob("__init__.py"), *PACKAGE.glob("*.py")]:
-        parts = file.relative_to(PACKAGE).with_suffix("").parts
-        if parts[0] in ("apps", "__main__", "transformers") or "kernels" in parts:
-            continue
-        name = ".".join([LIBRARY, *(part for part in parts if part != "__init__")])
-        module = importlib.import_module(name)
-        for each in getattr(module, "__all__", []):
-            assert hasattr(module, each) or importlib.import_module(f"{name}.{each}"), (name, each)
+    for module, name in public_names():
+        owner = importlib.import_module(module)
+        assert hasattr(owner, name) or importlib.import_module(f"{module}.{name}"), (module, name)
+
+
+def test_no_public_name_comes_or_goes_unnoticed() -> None:
+    before, now = set(LISTED.read_text().split()), set(listing().split())
+    assert not before - now, "a name that moves or goes keeps an alias for a release"
+    assert not now - before, "python -m tests.public_names lists new names"
 
 
 def test_the_linter_keeps_every_part_of_the_library_from_applications() -> None:

@@ -487,3 +487,16 @@ def test_processes_write_side_by_side_and_are_read_as_one(tmp_path: Path) -> Non
     weights = [torch.load(folder / f"weights-{rank}.pt") for rank in range(2)]
     for name in weights[0]:  # both clipped by the same factors
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=0)
+
+
+def test_a_run_of_the_first_format_still_opens() -> None:
+    """Three steps of two heads, written on 2026-11-18."""
+    run = open_run(Path(__file__).parent / "run_of_format_1")
+    assert (run.steps, run.ended, run.damaged) == ([0, 1, 2], True, [])
+    assert run.logged == {"loss": ([0, 1, 2], [3.0, 2.0, 1.0])}
+    assert [(x.step, x.rule, x.layer, x.head) for x in run.alarms] == [
+        (0, "logit growth", 0, 0),
+        (0, "logit growth", 0, 1),
+    ]
+    assert run.heads(step=2)["span_start_mean"] == pytest.approx([5 / 6, 1 / 3], abs=1e-6)
+    assert run.map(layer=0, head=1)[0, 0].sum(1).tolist() == pytest.approx([1.0] * 6, abs=1e-4)
