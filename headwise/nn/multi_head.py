@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from headwise.api import attention_map, observe
 from headwise.bias import Bias
 from headwise.checks import check_flag
+from headwise.core.arguments import is_integer
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
 from headwise.core.options import Options
-from headwise.core.problem import check_mask
+from headwise.core.problem import check_mask, describe
 from headwise.dropout import Dropout
 from headwise.handover import held_positions, split_calls
 from headwise.maps.attention_map import AttentionMap
@@ -29,7 +31,6 @@ from headwise.nn.call import (
     indices,
     position_and_cache,
 )
-from headwise.nn.dropped_heads import DroppedHeads, gate_without
 from headwise.nn.head_shares import head_share, numbered_dropout
 from headwise.nn.layer_options import (
     Projections,
@@ -44,6 +45,60 @@ from headwise.nn.norms import Norm
 from headwise.nn.positions import Position, PositionModule
 from headwise.nn.state_dicts import translate
 from headwise.score import Dot, Score
+
+
+class Gated(Protocol):
+    """A layer that multiplies each head's output by its entry of a gate (heads,), if it has one."""
+
+    head_gate: Tensor | None
+
+
+class DroppedHeads:
+    """The heads that `drop_heads` switched off; `restore()` switches them on again."""
+
+    def __init__(self, layer: Gated, before: Tensor | None) -> None:
+        self._layer, self._before = layer, before
+
+    def restore(self) -> None:
+        """Put the gate back as it was before."""
+        self._layer.head_gate = self._before
+
+    def __enter__(self) -> DroppedHeads:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+
+def gate_without(
+    gate: Tensor | None, dropped: int | Iterable[int] | Tensor, heads: int, like: Tensor
+) -> Tensor:
+    """A gate (heads,) with zeros for the heads dropped now or before, on the device of `like`.
+
+    >>> gate_without(None, [1], 3, torch.empty(0))
+    tensor([1., 0., 1.])
+    """
+    if isinstance(dropped, Tensor):
+        dropped = dropped.flatten().tolist()
+    if is_integer(dropped):
+        chosen = [dropped]
+    elif isinstance(dropped, Iterable):
+        chosen = list(dropped)
+    else:
+        raise ValueError(f"drop_heads takes the numbers of heads, not {describe(dropped)}")
+    for head in chosen:
+        if not is_integer(head) or not -heads <= head < heads:
+            raise ValueError(
+                f"there is no head {head!r}; this attention has heads 0 to {heads - 1}"
+            )
+    gate = torch.ones(heads, device=like.device) if gate is None else gate.detach().clone()
+    gate[chosen] = 0
+    return gate
 
 
 class MultiHeadAttention(nn.Module):

@@ -4,7 +4,7 @@ from headwise.watching import head_types
 from headwise.watching.alarms import Alarm
 from headwise.watching.clipping import Clip, qk_clip
 from headwise.watching.effects import log_probability, logit_difference, runner_up, sequence_loss
-from headwise.watching.experiments.steering import knock_out, sparsify, steer
+from headwise.watching.experiments import knock_out, sparsify, steer
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
 from headwise.watching.rules import RULES, SpanWeight

@@ -25,8 +25,7 @@ from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.adapters.patching import Undo, uncompiled
 from headwise.watching.alarms import chosen
 from headwise.watching.effects import Tokens, largest_edges
-from headwise.watching.experiments.importance import importance
-from headwise.watching.experiments.steering import knock_out
+from headwise.watching.experiments import importance, knock_out
 from headwise.watching.head_weights import head_place, symmetry
 from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.ranks.sharded_weights import whole_weights

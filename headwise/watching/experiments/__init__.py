@@ -1,1 +1,0 @@
-"""Changes to what heads do, for the length of an experiment: a finding is tested."""
