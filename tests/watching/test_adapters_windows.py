@@ -276,8 +276,8 @@ def test_windows_that_can_not_be_read_do_not_end_a_training(
     with hw.watch(model[0]) as fine:
         model[0](x)
     assert fine.layers[0].kind == "window"
-    for name in ("SoftmaxRows.meet", "WindowedCall.known"):
-        module = "softmax_rows" if "meet" in name else "written_attention"
+    for name in ("SoftmaxRows.add_product", "WindowedCall.known"):
+        module = "softmax_rows" if "product" in name else "written_attention"
         with monkeypatch.context() as patched:
             patched.setattr(f"headwise.watching.adapters.written.{module}.{name}", broken)
             watch = hw.watch(model).attach()

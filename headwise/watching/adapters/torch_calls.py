@@ -200,12 +200,12 @@ class Listener(ModelMode):
         if self.frames:
             self.running.written_out.leave()
         else:
-            self.report_unmet()
+            self.report_unused()
         self.recorder.passes.end()
 
-    def report_unmet(self) -> None:
+    def report_unused(self) -> None:
         """Report softmaxes that look like attention and were never multiplied with values."""
-        for origin in self.running.written_out.unmet():
+        for origin in self.running.written_out.unused():
             self.recorder.interventions.refuse(origin.names[-1], "no values met its softmax")
             if self.recorder.wants(origin.names[-1]):
                 said = f"no values were found for {origin.missing or 'any'} of the weights "

@@ -33,11 +33,8 @@ from headwise.watching.adapters.traced_modules import (
     Attending,
     LastCall,
     Tap,
-    board_name,
+    attribute,
     key,
-    last_name,
-    place_name,
-    tap_name,
 )
 from headwise.watching.recorder.board import record
 from headwise.watching.recorder.call_recorder import norms
@@ -196,12 +193,15 @@ def _record(
         problem = pose("observe", call.q, call.k, call.v, call.given._replace(dropout=0.0))
         problem = problem if seen.rows is None else problem.at(seen.rows)
         seen.values |= traced_losses(problem, tap.sparse, tap.kind, tap.losses)
-    last: LastCall = getattr(module, last_name(way))
+    last: LastCall = getattr(module, attribute(way, "last"))
     last.set(call)
     if tap.maps:
         last.keep(call, seen, padding)
     values = [seen.values.get(name) for name in tap.columns]
-    board, place = getattr(module, board_name(way)), getattr(module, place_name(way))
+    board, place = (
+        getattr(module, attribute(way, "board")),
+        getattr(module, attribute(way, "place")),
+    )
     extremes = list(tap.maxima), list(tap.minima)
     record(board, place, values, seen.highest, seen.padding_of(padding), None, *extremes)
 
@@ -232,15 +232,18 @@ def _prepared(module: nn.Module | None, q: Tensor, across: bool) -> tuple[str, T
         before.append(module)
     _prepare(group, again, across, q.shape[1], q.shape[3], q.device.type, q.device.index)
     way = key(again, across)
-    return way, getattr(module, tap_name(way), None)
+    return way, getattr(module, attribute(way, "tap"), None)
 
 
 def _count_unread(module: nn.Module | None) -> None:
     """Count a call that can't be read, in the place of its module for those."""
-    tap: Tap | None = getattr(module, tap_name(UNREAD), None)
+    tap: Tap | None = getattr(module, attribute(UNREAD, "tap"), None)
     if tap is None:
         return
-    board, place = getattr(module, board_name(UNREAD)), getattr(module, place_name(UNREAD))
+    board, place = (
+        getattr(module, attribute(UNREAD, "board")),
+        getattr(module, attribute(UNREAD, "place")),
+    )
     one = torch.zeros(1, 1, 1, device=board.device)
     extremes = list(tap.maxima), list(tap.minima)
     record(board, place, [None for _ in tap.columns], one, None, None, *extremes)

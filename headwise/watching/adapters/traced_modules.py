@@ -124,24 +124,9 @@ def key(again: int, across: bool) -> str:
     return f"{again}_across" if across else f"{again}"
 
 
-def tap_name(key: str) -> str:
-    """The attribute of a module that is its tap."""
-    return f"_headwise_{key}_tap"
-
-
-def board_name(key: str) -> str:
-    """The attribute of a module that is its board."""
-    return f"_headwise_{key}_board"
-
-
-def place_name(key: str) -> str:
-    """The attribute of a module that is its place on the board, (1,)."""
-    return f"_headwise_{key}_place"
-
-
-def last_name(key: str) -> str:
-    """The attribute of a module that is its last call."""
-    return f"_headwise_{key}_last"
+def attribute(key: str, what: str) -> str:
+    """The attribute of a module that is its tap, its board, its place there or its last call."""
+    return f"_headwise_{key}_{what}"
 
 
 class TracedModel:
@@ -185,12 +170,12 @@ class TracedModel:
                 name, way.again, kind, way.heads, way.width, board
             )
             if layer is None:
-                setattr(module, tap_name(way.key), None)
+                setattr(module, attribute(way.key, "tap"), None)
                 continue
             assert layer.slot is not None
             self._put(module, way.key, layer.slot, layer.kind, layer.stats)
             last = LastCall()
-            setattr(module, last_name(way.key), last)
+            setattr(module, attribute(way.key, "last"), last)
             layer.late = last.take
         self._renumber()
 
@@ -256,9 +241,9 @@ class TracedModel:
             *(columns.stats, columns.maxima, columns.minima, spans),
             *(options.sparse.number, options.sparse.figures(options.sparse.for_kind(kind))),
         )
-        setattr(module, tap_name(key), tap)
-        setattr(module, board_name(key), board.now)
-        setattr(module, place_name(key), _place(slot))
+        setattr(module, attribute(key, "tap"), tap)
+        setattr(module, attribute(key, "board"), board.now)
+        setattr(module, attribute(key, "place"), _place(slot))
 
 
 def prepare(way: Attending, paths: list[str]) -> None:
@@ -276,8 +261,8 @@ def refuse(group: int, call: UnreadCall) -> None:
 
 def _is_prepared(module: nn.Module, key: str, device: torch.device) -> bool:
     """True if a module has its tap, with a board on this device unless it was not asked for."""
-    board = vars(module).get(board_name(key))
-    return tap_name(key) in vars(module) and (board is None or board.device == device)
+    board = vars(module).get(attribute(key, "board"))
+    return attribute(key, "tap") in vars(module) and (board is None or board.device == device)
 
 
 def _place(slot: Slot) -> Tensor:

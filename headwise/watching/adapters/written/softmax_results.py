@@ -54,14 +54,14 @@ class Origin:
     modules: tuple[nn.Module, ...]
     shape: tuple[int, ...]
     axis: int
-    met: bool = False  # its weights were multiplied with values
+    used: bool = False  # its weights were multiplied with values
     routed: bool = False  # or multiplied over another axis, as where tokens are sent to experts
     missing: int | None = None  # of its weights, some met values and so many did not
 
     @property
     def done(self) -> bool:
         """True if its weights are used up, or are not those of attention."""
-        return self.met or (self.routed and self.missing is None)
+        return self.used or (self.routed and self.missing is None)
 
     @property
     def looks_like_attention(self) -> bool:

@@ -23,7 +23,7 @@ def replayed(moves: Sequence[Move], x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
+class RowProduct:
     """A product of weights with values: its rows, of any number of axes (R, ...), over K keys."""
 
     row: Tensor  # (R, ...): the number of the softmax's row; -1 if it has no weight
@@ -64,16 +64,16 @@ class SoftmaxRows:
 
     logits: Tensor  # (rows ..., K): its keys last
     axis: int  # where its keys were
-    meetings: list[Meeting] = field(default_factory=list)
+    products: list[RowProduct] = field(default_factory=list)
     out: Tensor | None = None  # (rows ..., D): the sum of the products
-    _met: Tensor | None = None  # (rows ..., K) bool: the weights that took part
+    _used: Tensor | None = None  # (rows ..., K) bool: the weights that took part
     _mass: Tensor | None = None  # (rows ...): their sum
 
     @property
     def missing(self) -> int:
         """The number of weights that have not met values."""
-        met = 0 if self._met is None else int(self._met.sum())
-        return self.logits.numel() - met
+        used = 0 if self._used is None else int(self._used.sum())
+        return self.logits.numel() - used
 
     @property
     def shown(self) -> Tensor:
@@ -83,7 +83,7 @@ class SoftmaxRows:
             raise ValueError("some weights of a row were set to 0 after its softmax")
         return self.logits.masked_fill((self._mass == 0)[..., None], -torch.inf)
 
-    def meet(
+    def add_product(
         self,
         p: Tensor | None,
         moves: Sequence[Move],
@@ -120,7 +120,7 @@ class SoftmaxRows:
         p = weights if p is None else p.permute(into)
         _check(p, weights)
         order = tuple(rows.index(x) if x in rows else -1 for x in equation.out)
-        found = Meeting(row.amax(-1), weights, values, asking, order)
+        found = RowProduct(row.amax(-1), weights, values, asking, order)
         there = [equation.out.index(x) for x in (*rows, *width)]
         mass = p.sum(-1, dtype=weights.dtype)
         self._add(found, number[known] - 1, mass, out.permute(there))
@@ -132,32 +132,32 @@ class SoftmaxRows:
         number = torch.arange(1, x.numel() + 1, dtype=dtype, device=x.device)
         return replayed(moves, number.view(x.shape).movedim(-1, self.axis))
 
-    def _add(self, found: Meeting, numbers: Tensor, mass: Tensor, out: Tensor) -> None:
+    def _add(self, found: RowProduct, numbers: Tensor, mass: Tensor, out: Tensor) -> None:
         rows = self.logits.shape[:-1]
-        if self._met is None or self._mass is None or self.out is None:
-            self._met = out.new_zeros(self.logits.shape, dtype=torch.bool)
+        if self._used is None or self._mass is None or self.out is None:
+            self._used = out.new_zeros(self.logits.shape, dtype=torch.bool)
             self._mass = mass.new_zeros(rows)
             self.out = out.new_zeros(*rows, out.shape[-1], dtype=_wide(out))
         before = self.missing
-        self._met.view(-1)[numbers.long()] = True
+        self._used.view(-1)[numbers.long()] = True
         if before - self.missing != numbers.numel():
             raise ValueError("some of its weights are multiplied with values more than once")
         there = found.row >= 0
         row = found.row[there].long()
         self._mass.view(-1).index_add_(0, row, mass[there])
         self.out.flatten(0, -2).index_add_(0, row, out[there].to(self.out.dtype))
-        self.meetings.append(found)
+        self.products.append(found)
 
-    def spread(self, meeting: Meeting, value: Tensor) -> Tensor:
+    def spread(self, product: RowProduct, value: Tensor) -> Tensor:
         """A value of each row of a product (R, ...) as one of each row of the softmax."""
-        there = meeting.row >= 0
+        there = product.row >= 0
         found = value.new_zeros(self.logits.shape[:-1])
-        found.view(-1)[meeting.row[there].long()] = value[there]
+        found.view(-1)[product.row[there].long()] = value[there]
         return found
 
-    def coordinates(self, meeting: Meeting) -> list[Tensor]:
+    def coordinates(self, product: RowProduct) -> list[Tensor]:
         """The place of each row of a product (R, ...) along each axis of the softmax's rows."""
-        found, row = [], meeting.row
+        found, row = [], product.row
         for size in reversed(self.logits.shape[:-1]):
             found.append(row % size)
             row = row.div(size, rounding_mode="floor")

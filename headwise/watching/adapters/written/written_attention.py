@@ -21,7 +21,7 @@ from headwise.watching.adapters.written.logits_call import (
 )
 from headwise.watching.adapters.written.product_axes import Equation, Product
 from headwise.watching.adapters.written.softmax_results import Function, Weights
-from headwise.watching.adapters.written.softmax_rows import Meeting, SoftmaxRows
+from headwise.watching.adapters.written.softmax_rows import RowProduct, SoftmaxRows
 
 PLACED = ("sink_mass", "self_mass", "previous_mass", "distance")
 """The statistics that need the positions of keys."""
@@ -48,9 +48,9 @@ class WindowedCall:
         """
         axes, sizes = range(rows.logits.ndim - 1), rows.logits.shape[:-1]
         asking, keyed = set(axes), set()
-        for meeting in rows.meetings:
-            found = [meeting.along(x) for x in rows.coordinates(meeting)]
-            pairs = [list(zip(along, meeting.asking, strict=True)) for along in found]
+        for product in rows.products:
+            found = [product.along(x) for x in rows.coordinates(product)]
+            pairs = [list(zip(along, product.asking, strict=True)) for along in found]
             asking &= {n for n in axes if (True, True) in pairs[n]}
             keyed |= {n for n in axes if (True, False) in pairs[n]}
         queries = asking or {n for n in axes if sizes[n] == 1}
@@ -70,15 +70,15 @@ class WindowedCall:
         x = x.permute(self.batch, *self.heads, *self.others, *range(len(sizes), x.ndim))
         return x.reshape(-1, heads, rows, *x.shape[len(sizes) :])
 
-    def head(self, meeting: Meeting) -> Tensor:
+    def head(self, product: RowProduct) -> Tensor:
         """The head of each row of a product (R, ...)."""
         if self.heads:
-            return self.number(self.heads, meeting)
-        return self.number([self.batch], meeting) % self.folded
+            return self.number(self.heads, product)
+        return self.number([self.batch], product) % self.folded
 
-    def number(self, axes: Sequence[int], meeting: Meeting) -> Tensor:
+    def number(self, axes: Sequence[int], product: RowProduct) -> Tensor:
         """The number of each row of a product (R, ...) along some axes of the softmax's rows."""
-        found, number = self.rows.coordinates(meeting), torch.zeros_like(meeting.row)
+        found, number = self.rows.coordinates(product), torch.zeros_like(product.row)
         for axis in axes:
             number = number * self.rows.logits.shape[axis] + found[axis]
         return number
@@ -97,8 +97,8 @@ class WindowedCall:
         assert self.rows.out is not None
         blind = self.arranged(self.rows.shown.amax(-1) <= HIDDEN)
         norm = torch.linalg.vector_norm(self.arranged(self.rows.out), dim=-1)
-        placed = self._placed(sink_keys) if len(self.rows.meetings) == 1 else {}
-        one = len(self.others) > 1 and (bool(placed) or len(self.rows.meetings) > 1)
+        placed = self._placed(sink_keys) if len(self.rows.products) == 1 else {}
+        one = len(self.others) > 1 and (bool(placed) or len(self.rows.products) > 1)
         windowed, unknown = self.keyed or one, torch.full_like(norm, torch.nan)
         known = {x: placed.get(x, unknown) for x in PLACED} if windowed else {}
         known["output_norm"] = norm
@@ -106,25 +106,25 @@ class WindowedCall:
 
     def _placed(self, sink_keys: int) -> Mapping[str, Tensor]:
         """The statistics that need positions, if the keys slide along the sequence as rows do."""
-        (meeting,) = self.rows.meetings
-        place = self.number(self.others, meeting)
-        moving = [n for n, differs in enumerate(meeting.along(place)) if differs]
-        asking = [n for n in moving if meeting.asking[n]]
-        chunks = [n for n in moving if not meeting.asking[n]]
+        (product,) = self.rows.products
+        place = self.number(self.others, product)
+        moving = [n for n, differs in enumerate(product.along(place)) if differs]
+        asking = [n for n in moving if product.asking[n]]
+        chunks = [n for n in moving if not product.asking[n]]
         if len(asking) != 1 or len(chunks) > 1:
             return {}
         rows = place.shape[asking[0]]
-        start = sum((meeting.index(n) * rows for n in chunks), torch.zeros_like(place))
-        if bool(((place != start + meeting.index(asking[0])) & (meeting.row >= 0)).any()):
+        start = sum((product.index(n) * rows for n in chunks), torch.zeros_like(place))
+        if bool(((place != start + product.index(asking[0])) & (product.row >= 0)).any()):
             return {}
-        slot = first_slot(meeting.chunked(asking[0], chunks), rows)
+        slot = first_slot(product.chunked(asking[0], chunks), rows)
         if slot is None:
             return {}
-        slots = torch.arange(meeting.weights.shape[-1], device=start.device)
+        slots = torch.arange(product.weights.shape[-1], device=start.device)
         placed = position_statistics(
-            meeting.weights, place[..., None], start[..., None] + slots - slot, sink_keys
+            product.weights, place[..., None], start[..., None] + slots - slot, sink_keys
         )
-        return {name: self.arranged(self.rows.spread(meeting, x)) for name, x in placed.items()}
+        return {name: self.arranged(self.rows.spread(product, x)) for name, x in placed.items()}
 
 
 def first_slot(values: Tensor, rows: int) -> int | None:
@@ -228,9 +228,9 @@ class PartProduct(WrittenAttention):
 
     def without(self, out: Tensor, head: int) -> Tensor:
         rest, _ = self.added
-        meeting = self.windows.rows.meetings[-1]
-        kept = (self.windows.head(meeting) != head).to(out.dtype)
-        return rest + meeting.scaled(out - rest, kept)
+        product = self.windows.rows.products[-1]
+        kept = (self.windows.head(product) != head).to(out.dtype)
+        return rest + product.scaled(out - rest, kept)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class MetValues:
+class ValueProduct:
     """Weights p that met values, in a product of this equation; None if that is not known."""
 
     known: Weights
@@ -277,11 +277,11 @@ class MetValues:
         try:
             found = self._at_once() or self._in_parts()
             if found is not None:
-                origin.met = found.call is not None
+                origin.used = found.call is not None
                 return found
         except ValueError as error:
             reason = str(error)
-        origin.met = True
+        origin.used = True
         raise UnreadableError(
             self.name,
             f"it writes its attention out in a way that can't be read: {reason}; weights "
@@ -297,7 +297,7 @@ class MetValues:
         return shared[-1] if shared else second[-1]
 
     @property
-    def near(self) -> list[nn.Module]:
+    def head_owners(self) -> list[nn.Module]:
         """The modules that may state a number of heads."""
         modules = self.op.modules
         return [modules[self.name], [*modules.values()][-1], self.known.origin.modules[-1]]
@@ -309,12 +309,12 @@ class MetValues:
         product, logits = self.equation.product(self.known.axis), self.known.logits
         if product is None:
             return None
-        if heads_lead(product, logits, self.near[:1], self.op.sizes):
+        if heads_lead(product, logits, self.head_owners[:1], self.op.sizes):
             product = product.swapped()
         made = product.arranged(logits, self.values)
         if made is None:
             return None
-        call = from_logits(*split_heads(*made, product, self.near, self.op.sizes))
+        call = from_logits(*split_heads(*made, product, self.head_owners, self.op.sizes))
         return WholeProduct(self.name, call, product, not self.known.dropped, self.added)
 
     def _in_parts(self) -> PartProduct | None:
@@ -324,8 +324,8 @@ class MetValues:
             return None
         out = (self.op.out.detach() - self.added[0]) / self.added[1]
         p = self.known.without_dropout(self.p.detach())
-        rows.meet(p, moves, self.values, self.equation, out)
-        windows = WindowedCall.of(rows, self.near, self.op.sizes)
+        rows.add_product(p, moves, self.values, self.equation, out)
+        windows = WindowedCall.of(rows, self.head_owners, self.op.sizes)
         self.known.origin.missing = rows.missing
         call = None if rows.missing else windows.call()
         return PartProduct(self.name, call, windows, self.added)

@@ -32,8 +32,8 @@ from headwise.watching.adapters.written.softmax_results import (
 )
 from headwise.watching.adapters.written.softmax_rows import SoftmaxRows
 from headwise.watching.adapters.written.written_attention import (
-    MetValues,
     Operation,
+    ValueProduct,
     WrittenAttention,
 )
 
@@ -84,20 +84,20 @@ class WrittenOut:
                     self._sum(known, op) if isinstance(known, WeighedValues) else self._product(op)
                 )
             finally:
-                self._forget(lambda x: isinstance(x, Weights) and x.origin.met)
+                self._forget(lambda x: isinstance(x, Weights) and x.origin.used)
         if isinstance(known, Exponential):
             self._normalise(known, other, op)
         elif isinstance(known, ExponentialSum) and function in LAYOUTS:
             self._track(out, known)
-        elif isinstance(known, Weights) and not known.origin.met:
+        elif isinstance(known, Weights) and not known.origin.used:
             self._made_of(known, op)
-        elif isinstance(other, Weights) and not other.origin.met and function in TIMES:
+        elif isinstance(other, Weights) and not other.origin.used and function in TIMES:
             self._made_of(other, replace(op, given=(given[1], given[0])))
         elif function in CUTS and isinstance(other := self._first(op), Weights):
             self._track(out, replace(other, logits=None, moves=None))  # cat([p, ...])
         return None
 
-    def unmet(self) -> list[Origin]:
+    def unused(self) -> list[Origin]:
         """Softmaxes that look like attention, and whose weights never met values; forget all."""
         self._tracked.clear()
         found = [x for x in self.origins if x.looks_like_attention and not x.done]
@@ -174,7 +174,7 @@ class WrittenOut:
         first = isinstance(self._known(operands[0]), Weights)
         p, values = operands if first else reversed(operands)
         known = self._known(p)
-        if not isinstance(known, Weights) or known.origin.met:
+        if not isinstance(known, Weights) or known.origin.used:
             return None
         alike = values.ndim != 2 if p.ndim == 2 else values.ndim < 3
         if alike or isinstance(values, nn.Parameter):
@@ -189,12 +189,12 @@ class WrittenOut:
             equation = equation.swapped()
         if known.logits is None and not known.origin.looks_like_attention:
             return None
-        return MetValues(known, p, values.detach(), equation, op, added).read()
+        return ValueProduct(known, p, values.detach(), equation, op, added).read()
 
     def _sum(self, known: WeighedValues, op: Operation) -> WrittenAttention | None:
         """(p[..., None] * v).sum(keys)."""
         weights, values, axis = known.weights, known.values, op.axis()
-        if op.function not in SUMS or not isinstance(axis, int) or weights.origin.met:
+        if op.function not in SUMS or not isinstance(axis, int) or weights.origin.used:
             return None
         shapes = known.shape, (1,) * (len(known.shape) - values.ndim) + values.shape
         axis, letters = axis % len(known.shape), "abcdefgh"[: len(known.shape)]
@@ -213,7 +213,7 @@ class WrittenOut:
             logits = logits.reshape([shapes[0][n] for n in kept[0]])
             key = first.index(letters[key])
         weights = replace(weights, logits=logits, axis=key, moves=None)
-        return MetValues(weights, None, values, equation, op).read()
+        return ValueProduct(weights, None, values, equation, op).read()
 
 
 def _first_weights(logits: Tensor, axis: int, op: Operation) -> Weights:
