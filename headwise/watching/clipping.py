@@ -282,7 +282,7 @@ def why_not(module: nn.Module, layer: WatchedLayer) -> str | None:
             return "its queries and keys are clamped (clip_qkv)"
     if layer.last is None:
         return "the recording holds its figures only, and not how its logits were made"
-    return layer.last.bent
+    return layer.last.not_linear
 
 
 def _is_norm(name: str, child: nn.Module) -> bool:

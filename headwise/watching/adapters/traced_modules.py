@@ -20,7 +20,7 @@ from headwise.nn.call import Call
 from headwise.watching.adapters.traced_graph import UnreadCall
 from headwise.watching.recorder.board import Board, Slot
 from headwise.watching.recorder.call_recorder import CallRecorder
-from headwise.watching.recorder.seen_call import Kind, SeenCall, bent, kind_of, owned
+from headwise.watching.recorder.seen_call import Kind, SeenCall, kind_of, owned, why_not_linear
 
 
 class LastCall:
@@ -32,7 +32,7 @@ class LastCall:
 
     def __init__(self) -> None:
         self.sizes: tuple[int, int, int] | None = None  # batch, queries, keys; None if none ran
-        self.bent: str | None = None
+        self.not_linear: str | None = None
         self.call: Call | None = None
         self.padding: Tensor | None = None
         self.rows: Tensor | None = None
@@ -42,7 +42,7 @@ class LastCall:
     def set(self, call: Call) -> None:
         """Note how a call is made; the compiler traces this."""
         self.sizes = (call.q.shape[0], call.q.shape[2], call.k.shape[2])
-        self.bent = bent(call)
+        self.not_linear = why_not_linear(call)
 
     def keep(self, call: Call, seen: Observation, padding: Tensor | None) -> None:
         """Keep the rows of a call and what its map needs; the compiler traces this."""
@@ -60,7 +60,7 @@ class LastCall:
         if sizes is None:
             return None
         batch, queries, keys = sizes
-        found = SeenCall(batch, queries, 0, None, None, None, None, self.bent, keys)
+        found = SeenCall(batch, queries, 0, None, None, None, None, self.not_linear, keys)
         call, self.call = self.call, None
         return found if call is None else self._kept(found, call, stats)
 

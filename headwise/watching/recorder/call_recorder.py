@@ -28,12 +28,12 @@ from headwise.watching.recorder.seen_call import (
     Kind,
     SeenCall,
     address,
-    bent,
     first_position,
     newest_key,
     owned,
     padding_rows,
     versions_of,
+    why_not_linear,
 )
 from headwise.watching.recorder.unread import UnreadModules
 from headwise.watching.recorder.watch_options import WatchOptions, plain_statistics
@@ -267,7 +267,7 @@ class CallRecorder:
             padding if options.maps else None,
             kept,
             lse,
-            bent(call),
+            why_not_linear(call),
             call.k.shape[2],
             None if own_end is None else newest_key(call, own_end - 1),
             address(call.k),

@@ -36,7 +36,7 @@ class SeenCall:
     padding: Tensor | None  # (B, N) bool: rows that are padding
     call: Call | None  # what a map needs; None if no maps were wanted
     lse: Tensor | None  # (B, Hq, N), if every row was looked at
-    bent: str | None = None  # why its logits are more than queries times keys
+    not_linear: str | None = None  # why its logits are more than queries times keys
     keys: int = 0  # how many it saw
     newest: Tensor | None = None  # (B, Hkv, D): the key of its last query, if keys are known
     address: int = 0  # of its keys: the same keys again have the same address
@@ -173,7 +173,7 @@ def padding_rows(mask: Mask | None, q: Tensor, k: Tensor) -> Tensor | None:
     return ~shown[:, first : first + place.queries].expand(q.shape[0], -1)
 
 
-def bent(call: Call) -> str | None:
+def why_not_linear(call: Call) -> str | None:
     """The reason why a logit is more than queries times keys times a number; None if it is not."""
     score, _, bias, softcap, *_ = call.given
     if softcap is not None:
