@@ -22,7 +22,7 @@ from headwise.watching.adapters.attachment import attach, detach
 from headwise.watching.adapters.module_forwards import find_module, named_modules
 from headwise.watching.adapters.patching import uncompiled
 from headwise.watching.recorder.call_recorder import CallRecorder
-from headwise.watching.recorder.experiments import RUNNING, Experiment, Sparse
+from headwise.watching.recorder.interventions import RUNNING, Experiment, Sparse
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recorder.watch_options import WatchOptions
 from headwise.watching.table import Table, Value

@@ -31,7 +31,7 @@ from headwise.watching.ranks.joined_steps import JoinedSteps
 from headwise.watching.ranks.sharded_weights import whole_weights
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.checkpointing import recomputing
-from headwise.watching.recorder.experiments import WATCHED, WatchedModel
+from headwise.watching.recorder.interventions import WATCHED, WatchedModel
 from headwise.watching.recorder.unread import described
 from headwise.watching.recorder.watch_options import WatchOptions, matches
 from headwise.watching.rules import Rule
