@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from headwise.devices import cpu_name
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -74,21 +76,12 @@ def say_figures(figures: list[Figure]) -> None:
 def machine() -> dict[str, object]:
     """The machine of the measurements."""
     return {
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _seconds(work: Callable[[], object]) -> float:
