@@ -36,6 +36,7 @@ from headwise.distributed.key_blocks import KeyBlocks, Learnable, RunGradients
 from headwise.distributed.key_exchange import KeyRun, within_part
 from headwise.distributed.layouts import Layout
 from headwise.distributed.ranges import union
+from headwise.engines.learning import RowGradients
 from headwise.engines.plan import choose_partial
 from headwise.mask import Mask
 
@@ -130,12 +131,12 @@ def over_keys(case: Case, way: str, mask: Mask, layout: Layout, visible: int) ->
             strict=True,
         ):
             runs.append(KeyRun(*keys, k[:, :, i:j], v[:, :, i:j]))
-    sums = blocks.forward(given, WIDTH, runs).sums
-    rows = RunGradients(blocks, given, sums, torch.randn_like(q), None, None, False)
+    sums = blocks.forward(given, WIDTH, runs).rows
+    rows = RunGradients(blocks, given, sums, RowGradients(torch.randn_like(q), None, None), False)
     found = _timed(
         case, GROUP * groups, visible,
         lambda: blocks.forward(given, WIDTH, runs),
-        lambda: [rows.of(run) for run in runs],
+        lambda: [rows.add_run(run) for run in runs],
     )  # fmt: skip
     move = "ring" if way == "ring" else "ranges"
     return _figures(case, way, engine, (GROUP * groups, HEADS), visible, found, mask, layout, move)

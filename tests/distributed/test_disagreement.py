@@ -205,7 +205,7 @@ def breaking(mesh: DeviceMesh, move: str, at: str) -> tuple[str, float]:
                 patch.setattr(KeyBlocks, "_part", out_of_memory)
                 patch.setattr(head_attention, "_computed", out_of_memory)
             elif move != "ulysses":
-                patch.setattr(RunGradients, "of", out_of_memory)
+                patch.setattr(RunGradients, "add_run", out_of_memory)
             else:
 
                 def hooked(*args: object) -> list[torch.Tensor]:

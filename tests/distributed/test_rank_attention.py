@@ -177,7 +177,7 @@ def test_triton_computes_the_parts_too(kind: str) -> None:
     grad, grad_entropy = torch.randn_like(sums.out), torch.randn_like(sums.lse)
     ((out[:, :, 8:] * grad).sum() + (seen.entropy[:, :, 8:] * grad_entropy).sum()).backward()
     rows = RunGradients(blocks, rows_only, sums, RowGradients(grad, None, grad_entropy), False)
-    for (i, j), found in zip(cuts, map(rows.of, runs), strict=True):
+    for (i, j), found in zip(cuts, map(rows.add_run, runs), strict=True):
         for x, part in zip((k, v), found, strict=True):
             torch.testing.assert_close(part, x.grad[:, :, i:j], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(rows.total.q, q.grad[:, :, 8:], rtol=1e-3, atol=1e-4)

@@ -39,7 +39,7 @@ def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCopy, "arrived", property(lambda _: False))
     monkeypatch.setattr("headwise.watching.recorder.proof.waits", lambda _: True)
     # The board adds its figures outside the operator, so that a test sees inside.
-    monkeypatch.setattr("headwise.watching.recorder.board.noticed", lambda *_: False)
+    monkeypatch.setattr("headwise.watching.recorder.board.needs_operator", lambda *_: False)
 
 
 class Layer(nn.Module):
