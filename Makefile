@@ -12,7 +12,7 @@ NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help look page browser test test-all test-gpu test-mutants test-versions docs wheel bench lint lint-workflows format clean
+.PHONY: help look page browser test test-all test-gpu test-mutants test-versions docs wheel bench lint types style lint-workflows format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -55,9 +55,14 @@ bench: $(INSTALLED) ## compare with other implementations on this machine's CPU
 	$(RUN) bench.modules
 
 lint: page ## ruff, mypy --strict, import-linter; the page's types and format
+	@$(MAKE) --no-print-directory --jobs 2 types style
+
+types: $(INSTALLED)
+	$(RUN) mypy
+
+style: page
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
-	$(RUN) mypy
 	.venv/bin/lint-imports --no-logo --no-cache
 	cd page && $(NPM) run --silent check
 

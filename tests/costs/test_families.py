@@ -147,7 +147,7 @@ def test_a_model_with_parameters_of_its_own_is_counted_with_them() -> None:
 HUGE = (10**9, 10**18, 10**30, 10**400)
 
 
-@pytest.mark.parametrize("size", HUGE, ids=["1e9", "1e18", "1e30", "1e400"])
+@pytest.mark.parametrize("size", [HUGE[0], HUGE[-1]], ids=["1e9", "1e400"])
 @pytest.mark.parametrize("name", ["Llama", "BERT", "ViT", "T5", "Whisper", "Jamba"])
 def test_absurd_sizes_are_counted_or_refused_at_once(name: str, size: int) -> None:
     kind, fields = CONFIGS[name]

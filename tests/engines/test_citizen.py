@@ -202,6 +202,7 @@ def test_the_reference_compiles_too() -> None:
     compiled_like_eager(run, leaves(), "aot_eager")
 
 
+@pytest.mark.slow  # a C++ compiler takes its time
 def test_generated_code_reads_gradients_by_their_strides() -> None:
     # Keys are a view with heads after positions, and their gradients go into generated code.
     layer = nn.Linear(8, 24).double()

@@ -78,14 +78,8 @@ def tiles(mask: hw.mask.Mask | None = None, bias: Tensor | None = None) -> tuple
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("lying", LYING)
-def test_a_bias_is_added_in_every_layout(lying: str) -> None:
-    agrees(bias=LYING[lying](normal), mask=CAUSAL)
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("lying", LYING)
-def test_a_dense_mask_hides_in_every_layout(lying: str) -> None:
-    agrees(mask=hw.mask.dense(LYING[lying](shown)), softcap=3.0)
+def test_a_bias_is_added_and_a_dense_mask_hides_in_every_layout(lying: str) -> None:
+    agrees(bias=LYING[lying](normal), mask=hw.mask.dense(LYING[lying](shown)), softcap=3.0)
 
 
 @pytest.mark.usefixtures("place")
