@@ -20,7 +20,10 @@ ORDER: dict[str, list[str]] = {
     ],
     "handbook": ["from-formula-to-transformer", "handbook/index"] + [
         f"handbook/{chapter}"
-        for chapter in ("formula", "scale", "heads", "qk", "dot", "rivals", "cost", "translation")
+        for chapter in (
+            "formula", "scale", "heads", "pruning", "explanation", "positions", "masks",
+            "qk", "dot", "rivals", "cost", "translation",
+        )
     ],
     "evidence": ["speed", "gpu", "numerics", "cost-families", "testing", "versions"],
     "inside": ["architecture"],

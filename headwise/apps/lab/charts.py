@@ -45,6 +45,17 @@ class Listing:
 
 
 @dataclass(frozen=True)
+class Bars:
+    """A value for each of some names, of one group or of several, with intervals if there are."""
+
+    title: Sentence
+    x: Sentence
+    names: tuple[Sentence, ...]
+    groups: tuple[Series, ...]  # of each the y, low and high; its x counts the names
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
 class WeightMap:
     """The weights of one head: rows are queries, columns are keys."""
 
@@ -77,7 +88,25 @@ def series(
     )
 
 
-Shown = Chart | Listing | WeightMap
+def bars(
+    title: Sentence,
+    x: Sentence,
+    names: Sequence[Sentence],
+    *groups: tuple[Sentence, Sequence[float]],
+) -> Bars:
+    """Bars of these groups, each with a value per name.
+
+    >>> found = bars(Sentence("a"), Sentence("b"), [Sentence("c")], (Sentence("d"), [0.5]))
+    >>> cells(found)
+    (['b', 'd'], [['c', '0.5']])
+    """
+    places = list(range(len(names)))
+    return Bars(
+        title, x, tuple(names), tuple(Series(label, places, values) for label, values in groups)
+    )
+
+
+Shown = Chart | Listing | Bars | WeightMap
 
 
 def text(value: Cell | Sentence, chinese: bool = False) -> str:
@@ -114,6 +143,9 @@ def cells(shown: Shown, chinese: bool = False) -> tuple[list[str], list[list[str
         points = [dict(zip(line.x, _without_dust(line.y), strict=True)) for line in shown.series]
         places = sorted({x for line in points for x in line})
         rows = [[x, *(line.get(x) for line in points)] for x in places]
+    elif isinstance(shown, Bars):
+        headings = [text(name, chinese) for name in (shown.x, *(x.label for x in shown.groups))]
+        rows = [[name, *(x.y[at] for x in shown.groups)] for at, name in enumerate(shown.names)]
     else:
         headings = ["", *shown.columns]
         rows = [[name, *row] for name, row in zip(shown.rows, shown.weights, strict=True)]

@@ -162,6 +162,8 @@ def attributed(said: bool, because: Sentence, reading: Sentence | None = None) -
 TOPICS: Mapping[str, Sentence] = {
     "scale": Sentence("Why √d_k", "为什么除以 √d_k"),
     "heads": Sentence("Why many heads, and narrow ones", "为什么要多头，又为什么每个头更窄"),
+    "position": Sentence("Where tokens stand", "词元的位置"),
+    "mask": Sentence("What a query may see", "查询可以看到什么"),
     "qk": Sentence("Why Q and K have separate matrices", "为什么 Q 和 K 用不同的矩阵"),
     "dot": Sentence("Dot product against additive attention", "点积注意力与加性注意力"),
     "qkv": Sentence("Q, K and V against fixed weights", "QKV 与直接学习的权重"),
@@ -178,5 +180,6 @@ NOTES: Mapping[str, Sentence] = {
     "C": Sentence("many heads, Q ≠ K, dot or additive, scaling", "多头、Q ≠ K、点乘或加法、缩放"),
     "D": Sentence("why √d_k", "为什么除以 √d_k"),
     "E": Sentence("why a head is narrower", "为什么每个头要降维"),
+    "F": Sentence("papers and tutorials besides the notes", "笔记之外的论文与教程"),
 }
 """The notes that make the claims."""

@@ -154,7 +154,7 @@ def _value(name: str, text: str, usual: Any) -> Any:
         if kind is tuple:
             each = type(usual[0])
             values = tuple(each(part) for part in text.split(","))
-            if all(isinstance(x, str) or x > 0 for x in values):
+            if all(isinstance(x, str) or x > 0 or x in usual for x in values):
                 return values
         elif kind in (int, float) and (value := kind(text)) > 0:
             return value

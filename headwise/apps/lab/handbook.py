@@ -11,12 +11,13 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from headwise.apps.lab import ablations, comparisons, record
-from headwise.apps.lab.charts import Chart, Shown, cells, text
+from headwise.apps.lab import ablations, comparisons, record, worked_example
+from headwise.apps.lab.charts import Bars, Chart, Series, Shown, bars, cells, text
 from headwise.apps.lab.claim import TOPICS, VERDICTS, Claim, both
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.drawing import available, draw
@@ -30,13 +31,17 @@ Folders = Sequence[Path]
 """Folders of results; of two results that are equally good the one in the earlier folder counts."""
 
 CHAPTERS = Path(__file__).parent / "chapters"
-ORDER = ("index", "formula", "scale", "heads", "qk", "dot", "rivals", "cost", "translation")
+ORDER = (
+    *("index", "formula", "scale", "heads", "pruning", "explanation", "positions", "masks"),
+    *("qk", "dot", "rivals", "cost", "translation"),
+)
 """The chapters in the order of someone who prepares to explain attention."""
 DIRECTIVE = re.compile(r"\{\{(\w+)((?: [^ }]+)*)\}\}")
 DIRECTIVES = (
     *("claim", "table", "picture", "verdicts"),  # of one claim or several
+    "drawing",  # of all claims or all translators
     "scatter",  # of one translator
-    *("score", "runs", "origins", "paper", "notes"),  # of all of them
+    *("count", "score", "runs", "origins", "paper", "notes"),  # of all of them
 )
 
 
@@ -79,31 +84,76 @@ def write(folder: Path, folders: Folders = (record.RECORDED,)) -> list[Path]:
     for name, page in pages(folders).items():
         write_whole(folder / name, page)
         written.append(folder / name)
-    for chapter in ORDER:
-        for name, arguments in DIRECTIVE.findall(template(chapter, chinese=False)):
-            if name == "picture" and available():
-                written += picture(folder / "pictures", arguments.strip(), folders)
+    if available():
+        (folder / "pictures").mkdir(exist_ok=True)
+        for name in pictures():
+            written += picture(folder / "pictures" / f"{name}.svg", folders)
     return written
 
 
-def picture(folder: Path, id: str, folders: Folders) -> list[Path]:
-    """Draw what a claim shows; the SVG begins with the digest of the figures it shows."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (claim,) = find([id])
-    result = record.best(claim, folders)
-    if result is None or result.stale(claim):
-        return []
-    files = draw(claim.shows(result.figures), folder / f"{id}.svg")
+def pictures() -> list[str]:
+    """The names of all pictures: of a claim its id, perhaps with numbers of what it shows."""
+    return [
+        "-".join(arguments.split())
+        for chapter in ORDER
+        for name, arguments in DIRECTIVE.findall(template(chapter, chinese=False))
+        if name in ("picture", "drawing")
+    ]
+
+
+def picture(path: Path, folders: Folders) -> list[Path]:
+    """Draw a picture in both languages; the SVG begins with the digest of what it shows."""
+    shown = parts(path.stem, folders)
+    files = worked_example.draw(path) if path.stem == EXAMPLE else draw(shown, path)
     for file in files:
         drawn = file.read_text(encoding="utf-8")
-        write_whole(file, drawn.replace("<svg ", f"<!-- figures {digest(result)} -->\n<svg ", 1))
+        mark = f"<!-- figures {told(path.stem, folders)} -->"
+        write_whole(file, drawn.replace("<svg ", f"{mark}\n<svg ", 1))
     return files
 
 
-def digest(result: Result) -> str:
-    """Sixteen hexadecimal digits of the figures of a result."""
-    figures = json.dumps(result.figures, sort_keys=True)
-    return hashlib.sha256(figures.encode()).hexdigest()[:16]
+def parts(name: str, folders: Folders) -> tuple[Shown, ...]:
+    """What a picture shows; nothing before there is a result."""
+    if name == EXAMPLE:
+        return ()
+    if name in DRAWINGS:
+        results = {claim.id: record.best(claim, folders) for claim in CLAIMS}
+        return DRAWINGS[name](results, ablations.recorded(folders, results.values()))
+    claim, numbers = named(name)
+    result = record.best(claim, folders)
+    if result is None or result.stale(claim):
+        return ()
+    shown = claim.shows(result.figures)
+    return tuple(shown[at] for at in numbers or range(len(shown)))
+
+
+def told(name: str, folders: Folders) -> str:
+    """The digest of everything that a picture tells."""
+    if name == EXAMPLE:
+        return digest({x: y.tolist() for x, y in worked_example.three_tokens().items()})
+    return digest([cells(each) for each in parts(name, folders)])
+
+
+EXAMPLE = "three-tokens"
+
+
+def named(picture: str) -> tuple[Claim, list[int]]:
+    """The claim of a picture, and which of the things it shows.
+
+    >>> claim, numbers = named("dot-cost-0")
+    >>> claim.id, numbers
+    ('dot-cost', [0])
+    """
+    words = picture.split("-")
+    numbers = [int(word) for word in words if word.isdigit()]
+    (claim,) = find(["-".join(word for word in words if not word.isdigit())])
+    return claim, numbers
+
+
+def digest(figures: Any) -> str:
+    """Sixteen hexadecimal digits of figures."""
+    text = json.dumps(figures, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -214,13 +264,21 @@ class ChapterWriter:
             title += f"（{self.say(shown.y)}）" if self.chinese else f" ({self.say(shown.y)})"
         return "\n".join([f"*{title}*", "", *written])
 
-    def picture(self, id: str) -> str:
-        """A link to the picture of a claim."""
+    def picture(self, id: str, *numbers: str) -> str:
+        """A link to the picture of a claim, or of some of the things that it shows."""
         claim, result = self.result(id)
         if result is None or result.stale(claim):
             return self.say(both("*Not measured yet.*", "*尚未测量。*"))
+        return self.linked("-".join((id, *numbers)), claim.sentence)
+
+    def drawing(self, name: str) -> str:
+        """A link to a picture of all claims, of all translators, or of the worked example."""
+        return self.linked(name, TITLES[name])
+
+    def linked(self, name: str, about: Sentence) -> str:
+        """A link to a picture in the language of the page."""
         ending = ".zh.svg" if self.chinese else ".svg"
-        return f"![{self.say(claim.sentence)}](pictures/{id}{ending})"
+        return f"![{self.say(about)}](pictures/{name}{ending})"
 
     def verdicts(self, *ids: str) -> str:
         """Links to claims, each with the sign of its verdict."""
@@ -231,6 +289,10 @@ class ChapterWriter:
             sign = "" if result is None else f"{VERDICTS[result.verdict][0]} "
             links.append(f"{sign}[{id}]({name_of(chapters[id], self.chinese)}#{id})")
         return ("、" if self.chinese else ", ").join(links)
+
+    def count(self) -> str:
+        """The number of claims."""
+        return str(len(CLAIMS))
 
     def score(self) -> str:
         """How many claims of each topic got which verdict."""
@@ -277,3 +339,65 @@ class ChapterWriter:
     def notes(self) -> str:
         """The notes' sentences about BLEU, and what was measured."""
         return self.drawn(comparisons.beside_the_notes(self.translators.runs))
+
+
+Results = Mapping[str, Result | None]
+
+
+def by_topic(results: Results, table: ablations.Translators) -> tuple[Shown, ...]:
+    """How many claims of each topic got which verdict, as bars."""
+    topics = [topic for topic in TOPICS if any(claim.topic == topic for claim in CLAIMS)]
+
+    def count(topic: str, verdict: str) -> int:
+        of = [results[claim.id] for claim in CLAIMS if claim.topic == topic]
+        return sum(result is not None and result.verdict == verdict for result in of)
+
+    groups = [(VERDICTS[x], [count(topic, x) for topic in topics]) for x in VERDICTS]
+    title = TITLES["verdicts"]
+    found = bars(title, both("claims", "说法数"), [TOPICS[x] for x in topics], *groups)
+    return (replace(found, stacked=True),)
+
+
+def beside_base(results: Results, table: ablations.Translators) -> tuple[Shown, ...]:
+    """Each translator's BLEU against the base model's, with its interval, as a forest plot."""
+    against = ablations.against_base(ablations.scores(table.runs))
+    near = {
+        name: against[name][0]
+        for name in ablations.order(table)
+        if name in against and against[name][0].known and against[name][0].mean > FAR
+    }
+    places = list(range(len(near)))
+    means, low, high = ([getattr(x, end) for x in near.values()] for end in ("mean", "low", "high"))
+    points = both("BLEU points against the base model", "与基准模型相差的 BLEU 分数点")
+    names = tuple(ablations.named(table, name) for name in near)
+    line = Series(both("difference, 95 % interval", "差值，95% 区间"), places, means, low, high)
+    return (Bars(TITLES["translators"], points, names, (line,)),) if near else ()
+
+
+FAR = -12
+"""Translators that lose more points are left out of the forest plot: they would flatten it."""
+
+
+def learning(results: Results, table: ablations.Translators) -> tuple[Shown, ...]:
+    """The validation losses of a few translators, first seeds, against the step."""
+    chosen = ("base", "heads-1", "shared", "additive", "unscaled", "convolution")
+    curves = tuple(
+        Series(ablations.LABELS[x["variant"]], *map(list, zip(*x["curve"], strict=True)))
+        for x in table.runs
+        if x["variant"] in chosen and x["seed"] == 0 and x.get("curve")
+    )
+    loss = both("validation loss, nats per token", "验证损失，每词元 nat")
+    return (Chart(TITLES["learning"], both("step", "步"), loss, curves),) if curves else ()
+
+
+DRAWINGS: Mapping[str, Callable[[Results, ablations.Translators], tuple[Shown, ...]]] = {
+    "verdicts": by_topic,
+    "translators": beside_base,
+    "learning": learning,
+}
+TITLES: Mapping[str, Sentence] = {
+    "three-tokens": both("Three tokens, from X to the output", "三个词元，从 X 到输出"),
+    "verdicts": both("Verdicts by topic", "各主题的结论"),
+    "translators": both("Translators against the base model", "各翻译模型与基准模型相比"),
+    "learning": both("How translators learn", "翻译模型的学习过程"),
+}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from headwise.apps.interface.page import Host, Route
 from headwise.apps.interface.reply import Answer, Query, as_json, refused
 from headwise.apps.lab import moves, record
-from headwise.apps.lab.charts import Chart, Listing, Shown
+from headwise.apps.lab.charts import Bars, Chart, Listing, Shown
 from headwise.apps.lab.claim import KINDS, NOTES, TOPICS, Claim, Verdict
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.page_code import code
@@ -152,6 +152,11 @@ def _described(claim: Claim, kept: FoundResult) -> dict[str, Any]:
 
 
 def _shown(shown: Shown) -> dict[str, Any]:
+    if isinstance(shown, Bars):
+        columns = [group.y for group in shown.groups]
+        rows = [(name, *values) for name, *values in zip(shown.names, *columns, strict=True)]
+        headings = (shown.x, *(group.label for group in shown.groups))
+        shown = Listing(shown.title, headings, tuple(rows))
     kind = "chart" if isinstance(shown, Chart) else "table"
     kind = kind if isinstance(shown, Chart | Listing) else "map"
     return {"kind": kind, **asdict(shown)}

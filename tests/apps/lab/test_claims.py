@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headwise.apps.lab import ablations, record
-from headwise.apps.lab.charts import Chart, Listing, WeightMap
+from headwise.apps.lab.charts import Bars, Chart, Listing, WeightMap
 from headwise.apps.lab.claim import NOTES, TOPICS, VERDICTS, Claim
 from headwise.apps.lab.claims import (
     CLAIMS,
@@ -72,6 +72,8 @@ def test_the_experiment_gives_figures_a_verdict_and_something_to_show(claim: Cla
         elif isinstance(part, Listing):
             assert part.rows
             assert all(len(row) == len(part.headings) for row in part.rows)
+        elif isinstance(part, Bars):
+            assert all(len(group.y) == len(part.names) for group in part.groups)
         else:
             assert isinstance(part, WeightMap)
             assert all(len(row) == len(part.columns) for row in part.weights)
@@ -326,6 +328,54 @@ def reaching(*rivals: str) -> Edit:
     return edit
 
 
+def removed(least: float, harm: float) -> Edit:
+    """Up to this share of heads can go in the order of importance; one alone costs so much."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        for row in figures["rows"]:
+            row["lost"] = 0.0 if row["order"] == "least" and row["share"] <= least else 1.0
+        for row in figures["alone"]:
+            row["harm"] = harm
+
+    return edit
+
+
+def permuted(head: float, model: float) -> Edit:
+    """Permuting one head moves this much of a prediction, permuting all of them this much."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        for row in figures["rows"]:
+            row["moved"] = model if row["what"] == "model" else head
+
+    return edit
+
+
+def decaying(figures: dict[str, Any]) -> None:
+    """Every score falls with distance, whatever the key."""
+    for row in figures["rows"]:
+        row["same"] = row["size"] = row["sought"] = 1 / (1 + row["distance"])
+
+
+def half_everywhere(figures: dict[str, Any]) -> None:
+    """Half of a layer at every length, however it is computed."""
+    for row in figures["rows"]:
+        row["scores"] = row["pairs"]
+        row["layer"] = row["dense"] = 0.5
+
+
+def placed(trained: float = 1.0, longest: float = 1.0, **kinds: float) -> Edit:
+    """Readers with positions are right this often at the trained and the longest length."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        for row in figures["rows"]:
+            far = row["length"] > figures["trained"]
+            bare = row["kind"] in ("nothing", "mask")
+            right = 0.06 if bare else longest if far else trained
+            row["accuracy"] = kinds.get(row["kind"], right)
+
+    return edit
+
+
 FLIPS: list[tuple[str, Edit, str]] = [
     ("scale-variance", change("rows.variance", lambda row: 2 * row["d"]), "does not hold"),
     ("scale-variance", change("rows.mean", lambda row: float(row["d"])), "does not hold"),
@@ -347,6 +397,35 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("heads-diversity", change("trained.distance", 0.0), "does not hold"),
     ("heads-explain", change("rows.spearman", {"weight": 0.9, "effect": 0.95}), "holds"),
     ("heads-explain", change("rows.spearman", {"weight": 0.7, "effect": 0.9}), "undecided"),
+    ("heads-prune", removed(least=1.0, harm=0.0), "holds"),
+    ("heads-prune", removed(least=0.25, harm=0.0), "holds when"),
+    ("heads-shuffle", permuted(head=0.01, model=0.5), "holds when"),
+    ("heads-shuffle", permuted(head=0.01, model=0.01), "holds"),
+    ("heads-rank", change("rows.random", 0.0), "holds"),
+    ("heads-rank", change("rows.random", 0.5), "does not hold"),
+    ("position-order", placed(), "holds"),
+    ("position-order", placed(mask=0.9), "holds when"),
+    ("position-order", placed(nothing=0.95), "does not hold"),
+    ("position-length", placed(learned=0.1), "holds"),
+    ("position-length", placed(learned=0.1, rotary=0.2), "holds when"),
+    ("position-relative", change("rows.float64", 0.1), "does not hold"),
+    ("position-relative", change("rows.bf16", 1e-3), "holds"),
+    ("position-decay", change("rows.same", 1.0), "does not hold"),
+    ("position-decay", decaying, "holds"),
+    ("mask-half", change("rows.layer", 0.7), "does not hold"),
+    ("mask-half", half_everywhere, "holds"),
+    ("mask-after", change("rows.error", 0.0), "holds"),
+    ("mask-after", change("rows.renormalised", 0.5), "does not hold"),
+    ("mask-window", change("rows.reach", 5), "does not hold"),
+    ("mask-window", change("rows.most", lambda row: row["reach"]), "holds"),
+    ("mask-sinks", change("rows.lost", lambda row: 0.05 if row["sinks"] else 1.0), "holds"),
+    ("mask-sinks", change("rows.lost", 0.0), "undecided"),
+    ("scale-aligned", change("powers.aligned_root", 0.0), "holds"),
+    ("scale-aligned", change("powers.independent_root", 0.5), "does not hold"),
+    ("scale-keys", change("rows.constant", 0.9), "holds"),
+    ("scale-starts", change("rows.narrow", 5.0), "holds"),
+    ("rivals-linear", change("rows.error", 1.0), "holds"),
+    ("rivals-linear", change("rows.rounds", lambda row: row["n"]), "does not hold"),
     ("heads-blur", change("lost", [0.9, 0.9, 0.9, 0.9, 0.9]), "does not hold"),
     ("qk-symmetric", change("rows.logits_most", 0.1), "does not hold"),
     ("qk-self", change("rows.shared", 1.0), "holds"),

@@ -9,14 +9,20 @@ from headwise.apps.lab.claims import (
     heads_counted,
     heads_edges,
     heads_patterns,
+    heads_rank,
+    heads_removed,
+    masking,
     paper,
+    positions,
     qk_symmetry,
     qk_training,
     qkv_counted,
     recalling,
     rivals_reach,
+    rivals_scan,
     rivals_sharing,
     rivals_time,
+    scale_assumed,
     scale_depth,
     scale_overflow,
     scale_softmax,
@@ -26,10 +32,11 @@ from headwise.apps.lab.claims import (
 )
 
 FAMILIES = (
-    *(scale_variance, scale_softmax, scale_overflow, scale_depth, scale_training),
-    *(heads_counted, heads_patterns, heads_edges, translation_quality),
+    *(scale_variance, scale_softmax, scale_overflow, scale_depth, scale_training, scale_assumed),
+    *(heads_counted, heads_patterns, heads_rank, heads_removed, heads_edges, translation_quality),
+    *(positions, masking),
     *(qk_symmetry, qk_training, dot_cost, dot_quality, qkv_counted, recalling),
-    *(rivals_reach, rivals_time, rivals_sharing),
+    *(rivals_reach, rivals_time, rivals_scan, rivals_sharing),
     *(cost_layer, paper, examples),
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise import attention, cost
 from headwise import mask as masks
-from headwise.apps.lab.charts import Listing
+from headwise.apps.lab.charts import Bars, Listing, bars
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.counting import flops, kept_bytes, parameters
 from headwise.apps.lab.laboratory import Lab
@@ -149,7 +149,7 @@ def judge_cost(figures: Figures) -> Verdict:
     return holds_when(condition, because)
 
 
-def show_cost(figures: Figures) -> tuple[Listing, ...]:
+def show_cost(figures: Figures) -> tuple[Listing | Bars, ...]:
     """Counted beside the formulas."""
     names = (
         ("parameters", both("parameters: 12h² + 13h", "参数：12h² + 13h")),
@@ -181,7 +181,21 @@ def show_cost(figures: Figures) -> tuple[Listing, ...]:
         both("counted", "计数"),
         both("formula", "公式"),
     )
-    return (Listing(both("One layer", "一层"), headings, tuple(rows)),)
+    kinds = (
+        ("bytes", both("written out, dropout", "逐步写出，dropout")),
+        ("bytes_without_dropout", both("written out", "逐步写出")),
+        ("bytes_fused", both("fused", "融合")),
+    )
+    kept = bars(
+        both("Bytes kept for the backward pass", "为反向传播保留的字节"),
+        both("share of 34bsh + 5bs²a", "占 34bsh + 5bs²a 的比例"),
+        sizes,
+        *(
+            (label, [row[name] / row["bytes_formula"] for row in figures["rows"]])
+            for name, label in kinds
+        ),
+    )
+    return Listing(both("One layer", "一层"), headings, tuple(rows)), kept
 
 
 CLAIMS = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise import attention
-from headwise.apps.lab.charts import Chart, Listing, Series
+from headwise.apps.lab.charts import Chart, Listing, Series, series
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.counting import flops, in_turns, parameters
 from headwise.apps.lab.estimates import slope
@@ -81,7 +81,7 @@ def judge_full_width(figures: Figures) -> Verdict:
     return holds(because) if exact else does_not_hold(because)
 
 
-def show_counts(figures: Figures) -> tuple[Listing, ...]:
+def show_counts(figures: Figures) -> tuple[Listing | Chart, ...]:
     """The counts, row by row."""
     headings = (
         both("heads", "头数"),
@@ -95,7 +95,10 @@ def show_counts(figures: Figures) -> tuple[Listing, ...]:
         for row in figures["rows"]
     )
     title = both("Parameters at d_model = {d}", "d_model = {d} 的参数量", d=figures["width"])
-    return (Listing(title, headings, rows),)
+    curves = series(figures["rows"], "heads", ("narrow", headings[1]), ("full", headings[4]))
+    counted = both("parameters", "参数量")
+    chart = Chart(title, both("heads", "头数"), counted, curves, log_x=True, log_y=True)
+    return Listing(title, headings, rows), chart
 
 
 def concatenations(lab: Lab) -> Figures:

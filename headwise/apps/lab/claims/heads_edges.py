@@ -98,7 +98,7 @@ CLAIMS = (
             "The attention weights show which tokens a prediction depends on.",
             "注意力权重显示预测依赖哪些词元。",
         ),
-        notes="B",
+        notes="F",
         experiment=explain,
         rule=judge,
         shows=show,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import watch
-from headwise.apps.lab.charts import Chart, Listing, Series
+from headwise.apps.lab.charts import Bars, Chart, Listing, Series, bars
 from headwise.apps.lab.claim import Claim, Figures, Verdict, both, does_not_hold, holds, holds_when
 from headwise.apps.lab.experiments.many_heads import unread
 from headwise.apps.lab.laboratory import Lab
@@ -221,7 +221,7 @@ def span(values: Sequence[int]) -> str:
     return f"{least}" if least == most else f"{least}–{most}"
 
 
-def show_diversity(figures: Figures) -> tuple[Listing, ...]:
+def show_diversity(figures: Figures) -> tuple[Listing | Bars, ...]:
     """The types before and after training, on the first text, and the distances on each."""
     trained, fresh = figures["trained"], figures["fresh"]
     names = sorted({*trained[0]["types"], *fresh[0]["types"]})
@@ -250,7 +250,14 @@ def show_diversity(figures: Figures) -> tuple[Listing, ...]:
     )
     headings = both("type", "类型"), both("trained", "训练后"), both("fresh", "训练前")
     title = both("Heads of the built-in GPT", "内置 GPT 的头")
-    return (Listing(title, headings, (*rows, *distances, syntax)),)
+    found = bars(
+        both("Types of heads, text 1", "头的类型，文本 1"),
+        both("heads", "头数"),
+        [Sentence(name, TYPES[name]) for name in names],
+        (headings[1], [trained[0]["types"].get(name, 0) for name in names]),
+        (headings[2], [fresh[0]["types"].get(name, 0) for name in names]),
+    )
+    return Listing(title, headings, (*rows, *distances, syntax)), found
 
 
 def blur(lab: Lab) -> Figures:
