@@ -201,7 +201,7 @@ class RingExchange(KeyExchange):
 def within_part(ranges: Ranges, held: Ranges) -> Ranges:
     """Ranges of the whole sequence as ranges of a rank's part, which holds all of them.
 
-    >>> local(((6, 7), (10, 12)), ((5, 8), (10, 14)))
+    >>> within_part(((6, 7), (10, 12)), ((5, 8), (10, 14)))
     ((1, 2), (3, 5))
     """
     found, at = [], 0

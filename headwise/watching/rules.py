@@ -288,7 +288,7 @@ def _small(norm: float, mean: float) -> Sentence:
 def _digits(value: float, limit: float) -> str:
     """A number with as many digits as tell it from a limit.
 
-    >>> _told(100.004, 100.0), _told(123.456, 100.0)
+    >>> _digits(100.004, 100.0), _digits(123.456, 100.0)
     ('100.004', '123.5')
     """
     tried = (f"{value:.{count}g}" for count in range(4, 17))
