@@ -17,7 +17,7 @@ import headwise as hw
 from bench import described
 from headwise.apps.look.readers.opening import opened
 from headwise.apps.look.readers.reader import SAMPLE_SENTENCE, SAMPLE_TEXT, silent
-from headwise.apps.look.sparsity.report import Survey
+from headwise.apps.look.sparsity.survey import Survey
 
 RESULTS = Path(__file__).parent / "results" / "sparse_methods.json"
 BUDGETS = [16, 32, 64, 128]

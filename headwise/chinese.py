@@ -683,4 +683,65 @@ CHINESE: dict[str, str] = {
     ),
     "{parts}, which these inputs do not run": "{parts}：这些输入没有用到",
     "KV cache per token": "每词元 KV 缓存",
+    # headwise sparse
+    "there is no report of headwise sparse": "没有 headwise sparse 的报告",
+    "open one with headwise look REPORT.json; headwise sparse --json writes it": (
+        "用 headwise look REPORT.json 打开；headwise sparse --json 会写出它"
+    ),
+    "{file} is not a report of headwise sparse; headwise sparse --json writes one": (
+        "{file} 不是 headwise sparse 的报告；headwise sparse --json 会写出一份"
+    ),
+    "{name} does not predict the next token of a text; give a language model": (
+        "{name} 不预测文本的下一个词元；请给出语言模型"
+    ),
+    "the text has {found} tokens, and a report needs 32": (
+        "文本有 {found} 个词元，报告至少需要 32 个"
+    ),
+    "no budget is below the {tokens} tokens of the text": "没有小于文本长度 {tokens} 个词元的预算",
+    "no layer's attention over the whole text could be read": "读不到任何一层对整段文本的注意力",
+    "top-k": "前 k 个",
+    "blocks, exact": "块，精确",
+    "blocks, max": "块，上界",
+    "blocks, mean": "块，均值",
+    "window + sinks": "窗口 + 汇聚键",
+    "eviction": "淘汰",
+    "the k largest logits of each row: an oracle that scores every key": (
+        "每行 logit 最大的 k 个：先知，要给每个键打分"
+    ),
+    "the blocks with the largest weight: an oracle too": "权重最大的块：也是先知",
+    "blocks by the upper bound of their logits, as in Quest": "按 logit 上界选块，如 Quest",
+    "blocks by their mean key, as in MoBA and NSA": "按块内键的均值选块，如 MoBA 和 NSA",
+    "the last keys and the first {sinks}, as in StreamingLLM": (
+        "最近的键和开头 {sinks} 个，如 StreamingLLM"
+    ),
+    "prompt keys by the attention of its last rows, as in SnapKV; newer keys stay": (
+        "按提示末尾几行的注意力留下提示中的键，如 SnapKV；之后的键都保留"
+    ),
+    "all keys": "全部键",
+    "{layer}: keys that rows need": "{layer}：各行需要的键",
+    "{method}, {budget} keys": "{method}，{budget} 个键",
+    "{layer} alone, {budget} keys": "仅 {layer}，{budget} 个键",
+    "the suggested budgets together": "所有建议的预算一起",
+    "{tokens} tokens; loss {loss:.4f} nats per token over the last {scored}, all keys kept": (
+        "{tokens} 个词元；保留全部键时，最后 {scored} 个词元的损失为每词元 {loss:.4f} nat"
+    ),
+    "This simulates sparse attention: it says what would be lost, and is not faster. Small models "
+    "and short texts are kinder to few keys than large models and long ones.": (
+        "这里模拟稀疏注意力：它只说明会损失多少，并不更快。小模型和短文本比大模型和长文本更经得起只留少数键。"
+    ),
+    "Loss above the whole model's, by keys kept per row": "比完整模型多出的损失，按每行保留的键数",
+    "method": "方法",
+    "keeps": "保留",
+    "The same as bars": "同样的数，画成条形",
+    "Keys that a row needs for {share:.0%} of its weight (mean)": (
+        "一行要有 {share:.0%} 的权重需要多少个键（均值）"
+    ),
+    "most: {heads}": "最多：{heads}",
+    "Loss when one layer alone keeps its top k": "只有一层只留 top-k时的损失",
+    "layer": "层",
+    "suggested": "建议",
+    "all": "全部",
+    "For at most {allowed:+.3f}: a mean of {budget} of {tokens} keys, measured {increase:+.4f}": (
+        "损失至多 {allowed:+.3f} 时：平均保留 {tokens} 个键中的 {budget} 个，实测 {increase:+.4f}"
+    ),
 }  # fmt: skip

@@ -12,6 +12,7 @@ import webbrowser
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -25,11 +26,14 @@ from headwise.apps.look import pictures, reasons_view, terminal_view
 from headwise.apps.look import session as sessions
 from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.fit import remarks
+from headwise.apps.look.pages import PAGES
+from headwise.apps.look.places import check_place
 from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, silent
-from headwise.apps.look.serving import lab_file, page_file, run_file
+from headwise.apps.look.serving import page_file, run_file, view_file
 from headwise.apps.look.session import Session
 from headwise.apps.look.show import displayed
+from headwise.apps.look.sparsity import page as sparsity
 from headwise.messages import printable
 from headwise.models.trained import holds_trained_model
 
@@ -44,7 +48,8 @@ def _hidden_default(help: str) -> typer.models.OptionInfo:
 Model = Annotated[
     str,
     typer.Argument(
-        help="gpt, translate, a run's folder, or a transformers model's folder or name."
+        help="gpt, translate, a run's folder, a transformers model's folder or name, or a report "
+        "of headwise sparse."
     ),
 ]
 Text = Annotated[str | None, _hidden_default("The text to read.")]
@@ -143,6 +148,8 @@ def look(
 
     headwise look --lab --out lab.html
 
+    headwise look report.json    of headwise sparse --json > report.json
+
     headwise look --terminal --text 'to be or not to be' --head 5.1
 
     headwise look --terminal --text 'to be or not to be' --span start=0:3
@@ -159,7 +166,8 @@ def look(
         asked.check()
         if lab and out is not None:
             check_place(out, page=True)
-            print(f"{out}: {lab_file.write(out) / 1e6:.1f} MB")
+            size = view_file.write("lab", import_module(PAGES["lab"].answers).recorded(), out)
+            print(f"{out}: {size / 1e6:.1f} MB")
         elif why is not None:
             explain(asked, why, as_json)
         elif in_terminal or as_json:
@@ -208,6 +216,10 @@ def write(
             check_place(path, page=path == out)
     if picture is not None:
         check(picture)
+    report = opening.report(asked.model)
+    if out is not None and report is not None:
+        print(f"{out}: {sparsity.write(report, out) / 1e6:.1f} MB")
+        return
     run = opening.watched(asked.model)
     if out is not None and run is not None and not holds_trained_model(Path(asked.model)):
         print(f"{out}: {run_file.write(run.folder, out, beside, limit) / 1e6:.1f} MB")
@@ -233,22 +245,6 @@ def write(
                 f"no font here has {boxes[:20]}, drawn as boxes: install Noto Sans CJK, or use .svg"
             )
             typer.echo(said, err=True)
-
-
-def check_place(path: Path, page: bool) -> None:
-    """ValueError unless a file of this name can be written; that of a page ends in .html."""
-    if path.is_dir() or not _resolved(path).parent.is_dir():
-        raise ValueError(f"{path} can't be written: name a file in an existing folder")
-    if page and path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"{path} is not a page: use a name that ends in .html")
-
-
-def _resolved(path: Path) -> Path:
-    """The path behind all links."""
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError) as error:  # Python 3.11 and 3.12 raise RuntimeError
-        raise ValueError(f"{path} can't be written: its links lead in a circle") from error
 
 
 def serve(asked: Asked, port: int, no_open: bool, beside: Path | None = None) -> None:
@@ -279,12 +275,14 @@ def serve(asked: Asked, port: int, no_open: bool, beside: Path | None = None) ->
 
         session.heard = heard
         session.run = opening.watched(asked.model)
+        session.sparse = opening.report(asked.model)
         if beside is not None:
             session.beside = opening.watched(str(beside))
             if session.beside is None or session.run is None:
                 wrong = beside if session.beside is None else asked.model
                 raise ValueError(f"--beside compares two watched runs, and {wrong} is none")
-        if session.run is None or holds_trained_model(Path(asked.model)):
+        alone = session.run is None and session.sparse is None
+        if alone or holds_trained_model(Path(asked.model)):
             session.start(asked.open, asked.input)
         else:
             session.tell(sessions.Progress("ready", None))

@@ -29,6 +29,7 @@ class Page(NamedTuple):
 PAGES = {
     "cost": Page("headwise.apps.look.serving.cost_answers"),
     "lab": Page("headwise.apps.lab.page", posts=True),
+    "sparse": Page("headwise.apps.look.sparsity.page"),
     "watch": Page("headwise.apps.look.serving.watch_answers"),
     "why": Page("headwise.apps.lab.why_page"),
 }

@@ -18,6 +18,7 @@ from headwise.apps.look.predictions import Outcome, Predictor
 from headwise.apps.look.readers.reader import Given, Reader, check_length, most_tokens
 from headwise.apps.look.reasons import Reasons
 from headwise.apps.look.scene import Group
+from headwise.apps.look.sparse_report import SparseReport
 from headwise.apps.look.watched_folder import WatchedFolder
 from headwise.messages import Sentence, said_by, say
 
@@ -58,6 +59,7 @@ class Session:
     atlases: OrderedDict[str, Atlas] = field(default_factory=OrderedDict)
     run: WatchedFolder | None = None
     beside: WatchedFolder | None = None  # another run to compare it with
+    sparse: SparseReport | None = None
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of keys, by name
     jobs: dict[str, Job] = field(default_factory=dict)  # of other views, by name
     heard: Callable[[Progress], None] = lambda progress: None
@@ -193,6 +195,7 @@ class Session:
             "pages": {
                 "heads": bool(self.atlases),
                 **dict.fromkeys(PAGES, True),
+                "sparse": self.sparse is not None,
                 "watch": self.run is not None,
             },
             "sample": self.sample,

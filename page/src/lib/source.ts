@@ -168,6 +168,11 @@ export class Source {
     return this.transport.json(query('/api/cost', settings), signal);
   }
 
+  /** The report of headwise sparse. */
+  sparse<Answer>(): Promise<Answer> {
+    return this.transport.json('/api/sparse');
+  }
+
   /** The claims of the lab with their verdicts. */
   lab<Answer>(): Promise<Answer> {
     return this.transport.json('/api/lab');

@@ -14,7 +14,7 @@ export interface State {
   device: string;
   /** Of a file: the heads whose maps are inside. */
   static?: { heads: RecordedHead[]; reasons?: number[] };
-  pages: { heads: boolean; cost: boolean; lab: boolean; why: boolean; watch: boolean };
+  pages: Record<'heads' | 'sparse' | 'cost' | 'lab' | 'why' | 'watch', boolean>;
   model: Model | null;
   inputs: Input[] | null;
   statistics: Statistic[];

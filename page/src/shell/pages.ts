@@ -8,6 +8,7 @@ import { words as head } from '../locales/head';
 import { words as heads } from '../locales/heads';
 import { words as lab } from '../locales/lab';
 import { words as reasons } from '../locales/reasons';
+import { words as sparse } from '../locales/sparse';
 import { words as watch } from '../locales/watch';
 import { words as why } from '../locales/why';
 import Compare from '../views/Compare.svelte';
@@ -16,10 +17,12 @@ import Head from '../views/Head.svelte';
 import Heads from '../views/Heads.svelte';
 import Lab from '../views/Lab.svelte';
 import Reasons from '../views/Reasons.svelte';
+import Sparse from '../views/Sparse.svelte';
 import Watch from '../views/Watch.svelte';
 import Why from '../views/Why.svelte';
 
-export type PageId = 'heads' | 'head' | 'reasons' | 'compare' | 'cost' | 'lab' | 'why' | 'watch';
+export type PageId =
+  'heads' | 'head' | 'reasons' | 'compare' | 'sparse' | 'cost' | 'lab' | 'why' | 'watch';
 
 export interface Page {
   id: PageId;
@@ -31,9 +34,10 @@ export interface Page {
   offered(state: State): boolean;
 }
 
-/** A model that is loading or broken has its page too; a run and a file without a model have none. */
+/** A model that is loading or broken has its page too; a run, a report and a file without a model have none. */
 const ofHeads = (state: State) =>
-  state.pages.heads || !(state.pages.watch || (state.static && state.pages.lab));
+  state.pages.heads ||
+  !(state.pages.watch || state.pages.sparse || (state.static && state.pages.lab));
 
 export const PAGES: readonly Page[] = [
   { id: 'heads', view: Heads, words: heads, ofInput: true, offered: ofHeads },
@@ -49,6 +53,13 @@ export const PAGES: readonly Page[] = [
   },
   { id: 'compare', view: Compare, words: compare, ofInput: true, offered: ofHeads },
   { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (state) => state.pages.watch },
+  {
+    id: 'sparse',
+    view: Sparse,
+    words: sparse,
+    ofInput: false,
+    offered: (state) => state.pages.sparse,
+  },
   { id: 'cost', view: Cost, words: cost, ofInput: false, offered: (state) => state.pages.cost },
   { id: 'lab', view: Lab, words: lab, ofInput: false, offered: (state) => state.pages.lab },
   { id: 'why', view: Why, words: why, ofInput: false, offered: (state) => state.pages.why },

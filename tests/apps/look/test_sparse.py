@@ -1,18 +1,31 @@
 """`headwise sparse` as a user sees it."""
 
 import json
+import math
+import re
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from playwright.sync_api import expect
+from rich.console import Console
 from typer.testing import CliRunner
 
 import headwise as hw
 from headwise.apps.cli.main import app
+from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import SAMPLE_TEXT
-from headwise.apps.look.sparsity.report import METHODS, Point, cheapest
+from headwise.apps.look.session import Progress, Session
+from headwise.apps.look.sparse_report import METHODS, Point, SparseReport
+from headwise.apps.look.sparsity import view
+from headwise.apps.look.sparsity.survey import cheapest
+from tests.apps.look.conftest import Served, Visits
+from tests.apps.look.test_page_narrow import try_widths
 
 SHORT = ["--tokens", "64", "--budget", "8", "--budget", "32"]
 
@@ -96,7 +109,7 @@ def test_what_can_not_be_measured_is_refused_in_words(tmp_path: Path) -> None:
 def test_a_transformers_model_has_a_report(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from headwise.apps.look.readers.transformers_reader import TransformersTextReader
-    from headwise.apps.look.sparsity.report import Survey
+    from headwise.apps.look.sparsity.survey import Survey
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -124,3 +137,69 @@ def test_the_budgets_are_the_smallest_that_the_sum_allows() -> None:
     assert cheapest(alone, 0.25) == {0: 2, 2: 1}  # layer 1 keeps all
     assert cheapest(alone, 1.6) == {0: 1, 1: 4, 2: 1}
     assert cheapest(alone, 0.0) == {2: 1}
+
+
+def test_it_speaks_chinese(report: Any) -> None:
+    written = StringIO()
+    view.show(Console(width=200, file=written), parsed(report), zh=True)
+    printed = written.getvalue()
+    for said in ("64 个词元", "窗口 + 汇聚键", "建议", "hw.sparsify"):
+        assert said in printed
+    assert not re.search(r"[a-z]{3,} [a-z]{3,} [a-z]{3,}", printed), "a sentence is in English"
+
+
+def parsed(report: Any) -> SparseReport:
+    with NamedTemporaryFile(suffix=".json") as file:
+        Path(file.name).write_text(json.dumps(report), encoding="utf-8")
+        return SparseReport.read(Path(file.name))
+
+
+def test_a_report_is_read_again_as_it_was_written(report: Any) -> None:
+    assert json.loads(json.dumps(parsed(report).as_dictionary())) == report
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss": "3"}, {"heads": []}, {"methods": {"mine": []}}, {"tokens": -1}, {"tokens": True},
+        {"suggestion": None}, {"layers": [{"layer": 0}]}, {"model": 7}, {"loss": math.nan},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_report_is_refused(report: Any, wrong: Any, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    for text in (json.dumps(report | wrong), "[" * 99_999, "{}", "7"):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"report\.json is not a report of headwise sparse"):
+            opening.find(str(file))
+
+
+def test_the_page_shows_a_recorded_report(
+    report: Any, serve: Callable[..., Served], visit: Visits
+) -> None:
+    session = Session(sparse=parsed(report), progress=Progress("ready", None))
+    page = visit(base=serve(session).url)
+    expect(page.get_by_role("img", name="Loss above the whole model’s")).to_be_visible()
+    suggested = [x["suggested"] for x in report["layers"]]
+    for layer, keys in enumerate(suggested):
+        expect(page.locator(f"[data-layer='{layer}'] b")).to_have_text(str(keys or "all"))
+    needed = round(report["heads"][9]["needed_mean"])
+    expect(page.locator("[data-needs='1.1']")).to_have_text(str(needed))
+    few = page.locator("[data-method='window + sinks'] td").first
+    points = {x["budget"]: x["increase"] for x in report["methods"]["window + sinks"]}
+    expect(few).to_have_text(f"{points[8]:+.3f}".replace("-", "−"))
+    page.keyboard.press("Shift+L")
+    expect(page.get_by_role("heading", name="建议的每层预算")).to_be_visible()
+    try_widths(page)
+
+
+def test_a_file_of_its_own_needs_no_server(report: Any, visit: Visits, tmp_path: Path) -> None:
+    source, file = tmp_path / "report.json", tmp_path / "report.html"
+    source.write_text(json.dumps(report | {"model": "</script>"}), encoding="utf-8")
+    result = CliRunner().invoke(app, ["look", str(source), "--out", str(file)])
+    assert result.exit_code == 0, result.output
+    page = visit(file.as_uri(), offline=True)
+    expect(page.get_by_role("heading", name="</script>")).to_be_visible()
+    expect(page.get_by_role("link")).to_have_text(["Sparse"])
+    shown = CliRunner().invoke(app, ["look", str(source), "--terminal"])
+    assert "shows it in the" in shown.output

@@ -8,6 +8,7 @@ from headwise import devices
 from headwise.apps.look.readers import transformers_opening
 from headwise.apps.look.readers.builtin import ImageReader, TextReader, TranslationReader
 from headwise.apps.look.readers.reader import Reader
+from headwise.apps.look.sparse_report import SparseReport
 from headwise.apps.look.watched_folder import WatchedFolder
 from headwise.models.trained import (
     Classifier,
@@ -34,6 +35,11 @@ def opened(what: str, device: str | None = None) -> Reader:
                 f"{what} is a watched run without its model: headwise look {what} shows it in the "
                 f"browser, and headwise watch {what} in the terminal"
             )
+        if report(what) is not None:
+            raise ValueError(
+                f"{what} is a report of headwise sparse: headwise look {what} shows it in the "
+                f"browser, and --out page.html writes it as a file"
+            )
         return transformers_opening.opened(what, place, is_on_disk(what))
     loaded, name = load(what, place), Path(what).name
     if isinstance(loaded, LanguageModel):
@@ -44,9 +50,15 @@ def opened(what: str, device: str | None = None) -> Reader:
 
 
 def find(what: str) -> None:
-    """ValueError if there is no such model or run, before anything is loaded."""
-    if not holds_run(Path(what)):
+    """ValueError if there is no such model, run or report, before anything is loaded."""
+    if not holds_run(Path(what)) and report(what) is None:
         find_model(what)
+
+
+def report(what: str) -> SparseReport | None:
+    """The report of `headwise sparse` in this file; None if it is not a file of JSON."""
+    path = Path(what)
+    return SparseReport.read(path) if path.suffix == ".json" and path.is_file() else None
 
 
 def watched(what: str) -> WatchedFolder | None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from headwise.apps.look.pages import PAGES
 from headwise.apps.look.serving.answers import answer
 from headwise.apps.look.serving.page_file import STATIC, template
 from headwise.apps.look.session import Progress, Session
@@ -39,8 +40,8 @@ def write(
 def _recorded(session: Session, room: int) -> dict[str, Any]:
     """The answers that the page asks for, as many figures as there is room for."""
     state = session.state()
-    names = ("heads", "cost", "lab", "why", "watch")
-    state |= {"pages": {name: name == "watch" for name in names}, "static": {"heads": []}}
+    pages = {name: name == "watch" for name in ("heads", *PAGES)}
+    state |= {"pages": pages, "static": {"heads": []}}
     answers = {"/api/state": {"json": with_chinese(state)}}
     for number, run in enumerate((session.run, session.beside)):
         if run is None:

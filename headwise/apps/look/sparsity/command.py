@@ -10,11 +10,19 @@ import typer
 from rich.console import Console
 
 from headwise import devices
-from headwise.apps.interface.terminal import bar, explained, json_text, shown_in
+from headwise.apps.interface.terminal import (
+    Zh,
+    bar,
+    explained,
+    in_language,
+    json_text,
+    shown_in,
+)
+from headwise.apps.look.places import check_place
 from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import SAMPLE_TEXT
-from headwise.apps.look.sparsity import view
-from headwise.apps.look.sparsity.report import Survey
+from headwise.apps.look.sparsity import page, view
+from headwise.apps.look.sparsity.survey import Survey
 
 app = typer.Typer()
 
@@ -48,6 +56,11 @@ def sparse(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:1; the GPU if there is one.")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the report as a page, one file.html.", show_default=False),
+    ] = None,
+    zh: Zh = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Tell what a language model would lose if each row saw only a few keys.
@@ -63,22 +76,34 @@ def sparse(
 
     headwise sparse gpt --text book.txt --loss 0.02   budgets for 0.02 nats per token
 
-    headwise sparse Qwen/Qwen3-0.6B --budget 64 --budget 256 --tokens 2048 --json
+    headwise sparse Qwen/Qwen3-0.6B --budget 64 --budget 256 --tokens 2048
+
+    headwise sparse --out report.html                 a page with its charts
+
+    headwise sparse --json > report.json              headwise look report.json opens that page
     """
-    with explained(False):
+    with explained(zh):
+        if out is not None:
+            check_place(out, page=True)
         devices.chosen(device)
         opening.find(model)
         given = SAMPLE_TEXT if text is None else _read(text)
         console = Console()
         with bar() as progress:
-            report = shown_in(progress)
+            shown = shown_in(progress)
+
+            def report(stage: str, done: float | None) -> None:
+                shown(in_language(stage, zh), done)
+
             reader = opening.opened(model, device)
             survey = Survey(reader, given, tokens, report)
             found = survey.measure(list(budget or BUDGETS), block, share, loss)
+        if out is not None:
+            typer.echo(f"{out}: {page.write(found, out) / 1e6:.1f} MB", err=as_json)
     if as_json:
         typer.echo(json_text(found.as_dictionary()))
-    else:
-        view.show(console, found)
+    elif out is None:
+        view.show(console, found, zh)
 
 
 def _read(text: str) -> str:

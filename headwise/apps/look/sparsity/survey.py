@@ -1,10 +1,9 @@
-"""What a language model loses when its rows see fewer keys: losses by method, heads and layers."""
+"""Measures what a language model loses when its rows see fewer keys, step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,72 +13,18 @@ from torch import Tensor, nn
 from headwise.apps.look.readers.builtin import TextReader
 from headwise.apps.look.readers.reader import Reader, Report
 from headwise.apps.look.readers.transformers_reader import TransformersTextReader
+from headwise.apps.look.sparse_report import (
+    NAMES,
+    SINKS,
+    HeadNeeds,
+    LayerNeeds,
+    Point,
+    SparseReport,
+)
+from headwise.messages import Sentence, say
 from headwise.nn import GrowingCache
 from headwise.sparse import Blocks, Evicted, Policy, TopK, Window
 from headwise.watching import Watch, WatchedLayer, sparsify, watch
-
-SINKS = 4  # first keys that the window keeps
-METHODS = {
-    "top-k": "the k largest logits of each row: an oracle that scores every key",
-    "blocks, exact": "the blocks with the largest weight: an oracle too",
-    "blocks, max": "blocks by the upper bound of their logits, as in Quest",
-    "blocks, mean": "blocks by their mean key, as in MoBA and NSA",
-    "window + sinks": f"the last keys and the first {SINKS}, as in StreamingLLM",
-    "eviction": "prompt keys by the attention of its last rows, as in SnapKV; newer keys stay",
-}
-"""The methods and what each of them keeps."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """The loss at one budget."""
-
-    budget: int
-    loss: float
-    increase: float
-
-
-@dataclass(frozen=True)
-class HeadNeeds:
-    """How many keys a head's rows need for a share of their weight, and what few of them hold."""
-
-    layer: int
-    name: str
-    head: int
-    needed_mean: float
-    needed_max: int
-    kept: dict[int, float]  # mean weight on the largest keys, by budget
-
-
-@dataclass(frozen=True)
-class LayerNeeds:
-    """What one layer costs when it alone is sparse."""
-
-    layer: int
-    name: str
-    points: list[Point]
-    suggested: int | None  # keys; None: all of them
-
-
-@dataclass(frozen=True)
-class SparseReport:
-    """The whole report, in the form of its JSON."""
-
-    model: str
-    tokens: int
-    scored: int
-    block: int
-    share: float
-    loss: float
-    methods: dict[str, list[Point]]
-    heads: list[HeadNeeds]
-    layers: list[LayerNeeds]
-    allowed: float
-    suggestion: Point  # of all layers together; its budget is the mean, of tokens where all stay
-
-    def as_dictionary(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self) | {"about": METHODS}
 
 
 class Language:
@@ -101,7 +46,8 @@ class Language:
         self.ids = ids[:, :tokens]
         self.half = self.ids.shape[1] // 2
         if self.ids.shape[1] < 32:
-            raise ValueError(f"the text has {self.ids.shape[1]} tokens, and a report needs 32")
+            found = self.ids.shape[1]
+            raise ValueError(say("the text has {found} tokens, and a report needs 32", found=found))
 
     def loss(self) -> float:
         """The mean loss of the tokens of the second half, in nats."""
@@ -135,9 +81,9 @@ class Language:
         return F.cross_entropy(logits.float(), self.ids[0, self.half + 1 :]).item()
 
 
-def _needs_language(reader: Reader) -> str:
+def _needs_language(reader: Reader) -> Sentence:
     name = reader.description.name
-    return f"{name} does not predict the next token of a text; give a language model"
+    return say("{name} does not predict the next token of a text; give a language model", name=name)
 
 
 class Survey:
@@ -158,14 +104,16 @@ class Survey:
         tokens, half = language.ids.shape[1], language.half
         budgets = sorted({x for x in budgets if x < tokens})
         if not budgets:
-            raise ValueError(f"no budget is below the {tokens} tokens of the text")
+            raise ValueError(
+                say("no budget is below the {tokens} tokens of the text", tokens=tokens)
+            )
         with torch.no_grad():
             with self.watching() as seen:
-                self.report("all keys", 0)
+                self.report(say("all keys"), 0)
                 whole = language.loss()
             layers = [x for x in seen.layers if x.map().shape[2] == x.map().shape[3] == tokens]
             if not layers:
-                raise ValueError("no layer's attention over the whole text could be read")
+                raise ValueError(say("no layer's attention over the whole text could be read"))
             self.steps = 6 * len(budgets) + len(layers) * (len(budgets) + 1) + 4
             heads = [row for layer in layers for row in self.needs(layer, budgets, share, half)]
             methods = self.methods(budgets, block, whole)
@@ -183,7 +131,7 @@ class Survey:
         self, layer: WatchedLayer, budgets: list[int], share: float, half: int
     ) -> Iterator[HeadNeeds]:
         """What each head of a layer needs, over the rows of the second half."""
-        self.step(f"{layer.name}: keys that rows need")
+        self.step(say("{layer}: keys that rows need", layer=layer.name))
         amap = layer.map()
         needed = amap.needed(share)[0, :, half:].double()
         kept = amap.kept(budgets)[0, :, half:].double().mean(1)
@@ -205,7 +153,7 @@ class Survey:
         for method, policy in kinds.items():
             least = block if method.startswith("blocks") else SINKS + 1 if "sinks" in method else 1
             for budget in budgets:
-                self.step(f"{method}, {budget} keys")
+                self.step(say("{method}, {budget} keys", method=NAMES[method], budget=budget))
                 if budget >= least:
                     loss = self.sparse(policy(budget))
                     point = Point(budget, loss, loss - whole)
@@ -220,7 +168,7 @@ class Survey:
             self.language.prompt()
         scores = {x.number: x.map().eviction_scores(recent, smooth=5) for x in seen.layers}
         for budget in budgets:
-            self.step(f"eviction, {budget} keys")
+            self.step(say("{method}, {budget} keys", method=NAMES["eviction"], budget=budget))
             if budget < self.language.half:
                 memory = self.language.prompt()  # a cache can be read on once
                 policies: dict[int | str, Policy] = {
@@ -234,7 +182,7 @@ class Survey:
         """The loss at each budget when this layer alone keeps its k largest."""
         found = []
         for budget in budgets:
-            self.step(f"{layer.name} alone, {budget} keys")
+            self.step(say("{layer} alone, {budget} keys", layer=layer.name, budget=budget))
             loss = self.sparse({layer.number: TopK(budget)})
             found.append(Point(budget, loss, loss - whole))
         return found
@@ -249,7 +197,7 @@ class Survey:
         """
         spend, tokens = allowed, self.language.ids.shape[1]
         for _ in range(4):
-            self.step("the suggested budgets together")
+            self.step(say("the suggested budgets together"))
             chosen = cheapest(alone, spend)
             loss = self.sparse(chosen_policies(chosen)) if chosen else whole
             if loss - whole <= allowed:

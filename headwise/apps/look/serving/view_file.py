@@ -1,10 +1,11 @@
-"""The lab as one file: every claim with its recorded results, and the verdicts at other sizes."""
+"""One view of the page as one file, without a model: the lab, or a report."""
 
 from __future__ import annotations
 
 import json
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from headwise.apps.look.pages import PAGES
 from headwise.apps.look.serving.page_file import STATIC, template
@@ -13,15 +14,14 @@ from headwise.files import write_whole
 from headwise.messages import with_chinese
 
 
-def write(path: Path, static: Path = STATIC) -> int:
-    """Write the page with the lab alone, without a model; returns the size."""
+def write(view: str, answers: Mapping[str, Any], path: Path, static: Path = STATIC) -> int:
+    """Write the page with this view alone, and the answers that it asks for; returns the size."""
     before, after = template(static)
     state = Session(progress=Progress("ready", None)).state()
-    pages = {name: name == "lab" for name in ("heads", *PAGES)}
+    pages = {name: name == view for name in ("heads", *PAGES)}
     state |= {"pages": pages, "static": {"heads": [], "reasons": []}}
-    recorded = import_module(PAGES["lab"].answers).recorded()
-    answers = {"/api/state": with_chinese(state), **recorded}
-    kept = {"version": state["version"], "answers": {x: {"json": y} for x, y in answers.items()}}
+    told = {"/api/state": with_chinese(state), **answers}
+    kept = {"version": state["version"], "answers": {x: {"json": y} for x, y in told.items()}}
     data = json.dumps(kept, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     content = (before + data + after).encode(errors="replace")
     write_whole(path.resolve(), content)
