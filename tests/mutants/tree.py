@@ -22,7 +22,7 @@ PARTS = {
     "core": (
         *("tests/core", "tests/maps", "tests/test_attention.py", "tests/test_dropout.py"),
         *("tests/test_errors.py", "tests/test_mask.py", "tests/engines/test_agreement.py"),
-        "headwise/core",
+        *("tests/watching/test_adapters_masks.py", "headwise/core"),
     ),
     "maps": ("tests/maps", "tests/core", "tests/test_errors.py", "headwise/maps"),
     "watching": ("tests/watching", "tests/nn/test_swap.py", "headwise/watching"),

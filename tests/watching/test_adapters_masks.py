@@ -157,6 +157,11 @@ def test_where_queries_stand_in_a_static_cache_is_read_from_the_mask() -> None:
     assert read_mask(seen, stands=False).alignment(Place(1, 1, 3, 20, offset=17)) is None
 
 
+def test_rows_that_do_not_step_from_key_to_key_stand_nowhere() -> None:
+    seen = torch.arange(20) <= torch.tensor([[6], [9], [8]])
+    assert read_mask(seen).alignment(Place(1, 1, 3, 20, offset=17)) is None
+
+
 def test_what_is_added_is_split_into_mask_and_bias() -> None:
     lowest = torch.finfo(torch.bfloat16).min
     seen, bias = split_mask(torch.tensor([[0.0, lowest], [0.5, -torch.inf]], dtype=torch.bfloat16))

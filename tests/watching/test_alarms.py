@@ -141,6 +141,17 @@ def test_most_heads_on_the_first_token_are_a_take_over_of_the_model() -> None:
     assert (alarm.layer, alarm.head, alarm.where) == (None, None, "the model")
     assert alarm.says == "3 of 4 heads rest on the first token"
     assert raised(*sinking(2), SinkTakeOver()) == []
+    assert raised(*sinking(3), SinkTakeOver(heads=0.75)) == []  # it takes more than these
+
+
+def test_a_head_at_the_limit_does_not_rest_on_the_first_token() -> None:
+    model, x = sinking(4)
+    with hw.watch(model, alarms=[]) as seen:
+        model(x)
+    least = min(seen.heads()["sink_mass_mean"])
+    assert raised(model, x, SinkTakeOver(mass=least, heads=0.8)) == []
+    (alarm,) = raised(model, x, SinkTakeOver(mass=least - 1e-6, heads=0.8))
+    assert alarm.says == "4 of 4 heads rest on the first token"
 
 
 def test_short_rows_that_see_little_else_than_the_first_token_are_no_take_over() -> None:

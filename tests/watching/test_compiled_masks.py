@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import headwise.transformers  # noqa: E402, F401  registers the implementation
+from headwise.watching.adapters.traced_rules import read_rule  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*doesn't take boxed arguments"),
@@ -186,3 +187,27 @@ def test_a_compiled_model_reads_its_cache(kind: str, padded: bool) -> None:
             )
             real = shown[:, first:last].bool() if padded else slice(None)
             torch.testing.assert_close(found[0][real], expected[0][real])
+
+
+def test_a_number_that_may_fall_from_a_token_to_the_next_groups_none() -> None:
+    start, table = torch.tensor([3]), torch.tensor([4, 0, 7, 1, 5, 2, 6, 3])
+
+    def groups(number: Any) -> Any:
+        torch._dynamo.reset()
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def found(x: Tensor) -> Any:
+            rule = read_rule(lambda b, h, i, j: number(b, i) == number(b, j), 1, 0, 8, x.device)
+            return None if rule is None else rule.groups
+
+        return found(torch.zeros(()))
+
+    assert groups(lambda b, token: (token - start[b]) // 2).tolist() == [[0, 1, 1, 2, 2, 3, 3, 4]]
+    for number in (
+        lambda b, token: (table[token] - start[b]) // 2,
+        lambda b, token: (start[b] - token) // 2,
+        lambda b, token: (token - start[b]) // -2,
+        lambda b, token: (token - table[token]) // 2,
+        lambda b, token: (token - start[b]) // start[b],
+    ):
+        assert groups(number) is None

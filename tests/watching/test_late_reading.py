@@ -185,6 +185,18 @@ def test_a_layer_that_was_misread_leaves_the_tables(late: bool, request: Any) ->
         model(torch.randn(2, N, WIDTH))
 
 
+def test_large_logits_excuse_rounding_and_no_misreading() -> None:
+    model = nn.Sequential(Layer(1.0), Layer(2.0))
+    with torch.no_grad():
+        for layer in model:
+            layer.qkv.weight[: 2 * WIDTH] *= 200
+    watch = hw.watch(model)
+    with pytest.warns(UserWarning, match="1: its output is not softmax"), watch:
+        model(torch.randn(2, N, WIDTH))
+    assert watch.unread == ["1"]
+    assert max(watch.heads()["max_logit_max"]) > 5000
+
+
 def test_a_misread_layer_that_was_asked_for_by_its_number_is_named(far_away: None) -> None:
     model = nn.Sequential(Layer(), Layer(2.0))
     watch = hw.watch(model, maps=False, layers=1).attach()

@@ -114,6 +114,9 @@ def test_layers_have_their_own_budgets() -> None:
             ({"layers": 1, "policy": some}, {1: [some]}),
             ({"layers": ["*layers.0"], "policy": other}, {0: [other]}),
             ({"policy": {1: some, "layers.*": other}}, {0: [other], 1: [some]}),
+            # a number says more than a name, and a name more than a pattern, in any order
+            ({"policy": {"layers.*": other, "layers.0": some}}, {0: [some], 1: [other]}),
+            ({"policy": {"layers.*": other, 1: some}}, {0: [other], 1: [some]}),
         ):
             with hw.sparsify(model, **given):  # type: ignore[arg-type]
                 out = model(x)
