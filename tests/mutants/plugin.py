@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 from hypothesis import Phase, settings
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Compiler
 
 RANKS = "processes"  # the fixture of tests/distributed/conftest.py
 
@@ -28,7 +29,8 @@ class Lines:
             self.first[file] = count
             count += (root / file).read_bytes().count(b"\n") + 2
         self.ran = mmap.mmap(-1, count)
-        self.tracers = {str(root / file): self.tracer(at) for file, at in self.first.items()}
+        self.places = {str(root / file): at for file, at in self.first.items()}
+        self.tracers = {file: self.tracer(at) for file, at in self.places.items()}
 
     def tracer(self, first: int) -> Callable[..., Any]:
         """Return a trace function of one file."""
@@ -45,6 +47,18 @@ class Lines:
         tracer = self.tracers.get(frame.f_code.co_filename)
         return None if tracer is None else tracer(frame, event, argument)
 
+    def follow_compiler(self) -> None:
+        """Note the lines that torch.compile turns into a graph too: Python does not run them."""
+        usual = Compiler.starts_line
+
+        def starts_line(compiler: Compiler, line: int) -> None:
+            at = self.places.get(compiler.f_code.co_filename)
+            if at is not None:
+                self.ran[at + line] = 1
+            usual(compiler, line)
+
+        Compiler.starts_line = starts_line  # type: ignore[method-assign]
+
     def taken(self) -> str:
         """Return the lines since the last time, and forget them: line i is bit i of a number."""
         found = self.ran[:]
@@ -57,6 +71,7 @@ class Tracing:
 
     def __init__(self, lines: Lines) -> None:
         self.lines, self.tests = lines, dict[str, dict[str, Any]]()
+        lines.follow_compiler()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:

@@ -25,7 +25,10 @@ PARTS = {
         *("tests/watching/test_adapters_masks.py", "headwise/core"),
     ),
     "maps": ("tests/maps", "tests/core", "tests/test_errors.py", "headwise/maps"),
-    "watching": ("tests/watching", "tests/nn/test_swap.py", "headwise/watching"),
+    "watching": (
+        *("tests/watching", "tests/nn/test_swap.py", "tests/distributed/test_model_parallel.py"),
+        "headwise/watching",
+    ),
     "distributed": ("tests/distributed", "headwise/distributed", "headwise/watching/ranks"),
 }
 

@@ -39,14 +39,28 @@ def test_headvis_finds_its_files_and_every_weight_is_the_maps(
     assert entropies == pytest.approx(table["entropy_mean"], abs=1e-4)
     assert all(isinstance(row["induction_score"], float) for row in scatter)
     head = json.loads((folder / "heads" / "L1H0.json").read_text())
+    far: list[float] = [0.0] * len(head["qk_distance_histogram"]["bin_values"])
+    tokens: list[dict[str, float]] = [{}, {}]
     for sequence in head["sequences"]:
         weights = seen.map(1, 0, batch=sequence["sequence_id"])[0, 0]
         pairs = zip(sequence["attention_indices"], sequence["attention_values"], strict=True)
         for flat, value in pairs:
             assert value == pytest.approx(float(weights[flat // 40, flat % 40]), abs=1e-4)
+            row, key = divmod(flat, 40)
+            far[(row - key).bit_length()] += value
+            for sums, place in zip(tokens, (row, key), strict=True):
+                token = sequence["tokens"][place]
+                sums[token] = sums.get(token, 0.0) + value
         assert 1 <= sequence["interval"] <= config["n_intervals"]
     assert {sequence["interval"] for sequence in head["sequences"]} >= {config["n_intervals"]}
     assert sum(head["histogram"]["bin_values"]) == 3
+    assert head["qk_distance_histogram"]["bin_values"] == pytest.approx(far, abs=0.05)
+    for sums, name in zip(tokens, ("top_query_tokens", "top_key_tokens"), strict=True):
+        found = [each["weight"] for each in head[name]]
+        assert {each["token"]: each["weight"] for each in head[name]} == pytest.approx(
+            sums, abs=0.05
+        )
+        assert found == sorted(found, reverse=True)
 
 
 def test_what_headvis_can_not_show_is_refused(seen: hw.Watch, tmp_path: Path) -> None:
