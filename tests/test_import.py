@@ -93,3 +93,15 @@ ours = [x for x in flop_registry if "headwise" in str(x)]
 assert ours, flop_registry
 """
     assert python(registered).stderr == ""
+
+
+def test_the_help_of_the_command_needs_no_torch() -> None:
+    helped = """
+import sys
+sys.argv = ["bin/headwise"]
+import headwise.apps.cli.main
+assert "torch" not in sys.modules
+import headwise
+assert headwise.attention.__module__ == "headwise.api"
+"""
+    assert python(helped).stderr == ""
