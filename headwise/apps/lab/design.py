@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.apps.lab.claim import Claim
-from headwise.apps.lab.fingerprint import covered, fingerprint, unworded
+from headwise.apps.lab.fingerprint import covered, fingerprint, parsed, unworded
 from headwise.files import write_whole
 from headwise.messages import say
 
@@ -108,7 +108,7 @@ def settings(claim: Claim) -> dict[str, dict[str, Any]]:
 def _calls(source: str) -> list[ast.Call]:
     """The calls of `Lab.pick` that name their setting."""
     try:
-        tree = ast.parse(source)
+        tree = parsed(source)
     except SyntaxError:  # a constant's text
         return []
     return [

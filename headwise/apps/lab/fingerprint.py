@@ -45,10 +45,7 @@ def fingerprint(experiment: Any, settings: object = None) -> str:
     >>> fingerprint(drawn) == fingerprint(drawn) != fingerprint(jacobian_norm)
     True
     """
-    with _ONE_AT_A_TIME:
-        parts = sorted(
-            (name.rpartition(".")[2], code) for name, code in covered(experiment).items()
-        )
+    parts = sorted((name.rpartition(".")[2], code) for name, code in covered(experiment).items())
     text = json.dumps([parts, settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -111,6 +108,12 @@ def _functions_in(value: Any) -> list[FunctionType | type]:
     return [value] if isinstance(value, FunctionType | type) else []
 
 
+def parsed(source: str) -> ast.Module:
+    """The tree of a source, made by one thread at a time."""
+    with _ONE_AT_A_TIME:
+        return ast.parse(source)
+
+
 @cache  # experiments share most of their code
 def bare(source: str) -> str:
     """Source without comments, docstrings and white space: the same for every Python.
@@ -122,7 +125,7 @@ def bare(source: str) -> str:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             dropped.append((token.start, token.end))
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             last = node.end_lineno or node.lineno  # whole lines: columns of ast count bytes
             dropped.append(((node.lineno, 0), (last, len(source.splitlines()[last - 1]))))
@@ -146,7 +149,7 @@ def unworded(source: str) -> str:
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    for node in ast.walk(ast.parse(source)):  # from the outside in
+    for node in ast.walk(parsed(source)):  # from the outside in
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) in WORDS:
             assert node.end_lineno is not None and node.end_col_offset is not None
             first = starts[node.lineno - 1] + node.col_offset
@@ -165,7 +168,7 @@ def _source(value: Any) -> str:
 @cache
 def _names(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """The names and the attributes in a source."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parsed(source)))
     names = frozenset(node.id for node in nodes if isinstance(node, ast.Name))
     return names, frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
 

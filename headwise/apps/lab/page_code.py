@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from headwise.apps.lab.fingerprint import FRAME, HERE
+from headwise.apps.lab.fingerprint import FRAME, HERE, parsed
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _definitions(module: str) -> dict[str, tuple[ast.stmt, Piece]]:
     source = inspect.getsource(sys.modules[module])
     lines = source.splitlines()
     found = {}
-    for node in ast.parse(source).body:
+    for node in parsed(source).body:
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
         text = "\n".join(lines[first - 1 : node.end_lineno])
         for name in _names(node):
@@ -88,7 +88,7 @@ def _imports(module: str) -> dict[str, tuple[str, str]]:
     """The names that a module imports: the module that each comes from, and its name there."""
     return {
         alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.parse(inspect.getsource(sys.modules[module])).body
+        for node in parsed(inspect.getsource(sys.modules[module])).body
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
