@@ -57,6 +57,17 @@ def test_without_an_opened_model_a_described_one_is_counted() -> None:
     assert get("model=opened&layers=9")["opened"] is False
 
 
+def test_the_opened_model_is_counted_unless_another_is_described() -> None:
+    model = GPT(GPTConfig(vocabulary=100, context=300))
+    for asked, counted in (
+        ({}, "opened"),
+        ({"layers": "9"}, "sketch"),
+        ({"model": "sketch"}, "sketch"),
+    ):
+        settings = json.loads(cost_answers.answer(asked, model))["settings"]
+        assert settings["model"]["value"] == counted
+
+
 def test_the_curve_of_a_model_ends_where_its_positions_do() -> None:
     model = GPT(GPTConfig(vocabulary=100, context=300, position=hw.nn.Learned(300)))
     found = json.loads(cost_answers.answer({"model": "opened", "length": "256"}, model))["found"]

@@ -53,9 +53,11 @@ def test_the_charts_are_over_the_length_and_name_the_device(visit: Visits) -> No
 
 def test_the_opened_model_can_be_costed_and_its_shape_is_not_asked(visit: Visits) -> None:
     page = visit("#/cost")
-    page.get_by_role("radiogroup", name="Model").get_by_text("the opened one").click()
     expect(figure(page, "params")).to_have_text("5.57 M")
     expect(page.get_by_role("slider", name="Layers")).to_have_count(0)
+    page.get_by_role("radiogroup", name="Model").get_by_text("described here").click()
+    expect(page.get_by_role("slider", name="Layers")).to_be_visible()
+    page.get_by_role("radiogroup", name="Model").get_by_text("the opened one").click()
     expect(page.locator("[data-part='layers/attention/scores and values']")).to_be_visible()
 
 
@@ -67,7 +69,7 @@ def test_a_device_without_the_rate_says_so_and_leads_back(visit: Visits) -> None
 
 
 def test_the_view_speaks_chinese(visit: Visits) -> None:
-    page = visit("#/cost")
+    page = visit("#/cost?model=sketch")
     page.keyboard.press("Shift+L")
     expect(page.get_by_role("slider", name="层数")).to_be_visible()
     expect(page.get_by_role("img", name=f"在 {HELD} 上的时间")).to_be_visible()

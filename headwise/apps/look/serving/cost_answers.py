@@ -71,12 +71,15 @@ def answer(asked: Mapping[str, str], opened: nn.Module | None) -> str:
     >>> sorted(found["found"])
     ['curve', 'device', 'explanation', 'figures', 'longest', 'parts']
     """
-    values = settings.read(SETTINGS, asked)
+    known = dict(SETTINGS)
+    if opened is not None and not SKETCH.keys() & asked.keys():
+        known["model"] = Choice("opened", ("opened", "sketch"))
+    values = settings.read(known, asked)
     if opened is None:
         values["model"] = "sketch"
     architecture = _read(opened) if values["model"] == "opened" and opened is not None else None
     found = _found(tuple(values.items()), architecture)
-    described = {name: {"value": value, **asdict(SETTINGS[name])} for name, value in values.items()}
+    described = {name: {"value": value, **asdict(known[name])} for name, value in values.items()}
     whole = {"settings": described, "opened": opened is not None, "found": found}
     return json.dumps(whole, allow_nan=False, ensure_ascii=False)
 
