@@ -27,6 +27,7 @@ CAPTION = (
     ("max_logit_max", "largest logit {:.1f}"),
     ("sink_mass_mean", "{:.0%} on the first token"),
     ("distance_mean", "mean distance {:.1f}"),
+    ("patch_distance_mean", "mean distance {:.1f} patches"),
 )
 
 

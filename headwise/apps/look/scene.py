@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from headwise import AttentionMap
@@ -49,6 +50,21 @@ class Head:
         }
         return replace(self, figures=self.figures | found)
 
+    def in_patches(self, between: Tensor) -> Head:
+        """The same with its mean distance in patches (patch_distance_mean), not along the row.
+
+        `between` holds the distance of every two patches; the tokens before them do not count.
+        """
+        first = self.map.shape[3] - len(between)
+        total = weight = 0.0
+        for start in range(0, len(between), 256):
+            rows = slice(first + start, min(first + start + 256, self.map.shape[2]))
+            weights = self.map[0, 0, rows, first:].double()
+            total += float((weights * between[start : start + 256].to(weights)).sum())
+            weight += float(weights.sum())
+        figures = {name: x for name, x in self.figures.items() if name != "distance_mean"}
+        return replace(self, figures=figures | {"patch_distance_mean": total / max(weight, 1e-12)})
+
     @property
     def name(self) -> str:
         """Layer and number, both from 0: 5.1 is the second head of the sixth layer."""
@@ -90,6 +106,11 @@ class Group:
             return say("{first} to {last}", first=self.heads[0].name, last=self.heads[-1].name)
         return ", ".join(f"{layer}.0–{layer}.{count - 1}" for layer, _, count in self.layers())
 
+    def in_patches(self, image: Image) -> Group:
+        """The same, its heads' distances measured over the image."""
+        between = image.distances()
+        return replace(self, heads=tuple(head.in_patches(between) for head in self.heads))
+
     def layers(self) -> list[tuple[int, str, int]]:
         """The number, the module and the count of heads of each layer."""
         found: dict[int, tuple[str, int]] = {}
@@ -119,6 +140,15 @@ class Image:
     png: bytes
     grid: tuple[int, int]
     first: int
+
+    def distances(self) -> Tensor:
+        """The distance of every two patches, in patches: 1 to the next, √2 across a corner.
+
+        >>> Image(b"", (2, 2), 1).distances()[0]
+        tensor([0.0000, 1.0000, 1.0000, 1.4142], dtype=torch.float64)
+        """
+        places = torch.cartesian_prod(*(torch.arange(side).double() for side in self.grid))
+        return torch.cdist(places, places)
 
 
 @dataclass(frozen=True, eq=False)

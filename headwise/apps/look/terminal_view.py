@@ -37,7 +37,8 @@ LARGEST_MAP = 256
 
 DEFINED = (
     "keys is how many tokens a row spreads over, e^entropy; top its largest weight; "
-    "first, self and previous its weight on that token; distance how far back it looks. "
+    "first, self and previous its weight on that token; distance how far back it looks, "
+    "patches how far away in an image. "
     "All are means over the rows, but for max logit, the largest of them all."
 )
 
@@ -56,6 +57,7 @@ COLUMNS = (
     ("self", "self_mass_mean", "{:.0%}"),
     ("previous", "previous_mass_mean", "{:.0%}"),
     ("distance", "distance_mean", "{:.1f}"),
+    ("patches", "patch_distance_mean", "{:.1f}"),
     ("max logit", "max_logit_max", "{:.1f}"),
 )
 """The columns of the table of heads."""
@@ -114,7 +116,8 @@ def head_tables(heads: Sequence[Head], square: bool, width: int) -> list[Table]:
     spans = [name for name in heads[0].figures if name.startswith(SPAN_PREFIX)] if heads else []
     named = [(name[len(SPAN_PREFIX) : -len("_mean")], name, "{:.0%}") for name in spans]
     for title, figure, form in (*COLUMNS, *named):
-        if square or title not in WITHIN:
+        there = all(figure in head.figures for head in heads)
+        if there and (square or title not in WITHIN):
             column = [title, *(form.format(head.figures[figure]) for head in heads)]
             taken = 1 + max(map(len, column))
             if taken > left:

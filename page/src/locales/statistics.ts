@@ -31,6 +31,11 @@ const en: Record<string, Named> = {
   self_mass: { name: 'self weight', meaning: 'the weight on the token itself' },
   previous_mass: { name: 'previous-token weight', meaning: 'the weight on the token before' },
   distance: { name: 'distance', meaning: 'how many tokens back a row looks, on average' },
+  patch_distance: {
+    name: 'distance in patches',
+    meaning:
+      'how many patches away a row looks, on average; tokens that are no patches not counted',
+  },
   output_norm: { name: 'output norm', meaning: 'the length of the head’s output vector' },
   induction: {
     name: 'induction',
@@ -59,6 +64,10 @@ const zh: Record<string, Named> = {
   self_mass: { name: '自身权重', meaning: '落在词元自身上的权重' },
   previous_mass: { name: '前一词元权重', meaning: '落在前一个词元上的权重' },
   distance: { name: '距离', meaning: '平均往回看多少个词元' },
+  patch_distance: {
+    name: '距离（图块）',
+    meaning: '平均看向多少个图块之外；不是图块的词元不计入',
+  },
   output_norm: { name: '输出范数', meaning: '该头输出向量的长度' },
   induction: { name: '归纳', meaning: '落在同一词元上次出现之后那个词元上的权重' },
   local: { name: '局部权重', meaning: '落在附近词元上的权重' },

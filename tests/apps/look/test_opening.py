@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,12 @@ def test_a_vision_model_sees_an_image_as_patches(tmp_path: Path) -> None:
     assert read.image is not None
     assert (read.image.grid, read.image.first) == ((4, 4), 1)
     assert read.main.rows[:3] == ("⟨class⟩", "0,0", "0,1")
+    head = read.main.heads[0]
+    weights = head.map[0, 0, 1:, 1:]  # without the class token
+    far = [[math.dist(divmod(i, 4), divmod(j, 4)) for j in range(16)] for i in range(16)]
+    mean = float((weights * torch.tensor(far)).sum() / weights.sum())
+    assert head.figures["patch_distance_mean"] == pytest.approx(mean, rel=1e-5)
+    assert "distance_mean" not in head.figures
     assert Image.open(io.BytesIO(read.image.png)).size == (32, 32)
     with pytest.raises(ValueError, match="a text was given"):
         reader.read("hello", silent)

@@ -166,7 +166,7 @@ class ImageReader:
         )
         notes = () if self.loaded.mean else (own,)
         predictor = Predictor(model, lambda row: model(given)[0], str, "class")
-        made = groups(seen, {"self": (tokens, tokens)})
+        made = tuple(each.in_patches(shown) for each in groups(seen, {"self": (tokens, tokens)}))
         return Input("image", "image", made, notes, shown, predictor)
 
     def _scaled(self, pixels: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class TransformersImageReader:
             )
         tokens = images.patch_names(first, *grid)
         shown = Image(images.png(unscaled(self.processor, values[0])), grid, first)
-        made = groups(seen, {"self": (tokens, tokens)})
+        made = tuple(each.in_patches(shown) for each in groups(seen, {"self": (tokens, tokens)}))
         return Input("image", "image", made, left_out(seen), shown, self._predictor(given))
 
     def _predictor(self, values: torch.Tensor) -> Predictor | None:

@@ -28,6 +28,7 @@ const TELLING = [
   'entropy_mean',
   'effective_keys_mean',
   'distance_mean',
+  'patch_distance_mean',
   'sink_mass_mean',
   'self_mass_mean',
   'previous_mass_mean',
