@@ -33,6 +33,15 @@ class ReasonEdge(NamedTuple):
     support: float
 
 
+class ReasonHead(NamedTuple):
+    """A head, and what the prediction's lead owes to all of its output, to first order."""
+
+    group: str
+    layer: int
+    head: int
+    support: float
+
+
 @dataclass(frozen=True, eq=False)
 class Reasons:
     """The prediction of a row, its lead over the runner-up, and what each edge gave to it."""
@@ -77,6 +86,19 @@ class Reasons:
                 found.append(ReasonEdge(group.id, layer, head, query, key, weight, -effect))
         return found[:count]
 
+    def heads(self) -> list[ReasonHead]:
+        """The shown heads, those that matter most first: the sum of grad · out over their rows.
+
+        It is what switching the head off would take from the lead if the lead were linear in its
+        output.
+        """
+        found = []
+        for group in self.read.groups:
+            for head in group.heads:
+                given = self.seen.effects(head.layer, head.number).totals().product
+                found.append(ReasonHead(group.id, head.layer, head.number, float(given.sum())))
+        return sorted(found, key=lambda head: -abs(head.support))
+
     def map(self, head: Head, size: int = CELLS) -> Tensor:
         """What a head's edges gave to the lead, pooled by their largest, (rows, keys)."""
         effects = self.seen.effects(head.layer, head.number)
@@ -91,15 +113,20 @@ class Reasons:
             "second": self.second,
             "lead": self.lead,
             "edges": [edge._asdict() for edge in self.edges(count)],
+            "heads": [head._asdict() for head in self.heads()],
         }
 
 
 def hidden(groups: dict[str, Group], written: str) -> list[Edge]:
-    """The edges to hide of a text such as self:5.1:30:12, comma by comma: head, query and key."""
+    """The edges to hide of a text: self:5.1:30:12 is head, query and key, self:4.0 a whole head."""
     found = []
     for each in written.split(","):
-        id, name, query, key = each.split(":")
+        id, name, *at = each.split(":")
         head = groups[id].head(name)
         module = head.module.partition("#")[0]
-        found.append(Edge(module, head.number, int(key), (int(query), int(query) + 1)))
+        if at:
+            query, key = (int(x) for x in at)
+            found.append(Edge(module, head.number, key, (query, query + 1)))
+        else:
+            found.append(Edge(module, head.number, (0, len(groups[id].columns))))
     return found

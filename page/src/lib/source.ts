@@ -12,6 +12,7 @@ import type {
   MapShape,
   Pooling,
   Prediction,
+  Reason,
   ReasonEdge,
   Reasons,
   Series,
@@ -137,9 +138,12 @@ export class Source {
     return this.#keep(`${inputPath(input)}/reasons/${row}/${group}/${layer}/${head}`);
   }
 
-  /** The predictions of a row without some edges. */
-  unseen(input: string, row: number, edges: readonly ReasonEdge[]): Promise<Prediction> {
-    const names = edges.map((e) => `${e.group}:${e.layer}.${e.head}:${e.query}:${e.key}`);
+  /** The predictions of a row without some edges, and without some heads. */
+  unseen(input: string, row: number, left: readonly Reason[]): Promise<Prediction> {
+    const names = left.map((each) => {
+      const head = `${each.group}:${each.layer}.${each.head}`;
+      return 'key' in each ? `${head}:${each.query}:${each.key}` : head;
+    });
     const path = `${inputPath(input)}/reasons/${row}/without`;
     return this.transport.json(query(path, { edges: names.join(',') }));
   }

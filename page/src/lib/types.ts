@@ -191,6 +191,16 @@ export interface ReasonEdge {
   support: number;
 }
 
+/** A head, and what the lead would lose if it were switched off, to first order. */
+export interface ReasonHead {
+  group: GroupId;
+  layer: number;
+  head: number;
+  support: number;
+}
+
+export type Reason = ReasonEdge | ReasonHead;
+
 /** A row's prediction, how far it is ahead of the second answer, and the edges behind it. */
 export interface Reasons {
   row: number;
@@ -199,6 +209,7 @@ export interface Reasons {
   second: string;
   lead: number;
   edges: ReasonEdge[];
+  heads: ReasonHead[];
 }
 
 /** A head's map by weight and by support, pooled, row by row. */

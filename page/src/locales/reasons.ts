@@ -1,10 +1,9 @@
 import { dictionary } from '../lib/language.svelte';
 
 const en = {
-  title: 'Which edges are behind a prediction',
   keys: [
     ['← →', 'the prediction at the token before, or after'],
-    ['Esc', 'show all hidden edges again'],
+    ['Esc', 'show all hidden edges and heads again'],
   ] as [string, string][],
   choose: 'Choose a token: the prediction made there is explained.',
   tokens: 'Tokens',
@@ -30,10 +29,17 @@ const en = {
   showAll: 'Show all again',
   open: 'Open the head',
   hiding: 'The model runs without it…',
-  hidden: (count: number) => (count === 1 ? 'Without 1 edge' : `Without ${count} edges`),
+  hidden: (edges: number, heads: number) => {
+    const counted = (count: number, what: string) => `${count} ${what}${count === 1 ? '' : 's'}`;
+    const parts = [edges ? counted(edges, 'edge') : '', heads ? counted(heads, 'head') : ''];
+    return `Without ${parts.filter(Boolean).join(' and ')}`;
+  },
+  heads: 'Heads that matter most',
+  headsHow: 'What the lead owes to all of a head’s output. Choose a head to switch it off.',
+  off: 'switched off',
   before: 'before',
   afterwards: 'after',
-  inFile: 'run headwise look to hide edges: a file has no model',
+  inFile: 'run headwise look to hide edges and heads: a file has no model',
   notInFile: 'This prediction is not in the file',
   notInFileHint: 'Choose one of those that are, or run headwise look.',
   loading: 'The model runs forward and backward',
@@ -43,10 +49,9 @@ const en = {
 };
 
 const zh: typeof en = {
-  title: '一个预测背后的边',
   keys: [
     ['← →', '前一个或后一个词元处的预测'],
-    ['Esc', '恢复所有隐藏的边'],
+    ['Esc', '恢复所有隐藏的边和头'],
   ],
   choose: '选择一个词元：解释模型在那里作出的预测。',
   tokens: '词元',
@@ -72,10 +77,16 @@ const zh: typeof en = {
   showAll: '全部恢复',
   open: '打开这个头',
   hiding: '模型正在不用它运行…',
-  hidden: (count) => `没有这 ${count} 条边时`,
+  hidden: (edges, heads) => {
+    const parts = [edges ? `${edges} 条边` : '', heads ? `${heads} 个头` : ''];
+    return `没有这 ${parts.filter(Boolean).join('和 ')} 时`;
+  },
+  heads: '最重要的头',
+  headsHow: '领先量有多少来自一个头的全部输出。点击一个头可以关掉它。',
+  off: '已关闭',
   before: '之前',
   afterwards: '之后',
-  inFile: '文件里没有模型；要隐藏边请运行 headwise look',
+  inFile: '文件里没有模型；要隐藏边或关掉头请运行 headwise look',
   notInFile: '文件里没有这个预测',
   notInFileHint: '请选择文件里有的，或运行 headwise look。',
   loading: '模型正在前向和反向运行',

@@ -36,6 +36,12 @@ def test_the_edges_behind_a_prediction_are_drawn_and_hidden(dog: Served, visit: 
     assert float(after.inner_text().strip("<%")) < float(before.inner_text().strip("<%"))
     page.keyboard.press("Escape")
     expect(hidden).to_have_count(0)
+    head = page.locator("[data-heads] button").first
+    head.click()
+    expect(page.get_by_role("heading", name="Without 1 head")).to_be_visible()
+    expect(head).to_have_attribute("aria-pressed", "true")
+    expect(hidden.get_by_role("row", name=re.compile("^og "))).to_be_visible()
+    page.keyboard.press("Escape")
     page.keyboard.press("ArrowLeft")
     expect(page).to_have_url(re.compile("row=10"))
     expect(told).to_contain_text("After My the model predicts")

@@ -1,13 +1,16 @@
 """The edges behind a prediction: the sign, the order and the refusals of what is told."""
 
 import pytest
+import torch
 
+from headwise import Edge
 from headwise.apps.look.readers.opening import opened
 from headwise.apps.look.readers.reader import silent
-from headwise.apps.look.reasons import Reasons
+from headwise.apps.look.reasons import Reasons, hidden
 from headwise.apps.look.reasons_view import explained
 from headwise.apps.look.scene import Input
 from headwise.apps.look.serving.answers import answer
+from headwise.watching import knock_out, runner_up
 from tests.apps.look.sessions import session_on
 
 
@@ -29,11 +32,6 @@ def test_the_induction_head_supports_the_word_that_returns(read: Input) -> None:
 
 
 def test_the_support_of_an_edge_is_what_the_lead_loses_without_it(read: Input) -> None:
-    import torch
-
-    from headwise import Edge
-    from headwise.watching import knock_out, runner_up
-
     told = explained(read, "11")
     predictor = read.predictor
     assert predictor is not None
@@ -44,6 +42,23 @@ def test_the_support_of_an_edge_is_what_the_lead_loses_without_it(read: Input) -
         with torch.no_grad(), knock_out(predictor.model, [hidden]):
             lead = float(runner_up(predictor.logits(told.row)))
         assert told.lead - lead == pytest.approx(edge.support, abs=0.25)
+
+
+def test_the_support_of_a_head_is_the_gradient_along_its_output(read: Input) -> None:
+    told = explained(read, "d")
+    assert {(x.layer, x.head) for x in told.heads()} == {
+        (x.layer, x.number) for x in read.main.heads
+    }
+    sizes = [abs(head.support) for head in told.heads()]
+    assert sizes == sorted(sizes, reverse=True)
+    first = told.heads()[0]
+    assert (first.layer, first.head) == (5, 1)  # the induction head
+    predictor = read.predictor
+    assert predictor is not None
+    (whole,) = hidden({"self": read.main}, f"self:{first.layer}.{first.head}")
+    with torch.no_grad(), knock_out(predictor.model, [whole]):
+        without = float(runner_up(predictor.logits(told.row)))
+    assert without < told.lead  # it supports the prediction, and is switched off
 
 
 def test_explaining_leaves_no_gradient_behind(read: Input) -> None:
