@@ -79,6 +79,9 @@ const en = {
   chooseReceives: 'Choose a token: the text is coloured by who looks at it.',
   chosenLooks: (token: string, number: string) => `${token} (${number}) looks at`,
   chosenReceives: (token: string, number: string) => `${token} (${number}) is looked at by`,
+  addHead: '+ another head',
+  addHeadTitle: 'Show the weights of several heads below the same text',
+  leaveHead: (name: string) => `Leave out head ${name}`,
   textOf: { rows: 'Queries', columns: 'Keys', both: 'Tokens' } as Record<string, string>,
   tokenOf: (number: string, token: string) => `${number}: ${token}`,
 
@@ -194,6 +197,9 @@ const zh: typeof en = {
   chooseReceives: '选择一个词元：文本按谁看向它着色。',
   chosenLooks: (token, number) => `${token}（${number}）看向`,
   chosenReceives: (token, number) => `看向 ${token}（${number}）的有`,
+  addHead: '+ 另一个头',
+  addHeadTitle: '在同一段文本下方显示多个头的权重',
+  leaveHead: (name) => `去掉头 ${name}`,
   textOf: { rows: '查询', columns: '键', both: '词元' },
   tokenOf: (number, token) => `${number}：${token}`,
 

@@ -5,6 +5,7 @@ import type { Look } from '../../lib/look.svelte';
 import { headsOf } from '../../lib/lookup';
 import type { Changes } from '../../lib/router.svelte';
 import type { HeadAddress, How } from '../../lib/types';
+import { MOST_HEADS } from './beside.svelte';
 import type { Place } from './view';
 
 export type By = 'row' | 'column';
@@ -94,6 +95,16 @@ export class Choices {
     if (side === 'text' || side === 'lines') return side;
     if (side === 'spans' && this.#look.transport.kind !== 'file') return side;
     return image ? 'image' : 'text';
+  }
+
+  /** Heads whose weights are shown below the text beside those of the open one. */
+  get beside(): readonly (readonly [number, number])[] {
+    const { head } = this;
+    const named = this.#text('beside').split(',');
+    return this.heads
+      .filter(([layer, number]) => named.includes(`${layer}.${number}`))
+      .filter(([layer, number]) => layer !== head?.layer || number !== head.head)
+      .slice(0, MOST_HEADS - 1);
   }
 
   get row(): number | null {
