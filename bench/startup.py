@@ -26,9 +26,7 @@ COMMANDS = {
 def processor_seconds(command: str) -> float:
     """The seconds of a processor that a command takes in its own process."""
     before = os.times()
-    subprocess.run(
-        [sys.executable, "-m", *command.split()], stdout=subprocess.DEVNULL, check=True
-    )
+    subprocess.run([sys.executable, "-m", *command.split()], stdout=subprocess.DEVNULL, check=True)
     after = os.times()
     started = before.children_user + before.children_system
     return after.children_user + after.children_system - started

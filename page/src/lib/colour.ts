@@ -71,6 +71,12 @@ function toRgb([lightness, a, b]: Triple): Triple {
   }) as unknown as Triple;
 }
 
+/** The colours of logarithmic weights: the same for every head of so many keys, at every zoom. */
+export function logSpan(columns: number): Span {
+  const even = 1 / Math.max(2, columns); // even attention lies a third up
+  return { scale: 'log', low: even ** 1.5, high: 1 };
+}
+
 /** The weights that the colours span. Below `low` a logarithmic scale shows nothing. */
 export interface Span {
   scale: Scale;

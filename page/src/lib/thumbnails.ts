@@ -1,6 +1,6 @@
 /** The small maps of a group's heads, and the colours that suit them. */
 
-import type { Span, Scale } from './colour';
+import { logSpan, type Scale, type Span } from './colour';
 import type { Cells, Group, How, Thumbnails } from './types';
 
 /** Cells a side: fewer where there are many heads, so that a group stays about a megabyte. */
@@ -17,11 +17,10 @@ export function cellsAt(pictures: Thumbnails, index: number): Cells {
 
 /**
  * From nothing to all of a row. A cell of means is full where rows spend everything in it, each of
- * its keys then getting an equal part; and even attention lies a third up the logarithmic scale.
+ * its keys then getting an equal part.
  */
 export function spanOf(cells: { columns: number }, group: Group, how: How, scale: Scale): Span {
+  if (scale === 'log') return logSpan(group.columns);
   const keys = group.columns / cells.columns; // in a cell
-  const high = how === 'mean' ? 1 / keys : 1;
-  const even = 1 / group.columns;
-  return { scale, high, low: even * Math.sqrt(even / high) };
+  return { scale, low: 0, high: how === 'mean' ? 1 / keys : 1 };
 }

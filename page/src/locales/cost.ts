@@ -5,6 +5,7 @@ type Words = Record<string, string>;
 const en = {
   keys: [['← →', 'move the focused slider']] as [string, string][],
   title: 'Figures',
+  value: 'value',
   parts: 'Parts',
   part: 'Part',
   formulas: 'Every formula, with the numbers put in',
@@ -77,6 +78,7 @@ const en = {
 const zh: typeof en = {
   keys: [['← →', '移动当前滑块']],
   title: '数值',
+  value: '值',
   parts: '各部分',
   part: '部分',
   formulas: '全部公式，代入数字',

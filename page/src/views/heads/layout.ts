@@ -5,7 +5,8 @@ import type { Order } from './arrange';
 
 const LABEL = 58; // left of the heads, for the names of layers
 const CAPTION = 18; // below a head, for its name and figure
-const SMALLEST = 66; // pixels of a head that still has a caption
+const NAME = 13; // below a small head, for its name
+const SMALLEST = 66; // pixels of a head that still has a figure below it
 
 /** A head's row and column from 0, and its corner in pixels. */
 export interface Place {
@@ -18,7 +19,10 @@ export interface Place {
 export interface Layout {
   /** The side of a head's square. */
   tile: number;
+  /** There is room for a head's figure beside its name. */
   captioned: boolean;
+  /** The height below a head for its name. */
+  caption: number;
   width: number;
   height: number;
   /** The layers with the pixel each begins at; none where heads do not stand by layer. */
@@ -56,7 +60,8 @@ export function layOut(
   const high = tallest(everyLayer, gap, room.height);
   const tile = Math.floor(Math.max(22, Math.min(wide, high)));
   const captioned = tile >= SMALLEST;
-  const [right, down] = [tile + gap, tile + gap + (captioned ? CAPTION : 0)];
+  const caption = captioned ? CAPTION : NAME;
+  const [right, down] = [tile + gap, tile + gap + caption];
 
   const byLayer = order === 'layers';
   const left = byLayer ? LABEL : 0;
@@ -70,6 +75,7 @@ export function layOut(
   return {
     tile,
     captioned,
+    caption,
     width: left + columns * right,
     height: rows * down,
     layers: byLayer ? layers.map((layer, row) => ({ layer, y: row * down })) : [],
