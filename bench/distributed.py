@@ -36,7 +36,7 @@ from headwise.distributed.key_blocks import KeyBlocks, Learnable, RunGradients
 from headwise.distributed.key_exchange import KeyRun, within_part
 from headwise.distributed.layouts import Layout
 from headwise.distributed.ranges import union
-from headwise.engines.learning import RowGradients
+from headwise.engines.gradients import RowGradients
 from headwise.engines.plan import choose_partial
 from headwise.mask import Mask
 

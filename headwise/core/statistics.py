@@ -38,13 +38,9 @@ def complete(
     terms: Terms | None = None,
 ) -> dict[str, Tensor]:
     """The named statistics, (B, Hq, N) each, from the results of a pass; `terms`, if known."""
-    asked, found = set(stats), {}
+    asked = set(stats)
     with torch.no_grad():
-        if "effective_keys" in asked and rows.entropy is not None:
-            found["effective_keys"] = rows.entropy.exp()
-        if "output_norm" in asked:
-            wide = torch.promote_types(rows.out.dtype, torch.float32)
-            found["output_norm"] = torch.linalg.vector_norm(rows.out, dim=-1, dtype=wide)
+        found = of_whole_rows(rows.out, rows.entropy, asked)
         if not asked.isdisjoint(SINGLE):
             start = problem.start() if "sink_mass" in asked else 0
             terms = problem.terms() if terms is None else terms
@@ -53,6 +49,17 @@ def complete(
                 start, sink_keys, problem.diagonal(),
             )  # fmt: skip
     return named(rows, found, stats)
+
+
+def of_whole_rows(out: Tensor, entropy: Tensor | None, asked: set[str]) -> dict[str, Tensor]:
+    """The statistics that need no single weight, (B, Hq, N) each."""
+    found = {}
+    if "effective_keys" in asked and entropy is not None:
+        found["effective_keys"] = entropy.exp()
+    if "output_norm" in asked:
+        wide = torch.promote_types(out.dtype, torch.float32)
+        found["output_norm"] = torch.linalg.vector_norm(out, dim=-1, dtype=wide)
+    return found
 
 
 def named(rows: RowResults, more: dict[str, Tensor], stats: tuple[str, ...]) -> dict[str, Tensor]:

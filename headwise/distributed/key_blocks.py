@@ -16,9 +16,8 @@ from headwise.core.statistics import single_weights
 from headwise.distributed.geometry import Geometry
 from headwise.distributed.key_exchange import KeyRun, Pair
 from headwise.distributed.ranges import Range, positions, union
-from headwise.engines.learning import RowGradients
-from headwise.engines.operators import PARTS, Gradients
-from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
+from headwise.engines.gradients import BackwardInputs, Gradients, RowGradients, sink_share
+from headwise.engines.operators import PARTS
 
 SINGLES = ("self_mass", "previous_mass", "sink_mass")  # weights on a few keys, merged like values
 
@@ -148,7 +147,8 @@ class RunGradients:
         out = _wide(rows.out)
         grad_out = torch.zeros_like(rows.out) if grads.out is None else grads.out
         self.grads = grad_out.contiguous(), grads.lse, grads.entropy
-        share = None if given.sinks is None else sink_share(given.sinks, rows.totals())
+        totals = rows.totals()
+        share = sink_share(given.sinks, totals)
         # A block's backward takes no sinks; with them the row's entropy has their share added.
         self.out, self.entropy = out, rows.entropy
         if share is not None and rows.entropy is not None:
@@ -160,8 +160,8 @@ class RunGradients:
         self.bias_learns = bias_learns
         if share is not None:
             products = (grad_out.to(wide) * out).sum(-1)
-            constant = row_constant(products, None, self.entropy, grads.lse, grads.entropy)
-            self.total = self.total._replace(sinks=sinks_gradient(share, constant, grads.entropy))
+            inputs = BackwardInputs(out, totals, rows.entropy, grad_out, grads.lse, grads.entropy)
+            self.total = self.total._replace(sinks=inputs.row_constants(products, share)[1])
 
     def add_run(self, run: KeyRun) -> Pair:
         """Add a run's share to every gradient, and return that of its keys and values."""

@@ -39,7 +39,7 @@ from headwise.distributed.movement import CallWidths, check_move, choose_move
 from headwise.distributed.shards import check_layout
 from headwise.distributed.transport import RankGroup
 from headwise.dropout import Dropout
-from headwise.engines.learning import RowGradients, without_gradients
+from headwise.engines.gradients import RowGradients, without_gradients
 from headwise.engines.plan import choose, choose_partial
 from headwise.handover import sharded
 from headwise.score import Score

@@ -1,14 +1,14 @@
 """Eager calls with gradients: one node of autograd around what an engine computes.
 
 PyTorch's own wrapper of operators takes the processor longer than a fused kernel takes a GPU, so
-compiled code alone goes through it. Both ways have the same gradients: `Differentiate`.
+compiled code alone goes through it. Both ways have the same gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,53 +16,12 @@ from torch import Tensor
 from headwise.core.problem import Problem, Terms
 from headwise.core.row_sums import RowResults
 from headwise.engines.contract import Results
-from headwise.engines.library_backward import LibraryBackward
+from headwise.engines.gradients import RowGradients, without_gradients
 
 TENSORS = 12  # the arguments of an operator that are tensors: q, k, v, and the first of Terms
 BIAS = 7  # the place of the bias among them
 FOR_BACKWARD = 5  # the first fields of `RowResults`, which a backward needs
 MOST_KEPT = 1 << 16  # numbers of terms per prepared call: longer calls take longer than they do
-
-
-class RowGradients(NamedTuple):
-    """The gradients of a forward's results; None for those that have none."""
-
-    out: Tensor | None
-    lse: Tensor | None
-    entropy: Tensor | None
-
-    @classmethod
-    def of(cls, grads: Sequence[Tensor | None]) -> RowGradients:
-        """Return those of `RowResults`, in their order; the others have no gradients."""
-        return cls(*(grads[place] for place in _DIFFERENTIABLE))
-
-
-_DIFFERENTIABLE = tuple(RowResults._fields.index(name) for name in RowGradients._fields)
-
-
-def without_gradients(found: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the results that have no gradients: of `RowResults`, and all further ones."""
-    rest = (x for place, x in enumerate(found) if place not in _DIFFERENTIABLE)
-    return [x for x in rest if x is not None]
-
-
-class Differentiate(Protocol):
-    """An engine's backward as a function of an operator's arguments."""
-
-    def __call__(
-        self,
-        tensors: list[Tensor | None],
-        numbers: tuple[Any, ...],
-        known: tuple[Tensor | None, ...],
-        grads: RowGradients,
-        bias_learns: bool,
-        library: LibraryBackward | None = None,
-    ) -> list[Tensor | None]:
-        """Return a gradient for each of the tensors, or None.
-
-        `known` are the first FOR_BACKWARD of the forward's results.
-        """
-        ...
 
 
 Sources = tuple[int | Tensor | None, ...]
@@ -75,8 +34,7 @@ class LearningCall:
     run: Callable[..., tuple[Tensor | None, ...]]  # `RowResults`, and further results
     sources: Sources  # of an operator's tensors: a place among the call's, a constant, or None
     numbers: tuple[Any, ...]  # the operator's other arguments
-    differentiate: Differentiate
-    library: LibraryBackward
+    differentiate: Callable[..., list[Tensor | None]]  # `Operators.gradients_by_place`
 
     def __call__(self, *given: Tensor | None) -> tuple[Any, ...]:
         """Return what `run` returns for these tensors, as results that have gradients."""
@@ -105,7 +63,7 @@ class LearningNode(torch.autograd.Function):
         bias = call.sources[BIAS]
         learns = isinstance(bias, int) and tensors[BIAS] is not None and ctx.needs_input_grad[bias]
         found = call.differentiate(
-            tensors, call.numbers, saved[count:], RowGradients.of(grads), learns, call.library
+            tensors, call.numbers, saved[count:], RowGradients.of(grads), learns
         )
         result: list[Tensor | None] = [None] * (count + 1)
         for source, grad in zip(call.sources, found, strict=True):

@@ -20,7 +20,7 @@ from headwise.core.row_sums import ENTROPY
 from headwise.distributed.geometry import geometry
 from headwise.distributed.key_blocks import KeyBlocks, Learnable, RunGradients
 from headwise.distributed.key_exchange import KeyRun
-from headwise.engines.learning import RowGradients
+from headwise.engines.gradients import RowGradients
 from headwise.engines.plan import choose_partial
 from tests.distributed.cases import SPANS, Case, alone, chosen, distances, joined, spanned, split
 from tests.distributed.processes import Processes

@@ -8,9 +8,8 @@ from torch import Tensor
 from headwise.core.blocks import Unit
 from headwise.core.logits import relative_index
 from headwise.core.problem import Terms
-from headwise.core.row_sums import RowTotals
 from headwise.core.schedule import Segment
-from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
+from headwise.engines.gradients import BackwardInputs, Gradients, sink_share
 from headwise.engines.streaming.forward_loop import row_totals
 from headwise.engines.streaming.loop import LN_2, NO_WEIGHT, Loop, Selection
 
@@ -24,37 +23,29 @@ class Backward(Loop):
         k: Tensor,
         v: Tensor,
         terms: Terms,
-        out: Tensor,
-        totals: RowTotals,
-        entropy: Tensor | None,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        grad_entropy: Tensor | None,
-        bias_learns: bool,
+        given: BackwardInputs,
         selection: Selection | None = None,
     ) -> None:
         super().__init__(q, k, v, terms, selection)
         wide = self.blocks.wide
-        self.grad_out, self.grad_entropy = grad_out, grad_entropy
+        self.grad_out, self.grad_entropy, totals = given.grad_out, given.grad_entropy, given.totals
         if totals.base is totals.lse and totals.coarse():
             totals = row_totals(q, k, terms)
         self.divide_by(totals)
-        share = None if terms.sinks is None else sink_share(terms.sinks, totals)
-        products = (grad_out.to(wide) * out.to(wide)).sum(-1)
-        self.row = row_constant(products, share, entropy, grad_lse, grad_entropy)
+        products = (given.grad_out.to(wide) * given.out.to(wide)).sum(-1)
+        share = sink_share(terms.sinks, totals)
+        self.row, self.grad_sinks = given.row_constants(products, share)
         self.scale = terms.scale if terms.additive is None else 1.0
-        self.grad_sinks = None
-        if share is not None:
-            self.grad_sinks = sinks_gradient(share, self.row, grad_entropy)
-        self.grad_q = q.new_empty(q.shape, dtype=torch.promote_types(q.dtype, out.dtype))
+        self.grad_q = q.new_empty(q.shape, dtype=torch.promote_types(q.dtype, given.out.dtype))
         self.grad_k = torch.zeros_like(k, dtype=wide)
         self.grad_v = torch.zeros_like(v, dtype=wide)
         self.grad_additive = _zeros(terms.additive, wide)
-        self.grad_bias = _zeros(terms.bias if bias_learns else None, wide)
+        self.grad_bias = _zeros(terms.bias if given.bias_learns else None, wide)
         self.grad_slopes = _zeros(terms.slopes, wide)
         self.grad_relative = _zeros(terms.relative, wide)
 
-    def run(self) -> None:
+    def run(self) -> Gradients:
+        """Return the gradients of every input."""
         for unit in self.schedule.units():
             self.enter(unit)
             for rows in self.schedule.row_blocks():
@@ -64,6 +55,10 @@ class Backward(Loop):
                 for segment in self.schedule.segments(unit, rows):
                     grad_q += self.block(unit, rows, segment, q, grad_out)
                 self.put(unit, rows, self.blocks.grouped(self.grad_q), grad_q * self.scale)
+        return Gradients(
+            self.grad_q, self.grad_k, self.grad_v, self.grad_additive, self.grad_bias,
+            self.grad_slopes, self.grad_relative, self.grad_sinks,
+        )  # fmt: skip
 
     def block(
         self, unit: Unit, rows: slice, segment: Segment, q: Tensor, grad_out: Tensor

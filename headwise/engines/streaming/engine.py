@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from headwise.core.row_sums import RowResults
 from headwise.core.statistics import complete, wanted
 from headwise.engines import library_backward
 from headwise.engines.contract import Engine, Prepared, Results, compute
+from headwise.engines.gradients import BackwardInputs, Gradients
 from headwise.engines.learning import fixed_terms
 from headwise.engines.library_backward import LibraryBackward
-from headwise.engines.operators import Gradients, operators
+from headwise.engines.operators import Operators
 from headwise.engines.streaming.backward_loop import Backward
 from headwise.engines.streaming.forward_loop import Forward
 
@@ -107,19 +107,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> RowResult
     return Forward(q, k, v, terms, wants).run()
 
 
-def _differentiate(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *rest: Any) -> Gradients:
-    loop = Backward(q, k, v, terms, *rest)
-    loop.run()
-    return Gradients(
-        loop.grad_q,
-        loop.grad_k,
-        loop.grad_v,
-        loop.grad_additive,
-        loop.grad_bias,
-        loop.grad_slopes,
-        loop.grad_relative,
-        loop.grad_sinks,
-    )
+def _differentiate(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs
+) -> Gradients:
+    return Backward(q, k, v, terms, given).run()
 
 
-_forward = operators("streaming", _run, _differentiate, LIBRARY_ON)
+_forward = Operators("streaming", _run, _differentiate, LIBRARY_ON)

@@ -17,8 +17,7 @@ from headwise.core.blocks import Unit
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.row_sums import LOG_TOTAL, RowTotals
 from headwise.core.schedule import Schedule, Segment
-from headwise.engines.operators import CALL, LIBRARY, define
-from headwise.engines.second_derivatives import refuse
+from headwise.engines.operators import CALL, define, differentiable
 from headwise.engines.streaming.forward_loop import Forward
 from headwise.engines.streaming.loop import Loop
 from headwise.engines.streaming.selection import Chosen
@@ -185,28 +184,6 @@ def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tenso
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in made]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.numbers = [x for x in inputs if not isinstance(x, Tensor)]
-    ctx.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*(inputs[place] for place in ctx.places), *output)
-
-
-def _gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    saved, numbers = ctx.saved_tensors, iter(ctx.numbers)
-    tensors = dict(zip(ctx.places, saved, strict=False))
-    count = len(tensors) + len(ctx.numbers)
-    inputs = [tensors[place] if place in tensors else next(numbers) for place in range(count)]
-    found = _BACKWARD(*inputs, *saved[len(tensors) :], grad.contiguous())
-    result: list[Tensor | None] = [None] * count
-    result[3 + _TERMS : 3 + _TERMS + 3] = found
-    return tuple(result)
-
-
-def _no_second(ctx: Any, *grads: Any) -> None:
-    refuse("index_loss")
-
-
 index_loss = define(
     "index_loss",
     f"({CALL}, {INDEXER}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -222,5 +199,4 @@ _BACKWARD = define(
     _backward,
     _backward_shapes,
 )
-torch.library.register_autograd(index_loss, _gradient, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd(_BACKWARD, _no_second, lib=LIBRARY)
+differentiable(index_loss, _BACKWARD, tuple(range(3 + _TERMS, 6 + _TERMS)), "index_loss")

@@ -21,6 +21,7 @@ from headwise.core.problem import Problem, Terms, without_autocast, without_drop
 from headwise.core.row_sums import LOG_TOTAL, RowResults, RowTotals
 from headwise.core.spans import SPAN_PREFIX, Span, shown
 from headwise.core.statistics import complete, named, wanted
+from headwise.engines.gradients import BackwardInputs
 from headwise.engines.streaming.backward_loop import Backward
 from headwise.engines.streaming.forward_loop import Forward
 from headwise.engines.streaming.loop import Loop, Selection
@@ -163,15 +164,8 @@ class _Attend(torch.autograd.Function):
         bias_learns = bias is not None and ctx.needs_input_grad[6]
         known = RowTotals.known(*totals)
         with without_autocast(q.device):
-            loop = Backward(
-                q, k, v, terms, out, known, None, grad_out, None, None, bias_learns,
-                ctx.selection,
-            )  # fmt: skip
-            loop.run()
-        found = (
-            loop.grad_q, loop.grad_k, loop.grad_v, loop.grad_additive, loop.grad_bias,
-            loop.grad_slopes, loop.grad_relative, loop.grad_sinks,
-        )  # fmt: skip
+            inputs = BackwardInputs(out, known, None, grad_out, bias_learns=bias_learns)
+            found = Backward(q, k, v, terms, inputs, ctx.selection).run()
         given = (q, k, v, additive, bias, slopes, relative, sinks)
         pairs = zip(found, given, strict=True)
         grads = (None if x is None or grad is None else grad.to(x.dtype) for grad, x in pairs)

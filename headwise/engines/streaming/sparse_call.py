@@ -14,8 +14,16 @@ from torch import Tensor
 from headwise.core.policies import Blocks, Evicted, Indices, Policy, TopK, Window
 from headwise.core.problem import Problem, Terms, without_autocast
 from headwise.core.row_sums import LOG_TOTAL, RowResults, RowTotals, room
-from headwise.engines.operators import CALL, LIBRARY, define
-from headwise.engines.second_derivatives import refuse
+from headwise.engines.gradients import BackwardInputs
+from headwise.engines.learning import BIAS
+from headwise.engines.operators import (
+    CALL,
+    LEARNABLE,
+    define,
+    differentiable,
+    gradient_shapes,
+    learnable,
+)
 from headwise.engines.streaming.backward_loop import Backward
 from headwise.engines.streaming.forward_loop import Forward
 from headwise.engines.streaming.loop import Selection
@@ -24,7 +32,6 @@ from headwise.engines.streaming.selection import Above, Band, Chosen, Columns, s
 POLICY = "str kind, int[] numbers, int[] amount, Tensor? chosen"
 _TERMS = len(Terms._fields)
 _POLICY = 4
-_LEARN = (0, 1, 2, 3, 7, 8, 9, 10)  # q, k, v, additive, bias, slopes, relative, sinks
 
 
 def attend(problem: Problem, policy: Policy) -> Tensor:
@@ -118,60 +125,12 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
     selection = _selection(kind, numbers, first, second, k.shape[2])
     totals = RowTotals.known(lse, max_logit, log_total)
     with without_autocast(q.device):
-        loop = Backward(
-            q, k, v, terms, out, totals, None, grad_out, None, None, bias_learns, selection
-        )
-        loop.run()
-    found = (
-        loop.grad_q, loop.grad_k, loop.grad_v, loop.grad_additive, loop.grad_bias,
-        loop.grad_slopes, loop.grad_relative, loop.grad_sinks,
-    )  # fmt: skip
-    learn = _learnable(q, k, v, terms, bias_learns)
-    pairs = zip(found, learn, strict=True)
+        inputs = BackwardInputs(out, totals, None, grad_out, bias_learns=bias_learns)
+        found = Backward(q, k, v, terms, inputs, selection).run()
+    pairs = zip(found, learnable(q, k, v, terms, bias_learns), strict=True)
     return [
         grad.to(x.dtype).contiguous() for grad, x in pairs if grad is not None and x is not None
     ]
-
-
-def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
-    learn = _learnable(q, k, v, Terms(*given[:_TERMS]), given[-1])
-    kept = (x for x in learn if x is not None)
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in kept]
-
-
-def _learnable(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, bias_learns: bool
-) -> tuple[Tensor | None, ...]:
-    bias = terms.bias if bias_learns else None
-    return q, k, v, terms.additive, bias, terms.slopes, terms.relative, terms.sinks
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.numbers = [x for x in inputs if not isinstance(x, Tensor)]
-    ctx.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(inputs[place] for place in ctx.places), *output)
-
-
-def _gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    saved, numbers = ctx.saved_tensors, iter(ctx.numbers)
-    tensors = dict(zip(ctx.places, saved, strict=False))
-    count = len(tensors) + len(ctx.numbers)
-    result: list[Tensor | None] = [None] * count
-    if grad_out is None:
-        return tuple(result)
-    inputs = [tensors[place] if place in tensors else next(numbers) for place in range(count)]
-    bias_learns = inputs[_LEARN[4]] is not None and ctx.needs_input_grad[_LEARN[4]]
-    found = iter(_BACKWARD(*inputs, *saved[len(tensors) :], grad_out, bias_learns))
-    for place in _LEARN:
-        if inputs[place] is not None and (place != _LEARN[4] or bias_learns):
-            result[place] = next(found)
-    return tuple(result)
-
-
-def _no_second(ctx: Any, *grads: Any) -> None:
-    refuse("sparse")
 
 
 _FORWARD = define(
@@ -185,7 +144,6 @@ _BACKWARD = define(
     f"({CALL}, {POLICY}, Tensor out, Tensor lse, Tensor max_logit, Tensor log_total, Tensor first, "
     "Tensor second, Tensor grad_out, bool bias_learns) -> Tensor[]",
     _backward,
-    _backward_shapes,
+    gradient_shapes,
 )
-torch.library.register_autograd(_FORWARD, _gradient, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd(_BACKWARD, _no_second, lib=LIBRARY)
+differentiable(_FORWARD, _BACKWARD, LEARNABLE, "sparse", BIAS)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms
-from headwise.core.row_sums import RowResults, RowTotals
-from headwise.engines.operators import Gradients
-from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
+from headwise.core.row_sums import RowResults
+from headwise.engines.gradients import BackwardInputs, Gradients, sink_share
 from headwise.engines.triton.host.decoding_call import join, parts_for, processors, shares
 from headwise.engines.triton.host.launches import Kind, Launches, kind_of
 from headwise.engines.triton.host.operands import (
@@ -121,30 +120,18 @@ def _weight(terms: Terms) -> Tensor:
 
 
 def differentiate_additive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    out: Tensor,
-    totals: RowTotals,
-    entropy: Tensor | None,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    _: bool,  # there is no bias
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs
 ) -> Gradients:
-    """Gradients of every input from those of out, lse and entropy."""
-    share = None if terms.sinks is None else sink_share(terms.sinks, totals)
-    products = (out.float() * grad_out.float()).sum(-1)
-    shared = row_constant(products, share, entropy, grad_lse, grad_entropy)
+    """Gradients of every input from those of out, lse and entropy; there is no bias."""
+    totals, grad_entropy = given.totals, given.grad_entropy
+    products = (given.out.float() * given.grad_out.float()).sum(-1)
+    shared, sinks = given.row_constants(products, sink_share(terms.sinks, totals))
     if grad_entropy is not None:
         grad_entropy = grad_entropy.contiguous()
     rest = totals.log_total * LOG2E.value
     rows = Rows(totals.safe_base(), rest, shared.contiguous(), grad_entropy)
-    call = operands(q, k, v, terms)
-    grad_q, grad_k, grad_v, grad_weight = _launch(call, rows, grad_out, out.dtype)
-    sinks = None if share is None else sinks_gradient(share, shared, grad_entropy)
-    return Gradients(grad_q, grad_k, grad_v, grad_weight, None, None, None, sinks)
+    grads = _launch(operands(q, k, v, terms), rows, given.grad_out, given.out.dtype)
+    return Gradients(*grads, None, None, None, sinks)
 
 
 def _launch(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,9 @@ from headwise.core.problem import Problem, Terms
 from headwise.core.row_sums import LOG_TOTAL, WIDE, RowResults
 from headwise.core.statistics import wanted
 from headwise.engines.contract import Prepared, Results
+from headwise.engines.gradients import BackwardInputs, Gradients
 from headwise.engines.learning import TENSORS, chosen, fixed_terms, others, sources
-from headwise.engines.operators import Gradients, Operators, operators
+from headwise.engines.operators import Operators
 from headwise.engines.triton.host.additive_call import differentiate_additive, run_additive
 from headwise.engines.triton.host.backward_call import differentiate_dot
 from headwise.engines.triton.host.cards import card
@@ -55,17 +55,16 @@ def run(
 
 
 def differentiate(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, *rest: Any
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs
 ) -> Gradients:
     """Return the gradients of every input from those of out, lse and entropy."""
-    totals, entropy, grad_out, *others = rest
     if v.shape[-1] == 0:  # as in the forward; out has no gradient
         none = torch.zeros_like(q)
-        found = differentiate(q, k, k, terms, none, totals, entropy, none, *others)
+        found = differentiate(q, k, k, terms, given._replace(out=none, grad_out=none))
         return found._replace(v=torch.empty_like(v))
-    q, k, v, out, grad_out = widened(q, k, v, out, grad_out.to(q.dtype))
+    q, k, v, out, grad_out = widened(q, k, v, given.out, given.grad_out.to(q.dtype))
     kernels = differentiate_dot if terms.additive is None else differentiate_additive
-    return kernels(q, k, v, terms, out, totals, entropy, grad_out, *others)
+    return kernels(q, k, v, terms, given._replace(out=out, grad_out=grad_out))
 
 
 def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], RowResults]:
@@ -73,7 +72,7 @@ def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], RowResults]
     return lambda *arguments: run(Launches(), *arguments)
 
 
-FORWARD = operators("triton", once(run), differentiate, LIBRARY_ON)
+FORWARD = Operators("triton", once(run), differentiate, LIBRARY_ON)
 
 
 def complete(

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from headwise.core.problem import Terms
 from headwise.core.row_sums import RowTotals
-from headwise.engines.operators import Gradients
-from headwise.engines.row_gradients import row_constant, sink_share, sinks_gradient
+from headwise.engines.gradients import BackwardInputs, Gradients, sink_share
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.launches import Kind, Launches, kind_of
 from headwise.engines.triton.host.operands import (
@@ -34,28 +33,17 @@ from headwise.engines.triton.kernels.gradients import WHOLE, Rows, fill_rows
 
 
 def differentiate_dot(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    out: Tensor,
-    totals: RowTotals,
-    entropy: Tensor | None,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    bias_learns: bool,
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs
 ) -> Gradients:
     """Return the gradients of every input from those of out, lse and entropy."""
     with on(q.device):
-        call = BackwardCall(q, k, v, terms, out, grad_out)
-        share = None if terms.sinks is None else sink_share(terms.sinks, totals)
-        rows = call.numbers(out, totals)
-        shared = rows.shared[..., : call.rows]
-        row_constant(shared, share, entropy, grad_lse, grad_entropy)
-        if grad_entropy is not None:
+        call = BackwardCall(q, k, v, terms, given.out, given.grad_out)
+        share = sink_share(terms.sinks, given.totals)
+        rows = call.numbers(given.out, given.totals)
+        _, grad_sinks = given.row_constants(rows.shared[..., : call.rows], share)
+        if given.grad_entropy is not None:
             past = rows.shared.shape[-1] - call.rows
-            padded = torch.nn.functional.pad(grad_entropy.contiguous(), (0, past))
+            padded = torch.nn.functional.pad(given.grad_entropy.contiguous(), (0, past))
             rows = rows._replace(entropy=padded)
         grad_q, sums = call.queries(rows)
         grad_k, grad_v = call.keys(rows)
@@ -64,10 +52,10 @@ def differentiate_dot(
             grad_k,
             grad_v,
             None,
-            call.bias(rows) if bias_learns else None,
+            call.bias(rows) if given.bias_learns else None,
             None if sums.slopes is None else -sums.slopes.sum((0, 2)),
             None if terms.relative is None else call.relative(rows, sums),
-            None if share is None else sinks_gradient(share, shared, grad_entropy),
+            grad_sinks,
         )
 
 

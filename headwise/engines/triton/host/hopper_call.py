@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.core.problem import Terms
 from headwise.core.row_sums import MOMENTS, RowResults
-from headwise.engines.operators import operators
+from headwise.engines.operators import Operators
 from headwise.engines.triton.host.attention_call import differentiate, once
 from headwise.engines.triton.host.forward_call import NO_MOMENTS, run_forward
 from headwise.engines.triton.host.launches import Launches, kind_of
@@ -84,7 +84,7 @@ def run_hopper_forward(
     return found
 
 
-FORWARD = operators("hopper", once(run_hopper_forward), differentiate, LIBRARY_ON)
+FORWARD = Operators("hopper", once(run_hopper_forward), differentiate, LIBRARY_ON)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +9,9 @@ from torch import Tensor
 
 from headwise.core.problem import Problem, Terms
 from headwise.core.row_sums import RowResults, RowTotals
-from headwise.core.statistics import named, single_weights
-from headwise.engines import failures
+from headwise.core.statistics import named, of_whole_rows, single_weights
 from headwise.engines.calls import direct
-from headwise.engines.failures import KernelError, family_of_terms
-from headwise.engines.operators import CALL, define
+from headwise.engines.operators import CALL, define, guarded
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import (
     WORD,
@@ -28,6 +25,7 @@ from headwise.engines.triton.host.operands import (
 from headwise.engines.triton.kernels.single_key import Known, Single
 from headwise.engines.triton.kernels.single_key import single as single_key
 
+_TERMS = len(Terms._fields)
 _BITS = {name: 1 << n for n, name in enumerate(Single._fields)}
 
 
@@ -46,22 +44,23 @@ def complete_dot(
         start = problem.start() if "sink_mass" in names else 0
         starts, first = (start, 0) if isinstance(start, Tensor) else (None, start)
         asked = sum(_BITS[name] for name in names)
-        single = _single if launches is None else partial(_run, launches)
+        given = rows.out, rows.max_logit, rows.log_total, rows.entropy
+        rest = *given, starts, first, sink_keys, asked
         with torch.no_grad():
-            rest = single(
-                problem.q, problem.k, problem.v, *terms, rows.out, rows.max_logit,
-                rows.log_total, rows.entropy, starts, first, sink_keys, asked,
-            )  # fmt: skip
-        found = dict(zip(names, rest.unbind(0), strict=True))
+            if launches is None:
+                single = _single(problem.q, problem.k, problem.v, *terms, *rest)
+            else:
+                single = _run(launches, problem.q, problem.k, problem.v, terms, *rest)
+        found = dict(zip(names, single.unbind(0), strict=True))
     return named(rows, found, stats)
 
 
-def _run(launches: Launches, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
-    terms = Terms(*given[: len(Terms._fields)])
-    out, max_logit, log_total, entropy, *rest = given[len(Terms._fields) :]
-    starts, first, sink_keys, asked = rest
+def _run(
+    launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, *given: Any
+) -> Tensor:
+    max_logit, log_total, entropy, starts, first, sink_keys, asked = given
     q, k, v, out = widened(q, k, v, out)
-    whole = _shapes(q, k, v, *given)
+    whole = _shapes(q, k, v, asked)
     launches.allocated(whole)
     if max_logit.numel() == 0:
         return whole
@@ -92,36 +91,26 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     return q.new_empty(count, *q.shape[:3], dtype=torch.float32)
 
 
-def _once(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
-    terms = Terms(*given[: len(Terms._fields)])
-    calls = [family_of_terms("triton", q, v, terms, learns) for learns in (False, True)]
-    if failures.caller_replans() or failures.reason(calls[0]) is None:
-        try:
-            return _run(Launches(), q, k, v, *given)
-        except KernelError as failure:
-            if failures.caller_replans():
-                raise
-            for each in calls:
-                failures.record(each, failure)
-    return _without_kernel(q, k, v, *given)
-
-
-def _without_kernel(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+def _without_kernel(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, *given: Any
+) -> Tensor:
     """Compute the statistics in PyTorch, for a compiled graph whose kernel fails."""
-    terms = Terms(*given[: len(Terms._fields)]).without_band(q.shape[2], k.shape[2])
-    out, max_logit, log_total, entropy, *rest = given[len(Terms._fields) :]
-    starts, first, sink_keys, asked = rest
+    max_logit, log_total, entropy, starts, first, sink_keys, asked = given
     log_total = torch.zeros_like(max_logit) if log_total is None else log_total  # not needed
     totals = RowTotals(max_logit + log_total, max_logit, log_total)
     names = {name for name, bit in _BITS.items() if asked & bit}
-    found = single_weights(
-        q, k, terms, totals, max_logit, names, first if starts is None else starts, sink_keys,
-    )  # fmt: skip
-    if "effective_keys" in names:
-        found["effective_keys"] = entropy.exp()
-    if "output_norm" in names:
-        found["output_norm"] = torch.linalg.vector_norm(out, dim=-1, dtype=max_logit.dtype)
+    start = first if starts is None else starts
+    found = single_weights(q, k, terms, totals, max_logit, names, start, sink_keys)
+    found |= of_whole_rows(out, entropy, names)
     return torch.stack([found[name] for name in _BITS if name in names])
+
+
+_safe = guarded("triton", lambda *given: _run(Launches(), *given), _without_kernel, (False, True))
+
+
+def _once(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    found: Tensor = _safe(q, k, v, Terms(*given[:_TERMS]), *given[_TERMS:])
+    return found
 
 
 _single = direct(
