@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.arguments import INTEGER_DTYPES, as_int, is_integer
-from headwise.core.reduction import Columns, reduce_rows
+from headwise.core.reduction import CallRows, Columns, reduce_rows
 from headwise.core.spans import NEEDED, SPAN_PREFIX, Span
 
 
@@ -104,7 +104,9 @@ class Observation:
         """
         columns, padding = Columns(tuple(self.values)), self.padding_of(padding)
         values = [x.detach().reshape(self.highest.shape) for x in self.values.values()]
-        reduced = reduce_rows(values, self.highest, padding, columns.maxima, columns.minima)
+        reduced = reduce_rows(
+            CallRows(values, self.highest, padding, None, columns.maxima, columns.minima)
+        )
         return columns.figures(torch.cat(reduced), self.sampled)
 
     def padding_of(self, padding: Tensor | None) -> Tensor | None:

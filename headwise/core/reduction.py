@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,19 +99,24 @@ class Columns:
         return {name: found[at] for (name, stat), at in named if stats is None or stat in stats}
 
 
-def reduce_rows(
-    values: Sequence[Tensor | None],
-    highest: Tensor,
-    padding: Tensor | None,
-    maxima: Sequence[int],
-    minima: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Reduce statistics (B, H, N) over the rows that see a key and are not padding (B, N).
+class CallRows(NamedTuple):
+    """The statistics of a call's rows, (B, H, N) each, for the columns of its heads."""
+
+    values: Sequence[Tensor | None]  # None adds nothing
+    highest: Tensor  # -inf for a row that sees no key
+    padding: Tensor | None  # (B, N)
+    proof: Tensor | None  # (): how far the call was from its reading, for a board
+    maxima: Sequence[int]  # the places among the values of those whose extremes are kept
+    minima: Sequence[int]
+
+
+def reduce_rows(call: CallRows) -> tuple[Tensor, Tensor]:
+    """Reduce statistics over the rows that see a key and are not padding.
 
     Returns the columns that add up, (1 + values, H), and those of which the maximum is taken,
-    (maxima + minima, H). A statistic that is None adds nothing. `highest` (B, H, N) is -inf for a
-    row that sees no key.
+    (maxima + minima, H).
     """
+    values, highest, padding, _, maxima, minima = call
     counted = highest != -torch.inf
     if padding is not None:
         counted = counted & ~padding[:, None]

@@ -16,8 +16,10 @@ from headwise.core.row_sums import FLAGS, LOG_TOTAL, RowResults, RowTotals
 
 PART = 1 << 22  # elements of the queries of one step, so that their keys take little memory
 
-SINGLE = ("top_prob", "sink_mass", "self_mass", "previous_mass")
-"""The statistics that are the weight on one key, or on a few."""
+FEW_KEYS = ("sink_mass", "self_mass", "previous_mass")
+"""The statistics that are the weight on one key or a few, wherever the row looks."""
+
+SINGLE = ("top_prob", *FEW_KEYS)
 
 _NEEDS = FLAGS | {"effective_keys": FLAGS["entropy"]} | dict.fromkeys(SINGLE, LOG_TOTAL)
 

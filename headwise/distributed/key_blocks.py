@@ -19,8 +19,6 @@ from headwise.distributed.ranges import Range, positions, union
 from headwise.engines.gradients import BackwardInputs, Gradients, RowGradients, sink_share
 from headwise.engines.operators import PARTS
 
-SINGLES = ("self_mass", "previous_mass", "sink_mass")  # weights on a few keys, merged like values
-
 
 class Learnable(NamedTuple):
     """The tensors of a call that may have gradients, besides k and v."""
@@ -49,7 +47,7 @@ class KeyBlocks:
     rank: int
     engine: str
     wants: int
-    singles: tuple[str, ...]  # of SINGLES
+    singles: tuple[str, ...]  # of FEW_KEYS: merged like values
     sink_keys: int
 
     def forward(self, given: Learnable, width: int, runs: Iterable[KeyRun]) -> FinishedRows:

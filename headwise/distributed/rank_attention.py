@@ -20,19 +20,14 @@ from headwise.core.place import as_four_axes
 from headwise.core.problem import Problem
 from headwise.core.row_sums import RowResults
 from headwise.core.spans import NEEDED, SPAN_PREFIX, Spans, check_spans, span_weights
-from headwise.core.statistics import complete, named, wanted
+from headwise.core.statistics import FEW_KEYS, complete, named, wanted
 from headwise.distributed.call_header import call_header, checked_part
 from headwise.distributed.descriptions import Values
 from headwise.distributed.geometry import geometry
 from headwise.distributed.head_attention import attend_by_heads
 from headwise.distributed.head_options import learned_tensors
 from headwise.distributed.header import Header, agree, failing_together
-from headwise.distributed.key_blocks import (
-    SINGLES,
-    KeyBlocks,
-    Learnable,
-    RunGradients,
-)
+from headwise.distributed.key_blocks import KeyBlocks, Learnable, RunGradients
 from headwise.distributed.key_exchange import KeyExchange, RangeExchange, RingExchange
 from headwise.distributed.layouts import Layout
 from headwise.distributed.movement import CallWidths, check_move, choose_move
@@ -198,7 +193,7 @@ def _call(
         return attend_by_heads(ranks, found, (q, k, v), options, names, asked.sink_keys, values)
     found = found.everything() if chosen == "gather" else found
     exchange = (RingExchange if chosen == "ring" else RangeExchange)(ranks, found)
-    singles = tuple(name for name in SINGLES if name in names)
+    singles = tuple(name for name in FEW_KEYS if name in names)
     sink_keys = min(asked.sink_keys, max(1, found.whole.keys))
     blocks = KeyBlocks(problem, found, ranks.own, options.engine, wanted(names), singles, sink_keys)
     terms = problem.terms()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol, cast
 
@@ -49,7 +48,7 @@ class Backend(Protocol):
 
 
 class Coverage(Protocol):
-    """The functions about a row's largest weights: the modules `fused_coverage` and `coverage`."""
+    """The functions about a row's largest weights: the modules `fused` and `coverage`."""
 
     def kept(self, region: Region, totals: RowTotals, counts: list[int]) -> Tensor:
         """The weight of each row's largest keys, for each count, (B, Hq, N, counts)."""
@@ -59,13 +58,13 @@ class Coverage(Protocol):
 
 
 class FusedOrBlockwise:
-    """The fused kernels; for maps like one whose kernel failed, the blockwise functions."""
+    """The fused kernels; for maps like one whose kernel failed, the functions of `plain`."""
 
-    def __init__(self, fused: str, plain: ModuleType) -> None:
-        self.fused, self.plain = fused, plain
+    def __init__(self, plain: ModuleType) -> None:
+        self.plain = plain
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        fused = import_module(self.fused)  # it imports Triton, which is optional
+        from headwise.maps import fused  # it imports Triton, which is optional
 
         def work(region: Region, *given: Any) -> Any:
             calls = family(TRITON.name, "maps", region.q, region.k, False)
@@ -83,14 +82,14 @@ def backend_for(region: Region) -> Backend:
     """The fused kernels if they can compute this region, else the blockwise functions."""
     if not _fused(region):
         return cast(Backend, blockwise)
-    return cast(Backend, FusedOrBlockwise("headwise.maps.fused", blockwise))
+    return cast(Backend, FusedOrBlockwise(blockwise))
 
 
 def coverage_for(region: Region) -> Coverage:
     """The same for the functions about a row's largest weights."""
     if not _fused(region):
         return cast(Coverage, coverage)
-    return cast(Coverage, FusedOrBlockwise("headwise.maps.fused_coverage", coverage))
+    return cast(Coverage, FusedOrBlockwise(coverage))
 
 
 def _fused(region: Region) -> bool:

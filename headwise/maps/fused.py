@@ -1,4 +1,4 @@
-"""A map on a GPU: the functions of `headwise.maps.blockwise` as fused kernels."""
+"""A map on a GPU: the functions of `blockwise`, and two of `coverage`, as fused kernels."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from headwise.engines.triton.host.tile_shapes import Shape, fit
 from headwise.engines.triton.kernels.maps import map_lse as logsum
 from headwise.engines.triton.kernels.maps.map_cells import Effects, cells
 from headwise.engines.triton.kernels.maps.map_cells import Totals as Known
+from headwise.engines.triton.kernels.maps.map_held import held
 from headwise.engines.triton.kernels.maps.map_largest import largest
 from headwise.engines.triton.kernels.maps.map_peaks import peaks
-from headwise.maps import blockwise
+from headwise.maps import blockwise, coverage
 from headwise.maps.blockwise import Totals
 from headwise.maps.effect_totals import EffectTotals, PeakSums, Sums
 from headwise.maps.pooling import Cells, Reduction
 from headwise.maps.region import Region
 
 MOST = 64  # largest numbers per row that fit on chip
+CUTS = 8  # of the range of logarithms in one pass over the keys
 
 
 def row_totals(region: Region) -> Totals:
@@ -42,22 +44,22 @@ def row_totals(region: Region) -> Totals:
         return blockwise.row_totals(region)
     if region.grad is not None:
         return _effect_totals(region)
-    call = call_of(region)
+    call = _call_of(region)
     batch, heads, rows, _ = region.box.shape
     sums = region.q.new_empty(3, batch, heads, rows, dtype=torch.float32)
 
     def launch(shape: Shape) -> None:
         logsum.log_sums[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, *sums, outer_strides(call.q), outer_strides(call.k), call.given,
-            *call.sizes, **constants(shape), **flags(call),
+            *call.sizes, **_constants(shape), **_flags(call),
         )  # fmt: skip
 
-    fit_map(call, launch)
+    _fit_map(call, launch)
     return RowTotals(*sums)
 
 
 def _effect_totals(region: Region) -> EffectTotals:
-    call, effects = call_of(region), _effects(region, None)
+    call, effects = _call_of(region), _effects(region, None)
     batch, heads, rows, _ = region.box.shape
     best, product, *rest = region.q.new_empty(5, batch, heads, rows, dtype=torch.float32)
     key = torch.empty_like(best, dtype=torch.int32)
@@ -65,11 +67,11 @@ def _effect_totals(region: Region) -> EffectTotals:
     def launch(shape: Shape) -> None:
         peaks[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, effects, best, key, product, *rest, outer_strides(call.q),
-            outer_strides(call.k), call.given, *call.sizes, **constants(shape), **flags(call),
+            outer_strides(call.k), call.given, *call.sizes, **_constants(shape), **_flags(call),
             **_value_flags(effects),
         )  # fmt: skip
 
-    fit_map(call, launch, effects)
+    _fit_map(call, launch, effects)
     key = torch.where(key < 0, -1, key + region.terms.first_key)
     return PeakSums(best, key, product, Sums(*rest)).totals(region.terms.sinks, region.whole)
 
@@ -100,7 +102,7 @@ def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = region.box.shape
     if count > MOST or not all(region.box.shape):
         return blockwise.top(region, totals, count)
-    call, known, effects = call_of(region), kernel_totals(totals), _effects(region, totals)
+    call, known, effects = _call_of(region), _kernel_totals(totals), _effects(region, totals)
     kept = max(2, 1 << (count - 1).bit_length())
     best = known.base.new_empty(batch, heads, rows, kept)
     key = torch.empty_like(best, dtype=torch.int32)
@@ -110,10 +112,10 @@ def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
         largest[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, norms, known, effects, best, key, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, count, *_norm_strides(region),
-            KEPT=kept, **constants(shape), **flags(call), **_value_flags(effects),
+            KEPT=kept, **_constants(shape), **_flags(call), **_value_flags(effects),
         )  # fmt: skip
 
-    fit_map(call, launch, effects)
+    _fit_map(call, launch, effects)
     best, order = best[..., :count].sort(descending=True)
     key = key[..., :count].gather(-1, order).long()
     if effects is None:
@@ -122,13 +124,45 @@ def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
     return signed, torch.where(key < 0, key, key // 2)
 
 
+def kept(region: Region, totals: RowTotals, counts: list[int]) -> Tensor:
+    """The weight of each row's largest keys, (B, Hq, N, counts)."""
+    if region.norms is not None or not all(region.box.shape):
+        return coverage.kept(region, totals, counts)
+    return torch.stack([_held(region, totals, count, None) for count in counts], -1)
+
+
+def needed(region: Region, totals: RowTotals, share: float) -> Tensor:
+    """How many of its largest weights make up a share of each row's sum, int64 (B, Hq, N)."""
+    if region.norms is not None or not all(region.box.shape):
+        return coverage.needed(region, totals, share)
+    return _held(region, totals, 0, share).long()
+
+
+def _held(region: Region, totals: RowTotals, count: int, share: float | None) -> Tensor:
+    """The weight of the largest keys, or the number of keys that hold a share, (B, Hq, N)."""
+    batch, heads, rows, _ = region.box.shape
+    call, known, by_mass = _call_of(region), _kernel_totals(totals), share is not None
+    dtype = torch.int32 if by_mass else torch.float32
+    out = region.q.new_empty(batch, heads, rows, dtype=dtype)
+
+    def launch(shape: Shape) -> None:
+        held[(-(-rows // shape.rows), heads, batch)](
+            call.q, call.k, known, out, out, outer_strides(call.q), outer_strides(call.k),
+            call.given, *call.sizes, float(count), share or 0.0, CUTS=CUTS, BY_MASS=by_mass,
+            **_constants(shape), **_flags(call),
+        )  # fmt: skip
+
+    _fit_map(call, launch)
+    return out
+
+
 def _reduce(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduction) -> Tensor:
     """The sum or an extreme number of each cell, (B, Hq, row cells, key cells)."""
     batch, heads, *_ = region.box.shape
     out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)
     if not all(region.box.shape):
         return out
-    call, known, effects = call_of(region), kernel_totals(totals), _effects(region, totals)
+    call, known, effects = _call_of(region), _kernel_totals(totals), _effects(region, totals)
     norms = _norms(region)
 
     def launch(shape: Shape) -> None:
@@ -138,11 +172,11 @@ def _reduce(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduc
             call.q, call.k, norms, known, effects, out, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, len(rows), len(keys), rows.width,
             keys.width, row_steps, key_steps, *_norm_strides(region), ROW_PART=row_part,
-            KEY_PART=key_part, LARGEST=how in ("max", "furthest"), **constants(shape),
-            **flags(call), **_value_flags(effects),
+            KEY_PART=key_part, LARGEST=how in ("max", "furthest"), **_constants(shape),
+            **_flags(call), **_value_flags(effects),
         )  # fmt: skip
 
-    fit_map(call, launch, effects)
+    _fit_map(call, launch, effects)
     return out
 
 
@@ -162,13 +196,13 @@ def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
     return part, *found[part]
 
 
-def call_of(region: Region) -> Operands:
+def _call_of(region: Region) -> Operands:
     """The tensors and sizes of a region as kernels take them."""
     q, k = widened(region.q, region.k)
     return operands(q, k, k, region.terms)
 
 
-def flags(call: Operands) -> dict[str, object]:
+def _flags(call: Operands) -> dict[str, object]:
     """The constants of a call that every map kernel is compiled for."""
     every = call.flags()
     kept = {name: every[name] for name in ("WIDTH", "PIECES", "CAP")}
@@ -187,7 +221,7 @@ def _value_flags(effects: Effects | None) -> dict[str, object]:
     }
 
 
-def fit_map(
+def _fit_map(
     call: Operands, launch: Callable[[Shape], None], effects: Effects | None = None
 ) -> None:
     """Launch on the call's GPU with a tile shape that fits it."""
@@ -200,7 +234,7 @@ def fit_map(
         fit(kernel, width, itemsize, card(q.device), launch)
 
 
-def constants(shape: Shape) -> dict[str, int]:
+def _constants(shape: Shape) -> dict[str, int]:
     """The constants of a tile shape."""
     return {
         "ROWS": shape.rows,
@@ -210,7 +244,7 @@ def constants(shape: Shape) -> dict[str, int]:
     }
 
 
-def kernel_totals(found: Totals) -> Known:
+def _kernel_totals(found: Totals) -> Known:
     """The totals as kernels take them."""
     totals = found if isinstance(found, RowTotals) else found.weights
     return Known(totals.safe_base().contiguous(), totals.log_total.contiguous())

@@ -15,10 +15,11 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import headwise as hw
+from headwise.core.reduction import CallRows
 from headwise.engines.triton import stored_call
+from headwise.engines.triton.board_call import add_to_board
 from headwise.engines.triton.engine import Triton
 from headwise.engines.triton.host import cards, launches
-from headwise.engines.triton.host.recording_call import add_to_board
 from tests.engines.compiled import NoGPU
 
 COLUMNS = 512  # of tensor memory, on GPUs that have it
@@ -84,7 +85,7 @@ def make_calls() -> None:
     board, slot = torch.zeros(4, 6, 8, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
     values, proof = torch.zeros(3, 2, 4, 9), torch.zeros((), dtype=torch.float64)
     for more in ((None, None), (torch.zeros(2, 9, dtype=torch.bool), proof)):
-        add_to_board(board, slot, [*values, None], values[1], *more, [0], [1])
+        add_to_board(board, slot, CallRows([*values, None], values[1], *more, [0], [1]))
 
 
 if __name__ == "__main__":

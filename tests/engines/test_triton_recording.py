@@ -12,13 +12,14 @@ import headwise as hw
 from headwise.core.observation import STATISTICS, Observation
 from headwise.core.reduction import Columns
 from headwise.engines import calls, failures
+from headwise.engines.triton import board_call
 from headwise.engines.triton.engine import TRITON
 from headwise.watching.recorder.board import Board, Slot
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 
-from headwise.engines.triton.host import recording_call
 from headwise.engines.triton.host.prepared_call import PreparedCall
+from headwise.engines.triton.kernels import row_sums
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = 2
@@ -37,13 +38,13 @@ def forgotten() -> Iterator[None]:
 def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One entry for each call of the kernel, which serves CPUs too."""
     found: list[bool] = []
-    add = recording_call.add_to_board
+    add = board_call.add_to_board
 
     def spy(*given: object) -> None:
         found.append(True)
         add(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(recording_call, "add_to_board", spy)
+    monkeypatch.setattr(board_call, "add_to_board", spy)
     monkeypatch.setattr(TRITON, "devices", ("cuda", "cpu"))
     return found
 
@@ -123,7 +124,7 @@ def test_a_kernel_that_fails_is_reported_once_and_nothing_is_lost(
         def __getitem__(self, grid: object) -> object:
             raise RuntimeError("PTX for sm_999")
 
-    monkeypatch.setattr(recording_call, "add_rows", Broken())
+    monkeypatch.setattr(row_sums, "add_rows", Broken())
     slot, seen = two_slots()[0], observed()
     with pytest.warns(RuntimeWarning, match="can't serve recorded statistics on this machine"):
         slot.add(seen)

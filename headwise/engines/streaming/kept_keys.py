@@ -20,15 +20,12 @@ from headwise.core.policies import Indices, Policy
 from headwise.core.problem import Problem, Terms, without_autocast, without_dropout
 from headwise.core.row_sums import LOG_TOTAL, RowResults, RowTotals
 from headwise.core.spans import SPAN_PREFIX, Span, shown
-from headwise.core.statistics import complete, named, wanted
+from headwise.core.statistics import FEW_KEYS, complete, named, wanted
 from headwise.engines.gradients import BackwardInputs
 from headwise.engines.streaming.backward_loop import Backward
 from headwise.engines.streaming.forward_loop import Forward
 from headwise.engines.streaming.loop import Loop, Selection
 from headwise.engines.streaming.selection import Joint, select
-
-_FEW = ("sink_mass", "self_mass", "previous_mass")
-"""Statistics that are the weight of a few keys, which a policy may not keep."""
 
 
 class KeptKeys:
@@ -56,7 +53,8 @@ class KeptKeys:
         """The named statistics of the kept keys, and the weights on spans, (B, Hq, N) each."""
         problem = without_dropout(self.problem)
         terms = problem.terms()
-        few = [name for name in _FEW if name in names]
+        # A policy may not keep these keys, so their weight is one of kept keys under another mask.
+        few = [name for name in FEW_KEYS if name in names]
         more = tuple(name for name in names if name not in few)
         rows = self._rows(terms, problem.v, wanted(more) | LOG_TOTAL)
         found = complete(problem, rows, more, sink_keys, terms)

@@ -17,7 +17,7 @@ from torch import Tensor
 from headwise.core.host_copy import HostCopy
 from headwise.core.observation import Observation
 from headwise.core.problem import without_autocast
-from headwise.core.reduction import Columns, reduce_rows
+from headwise.core.reduction import CallRows, Columns, reduce_rows
 from headwise.engines.calls import needs_operator
 from headwise.engines.operators import define
 from headwise.engines.triton.board_call import add_by_kernel
@@ -41,7 +41,7 @@ class Board:
 
     def __init__(self, columns: Columns, device: torch.device) -> None:
         self.columns, self.device = columns, device
-        self.extremes = columns.maxima, columns.minima  # read by every call
+        self.extremes = list(columns.maxima), list(columns.minima)  # read by every call
         self.used = 0
         self.now = self.ended = torch.empty(0, columns.count + 1, HEADS, dtype=torch.float64)
         self.places = torch.empty(0, dtype=torch.int64)
@@ -109,14 +109,13 @@ class Slot:
             )
         board, columns, padding = self.board, self.board.columns, seen.padding_of(padding)
         values = [seen.values.get(name) for name in columns.stats]
-        extremes = board.extremes
-        given = (values, seen.highest, padding, proof)
+        rows = CallRows(values, seen.highest, padding, proof, *board.extremes)
         place = board.numbers[self.number]
         if needs_operator(board.now, seen.highest):
-            record(board.now, place, *given, *map(list, extremes))
-        elif not add_by_kernel(board.now, place, *given, *extremes):
+            record(board.now, place, *rows)
+        elif not add_by_kernel(board.now, place, rows):
             with torch.no_grad(), without_autocast(board.device):
-                _add(self.read(), *given, *extremes)
+                _add(self.read(), rows)
 
     def read(self) -> Tensor:
         """The columns of the step that has not ended, (columns, heads), on its device."""
@@ -140,36 +139,27 @@ def _empty(board: Tensor, columns: Columns) -> None:
     board[:, columns.sums :].fill_(-torch.inf)
 
 
-def _add(
-    mine: Tensor,
-    values: Sequence[Tensor | None],
-    highest: Tensor,
-    padding: Tensor | None,
-    proof: Tensor | None,
-    maxima: Sequence[int],
-    minima: Sequence[int],
-) -> None:
-    """Add a call's statistics (B, H, N) to a slot (columns, H)."""
-    sums, extremes = reduce_rows(values, highest, padding, maxima, minima)
+def _add(mine: Tensor, rows: CallRows) -> None:
+    """Add a call's statistics to a slot (columns, H)."""
+    sums, extremes = reduce_rows(rows)
     mine[: len(sums)] += sums
     largest = mine[len(sums) : -1]
     torch.maximum(largest, extremes, out=largest)
-    if proof is not None:
-        torch.maximum(mine[-1], proof, out=mine[-1])
+    if rows.proof is not None:
+        torch.maximum(mine[-1], rows.proof, out=mine[-1])
 
 
-def _record(board: Tensor, slot: Tensor, values: list[Tensor | None], *given: Any) -> None:
-    """Add a call's statistics (B, H, N) to the slot (1,) of a board (slots, columns, heads).
+def _record(board: Tensor, slot: Tensor, *given: Any) -> None:
+    """Add a call's statistics to the slot (1,) of a board (slots, columns, heads).
 
     Inside a backward a checkpoint computes them again: they were added in the forward.
     """
-    if recomputing():
-        return
-    if add_by_kernel(board, slot, values, *given):
+    rows = CallRows(*given)
+    if recomputing() or add_by_kernel(board, slot, rows):
         return
     with torch.no_grad(), without_autocast(board.device):
         column = board.index_select(0, slot)
-        _add(column[0, :, : given[0].shape[1]], values, *given)
+        _add(column[0, :, : rows.highest.shape[1]], rows)
         board.index_copy_(0, slot, column)
 
 

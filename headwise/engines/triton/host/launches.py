@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,18 @@ from triton.runtime.errors import OutOfResources
 from headwise.core.row_sums import RowResults, room
 from headwise.engines.failures import failure
 from headwise.engines.triton.host.operands import WORD, Operands
-from headwise.engines.triton.host.prepared_call import Filling, Launch, PreparedCall
+from headwise.engines.triton.host.prepared_call import (
+    Allocated,
+    Fill,
+    Launch,
+    PreparedCall,
+    View,
+    allocated,
+    filled_descriptor,
+    filled_tuple,
+    same,
+    storage,
+)
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
 
 Kind = tuple[object, ...] | None
@@ -29,24 +41,28 @@ _COMPILED: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
 class Launches:
     """The launches of one call.
 
-    Given the call's tensors, it also records what is allocated and launched through it, and
-    `prepared` returns that as a call that can be repeated.
+    Given the call's tensors, it also records what is allocated and launched through it, and where
+    those tensors are among the arguments: `prepared` returns that as a call that can be repeated.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._filling = Filling(tensors) if tensors else None
+        self._known = list(tensors)  # and what the call allocates
+        self._given = len(tensors)  # nothing is recorded if there are none
+        self._made: list[Allocated | View] = []
+        self._fixed: list[Tensor] = []  # the same in every call of this description
         self._launched: list[Launch] = []
+        addresses = {x.data_ptr() for x in tensors}
+        self._complete = 0 < len(addresses) == len(tensors)  # otherwise an address is ambiguous
 
     def allocated(self, *tensors: Tensor) -> None:
         """Record tensors that the call has just allocated."""
-        if self._filling is not None:
-            for x in tensors:
-                self._filling.allocate(x)
+        if self._given:
+            self._made += [allocated(x.shape, x.dtype, x.device) for x in tensors]
+            self._known += tensors
 
     def fixed(self, *tensors: Tensor) -> None:
         """Record tensors that are the same in every call of this description."""
-        if self._filling is not None:
-            self._filling.fixed += [x for x in tensors if x.numel()]
+        self._fixed += [x for x in tensors if x.numel()]
 
     def room(self, q: Tensor, v: Tensor, wants: int) -> RowResults:
         """Allocate the results of a call that `wants` names."""
@@ -67,29 +83,63 @@ class Launches:
         """Launch a kernel on the current GPU; `kind` as `kind_of` returns it."""
         with launching(kernel):
             run, filled = _launched(kernel, grid, kind, arguments, warps, stages, constants)
-        if self._filling is not None:
-            self._launched.append(self._filling.launch(run, filled))
+        if self._given:
+            self._launched.append(Launch(run, *self._filled(filled)))
 
     def mark(self) -> tuple[int, int]:
         """Return a mark of what is recorded so far, for `back_to`."""
-        return len(self._launched), 0 if self._filling is None else len(self._filling.made)
+        return len(self._launched), len(self._made)
 
     def back_to(self, mark: tuple[int, int]) -> None:
         """Forget what was recorded since a mark: that attempt failed, and another follows."""
         del self._launched[mark[0] :]
-        if self._filling is not None:
-            del self._filling.made[mark[1] :]
-            del self._filling.known[self._filling.given + mark[1] :]
+        del self._made[mark[1] :]
+        del self._known[self._given + mark[1] :]
 
     def prepared(self, results: tuple[Any, ...]) -> PreparedCall | None:
         """Return the call that gave these results, or None if it did more than launch kernels."""
-        filling = self._filling
-        if filling is None or not self._launched:
+        if not self._launched:
             return None
-        places = [None if x is None else filling.place(x) for x in results]
-        if not filling.complete or any(x is not None and x < filling.given for x in places):
+        places = [None if x is None else self._place(x) for x in results]
+        if not self._complete or any(x is not None and x < self._given for x in places):
             return None
-        return PreparedCall(filling.made, self._launched, places)
+        return PreparedCall(self._made, self._launched, places)
+
+    def _place(self, x: Tensor) -> int:
+        """Return a tensor's place among the known ones."""
+        for place, known in enumerate(self._known):
+            if known is x or (place >= self._given and same(known, x)):
+                return place
+        for place, known in enumerate(self._known):
+            if storage(known) != storage(x) or known.dtype != x.dtype:
+                continue
+            if place >= self._given:
+                self._made.append(View(place, x.shape, x.stride(), int(x.storage_offset())))
+                self._known.append(x)
+                return len(self._known) - 1
+            if known.data_ptr() == x.data_ptr():  # a kernel sees the address only
+                return place
+        self._complete = False  # computed by something other than the launches
+        return 0
+
+    def _filled(self, given: tuple[Any, ...]) -> tuple[list[Any], list[tuple[int, Fill]]]:
+        """Return arguments without those that hold tensors, and how to make these."""
+        fills = [(at, fill) for at, x in enumerate(given) if (fill := self._fill(x)) is not None]
+        filled = {at for at, _ in fills}
+        return [None if at in filled else x for at, x in enumerate(given)], fills
+
+    def _fill(self, x: Any) -> Fill | None:
+        """Return how to make an argument from the known tensors, or None if it never changes."""
+        if isinstance(x, Tensor):
+            fixed = any(x.data_ptr() == one.data_ptr() for one in self._fixed)
+            return None if fixed else itemgetter(self._place(x))
+        if isinstance(x, tuple):
+            arguments, fills = self._filled(x)
+            make = getattr(type(x), "_make", tuple)  # a kernel may use the names of fields
+            return filled_tuple(make, arguments, fills) if fills else None
+        if isinstance(getattr(x, "base", None), Tensor):
+            return filled_descriptor(x, self._place(x.base))
+        return None
 
 
 def recorded(

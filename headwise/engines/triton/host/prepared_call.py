@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -89,66 +88,11 @@ class PreparedCall:
         return tuple([None if place is None else known[place] for place in self.results])
 
 
-class Filling:
-    """Finds a call's tensors among the arguments of its launches, so that others can take over."""
-
-    def __init__(self, given: tuple[Tensor, ...]) -> None:
-        self.known = list(given)
-        self.given = len(given)
-        self.made: list[Allocated | View] = []
-        self.fixed: list[Tensor] = []  # the same in every call of this description
-        addresses = {x.data_ptr() for x in given}
-        self.complete = len(addresses) == len(given)  # otherwise an address is ambiguous
-
-    def allocate(self, x: Tensor) -> None:
-        """Record a tensor that the call has just allocated."""
-        self.made.append(allocated(x.shape, x.dtype, x.device))
-        self.known.append(x)
-
-    def launch(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Launch:
-        """Return a launch with places for its tensors."""
-        return Launch(run, *self._arguments(arguments))
-
-    def place(self, x: Tensor) -> int:
-        """Return a tensor's place among the known ones."""
-        for place, known in enumerate(self.known):
-            if known is x or (place >= self.given and _same(known, x)):
-                return place
-        for place, known in enumerate(self.known):
-            if _storage(known) != _storage(x) or known.dtype != x.dtype:
-                continue
-            if place >= self.given:
-                view = View(place, x.shape, x.stride(), int(x.storage_offset()))
-                self.made.append(view)
-                self.known.append(x)
-                return len(self.known) - 1
-            if known.data_ptr() == x.data_ptr():  # a kernel sees the address only
-                return place
-        self.complete = False  # computed by something other than the launches
-        return 0
-
-    def _arguments(self, given: tuple[Any, ...]) -> tuple[list[Any], list[tuple[int, Fill]]]:
-        fills = [(at, fill) for at, x in enumerate(given) if (fill := self._fill(x)) is not None]
-        filled = {at for at, _ in fills}
-        return [None if at in filled else x for at, x in enumerate(given)], fills
-
-    def _fill(self, x: Any) -> Fill | None:
-        """Return how to make an argument from the known tensors, or None if it never changes."""
-        if isinstance(x, Tensor):
-            fixed = any(x.data_ptr() == one.data_ptr() for one in self.fixed)
-            return None if fixed else itemgetter(self.place(x))
-        if isinstance(x, tuple):
-            arguments, fills = self._arguments(x)
-            make = getattr(type(x), "_make", tuple)  # a kernel may use the names of fields
-            return _filled_tuple(make, arguments, fills) if fills else None
-        if isinstance(getattr(x, "base", None), Tensor):
-            return _filled_descriptor(x, self.place(x.base))
-        return None
-
-
-def _filled_tuple(
+def filled_tuple(
     make: Callable[..., Any], arguments: list[Any], fills: list[tuple[int, Fill]]
 ) -> Fill:
+    """Return how to make the same tuple with other tensors."""
+
     def fill(known: Known) -> Any:
         filled = arguments.copy()
         for at, each in fills:
@@ -158,7 +102,7 @@ def _filled_tuple(
     return fill
 
 
-def _filled_descriptor(x: Any, place: int) -> Fill:
+def filled_descriptor(x: Any, place: int) -> Fill:
     """Return how to make the same descriptor for another tensor."""
     kind, shared = type(x), {name: value for name, value in vars(x).items() if name != "base"}
 
@@ -171,12 +115,13 @@ def _filled_descriptor(x: Any, place: int) -> Fill:
     return fill
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are views of the same numbers."""
     if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype:
         return False
     return a.shape == b.shape and a.stride() == b.stride() and a.numel() > 0
 
 
-def _storage(x: Tensor) -> int:
+def storage(x: Tensor) -> int:
+    """Return the address of a tensor's memory."""
     return x.untyped_storage().data_ptr()
