@@ -16,11 +16,10 @@ from headwise.handover import held_positions, split_calls
 from headwise.nn.call import Call
 from headwise.nn.head_shares import numbered_dropout
 from headwise.watching.adapters.interface import InterfaceCall, to_call
-from headwise.watching.adapters.mask_tensor import MaskTensor
+from headwise.watching.adapters.mask_tensor import MaskTensor, UnwrittenMask
 from headwise.watching.adapters.packed_sequences import by_lengths
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
 from headwise.watching.adapters.traced_rules import read_rule
-from headwise.watching.adapters.unwritten_mask import UnwrittenMask
 from headwise.watching.head_weights import head_place
 
 NAME = "headwise"

@@ -1,7 +1,12 @@
-"""One of headwise's masks given as a tensor, for models that take the mask of transformers."""
+"""What stands for a mask tensor of transformers: a tensor without storage, or no tensor at all.
+
+Eager models take one of headwise's masks as a `MaskTensor`, compiled ones as an `UnwrittenMask`;
+both are written out only where a model does something else with its mask than attend.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +14,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from headwise.core.intervals import Mask
-from headwise.core.patterns import Dense
+from headwise.core.mask_reading import traced_mask
+from headwise.core.patterns import Between, Dense, Lengths
 from headwise.core.place import Place
+from headwise.watching.adapters.traced_masks import padded_mask
+from headwise.watching.adapters.traced_rules import TracedRule
 
 _SIZES = frozenset((Tensor.size, Tensor.dim, Tensor.numel, Tensor.ndimension, Tensor.__len__))
 _SAME = frozenset((Tensor.contiguous, Tensor.detach))
@@ -111,3 +119,130 @@ class MaskTensor(Tensor):
 def _written_out(given: Any) -> Any:
     """Arguments with every MaskTensor written out."""
     return tree_map(lambda x: x.written_out() if isinstance(x, MaskTensor) else x, given)
+
+
+class UnwrittenMask:
+    """What stands for a mask tensor (B, 1, N, M) while a model is compiled.
+
+    Compiled code can't make a tensor without storage, so this is not a tensor. The attention
+    function takes it; whatever else a model does with its mask gets booleans.
+    """
+
+    ndim, dtype = 4, torch.bool
+
+    def __init__(
+        self,
+        rule: TracedRule,
+        stands: int | Tensor,
+        shape: tuple[int, int, int, int],
+        padding: Tensor | None,
+        write: Callable[[], Any],
+        device: torch.device,
+    ) -> None:
+        self.rule, self.stands, self.shape, self.padding = rule, stands, shape, padding
+        self.write, self.device = write, device
+        self.mask: Mask | None = None
+        if padding is None and not isinstance(stands, Tensor):
+            queries, keys = shape[2:]
+            self.mask = Lengths(keys) if rule.shows_all else rule.mask(stands, queries, keys)
+        self.exact = self.mask is not None  # it also says where queries stand, and what is padding
+        self.order: Tensor | None = None
+        self.places: Tensor | None = None
+        if self.mask is None:
+            self._make_bounds()
+
+    def _make_bounds(self) -> None:
+        keys = self.shape[3]
+        rows = torch.arange(self.shape[2], device=self.device) + self.stands
+        first, last = self.rule.bounds(rows, keys)
+        if self.padding is not None:
+            # Behind each other, the tokens that are not padding are intervals again.
+            before = self.padding.cumsum(-1)  # (B, M)
+            number = torch.arange(keys, device=self.device)
+            self.places = (
+                torch.where(self.padding, before, before[:, -1:] + number - before + 1) - 1
+            )
+            self.order = torch.empty_like(self.places).scatter(
+                1, self.places, number.expand_as(self.places)
+            )
+            before = torch.nn.functional.pad(before, (1, 0))
+            first, last = (before.gather(1, x.expand(len(before), -1)) for x in (first, last))
+        self.mask = Between(first[:, None].int(), last[:, None].int())
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Keys or values (B, H, M, D) in the order of the mask's intervals: padding comes last."""
+        if self.order is None or self.places is None:
+            return x
+        reordered: Tensor = _Reordered.apply(x, self.order, self.places)  # type: ignore[no-untyped-call]
+        return reordered
+
+    def of_positions(self) -> Mask | None:
+        """The mask of keys in their own order, which also says where queries stand."""
+        if self.exact:
+            return self.mask
+        written = self.written_out()
+        if self.padding is None or isinstance(self.stands, Tensor) or self.rule.groups is not None:
+            return traced_mask(written, self.shape[2])[0]
+        return padded_mask(written, self.padding, self.rule.shows_all)
+
+    def written_out(self) -> Tensor:
+        """The mask as booleans, (B, 1, N, M)."""
+        written: Tensor = self.write()
+        return written
+
+    def to_add(self, dtype: torch.dtype) -> Tensor:
+        """The mask as numbers to add to scores: 0 where a key is seen, else the lowest number."""
+        seen = self.written_out()
+        return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return 4
+
+    def size(self, axis: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if axis is None else self.shape[axis]
+
+    def to(self, *given: Any, **options: Any) -> Any:
+        """Itself, or numbers to add to scores; the model runs on one device."""
+        dtypes = [x for x in (*given, *options.values()) if isinstance(x, torch.dtype)]
+        if dtypes and dtypes[0].is_floating_point:
+            return self.to_add(dtypes[0])
+        return self.written_out().to(*given, **options) if dtypes else self
+
+    def contiguous(self) -> UnwrittenMask:
+        """Itself: nothing is stored."""
+        return self
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.written_out()[index]
+
+    def __add__(self, scores: Tensor) -> Tensor:
+        return self.to_add(scores.dtype) + scores
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        written = [x.written_out() if isinstance(x, cls) else x for x in args]
+        return func(*written, **(kwargs or {}))
+
+
+class _Reordered(torch.autograd.Function):
+    """Rows of x (B, H, M, D) in another order (B, M), of which `places` is the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return _reordered(x, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _reordered(grad, places), None, None
+
+
+def _reordered(x: Tensor, order: Tensor) -> Tensor:
+    return x.gather(2, order[:, None, :, None].expand_as(x))

@@ -25,6 +25,7 @@ from headwise.nn.torch_masks import read_torch_masks
 from headwise.score import Dot
 from headwise.watching.adapters import traced
 from headwise.watching.adapters.module_forwards import named_modules
+from headwise.watching.adapters.other_sequence import is_same
 from headwise.watching.adapters.patching import Replacement, Undo, unheard
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.recorder.call_recorder import CallRecorder
@@ -340,7 +341,7 @@ def _projected(
 ) -> tuple[Call, Kind, Tensor | None]:
     """Project the inputs (N, B, width) or (N, width) once more: the call, its kind and padding."""
     query, key, value = inputs
-    across: Kind = "self" if _are_same(query, key) or _are_same(query, value) else "cross"
+    across: Kind = "self" if is_same(query, key) or is_same(query, value) else "cross"
     if query.ndim == 2:
         query, key, value = query[:, None], key[:, None], value[:, None]
     parts = (None,) * 3 if biases is None else biases.chunk(3)
@@ -393,13 +394,3 @@ def _unhooked(layer: nn.TransformerEncoderLayer) -> Iterator[None]:
 def _is_ours(hook: Any) -> bool:
     function = hook.func if isinstance(hook, partial) else hook
     return str(getattr(function, "__module__", "")).startswith("headwise.watching")
-
-
-def _are_same(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors hold the same numbers; a part of a sequence is not the sequence."""
-    if x is y or x.is_nested or y.is_nested:
-        return x is y
-    if torch.compiler.is_compiling():
-        return False
-    begins = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    return begins and x.storage_offset() == y.storage_offset() and x.shape == y.shape

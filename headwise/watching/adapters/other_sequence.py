@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 KEYS = frozenset(
@@ -33,10 +34,7 @@ class Elsewhere(NamedTuple):
 
 
 def elsewhere(
-    names: tuple[str, ...],
-    given: tuple[Any, ...],
-    options: Mapping[str, Any],
-    is_same: Callable[[Tensor, Tensor], bool],
+    names: tuple[str, ...], given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Elsewhere:
     """Find sequences (B, M, D) among a module's arguments that its first one is not.
 
@@ -64,7 +62,7 @@ def parameters(forward: Any) -> tuple[str, ...]:
 
 def is_same(x: Tensor, y: Tensor) -> bool:
     """True if two tensors are the same numbers in memory; compiled code asks by `is`."""
-    if x is y or x.is_nested or y.is_nested:
+    if x is y or torch.compiler.is_compiling() or x.is_nested or y.is_nested:
         return x is y
     begins = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
     return begins and x.storage_offset() == y.storage_offset() and x.shape == y.shape

@@ -17,7 +17,7 @@ from headwise.core.options import Options
 from headwise.nn.call import Call
 from headwise.watching.adapters.headwise_calls import OURS
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
-from headwise.watching.adapters.other_sequence import elsewhere, is_same, parameters
+from headwise.watching.adapters.other_sequence import elsewhere, parameters
 from headwise.watching.adapters.patching import ModelMode, Undo, is_unheard, unheard
 from headwise.watching.adapters.scaled_dot_product import (
     SCALED_DOT_PRODUCT,
@@ -308,7 +308,7 @@ class Listener(ModelMode):
         frame = next((x for x in reversed(self.frames) if x.name == name), None)
         if frame is not None:
             names = parameters(type(frame.module).forward)
-            found = elsewhere(names, frame.given, frame.options, is_same)
+            found = elsewhere(names, frame.given, frame.options)
             if found.holds(keys, masked):
                 return "cross"
         return kind_of(name)

@@ -81,7 +81,7 @@ def run(
     if RUNNING and RUNNING[-1] is None:
         return original(module, *given, **options)
     _enter(module)
-    KEYS_OF.append((module, elsewhere(names, given, options, _is)))
+    KEYS_OF.append((module, elsewhere(names, given, options)))
     try:
         return original(module, *given, **options)
     finally:
@@ -97,10 +97,6 @@ def looks_elsewhere(module: nn.Module | None, keys: int, masked: bool) -> bool:
     """True if a running module's arguments say that its keys are of another sequence."""
     found = [told for one, told in KEYS_OF if one is module]
     return bool(found) and found[-1].holds(keys, masked)
-
-
-def _is(x: Tensor, y: Tensor) -> bool:
-    return x is y
 
 
 def _enter(module: nn.Module | None) -> None:
@@ -198,12 +194,21 @@ def _record(
     if tap.maps:
         last.keep(call, seen, padding)
     values = [seen.values.get(name) for name in tap.columns]
-    board, place = (
-        getattr(module, attribute(way, "board")),
-        getattr(module, attribute(way, "place")),
-    )
+    _add_to_board(module, way, tap, values, seen.highest, seen.padding_of(padding))
+
+
+def _add_to_board(
+    module: nn.Module | None,
+    way: str,
+    tap: Tap,
+    values: list[Tensor | None],
+    highest: Tensor,
+    padding: Tensor | None = None,
+) -> None:
+    board: Tensor = getattr(module, attribute(way, "board"))
+    place = getattr(module, attribute(way, "place"))
     extremes = list(tap.maxima), list(tap.minima)
-    record(board, place, values, seen.highest, seen.padding_of(padding), None, *extremes)
+    record(board, place, values, highest, padding, None, *extremes)
 
 
 def _asked(tap: Tap, k: Tensor) -> dict[str, Any]:
@@ -240,13 +245,8 @@ def _count_unread(module: nn.Module | None) -> None:
     tap: Tap | None = getattr(module, attribute(UNREAD, "tap"), None)
     if tap is None:
         return
-    board, place = (
-        getattr(module, attribute(UNREAD, "board")),
-        getattr(module, attribute(UNREAD, "place")),
-    )
-    one = torch.zeros(1, 1, 1, device=board.device)
-    extremes = list(tap.maxima), list(tap.minima)
-    record(board, place, [None for _ in tap.columns], one, None, None, *extremes)
+    one = torch.zeros(1, 1, 1, device=getattr(module, attribute(UNREAD, "board")).device)
+    _add_to_board(module, UNREAD, tap, [None for _ in tap.columns], one)
 
 
 @constant
