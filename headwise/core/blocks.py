@@ -100,7 +100,7 @@ class Blocks:
             s[:, part] = torch.einsum("hrcd,hrd->hrc", pairs, weight[:, part])
         return s
 
-    def bend(self, unit: Unit, rows: slice, columns: slice, s: Tensor) -> Tensor:
+    def capped_and_biased(self, unit: Unit, rows: slice, columns: slice, s: Tensor) -> Tensor:
         """Cap and bias, in place: cap(s) + bias. s is (heads, G·R, C)."""
         if self.terms.plain:
             return s

@@ -88,12 +88,29 @@ class Mask:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Both(Mask):
-    """Keys that both of two masks show."""
+class Combined(Mask):
+    """What two masks show together."""
 
     a: Mask
     b: Mask
     pieces: int = field(default=0, init=False)
+
+    def check(self, place: Place) -> None:
+        self.a.check(place)
+        self.b.check(place)
+
+    @property
+    def rows_alike(self) -> bool:
+        return self.a.rows_alike and self.b.rows_alike
+
+    def alignment(self, place: Place) -> int | Tensor | None:
+        stated = self.a.alignment(place)
+        return self.b.alignment(place) if stated is None else stated
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Both(Combined):
+    """Keys that both of two masks show."""
 
     def __post_init__(self) -> None:
         _check_masks(self.a, self.b, "&")
@@ -108,10 +125,6 @@ class Both(Mask):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.a.tensors(), *self.b.tensors())
-
-    def check(self, place: Place) -> None:
-        self.a.check(place)
-        self.b.check(place)
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         for one, other in ((self.a, self.b), (self.b, self.a)):
@@ -142,15 +155,8 @@ class Both(Mask):
         return None, self
 
     @property
-    def rows_alike(self) -> bool:
-        return self.a.rows_alike and self.b.rows_alike
-
-    @property
     def shows_itself(self) -> bool:  # type: ignore[override]
         return self.a.shows_itself and self.b.shows_itself
-
-    def alignment(self, place: Place) -> int | Tensor | None:
-        return _first_stated(self.a.alignment(place), self.b.alignment(place))
 
     def later(self, first: int, keys: int) -> Mask:
         return Both(self.a.later(first, keys), self.b.later(first, keys))
@@ -170,12 +176,8 @@ class Both(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Either(Mask):
+class Either(Combined):
     """Keys that at least one of two masks shows, none counted twice."""
-
-    a: Mask
-    b: Mask
-    pieces: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         _check_masks(self.a, self.b, "|")
@@ -185,10 +187,6 @@ class Either(Mask):
 
     def __repr__(self) -> str:
         return f"({self.a!r} | {self.b!r})"
-
-    def check(self, place: Place) -> None:
-        self.a.check(place)
-        self.b.check(place)
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         (a0, a1), (b0, b1) = self.a.intervals(place)[0], self.b.intervals(place)[0]
@@ -209,13 +207,6 @@ class Either(Mask):
 
     def shows_all(self, place: Place) -> bool:
         return self.a.shows_all(place) or self.b.shows_all(place)
-
-    @property
-    def rows_alike(self) -> bool:
-        return self.a.rows_alike and self.b.rows_alike
-
-    def alignment(self, place: Place) -> int | Tensor | None:
-        return _first_stated(self.a.alignment(place), self.b.alignment(place))
 
     def later(self, first: int, keys: int) -> Mask:
         return Either(self.a.later(first, keys), self.b.later(first, keys))
@@ -279,10 +270,6 @@ def _counted(pieces: int, sign: str) -> int:
             "Use hw.mask.dense(bool_tensor), which takes memory for every pair"
         )
     return pieces
-
-
-def _first_stated(a: int | Tensor | None, b: int | Tensor | None) -> int | Tensor | None:
-    return b if a is None else a
 
 
 def _outer(

@@ -12,8 +12,28 @@ from headwise.core.patterns import Stretch
 from headwise.core.place import Place
 
 
+class WithinMask(Mask):
+    """Some of what a mask shows of a larger call."""
+
+    mask: Mask
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pieces", self.mask.pieces)
+
+    def check(self, place: Place) -> None:
+        self.mask.check(self._whole(place))
+
+    @property
+    def rows_alike(self) -> bool:
+        return self.mask.rows_alike
+
+    def _whole(self, place: Place) -> Place:
+        """The place of the larger call."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class PartOfMask(Mask):
+class PartOfMask(WithinMask):
     """The rows of a mask that belong to some batch entries and some heads of a larger call."""
 
     mask: Mask
@@ -22,9 +42,6 @@ class PartOfMask(Mask):
     entries: int
     all_heads: int
     pieces: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pieces", self.mask.pieces)
 
     def __repr__(self) -> str:
         return f"{self.mask!r} of entries {_short(self.batch)} and heads {_short(self.heads)}"
@@ -35,7 +52,7 @@ class PartOfMask(Mask):
                 f"the mask is of {len(self.batch)} batch entries and {len(self.heads)} heads, and "
                 f"the call has {place.batch} and {place.heads}"
             )
-        self.mask.check(self._whole(place))
+        super().check(place)
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         found = self.mask.intervals(self._whole(place))
@@ -43,10 +60,6 @@ class PartOfMask(Mask):
 
     def shows_all(self, place: Place) -> bool:
         return self.mask.shows_all(self._whole(place))
-
-    @property
-    def rows_alike(self) -> bool:
-        return self.mask.rows_alike
 
     def alignment(self, place: Place) -> int | Tensor | None:
         return self._part(self.mask.alignment(self._whole(place)))
@@ -80,7 +93,7 @@ class PartOfMask(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RowsOfMask(Mask):
+class RowsOfMask(WithinMask):
     """Some rows of a mask that was made for all queries of a call, which says where they stand."""
 
     mask: Mask
@@ -89,21 +102,11 @@ class RowsOfMask(Mask):
     offset: int  # the key beside which its first query stands, if the mask does not state that
     pieces: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pieces", self.mask.pieces)
-
     def __repr__(self) -> str:
         return f"{self.mask!r} from row {self.first}"
 
-    def check(self, place: Place) -> None:
-        self.mask.check(self._whole(place))
-
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         return self.mask.intervals(self._whole(place))
-
-    @property
-    def rows_alike(self) -> bool:
-        return self.mask.rows_alike
 
     def alignment(self, place: Place) -> int | Tensor | None:
         stated = self.mask.alignment(self._whole(place))

@@ -25,12 +25,29 @@ PerBatch = int | Sequence[int] | Tensor
 Number = (int, torch.SymInt)  # a length is a symbol when exported or compiled
 
 
+class Aligned(Mask):
+    """A mask in which query i stands at key i + offset."""
+
+    offset: PerBatch | None
+    shows_itself = True
+
+    def alignment(self, place: Place) -> int | Tensor:
+        if self.offset is None:
+            return place.offset
+        return self.offset if isinstance(self.offset, Number) else _tensor(self.offset, place)
+
+    def later(self, first: int, keys: int) -> Mask:
+        return self if self.offset is None else replace(self, offset=_less(self.offset, first))  # type: ignore[type-var]
+
+    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
+        return replace(self, offset=start) if self.offset is None else self  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Causal(Mask):
+class Causal(Aligned):
     """Query i sees keys j <= i + offset."""
 
     offset: PerBatch | None = None
-    shows_itself = True
 
     def __repr__(self) -> str:
         return f"causal({_keywords(offset=self.offset)})"
@@ -69,24 +86,14 @@ class Causal(Mask):
             and place.first_query + shift == place.first_key
         )
 
-    def alignment(self, place: Place) -> int | Tensor:
-        return _alignment(self.offset, place)
-
-    def later(self, first: int, keys: int) -> Mask:
-        return self if self.offset is None else replace(self, offset=_less(self.offset, first))
-
-    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
-        return replace(self, offset=start) if self.offset is None else self
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Window(Mask):
+class Window(Aligned):
     """Query i sees keys i + offset - left <= j <= i + offset + right."""
 
     left: int
     right: int = 0
     offset: PerBatch | None = None
-    shows_itself = True
 
     def __repr__(self) -> str:
         rest = _keywords(right=self.right or None, offset=self.offset, more=True)
@@ -120,15 +127,6 @@ class Window(Mask):
         if isinstance(shift, Tensor):
             shift = shift.long()
         return _near(shift - self.left), _near(shift + self.right + 1)
-
-    def alignment(self, place: Place) -> int | Tensor:
-        return _alignment(self.offset, place)
-
-    def later(self, first: int, keys: int) -> Mask:
-        return self if self.offset is None else replace(self, offset=_less(self.offset, first))
-
-    def stored(self, start: Tensor, keys: int, length: Length) -> Mask:
-        return replace(self, offset=start) if self.offset is None else self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -334,12 +332,6 @@ def _bounds(ids: Tensor) -> Tensor:
 def _numbers(*given: object) -> bool:
     """True if each of these is a plain int or None."""
     return all(x is None or type(x) is int for x in given)
-
-
-def _alignment(offset: PerBatch | None, place: Place) -> int | Tensor:
-    if offset is None:
-        return place.offset
-    return offset if isinstance(offset, Number) else _tensor(offset, place)
 
 
 def _tensor(values: Sequence[int] | Tensor, place: Place) -> Tensor:

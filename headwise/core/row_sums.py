@@ -225,7 +225,7 @@ def asked_sums(wants: int) -> list[str]:
     return [name for name, each in ROW_SUMS.items() if wants & each.flag]
 
 
-def room(q: Tensor, v: Tensor, wants: int) -> RowResults:
+def empty_results(q: Tensor, v: Tensor, wants: int) -> RowResults:
     """Unwritten results for q (B, Hq, N, D) and v (B, Hkv, M, Dv)."""
     rows = q.shape[:-1]
     wide = q.dtype if q.dtype == torch.float64 else torch.float32

@@ -72,7 +72,9 @@ class LearningNode(torch.autograd.Function):
         return tuple(result)
 
 
-def sources(terms: Terms, given: tuple[Tensor, ...], fixed: tuple[Tensor, ...]) -> Sources | None:
+def tensor_sources(
+    terms: Terms, given: tuple[Tensor, ...], fixed: tuple[Tensor, ...]
+) -> Sources | None:
     """Return where later calls of a description find an operator's tensors; None if nowhere.
 
     `given` are the tensors of the first call, q, k and v first; `fixed` those of its terms that
@@ -103,14 +105,14 @@ def fixed_terms(problem: Problem, terms: Terms) -> tuple[Tensor, ...]:
     return found if sum(x.numel() for x in found) <= MOST_KEPT else ()
 
 
-def chosen(found: tuple[Any, ...], names: tuple[str, ...]) -> Results:
-    """Return out and the named statistics, from `RowResults` and `others` after them."""
+def results_by_name(found: tuple[Any, ...], names: tuple[str, ...]) -> Results:
+    """Return out and the named statistics, from `RowResults` and `names_beyond_rows` after them."""
     rows, rest = RowResults(*found[:_ROWS]), iter(found[_ROWS:])
     known = ((getattr(rows, x) if x in RowResults._fields else next(rest)) for x in names)
     return (rows.out, *known)
 
 
-def others(names: tuple[str, ...]) -> tuple[str, ...]:
+def names_beyond_rows(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of statistics that `RowResults` has not."""
     return tuple(name for name in names if name not in RowResults._fields)
 

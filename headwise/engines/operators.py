@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.problem import Terms, without_autocast
-from headwise.core.row_sums import ENTROPY, RowResults, RowTotals, room, unpacked
+from headwise.core.row_sums import ENTROPY, RowResults, RowTotals, empty_results, unpacked
 from headwise.engines import failures, flops
 from headwise.engines.calls import intercepted, learns
 from headwise.engines.failures import KernelError, family_of_terms
@@ -277,7 +277,7 @@ def learnable(
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return room(q, v, given[_TERMS]).packed()
+    return empty_results(q, v, given[_TERMS]).packed()
 
 
 def gradient_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:

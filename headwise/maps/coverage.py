@@ -49,23 +49,23 @@ def kept(region: Region, totals: RowTotals, counts: list[int]) -> Tensor:
     out = _zeros(region, rows, len(counts))
     place = torch.tensor([min(count, keys) - 1 for count in counts], device=out.device)
     for unit, rows_, best, _ in _largest(region, totals, most) if keys else ():
-        _of(out, unit)[..., rows_, :] = best.cumsum(-1)[..., place].to(out.dtype)
+        _unit_part(out, unit)[..., rows_, :] = best.cumsum(-1)[..., place].to(out.dtype)
     return out.flatten(1, 2)
 
 
 def kept_by(region: Region, totals: RowTotals, policy: Policy) -> Tensor:
     """The weight of the keys that a policy keeps, (B, Hq, N)."""
-    return _held(region, totals, select(policy, region.q, region.k, region.terms))[1]
+    return _kept_mass(region, totals, select(policy, region.q, region.k, region.terms))[1]
 
 
 def recall(region: Region, totals: RowTotals, policy: Policy) -> Recall:
     """What a policy found, against the best choice of as many keys."""
     call = region.q, region.k, region.terms
     chosen = select(policy, *call)
-    keys, mass = _held(region, totals, chosen)
+    keys, mass = _kept_mass(region, totals, chosen)
     best = largest(keys.clamp_min(1), *call)
-    most = _held(region, totals, best)[1].masked_fill(keys == 0, 0)
-    found = _held(region, totals, Joint(chosen, best))[0]
+    most = _kept_mass(region, totals, best)[1].masked_fill(keys == 0, 0)
+    found = _kept_mass(region, totals, Joint(chosen, best))[0]
     return Recall(keys, found, mass, most)
 
 
@@ -76,7 +76,7 @@ def needed(region: Region, totals: RowTotals, share: float) -> Tensor:
     for unit, rows_, best, total in _largest(region, totals, FIRST, share) if keys else ():
         reached = best.cumsum(-1) >= (total * share * (1 - ROUNDING))[..., None]
         count = (~reached).sum(-1) + 1
-        _of(out, unit)[..., rows_] = count.clamp_max(keys).masked_fill(total == 0, 0)
+        _unit_part(out, unit)[..., rows_] = count.clamp_max(keys).masked_fill(total == 0, 0)
     return out.flatten(1, 2)
 
 
@@ -122,7 +122,7 @@ def _best(loop: RegionLoop, unit: Unit, rows: slice, most: int) -> tuple[Tensor 
     return best.exp2_().double(), total
 
 
-def _held(region: Region, totals: RowTotals, selection: Selection) -> tuple[Tensor, Tensor]:
+def _kept_mass(region: Region, totals: RowTotals, selection: Selection) -> tuple[Tensor, Tensor]:
     """How many visible keys a selection keeps, int64, and their weight, (B, Hq, N) each."""
     rows = region.q.shape[2]
     keys, mass = _zeros(region, rows).long(), _zeros(region, rows).double()
@@ -140,5 +140,5 @@ def _zeros(region: Region, *shape: int) -> Tensor:
     return region.q.new_zeros(batch, heads, region.group, *shape, dtype=region.wide)
 
 
-def _of(target: Tensor, unit: Unit) -> Tensor:
+def _unit_part(target: Tensor, unit: Unit) -> Tensor:
     return target[unit.b0 : unit.b1, unit.h0 : unit.h1]

@@ -12,12 +12,12 @@ from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.launches import launching
 from headwise.engines.triton.host.operands import (
     Operands,
+    loadable,
     on,
     operands,
     outer_strides,
     pad,
     precision,
-    ready,
     tile_side,
     widened,
 )
@@ -128,17 +128,17 @@ def kept(region: Region, totals: RowTotals, counts: list[int]) -> Tensor:
     """The weight of each row's largest keys, (B, Hq, N, counts)."""
     if region.norms is not None or not all(region.box.shape):
         return coverage.kept(region, totals, counts)
-    return torch.stack([_held(region, totals, count, None) for count in counts], -1)
+    return torch.stack([_largest_mass(region, totals, count, None) for count in counts], -1)
 
 
 def needed(region: Region, totals: RowTotals, share: float) -> Tensor:
     """How many of its largest weights make up a share of each row's sum, int64 (B, Hq, N)."""
     if region.norms is not None or not all(region.box.shape):
         return coverage.needed(region, totals, share)
-    return _held(region, totals, 0, share).long()
+    return _largest_mass(region, totals, 0, share).long()
 
 
-def _held(region: Region, totals: RowTotals, count: int, share: float | None) -> Tensor:
+def _largest_mass(region: Region, totals: RowTotals, count: int, share: float | None) -> Tensor:
     """The weight of the largest keys, or the number of keys that hold a share, (B, Hq, N)."""
     batch, heads, rows, _ = region.box.shape
     call, known, by_mass = _call_of(region), _kernel_totals(totals), share is not None
@@ -258,7 +258,7 @@ def _effects(region: Region, totals: Totals | None) -> Effects | None:
     if region.grad is None:
         return None
     dtype = torch.promote_types(region.grad.dtype, region.v.dtype)
-    grad, v = (ready(x)[0] for x in widened(region.grad.to(dtype), region.v.to(dtype)))
+    grad, v = (loadable(x)[0] for x in widened(region.grad.to(dtype), region.v.to(dtype)))
     if not isinstance(totals, EffectTotals):
         return Effects(grad, v, outer_strides(grad), outer_strides(v), grad, grad, grad)
     rows = totals.product, totals.peak - region.terms.first_key, totals.peak_effect

@@ -117,15 +117,15 @@ class Region:
 
 
 def _at_rows(terms: Terms, rows: Tensor) -> Terms:
-    def taken(x: Tensor | None, axis: int) -> Tensor | None:
+    def of_rows(x: Tensor | None, axis: int) -> Tensor | None:
         return x if x is None or x.shape[axis] == 1 else x.index_select(axis, rows)
 
-    position = taken(terms.position, -1)
+    position = of_rows(terms.position, -1)
     assert position is not None
     return terms._replace(
-        intervals=taken(terms.intervals, -1),
-        dense=taken(terms.dense, -2),
-        bias=taken(terms.bias, -2),
+        intervals=of_rows(terms.intervals, -1),
+        dense=of_rows(terms.dense, -2),
+        bias=of_rows(terms.bias, -2),
         position=position,
     )
 

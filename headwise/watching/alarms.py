@@ -153,12 +153,12 @@ def alarm_scalars(
     return {f"{prefix}/alarms": float(len(raised)), **counts} if names else {}
 
 
-def chosen(
+def chosen_rules(
     asked: bool | Rule | Iterable[Rule], stats: Sequence[str], maps: bool
 ) -> tuple[Rule, ...]:
     """The rules of `alarms=`; ValueError if the watch leaves out what one of them reads.
 
-    >>> [rule.name for rule in chosen(True, ("entropy",), maps=True)]
+    >>> [rule.name for rule in chosen_rules(True, ("entropy",), maps=True)]
     Traceback (most recent call last):
     ValueError: the alarm for logit growth reads max_logit; ...
     """

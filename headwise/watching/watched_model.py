@@ -23,7 +23,7 @@ from headwise.watching.adapters import torch_calls
 from headwise.watching.adapters.attachment import attach, detach
 from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.adapters.patching import Undo, uncompiled
-from headwise.watching.alarms import chosen
+from headwise.watching.alarms import chosen_rules
 from headwise.watching.effects import Tokens, largest_edges
 from headwise.watching.experiments import importance, knock_out
 from headwise.watching.head_weights import head_place, symmetry
@@ -130,7 +130,7 @@ def watch(
         policies,
     )
     ranks = None if mesh is None else JoinedSteps(mesh)
-    return Watch(model, options, chosen(alarms, options.stats, maps), ranks)
+    return Watch(model, options, chosen_rules(alarms, options.stats, maps), ranks)
 
 
 def _policies(sparse: object) -> SparsePolicies:

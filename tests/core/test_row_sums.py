@@ -7,7 +7,7 @@ import torch
 
 import headwise as hw
 from headwise.core.partial import merge
-from headwise.core.row_sums import EVERYTHING, FLAGS, ROW_SUMS, RowParts, RowResults, room
+from headwise.core.row_sums import EVERYTHING, FLAGS, ROW_SUMS, RowParts, RowResults, empty_results
 
 
 def test_every_sum_has_its_place_in_every_record() -> None:
@@ -20,7 +20,7 @@ def test_every_sum_has_its_place_in_every_record() -> None:
 @pytest.mark.parametrize("wants", [0, EVERYTHING, *FLAGS.values()])
 def test_room_is_made_for_what_is_asked(wants: int) -> None:
     q = torch.randn(2, 3, 4, 8)
-    made = room(q, q, wants)._asdict()
+    made = empty_results(q, q, wants)._asdict()
     assert {name for name, x in made.items() if x is not None} == {
         *("out", "lse", "max_logit"),
         *(name for name, flag in FLAGS.items() if wants & flag),

@@ -23,7 +23,7 @@ from tests.problems import KINDS, Recipe, every_pair, recipes
 pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
 
 from headwise.engines.triton.host import cards
-from headwise.engines.triton.host.operands import ready, stride_unit
+from headwise.engines.triton.host.operands import loadable, stride_unit
 
 # NumPy, which Triton's interpreter uses, warns when 32-bit hashes wrap around and exponentials
 # underflow. Both are intended.
@@ -155,8 +155,8 @@ def test_strides_beyond_32_bits_are_passed_whole() -> None:
     assert stride_unit([64, 4100], 16) == 1
     assert stride_unit([64, 1 << 31], 16) == 1
     apart = torch.empty_strided((1, 1, 64, 16), (1, 1, 1 << 24, 1), device="meta")
-    assert ready(apart)[0].stride(2) == 16
-    assert ready(apart[:, :, ::2])[0].shape == (1, 1, 32, 16)
+    assert loadable(apart)[0].stride(2) == 16
+    assert loadable(apart[:, :, ::2])[0].shape == (1, 1, 32, 16)
 
 
 def test_operators_pass_pytorchs_own_check() -> None:

@@ -102,7 +102,7 @@ class Backward(Loop):
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         slope = 1 - torch.tanh(s / cap).square_()
-        return self.blocks.bend(unit, rows, segment.columns, s), slope
+        return self.blocks.capped_and_biased(unit, rows, segment.columns, s), slope
 
     def add(self, unit: Unit, columns: slice, target: Tensor, rows: Tensor, weight: Tensor) -> None:
         """target[columns] += weightᵀ rows."""

@@ -182,10 +182,10 @@ class _Rows:
     def run(self) -> _Rows:
         """Visit every key that some row sees."""
         for segment in self.loop.schedule.segments(self.unit, self.rows):
-            self.meet(segment)
+            self.merge_segment(segment)
         return self
 
-    def meet(self, segment: Segment) -> None:
+    def merge_segment(self, segment: Segment) -> None:
         """Merge the keys of a segment into the part."""
         loop, wants = self.loop, self.loop.wants
         s = loop.logits(self.unit, self.rows, segment, self.q)

@@ -68,7 +68,7 @@ class Loop:
         """Return the block's logits before the mask, (heads, G·R, C)."""
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
-        return self.blocks.bend(unit, rows, segment.columns, s)
+        return self.blocks.capped_and_biased(unit, rows, segment.columns, s)
 
     def divide_by(self, totals: RowTotals) -> None:
         """Set what `log_weights` subtracts: lse at once, or its parts if it is too coarse."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.core.policies import Blocks, Evicted, Indices, Policy, TopK, Window
 from headwise.core.problem import Problem, Terms, without_autocast
-from headwise.core.row_sums import LOG_TOTAL, RowResults, RowTotals, room
+from headwise.core.row_sums import LOG_TOTAL, RowResults, RowTotals, empty_results
 from headwise.engines.gradients import BackwardInputs
 from headwise.engines.learning import BIAS
 from headwise.engines.operators import (
@@ -103,7 +103,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     kind, numbers, amount, chosen = given[_TERMS:]
-    rows: RowResults = room(q, v, LOG_TOTAL)
+    rows: RowResults = empty_results(q, v, LOG_TOTAL)
     assert rows.log_total is not None
     first, second = q.new_empty(0), q.new_empty(0)
     if kind == "top":

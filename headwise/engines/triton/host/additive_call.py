@@ -41,7 +41,7 @@ def run_additive(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
 ) -> RowResults:
     """Return the output and the results that `wants` names."""
-    found = launches.room(q, v, wants)
+    found = launches.empty_results(q, v, wants)
     if found.lse.numel() == 0:
         return found
     call = operands(q, k, v, terms)

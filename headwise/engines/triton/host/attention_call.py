@@ -14,7 +14,13 @@ from headwise.core.row_sums import LOG_TOTAL, WIDE, RowResults
 from headwise.core.statistics import wanted
 from headwise.engines.contract import Prepared, Results
 from headwise.engines.gradients import BackwardInputs, Gradients
-from headwise.engines.learning import TENSORS, chosen, fixed_terms, others, sources
+from headwise.engines.learning import (
+    TENSORS,
+    fixed_terms,
+    names_beyond_rows,
+    results_by_name,
+    tensor_sources,
+)
 from headwise.engines.operators import Operators
 from headwise.engines.triton.host.additive_call import differentiate_additive, run_additive
 from headwise.engines.triton.host.backward_call import differentiate_dot
@@ -114,7 +120,7 @@ def first_with_gradients(
 ) -> tuple[Results, Prepared | None]:
     """Return the results of a call with gradients, and the call prepared for other tensors."""
     terms = problem.terms(banded=True)
-    fixed, more = fixed_terms(problem, terms), others(names)
+    fixed, more = fixed_terms(problem, terms), names_beyond_rows(names)
     again: PreparedCall | None = None
 
     def work_out(launches: Launches) -> tuple[Tensor | None, ...]:
@@ -129,12 +135,14 @@ def first_with_gradients(
         found, again = recorded(work_out, tensors)
         return found
 
-    places = sources(terms, tensors, fixed)
-    known = places or sources(terms, tensors, tuple(x for x in terms if isinstance(x, Tensor)))
+    places = tensor_sources(terms, tensors, fixed)
+    known = places or tensor_sources(
+        terms, tensors, tuple(x for x in terms if isinstance(x, Tensor))
+    )
     assert known is not None
     call = operators.learning(first, known, terms[TENSORS - 3 :])
-    found = chosen(call(*tensors), names)
+    found = results_by_name(call(*tensors), names)
     if places is None or again is None:
         return found, None
     repeated = replace(call, run=again)
-    return found, lambda *tensors: chosen(repeated(*tensors), names)
+    return found, lambda *tensors: results_by_name(repeated(*tensors), names)

@@ -18,11 +18,11 @@ from headwise.engines.triton.host.operands import (
     Operands,
     described,
     exposed,
+    loadable,
     on,
     operands,
     outer_strides,
     pair_tiles,
-    ready,
     stride_unit,
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit, loads_pairs
@@ -67,7 +67,7 @@ class BackwardCall:
     ) -> None:
         self.start = Launches().start
         self.operands: Operands = operands(q, k, v, terms)
-        self.grad_out, step = ready(grad_out)
+        self.grad_out, step = loadable(grad_out)
         q_steps, k_steps, v_steps = self.operands.steps
         self.steps = q_steps, step, k_steps, v_steps
         self.flags = {name: x for name, x in self.operands.flags().items() if name != "PLAIN"}

@@ -65,8 +65,8 @@ def few(q: Tensor, k: Tensor) -> bool:
 def attend_step(launches: Launches, problem: Problem) -> Tensor | None:
     """Return out of a plain decoding step, or None if there is a cap, bias, sink or other mask."""
     q, k, v = problem.q, problem.k, problem.v
-    bent = (problem.additive, problem.bias, problem.sinks, problem.seed, problem.rows)
-    if problem.softcap or any(x is not None for x in bent) or not few(q, k):
+    extras = (problem.additive, problem.bias, problem.sinks, problem.seed, problem.rows)
+    if problem.softcap or any(x is not None for x in extras) or not few(q, k):
         return None
     queries, keys = q.shape[2], k.shape[2]
     band, rest = problem.band()
@@ -153,7 +153,7 @@ def run_decode(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
 ) -> RowResults:
     """Return the output and the results that `wants` names, as `run_forward` does."""
-    found = launches.room(q, v, wants)
+    found = launches.empty_results(q, v, wants)
     if found.lse.numel() == 0:
         return found
     call = operands(q, k, v, terms)

@@ -30,7 +30,7 @@ def run_forward(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
 ) -> RowResults:
     """Return the output and the results that `wants` names."""
-    found = launches.room(q, v, wants)
+    found = launches.empty_results(q, v, wants)
     if found.lse.numel() == 0:
         return found
     valued = v.shape[-1] > 0  # if not, no values are loaded: the keys only stand in for them

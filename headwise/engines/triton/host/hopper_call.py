@@ -47,7 +47,7 @@ def run_hopper_forward(
     cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS else None
     if wants & MOMENTS and cut is None:  # few keys, or a cap: the Triton loop takes moments
         return run_forward(launches, q, k, v, terms, wants)
-    found = launches.room(q, v, wants)
+    found = launches.empty_results(q, v, wants)
     if found.lse.numel() == 0:
         return found
     z, width = call.sizes, pad(q)

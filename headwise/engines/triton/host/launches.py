@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
-from headwise.core.row_sums import RowResults, room
+from headwise.core.row_sums import RowResults, empty_results
 from headwise.engines.failures import failure
 from headwise.engines.triton.host.operands import WORD, Operands
 from headwise.engines.triton.host.prepared_call import (
@@ -64,9 +64,9 @@ class Launches:
         """Record tensors that are the same in every call of this description."""
         self._fixed += [x for x in tensors if x.numel()]
 
-    def room(self, q: Tensor, v: Tensor, wants: int) -> RowResults:
+    def empty_results(self, q: Tensor, v: Tensor, wants: int) -> RowResults:
         """Allocate the results of a call that `wants` names."""
-        rows = room(q, v, wants)
+        rows = empty_results(q, v, wants)
         self.allocated(*(x for x in rows if x is not None))
         return rows
 
@@ -176,8 +176,8 @@ def kind_of(call: Operands, tensors: tuple[Tensor | None, ...], *more: object) -
     if only Triton can tell: a bias, a dense mask, odd layouts, numbers beyond 32 bits.
     """
     given, sizes = call.given, call.sizes
-    bent = (given.bias, given.dense, given.slopes, given.relative, given.sinks, given.seed)
-    if any(x is not None for x in bent) or None in call.steps:
+    extras = (given.bias, given.dense, given.slopes, given.relative, given.sinks, given.seed)
+    if any(x is not None for x in extras) or None in call.steps:
         return None
     numbers = (sizes.first_key, sizes.shift, sizes.low, sizes.high, sizes.interval_step)
     if any(abs(x) >= WORD for x in (*numbers, sizes.interval_batch, sizes.interval_head)):

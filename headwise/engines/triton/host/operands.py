@@ -102,7 +102,7 @@ def narrow(terms: Terms) -> bool:
 
 def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
     """Gather the arguments of a call's kernels."""
-    (q, q_steps), (k, k_steps), (v, v_steps) = ready(q), ready(k), ready(v)
+    (q, q_steps), (k, k_steps), (v, v_steps) = loadable(q), loadable(k), loadable(v)
     intervals = None if terms.intervals is None else terms.intervals.contiguous()
     step = batch = head = 0
     if intervals is not None:
@@ -219,7 +219,7 @@ def _descriptor(x: Tensor, steps: Steps, block: list[int]) -> TensorDescriptor:
     return made
 
 
-def ready(x: Tensor) -> tuple[Tensor, Steps]:
+def loadable(x: Tensor) -> tuple[Tensor, Steps]:
     """Return x as kernels can load it, and its TMA strides, None if TMA can't load it.
 
     Rows become contiguous. Heads of an odd width are copied into wider rows, once.
