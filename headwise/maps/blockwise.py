@@ -62,17 +62,13 @@ class RegionLoop(Loop):
         Weights that are ranked are given as their logarithms to base 2, which tell apart weights
         too small for a float.
         """
-        for unit in self.schedule.units():
-            self.enter(unit)
-            for rows in self.schedule.row_blocks():
-                yield from self.of_rows(unit, rows, ranked)
+        for unit, rows in self.row_blocks():
+            yield from self.of_rows(unit, rows, ranked)
 
     def of_rows(self, unit: Unit, rows: slice, ranked: bool) -> Iterator[Tile]:
         """The blocks of some rows, from the first key to the last."""
-        q, grad = self.blocks.queries(unit, rows), self.grads(unit, rows)
-        for segment in self.schedule.segments(unit, rows):
-            s = self.logits(unit, rows, segment, q)
-            seen = self.seen(unit, rows, segment, s)
+        grad = self.grads(unit, rows)
+        for segment, s, seen in self.segments(unit, rows):
             s = self.hide(unit, self.log_weights(unit, rows, s), seen)
             rank = None
             if grad is not None:
@@ -122,20 +118,17 @@ class RegionLoop(Loop):
 
     def peaks(self) -> Iterator[tuple[Unit, slice, PeakSums]]:
         """Each block of rows that sees a key, and the sums over all of its keys."""
-        for unit in self.schedule.units():
-            self.enter(unit)
-            for rows in self.schedule.row_blocks():
-                q, grad = self.blocks.queries(unit, rows), self.grads(unit, rows)
-                assert grad is not None
-                found: PeakSums | None = None
-                for segment in self.schedule.segments(unit, rows):
-                    s = self.logits(unit, rows, segment, q)
-                    self.hide(unit, s, self.seen(unit, rows, segment, s))
-                    first = self.terms.first_key + segment.columns.start
-                    here = self.peak(s, self.products(segment, grad), first)
-                    found = here if found is None else found.join(here)
-                if found is not None:
-                    yield unit, rows, found
+        for unit, rows in self.row_blocks():
+            grad = self.grads(unit, rows)
+            assert grad is not None
+            found: PeakSums | None = None
+            for segment, s, seen in self.segments(unit, rows):
+                self.hide(unit, s, seen)
+                first = self.terms.first_key + segment.columns.start
+                here = self.peak(s, self.products(segment, grad), first)
+                found = here if found is None else found.join(here)
+            if found is not None:
+                yield unit, rows, found
 
     def peak(self, s: Tensor, product: Tensor, first: int) -> PeakSums:
         """The largest of a block's logits in each row, and the sums over the others."""

@@ -91,19 +91,17 @@ def _largest(
     With a share, so many that they reach this share of the sum in every row. Both in float64.
     """
     loop, keys = RegionLoop(region, totals), region.k.shape[2]
-    for unit in loop.schedule.units() if all(region.box.shape) else ():
-        loop.enter(unit)
-        for rows in loop.schedule.row_blocks():
-            count = min(most, keys)
-            while True:
-                best, total = _best(loop, unit, rows, count)
-                if best is None:
-                    break
-                enough = share is None or bool((best.sum(-1) >= total * share).all())
-                if enough or count == keys:
-                    yield unit, rows, best, total
-                    break
-                count = min(8 * count, keys)
+    for unit, rows in loop.row_blocks() if all(region.box.shape) else ():
+        count = min(most, keys)
+        while True:
+            best, total = _best(loop, unit, rows, count)
+            if best is None:
+                break
+            enough = share is None or bool((best.sum(-1) >= total * share).all())
+            if enough or count == keys:
+                yield unit, rows, best, total
+                break
+            count = min(8 * count, keys)
 
 
 def _best(loop: RegionLoop, unit: Unit, rows: slice, most: int) -> tuple[Tensor | None, Tensor]:

@@ -46,15 +46,13 @@ class Backward(Loop):
 
     def run(self) -> Gradients:
         """Return the gradients of every input."""
-        for unit in self.schedule.units():
-            self.enter(unit)
-            for rows in self.schedule.row_blocks():
-                q = self.blocks.queries(unit, rows)
-                grad_q = torch.zeros_like(q)
-                grad_out = self.per_row(unit, rows, self.grad_out).to(self.blocks.wide)
-                for segment in self.schedule.segments(unit, rows):
-                    grad_q += self.block(unit, rows, segment, q, grad_out)
-                self.put(unit, rows, self.blocks.grouped(self.grad_q), grad_q * self.scale)
+        for unit, rows in self.row_blocks():
+            q = self.blocks.queries(unit, rows)
+            grad_q = torch.zeros_like(q)
+            grad_out = self.per_row(unit, rows, self.grad_out).to(self.blocks.wide)
+            for segment in self.schedule.segments(unit, rows):
+                grad_q += self.block(unit, rows, segment, q, grad_out)
+            self.put(unit, rows, self.blocks.grouped(self.grad_q), grad_q * self.scale)
         return Gradients(
             self.grad_q, self.grad_k, self.grad_v, self.grad_additive, self.grad_bias,
             self.grad_slopes, self.grad_relative, self.grad_sinks,

@@ -5,8 +5,6 @@ The loop is `Partial` and `merge`. Forward and backward are registered operators
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -69,8 +67,17 @@ class Streaming(Engine):
         )  # fmt: skip
         if terms.sinks is not None:
             terms = terms._replace(sinks=terms.sinks.new_empty(0))  # a call brings its own
-        call = StreamingCall(pose, terms, names, sink_keys, LibraryBackward(LIBRARY_ON))
-        return call(*tensors), call
+        library, wants = LibraryBackward(LIBRARY_ON), wanted(names)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Results:
+            own = terms if terms.sinks is None else terms._replace(sinks=rest[0].to(q.device))
+            rows = _forward(q, k, v, *own, wants, library=library)
+            if not names:
+                return (rows.out,)
+            found = complete(pose(q, k, v, sinks=own.sinks), rows, names, sink_keys, own)
+            return (rows.out, *(found[name] for name in names))
+
+        return run(*tensors), run
 
     def backward(self, problem: Problem) -> str:
         q, k, v = problem.q, problem.k, problem.v
@@ -78,29 +85,6 @@ class Streaming(Engine):
 
 
 STREAMING = Streaming()
-
-
-@dataclass(frozen=True, eq=False)
-class StreamingCall:
-    """A call that is checked and planned: its problem for other tensors, and its terms."""
-
-    pose: Callable[..., Problem]
-    terms: Terms
-    names: tuple[str, ...]
-    sink_keys: int
-    library: LibraryBackward
-
-    def __call__(self, *tensors: Tensor) -> Results:
-        q, k, v, *rest = tensors
-        terms, wants = self.terms, wanted(self.names)
-        if terms.sinks is not None:
-            terms = terms._replace(sinks=rest[0].to(q.device))
-        rows = _forward(q, k, v, *terms, wants, library=self.library)
-        if not self.names:
-            return (rows.out,)
-        problem = self.pose(q, k, v, sinks=terms.sinks)
-        found = complete(problem, rows, self.names, self.sink_keys, terms)
-        return (rows.out, *(found[name] for name in self.names))
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int) -> RowResults:

@@ -114,14 +114,15 @@ class Forward(Loop):
         self.numbers = torch.arange(k.shape[2], device=k.device, dtype=self.blocks.wide)
         self.key_moments = KeyMoments(self.k)
 
+    def enter(self, unit: Unit) -> None:
+        super().enter(unit)
+        self.key_moments = KeyMoments(self.k)
+
     def run(self) -> RowResults:
         """Compute every row, unit by unit."""
-        for unit in self.schedule.units():
-            self.enter(unit)
-            self.key_moments = KeyMoments(self.k)
-            for rows in self.schedule.row_blocks():
-                seen = _Rows(self, unit, rows).run()
-                self.keep(unit, rows, seen.part, seen.moments)
+        for unit, rows in self.row_blocks():
+            seen = _Rows(self, unit, rows).run()
+            self.keep(unit, rows, seen.part, seen.moments)
         return self.finish()
 
     def keep(self, unit: Unit, rows: slice, part: Partial | None, moments: Moments | None) -> None:

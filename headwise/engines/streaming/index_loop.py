@@ -16,7 +16,7 @@ from torch import Tensor
 from headwise.core.blocks import Unit
 from headwise.core.problem import Terms, without_autocast
 from headwise.core.row_sums import LOG_TOTAL, RowTotals
-from headwise.core.schedule import Schedule, Segment
+from headwise.core.schedule import Schedule
 from headwise.engines.operators import CALL, define, differentiable
 from headwise.engines.streaming.forward_loop import Forward
 from headwise.engines.streaming.loop import Loop
@@ -76,17 +76,14 @@ class IndexLoop(Loop):
         """Every block that the mask does not hide."""
         if not self.blocks.k.shape[2] or not self.blocks.q.shape[3]:
             return
-        for unit in self.schedule.units():
-            self.enter(unit)
-            for rows in self.schedule.row_blocks():
-                q = self.blocks.queries(unit, rows)
-                for segment in self.schedule.segments(unit, rows):
-                    yield self.tile(unit, rows, segment, q)
+        for unit, rows in self.row_blocks():
+            for segment, s, seen in self.segments(unit, rows):
+                yield self.tile(unit, rows, segment.columns, s, seen)
 
-    def tile(self, unit: Unit, rows: slice, segment: Segment, q: Tensor) -> _Tile:
+    def tile(
+        self, unit: Unit, rows: slice, columns: slice, s: Tensor, seen: Tensor | None
+    ) -> _Tile:
         """One block: the target and the indexer's products."""
-        s = self.logits(unit, rows, segment, q)
-        seen = self.seen(unit, rows, segment, s)
         self.hide(unit, s, seen)
         if self.clean:
             shown = None if seen is None else seen[0].flatten(0, 1).any(0)
@@ -94,7 +91,7 @@ class IndexLoop(Loop):
             shown = (self.blocks.five(unit, s) != -torch.inf)[0].flatten(0, 1).any(0)
         weights = self.blocks.five(unit, self.log_weights(unit, rows, s).exp2_())
         target = weights[0].sum((0, 1))
-        index, columns = self.indexer, segment.columns
+        index = self.indexer
         products = index.q[unit.b0, :, rows] @ index.k[unit.b0, columns].mT
         return _Tile(unit.b0, rows, columns, target, shown, products.relu_())
 

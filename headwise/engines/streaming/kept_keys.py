@@ -70,15 +70,10 @@ class KeptKeys:
         loop = Loop(q, k, k[..., :0], self.terms, self.selection)
         found = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.bool, device=q.device)
         whole = loop.blocks.grouped(found)  # (B, Hkv, G, N, M)
-        for unit in loop.schedule.units():
-            loop.enter(unit)
+        for unit, rows in loop.row_blocks():
             here = whole[unit.b0 : unit.b1, unit.h0 : unit.h1]
-            for rows in loop.schedule.row_blocks():
-                part = loop.blocks.queries(unit, rows)
-                for segment in loop.schedule.segments(unit, rows):
-                    s = loop.logits(unit, rows, segment, part)
-                    seen = loop.seen(unit, rows, segment, s)
-                    here[..., rows, segment.columns] = True if seen is None else seen
+            for segment, _, seen in loop.segments(unit, rows):
+                here[..., rows, segment.columns] = True if seen is None else seen
         return found
 
     def _rows(

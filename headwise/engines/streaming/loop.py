@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -53,6 +54,13 @@ class Loop:
         self.k = unit.flat(self.blocks.k).to(self.blocks.wide)
         self.v = unit.flat(self._values).to(self.blocks.wide)
 
+    def row_blocks(self) -> Iterator[tuple[Unit, slice]]:
+        """Every block of rows, unit by unit, each of which is entered first."""
+        for unit in self.schedule.units():
+            self.enter(unit)
+            for rows in self.schedule.row_blocks():
+                yield unit, rows
+
     def buffer(self, number: int, shape: tuple[int, ...]) -> Tensor:
         """Working memory, reused by every block."""
         view = self._views.get((number, shape))
@@ -69,6 +77,13 @@ class Loop:
         k = self.k[:, segment.columns]
         s = self.blocks.raw(unit, q, k, out=self.buffer(0, (*q.shape[:2], k.shape[1])))
         return self.blocks.capped_and_biased(unit, rows, segment.columns, s)
+
+    def segments(self, unit: Unit, rows: slice) -> Iterator[tuple[Segment, Tensor, Tensor | None]]:
+        """The keys of a block of rows, their logits before the mask, and what is `seen` of them."""
+        q = self.blocks.queries(unit, rows)
+        for segment in self.schedule.segments(unit, rows):
+            s = self.logits(unit, rows, segment, q)
+            yield segment, s, self.seen(unit, rows, segment, s)
 
     def divide_by(self, totals: RowTotals) -> None:
         """Set what `log_weights` subtracts: lse at once, or its parts if it is too coarse."""

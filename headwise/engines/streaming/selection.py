@@ -160,10 +160,8 @@ class _Choice:
         self.q, self.keys = q, k.shape[2]
 
     def row_blocks(self) -> Iterator[_Rows]:
-        for unit in self.loop.schedule.units():
-            self.loop.enter(unit)
-            for rows in self.loop.schedule.row_blocks():
-                yield _Rows(self.loop, unit, rows)
+        for unit, rows in self.loop.row_blocks():
+            yield _Rows(self.loop, unit, rows)
 
 
 class _Largest(_Choice):
