@@ -91,7 +91,7 @@ class LogitGrowth:
             elif largest > self.limit:
                 said = say(
                     "its largest logit is {largest}, above {limit:g}",
-                    largest=_digits(largest, self.limit),
+                    largest=digits(largest, self.limit),
                     limit=self.limit,
                 )
                 yield _head_finding(row, said)
@@ -285,14 +285,14 @@ def _small(norm: float, mean: float) -> Sentence:
     )
 
 
-def _digits(value: float, limit: float) -> str:
-    """A number with as many digits as tell it from a limit.
+def digits(value: float, limit: float, least: int = 4) -> str:
+    """A number with as many digits as tell it from a limit, and at least so many.
 
-    >>> _digits(100.004, 100.0), _digits(123.456, 100.0)
+    >>> digits(100.004, 100.0), digits(123.456, 100.0)
     ('100.004', '123.5')
     """
-    tried = (f"{value:.{count}g}" for count in range(4, 17))
-    return next((text for text in tried if float(text) != limit), f"{value:.4g}")
+    tried = (f"{value:.{count}g}" for count in range(least, 17))
+    return next((text for text in tried if float(text) != limit), f"{value:.{least}g}")
 
 
 def _head_finding(row: dict[str, Value], says: str) -> Finding:

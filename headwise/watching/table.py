@@ -246,15 +246,19 @@ def scalars(
     >>> list(scalars(table, heads=True))[:2]
     ['attn/layer_03/head_00/entropy_mean', 'attn/layer_03/head_01/entropy_mean']
     """
-    reduced = {
-        name: _reduction(name)(values)
-        for name, values in {
-            **per_head(table, figures, prefix),
-            **_over_all(table, figures, prefix),
-        }.items()
-        if values
+    found = {
+        **per_head(table, figures, prefix),
+        **_by_name(table, figures, lambda _, name: f"{prefix}/global/{name}"),
     }
-    return {**_of_each_head(table, figures, prefix), **reduced} if heads else reduced
+    reduced = {name: _reduction(name)(values) for name, values in found.items() if values}
+    if not heads:
+        return reduced
+
+    def of_head(row: Mapping[str, Any], name: str) -> str:
+        return f"{prefix}/layer_{row['layer']:02d}/head_{row['head']:02d}/{name}"
+
+    each = _by_name(table, figures, of_head).items()
+    return {**{name: values[0] for name, values in each if values}, **reduced}
 
 
 def per_head(
@@ -267,11 +271,19 @@ def per_head(
     >>> per_head(table)
     {'attn/layer_00/entropy_mean': [2.0, 1.0]}
     """
+    return _by_name(table, figures, lambda row, name: f"{prefix}/layer_{row['layer']:02d}/{name}")
+
+
+def _by_name(
+    table: Table, figures: Iterable[str] | None, name: Callable[[Mapping[str, Any], str], str]
+) -> dict[str, list[float]]:
+    """The numbers in the table by the name that each row's figure gets; NaN is left out."""
     found: dict[str, list[float]] = {}
     for figure in wanted(table, figures):
         for row in table:
-            values = found.setdefault(f"{prefix}/layer_{row['layer']:02d}/{_exact(figure)}", [])
-            _add(values, row[figure])
+            values, value = found.setdefault(name(row, _exact(figure)), []), row[figure]
+            if isinstance(value, int | float) and not math.isnan(value):
+                values.append(float(value))
     return found
 
 
@@ -297,29 +309,6 @@ def figure(table: Table, name: str) -> list[float]:
     """
     column = next((x for x in table.columns if _exact(x) == name), None)
     return [] if column is None else [float(x) for x in table[column]]
-
-
-def _over_all(table: Table, figures: Iterable[str] | None, prefix: str) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for name in wanted(table, figures):
-        values = found.setdefault(f"{prefix}/global/{_exact(name)}", [])
-        for value in table[name]:
-            _add(values, value)
-    return found
-
-
-def _of_each_head(table: Table, figures: Iterable[str] | None, prefix: str) -> dict[str, float]:
-    return {
-        f"{prefix}/layer_{row['layer']:02d}/head_{row['head']:02d}/{_exact(name)}": float(value)
-        for name in wanted(table, figures)
-        for row in table
-        if isinstance(value := row[name], int | float) and not math.isnan(value)
-    }
-
-
-def _add(values: list[float], value: object) -> None:
-    if isinstance(value, int | float) and not math.isnan(value):
-        values.append(float(value))
 
 
 def _exact(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,9 +77,7 @@ class WatchedRun(Recording):
         """Loss, speed and utilisation of the training that is watched, as far as they are known."""
         metered = self.manifest.get("mfu")
         found: dict[str, Any] = dict(metered) if isinstance(metered, dict) else {}
-        beside = self.folder.parent / MEASURED
-        if self.folder.name == INSIDE and beside.is_file():
-            found |= _last_step(beside)
+        found |= next((x for x in self._measured() if "loss" in x), {})
         wanted = {name: found.get(name) for name in ("loss", "per_second", "mfu")}
         return {name: x for name, x in wanted.items() if isinstance(x, int | float)}
 
@@ -100,29 +99,31 @@ class WatchedRun(Recording):
     @property
     def logged(self) -> dict[str, Course]:
         """Numbers of the training: those of its own log where the watch has none."""
-        found = {**self._measured(), **self._logged}
+        found: dict[str, dict[int, float]] = {}
+        for known in self._measured():
+            for name in ("loss", "evaluation"):
+                if isinstance(known.get("step"), int) and isinstance(known.get(name), int | float):
+                    found.setdefault(name, {}).setdefault(known["step"], float(known[name]))
+        found |= self._logged
         courses = {name: sorted(course.items()) for name, course in found.items()}
         return {
             name: ([step for step, _ in course], [value for _, value in course])
             for name, course in courses.items()
         }
 
-    def _measured(self) -> dict[str, dict[int, float]]:
-        """The losses in the log of a training by headwise."""
+    def _measured(self) -> Iterator[dict[str, Any]]:
+        """The log of a training by headwise, the last line first; one that was cut short is left
+        out."""
         beside = self.folder.parent / MEASURED
         if self.folder.name != INSIDE or not beside.is_file():
-            return {}
-        found: dict[str, dict[int, float]] = {}
-        for line in beside.read_text(encoding="utf-8", errors="replace").splitlines():
+            return
+        for line in reversed(beside.read_text(encoding="utf-8", errors="replace").splitlines()):
             try:
                 known = parsed_json(line)
             except ValueError:
                 continue
-            if isinstance(known, dict) and isinstance(known.get("step"), int):
-                for name in ("loss", "evaluation"):
-                    if isinstance(known.get(name), int | float):
-                        found.setdefault(name, {})[known["step"]] = float(known[name])
-        return found
+            if isinstance(known, dict):
+                yield known
 
     @property
     def damaged(self) -> list[str]:
@@ -272,15 +273,3 @@ def _merged(rows: Rows) -> Rows:
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
     return {name: NAN if value is None else value for name, value in row.items()}
-
-
-def _last_step(measured: Path) -> dict[str, Any]:
-    """The last measurement of a training step; a line that a kill cut short is passed over."""
-    for line in reversed(measured.read_text(encoding="utf-8", errors="replace").splitlines()):
-        try:
-            found = parsed_json(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict) and "loss" in found:
-            return found
-    return {}

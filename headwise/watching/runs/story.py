@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from headwise.messages import Sentence, say
 from headwise.watching.alarms import Alarm
-from headwise.watching.rules import RULES
+from headwise.watching.rules import RULES, digits
 from headwise.watching.runs.run_reader import WatchedRun
 
 NAMES = {
@@ -65,7 +65,7 @@ def finding(
         said = Sentence("") if not alarms else alarms[0].says
         nan = rule == "logit growth"
         return say("their largest logits are NaN") if nan else Sentence(said, chinese(said))
-    low, high, most = digits(min(finite), limit), digits(max(finite), limit), f"{limit:.3g}"
+    low, high, most = digits(min(finite), limit, 3), digits(max(finite), limit, 3), f"{limit:.3g}"
     span: str = low if low == high else say("{low} to {high}", low=low, high=high)
     if rule == "logit growth":
         return say("their largest logits are {span}, above {limit}", span=span, limit=most)
@@ -79,16 +79,6 @@ def finding(
 def chinese(said: str) -> str:
     """The 中文 of a sentence that may have none."""
     return said.zh if isinstance(said, Sentence) else said
-
-
-def digits(value: float, limit: float) -> str:
-    """A number with as many digits as tell it from a limit.
-
-    >>> digits(100.004, 100.0), digits(123.4, 100.0)
-    ('100.004', '123')
-    """
-    tried = (f"{value:.{count}g}" for count in range(3, 17))
-    return next((text for text in tried if float(text) != limit), f"{value:.3g}")
 
 
 WINDOWS = 24
@@ -316,26 +306,16 @@ def _measured(run: WatchedRun, chapter: Chapter, known: dict[str, Histories]) ->
         compared[name] = [_mean([lines[head][place] for head in heads]) for place in at]
     figure = _named(run, rule.figure) if rule is not None else None
     if rule is None or figure is None:
-        return _with(chapter, compared=compared)
+        return replace(chapter, compared=compared)
     steps, lines = known[figure]
     values = [_value(alarm, steps, lines) for alarm in chapter.alarms]
     limit = _limit(run, chapter.rule, rule.limit)
     if rule.of_layer and limit is not None and chapter.step in steps:
         mine = [line for (layer, _), line in lines.items() if layer == chapter.layer]
         limit *= _mean([line[steps.index(chapter.step)] for line in mine])
-    return _with(chapter, compared, figure, limit, rule.above, values)
-
-
-def _with(
-    chapter: Chapter,
-    compared: dict[str, list[float]],
-    figure: str | None = None,
-    limit: float | None = None,
-    above: bool = True,
-    values: Sequence[float] = (),
-) -> Chapter:
-    place = chapter.rule, chapter.layer, chapter.module, chapter.alarms
-    return Chapter(*place, figure, limit, above, list(values), compared)
+    return replace(
+        chapter, compared=compared, figure=figure, limit=limit, above=rule.above, values=values
+    )
 
 
 def _heads(chapter: Chapter) -> set[tuple[int | None, int | None]]:
