@@ -15,8 +15,8 @@ PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 ORDER: dict[str, list[str]] = {
     "guide": [
-        "look", "gallery", "watch", "watch-models", "effects", "spans", "sparse", "compute",
-        "distributed", "cost", "cost-time", "training", "lab", "notebooks",
+        "look", "gallery", "watch", "watch-kinds", "watch-models", "effects", "spans", "sparse",
+        "compute", "distributed", "cost", "cost-time", "training", "lab", "notebooks",
     ],
     "handbook": ["from-formula-to-transformer", "handbook/index"] + [
         f"handbook/{chapter}"

@@ -19,7 +19,12 @@ from headwise.bias import ALiBi, RelativeBuckets, parts_of
 from headwise.core.problem import Problem, Terms
 
 Kernels = Literal[
-    "attention", "additive attention", "cached attention", "maps", "recorded statistics"
+    "attention",
+    "additive attention",
+    "cached attention",
+    "maps",
+    "packed requests",
+    "recorded statistics",
 ]
 
 

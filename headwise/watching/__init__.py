@@ -7,6 +7,7 @@ from headwise.watching.effects import log_probability, logit_difference, runner_
 from headwise.watching.experiments import knock_out, sparsify, steer
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Entry, Recording
+from headwise.watching.requests import Request
 from headwise.watching.rules import RULES, SpanWeight
 from headwise.watching.runs.run_reader import WatchedRun, holds_run, open_run
 from headwise.watching.runs.run_writer import RunWriter
@@ -22,6 +23,7 @@ __all__ = [
     "Entry",
     "Loss",
     "Recording",
+    "Request",
     "RunWriter",
     "SpanWeight",
     "Story",

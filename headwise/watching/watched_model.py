@@ -34,6 +34,7 @@ from headwise.watching.recorder.checkpointing import recomputing
 from headwise.watching.recorder.interventions import WATCHED, WatchedModel
 from headwise.watching.recorder.unread import described
 from headwise.watching.recorder.watch_options import WatchOptions, matches
+from headwise.watching.requests import Request
 from headwise.watching.rules import Rule
 from headwise.watching.runs import manifest
 from headwise.watching.runs.run_writer import RunWriter, save_recording
@@ -349,6 +350,16 @@ class Watch(SteppedRecording):
                 f"seen.{call}: nothing was held for effects; use hw.watch(model, effects=True)"
             )
         self.check()
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """The requests of a model that generates by continuous batching, by their names.
+
+        Those that run, and the last that ended. Each is a recording: its table of heads, its maps,
+        `show()`, and `received(layer)`, by which keys can be evicted.
+        """
+        held = self._recorder.paged.held()
+        return {name: Request(each, self.layers) for name, each in held.items()}
 
     def symmetry(self) -> Table:
         """The symmetry of W_qᵀ W_k, one row per head: 1 if i scores j as j scores i, −1 if it

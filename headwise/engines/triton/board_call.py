@@ -22,7 +22,7 @@ def add_by_kernel(board: Tensor, slot: Tensor, rows: CallRows) -> bool:
     Returns False, and adds nothing, if the kernel does not serve this call.
     """
     device = board.device
-    if device.type not in TRITON.devices or not _usable(device):
+    if device.type not in TRITON.devices or not usable(device):
         return False
     alike = Family(TRITON.name, "recorded statistics", device, rows.highest.dtype, (), (), False)
     if alike in failures.failed() or not _takes(rows):
@@ -36,7 +36,8 @@ def add_by_kernel(board: Tensor, slot: Tensor, rows: CallRows) -> bool:
 
 
 @cache
-def _usable(device: torch.device) -> bool:
+def usable(device: torch.device) -> bool:
+    """Return whether Triton can launch kernels on this device."""
     return TRITON.absent(device) is None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -18,9 +18,11 @@ from headwise.nn.head_shares import numbered_dropout
 from headwise.watching.adapters.interface import InterfaceCall, to_call
 from headwise.watching.adapters.mask_tensor import MaskTensor, UnwrittenMask
 from headwise.watching.adapters.packed_sequences import by_lengths
+from headwise.watching.adapters.paged_calls import to_paged_call
 from headwise.watching.adapters.scaled_dot_product import MaskMemo
 from headwise.watching.adapters.traced_rules import read_rule
 from headwise.watching.head_weights import head_place
+from headwise.watching.recorder.paged_record import PagedCall
 
 NAME = "headwise"
 WEIGHTS = 1 << 26  # handed out per layer at most, if asked for
@@ -46,6 +48,25 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+    _take_requests()
+
+
+def _take_requests() -> None:
+    """Let continuous batching take this implementation: it knows its own by their names."""
+    try:
+        from transformers import ContinuousBatchingManager as Manager
+    except ImportError:  # of a transformers without it
+        return
+    switch = getattr(Manager, "switch_to_cb_friendly_attn", None)
+    if switch is None or hasattr(switch, "__wrapped__"):
+        return
+
+    @wraps(switch)
+    def accept(self: Any, model: Any, *given: Any, **options: Any) -> Any:
+        if model.config._attn_implementation != NAME:
+            return switch(self, model, *given, **options)
+
+    Manager.switch_to_cb_friendly_attn = accept  # type: ignore[method-assign]
 
 
 def attend(
@@ -56,13 +77,18 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     look: Callable[[Call], Tensor] | None = None,
+    step: Callable[[PagedCall], Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function of transformers: q (B, Hq, N, D), k and v of Hkv heads.
 
     Returns (B, N, Hq, Dv), and the weights (B, Hq, N, M) if `output_attentions` asks for them.
-    `look` computes the call if the model is watched.
+    `look` computes the call if the model is watched, `step` one of continuous batching.
     """
+    if options.get("cache") is not None:
+        given = InterfaceCall(NAME, module, query, key, value, None, options)
+        paged, _ = to_paged_call(given)
+        return (paged.batch.attend() if step is None else step(paged))[None], None
     watched = look is not None
     call = _to_call(module, query, key, value, attention_mask, options, watched)
     # A tensor-parallel plan gives a rank some of the heads.

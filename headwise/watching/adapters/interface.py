@@ -103,8 +103,8 @@ def to_call(
 def _refuse(given: InterfaceCall) -> None:
     if given.implementation.startswith("paged") or given.option("cache") is not None:
         raise ValueError(
-            "it reads the paged cache of continuous batching, whose keys are not in one call; "
-            "watch model.generate or a plain forward"
+            "compiled code can't look into the paged cache of continuous batching; generate "
+            "without default_compile_level"
         )
 
 

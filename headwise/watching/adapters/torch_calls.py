@@ -116,7 +116,7 @@ class Listener(ModelMode):
         self.recorder = recorder
         self.names: dict[int, str] = {}  # of the modules with hooks
         self.memo = MaskMemo()
-        self.thread = threading.get_ident()
+        self.threads = {threading.get_ident()}
         self.running = Running()
         self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
         self.heard_nothing: dict[int, int] = {}  # how often, by module
@@ -138,6 +138,8 @@ class Listener(ModelMode):
             return
         aside = self.recorder.aside and any(id(module) in x for x in _FOLLOWED)
         quiet = quiet or aside
+        if "read_index" in options:  # continuous batching runs the model in a thread of its own
+            self.threads.add(threading.get_ident())
         self.refuse_other_threads(name)
         recorder = self.recorder
         changed = recorder.interventions.running
@@ -158,7 +160,7 @@ class Listener(ModelMode):
 
     def refuse_other_threads(self, name: str) -> None:
         """Raise ValueError if the model runs in another thread than its watch."""
-        if threading.get_ident() != self.thread and not recomputing():
+        if threading.get_ident() not in self.threads and not recomputing():
             raise ValueError(
                 f"{name or 'the watched model'} runs in another thread than the one that attached "
                 "its watch, and a watch follows that thread alone; attach() it in the thread that "

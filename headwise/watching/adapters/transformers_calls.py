@@ -23,12 +23,14 @@ from headwise.watching.adapters.interface import (
     to_call,
 )
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
+from headwise.watching.adapters.paged_calls import is_paged, to_paged_call
 from headwise.watching.adapters.patching import Replacement, Undo, unheard
 from headwise.watching.adapters.scaled_dot_product import MaskMemo, lengths_differ
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.changed_call import ChangedCall
 from headwise.watching.recorder.held_call import DROPPED, Output
+from headwise.watching.recorder.paged_record import PagedCall
 from headwise.watching.recorder.proof import without_dropout
 from headwise.watching.recorder.seen_call import Kind, kind_of
 
@@ -110,6 +112,7 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
         for replacement in _replacements(AttentionInterface, masks, model)
     ]
     whole = {id(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    undo.append(modules.recorder.paged.release)
     return undo + follow(model, Follower(whole, modules.enter, modules.leave))
 
 
@@ -256,6 +259,8 @@ def _observed(
 ) -> Any:
     """The function's own result; its call is shown to the recorder."""
     name, recorder = modules.names[id(given.module)], modules.recorder
+    if is_paged(given):
+        return _of_requests(modules, function, given)
     kind, sequence = _kind(given, name), modules.sequence(name)
     modules.listener.note_attention()
     if kind == "self":
@@ -302,6 +307,39 @@ def _observed(
             output=output,
         )  # fmt: skip
     return silenced
+
+
+def _of_requests(
+    modules: TransformersModules, function: Callable[..., Any], given: InterfaceCall
+) -> Any:
+    """The function's own result in a step of continuous batching, which is observed."""
+    name, recorder = modules.names[id(given.module)], modules.recorder
+    modules.listener.note_attention()
+    if recorder.interventions.wants(name):
+        raise ValueError(
+            f"{name} runs by continuous batching, whose attention experiments can't change; use "
+            "model.generate"
+        )
+    if not recorder.wants(name):
+        return _run(function, given)
+    if function is ours.attend:
+        with unheard():  # its engine may be PyTorch's
+            return _run(function, given, step=lambda call: recorder.of_requests(name, call))
+    made: list[tuple[PagedCall, InterfaceCall]] = []
+    with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
+        made.append(to_paged_call(given, beside=True))
+    if not made:
+        return _run(function, given)
+    call, other = made[0]
+    with unheard():
+        result = _run(function, other)
+    with recorder.unread.reading(name, f"attn_implementation={given.implementation!r}: "):
+        form, proof = (given.implementation, "requests", call.batch.longest == 1), None
+        if not recorder.proofs.known(name, form):
+            whole = call.batch.whole()
+            proof = recorder.proofs.compare(name, form, whole, lambda: result[0].detach())
+        recorder.of_requests(name, call, proof)
+    return result
 
 
 def _changed(

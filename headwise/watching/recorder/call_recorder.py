@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise.api import attention, observe, statistics
 from headwise.core.intervals import Mask
 from headwise.core.observation import Observation
+from headwise.core.options import Options
 from headwise.core.spans import within
 from headwise.distributed.sharded_tensors import local_part
 from headwise.handover import sharded, split_calls
@@ -23,6 +24,7 @@ from headwise.watching.recorder.interventions import Interventions
 from headwise.watching.recorder.layer import LARGEST, WatchedLayer
 from headwise.watching.recorder.layer_registry import LayerRegistry
 from headwise.watching.recorder.model_passes import ModelPasses, forgets
+from headwise.watching.recorder.paged_record import PagedCall, PagedRecords
 from headwise.watching.recorder.proof import Proofs
 from headwise.watching.recorder.seen_call import (
     Kind,
@@ -54,6 +56,7 @@ class CallRecorder:
     interventions: Interventions = field(init=False)
     unread: UnreadModules = field(init=False)
     proofs: Proofs = field(init=False)
+    paged: PagedRecords = field(init=False)
     _computed: dict[Kind, tuple[str, ...]] = field(init=False)  # statistics of each kind of layer
     _observed: set[str] = field(default_factory=set)
     """Modules that were observed inside their own pass; a recomputation of them must be too."""
@@ -65,6 +68,9 @@ class CallRecorder:
         self.interventions = Interventions(self.registry)
         self.unread = UnreadModules(self.options.strict, self.registry.asked_for)
         self.proofs = Proofs(self.options.strict)
+        options = self.options
+        stats = plain_statistics(options.stats)
+        self.paged = PagedRecords(stats, options.maps, options.sink_keys)
         self._computed = {kind: computed_statistics(self.options, kind) for kind in get_args(Kind)}
 
     def _end_pass(self) -> None:
@@ -191,6 +197,28 @@ class CallRecorder:
                         seen.values[key] = seen.values[key].detach()
                 held = self._hold(call, itself(out), out) if self.options.effects else None
                 self._keep(name, call, whole, kind, padding, seen, forgotten=forgotten, held=held)
+        return out
+
+    def of_requests(self, name: str, call: PagedCall, proof: Tensor | None = None) -> Tensor:
+        """Compute and observe a step of continuous batching; returns the output (T, Hq, Dv)."""
+        q, keys = call.batch.q, call.batch.keys
+        q, keys = (x.transpose(0, 1)[None] for x in (q, keys))
+        layer = self.registry.layer(name, Call(q, keys, keys, Options()), "self")
+        if layer is None:
+            return call.batch.attend()
+        ids = self.passes.ids
+        if ids is not None and ids.numel() == len(call.own):
+            call = replace(call, tokens=ids)
+        try:
+            with torch.no_grad():
+                out, seen = self.paged.observe(name, call)
+        except Exception as error:
+            self.unread.fail(name, error)
+            return call.batch.attend()
+        assert layer.slot is not None
+        layer.slot.add(seen, None, proof)
+        layer.recorded = True
+        layer.stats = tuple(x for x in self.options.stats if x in seen.values)
         return out
 
     def _add_losses(self, name: str, call: ChangedCall, kind: Kind, seen: Observation) -> None:

@@ -33,7 +33,7 @@ class ModelPasses:
     """The calls of each module in this forward so far, by their kind."""
     _memories: dict[str, list[tuple[Tensor, Versions]]] = field(default_factory=dict)
     """The other sequences that each module has looked at in this forward, one per layer."""
-    _ids: Tensor | None = None  # the tokens that this forward was called with
+    ids: Tensor | None = None  # the tokens that this forward was called with
 
     def begin(self, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> None:
         """A module of the model starts to run; a pass begins with the outermost one."""
@@ -41,11 +41,11 @@ class ModelPasses:
             return
         if self._depth == 0:
             self.count += 1
-            self._calls, self.past, self.first, self._ids = {}, False, 0, None
+            self._calls, self.past, self.first, self.ids = {}, False, 0, None
             self._memories = {}
         self._depth += 1
         if given or options:
-            self._ids = token_ids(given, options or {})
+            self.ids = token_ids(given, options or {})
 
     def end(self) -> None:
         """A module has run, with or without an error."""
@@ -55,7 +55,7 @@ class ModelPasses:
         if self._depth:
             return
         self._memories = {}
-        before, ids = self.tokens, self._ids
+        before, ids = self.tokens, self.ids
         before = None if before is None else before[:, : self.first]  # the rest was taken back
         if self.past and before is not None and ids is not None and len(before) == len(ids):
             self.tokens = torch.cat((before, ids), 1)

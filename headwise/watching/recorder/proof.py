@@ -31,6 +31,10 @@ class Proofs:
     _forms: dict[str, set[tuple[object, ...]]] = field(default_factory=dict)
     _waiting: set[str] = field(default_factory=set)  # modules that were compared and not judged
 
+    def known(self, name: str, form: tuple[object, ...]) -> bool:
+        """True if a call of this form was compared already."""
+        return form in self._forms.get(name, ())
+
     def compare(
         self, name: str, form: tuple[object, ...], call: Call, out: Callable[[], Tensor]
     ) -> Tensor | None:

@@ -1,0 +1,227 @@
+"""transformers' continuous batching is watched: every request reads as if it had run alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.22")  # whose paged cache is read
+
+pytest.importorskip("headwise.transformers")  # registers the implementation
+
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [5, 5, 6]]
+NEW = 5
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collect no garbage twice in every call, which takes a second of it."""
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
+def built(family: str = "Llama", dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 99}
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **more})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model.to(dtype)  # maps of float64 need no kernel
+    for name, x in model.named_parameters():  # so that heads choose
+        if "q_proj" in name or "k_proj" in name:
+            nn.init.normal_(x, std=0.4)
+    return model
+
+
+def settings() -> Any:
+    return transformers.GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=98, pad_token_id=0
+    )
+
+
+def served(model: Any, prompts: list[list[int]] = PROMPTS, **more: Any) -> dict[str, list[int]]:
+    """The new tokens of each request; long prompts are read in parts."""
+    options = {
+        "num_blocks": 32,
+        "page_size": 4,
+        "max_batch_tokens": 8,
+        "allow_block_sharing": False,
+    }
+    found = model.generate_batch(
+        prompts,
+        generation_config=settings(),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(**{**options, **more}),
+        progress_bar=False,
+    )
+    return {name: x.generated_tokens for name, x in found.items()}
+
+
+def alone(model: Any, prompt: list[int]) -> tuple[list[int], Any]:
+    """The new tokens of a request that runs alone, and a watch of its whole text."""
+    model.set_attn_implementation("sdpa" if model.dtype == torch.float64 else "eager")
+    text = model.generate(torch.tensor([prompt]), generation_config=settings())
+    with hw.watch(model) as seen:
+        model(text[:, :-1])
+    return text[0, len(prompt) :].tolist(), seen
+
+
+def check(model: Any, seen: Any, tokens: dict[str, list[int]], layers: tuple[int, ...]) -> None:
+    """Compare each request with the same text alone."""
+    assert len(seen.requests) == len(PROMPTS)
+    for (name, request), prompt in zip(seen.requests.items(), PROMPTS, strict=True):
+        right, told = alone(model, prompt)
+        assert tokens[name] == right
+        assert request.tokens.tolist() == [prompt + right[:-1]]
+        assert [layer.number for layer in request.layers] == list(layers)
+        for number in layers:
+            mine, theirs = request.layer(number), told.layer(number)
+            whole = theirs.map()
+            close = {"atol": 1e-5, "rtol": 1e-4, "check_dtype": False}
+            torch.testing.assert_close(request.received(number), whole.received()[0], **close)
+            torch.testing.assert_close(mine.map().to_tensor(), whole.to_tensor(), **close)
+            for stat in mine.stats:
+                torch.testing.assert_close(
+                    getattr(mine.observation, stat), getattr(theirs.observation, stat),
+                    **close, msg=stat,
+                )  # fmt: skip
+        entropy = told.heads().where(layer=layers[0])["entropy_mean"]
+        assert request.heads()["entropy_mean"][: len(entropy)] == pytest.approx(entropy, rel=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["headwise", "sdpa"])
+def test_requests_are_read_as_if_alone(implementation: str) -> None:
+    model = built()
+    model.set_attn_implementation(implementation)
+    with hw.watch(model, strict=True) as seen:
+        tokens = served(model)
+    check(model, seen, tokens, (0, 1))
+    assert int(seen.layer(0).counted()[0]) == sum(map(len, seen.requests.values()))
+    model.set_attn_implementation(implementation)
+    assert served(model) == tokens  # unwatched
+
+
+def test_implementations_agree() -> None:
+    model, found = built(dtype=torch.float32), []
+    for implementation in ("paged|eager", "headwise"):
+        model.set_attn_implementation(implementation)
+        with hw.watch(model, strict=True, maps=False) as seen:
+            tokens = served(model)
+        found.append((tokens, [row["entropy_mean"] for row in seen.heads()]))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
+
+
+def test_caps_and_windows() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    model = built(
+        "Gemma2", torch.float32, sliding_window=6, layer_types=kinds, attn_logit_softcapping=5.0
+    )
+    model.set_attn_implementation("headwise")
+    with hw.watch(model, strict=True) as seen:
+        tokens = served(model)
+    check(model, seen, tokens, (1,))
+    every = [alone(model, prompt)[1] for prompt in PROMPTS]
+    joined = torch.cat([x.layer(0).observation.entropy.flatten(2) for x in every], 2).mean(2)
+    assert seen.heads()["entropy_mean"][:4] == pytest.approx(joined[0].tolist(), rel=1e-4)
+
+
+def test_eviction_scores_are_there_while_it_decodes() -> None:
+    model = built()
+    found: list[tuple[int, Tensor, Tensor]] = []
+
+    def look(*_: object) -> None:
+        for request in seen.requests.values():
+            sums = request.received(1)
+            found.append((len(request), sums, request.layer(1).map().received()[0]))
+
+    with hw.watch(model) as seen:
+        handle = model.lm_head.register_forward_hook(look)
+        served(model, PROMPTS[:1])
+        handle.remove()
+    assert [length for length, *_ in found] == [5, 6, 7, 8, 9]
+    for _, sums, whole in found:
+        torch.testing.assert_close(sums.double(), whole, atol=1e-5, rtol=1e-4)
+
+
+def test_shared_pages_are_refused_per_request_only() -> None:
+    model = built()
+    with hw.watch(model) as seen:
+        served(model, PROMPTS[:1], allow_block_sharing=True)
+        assert seen.heads()["entropy_mean"][0] > 0
+        with pytest.raises(ValueError, match="allow_block_sharing=False"):
+            _ = seen.requests
+
+
+def test_experiments_are_refused() -> None:
+    model = built()
+    model.set_attn_implementation("headwise")
+    attention, x = model.model.layers[0].self_attn, torch.zeros(1, 1, 32).double()
+    rope = model.model.rotary_emb(x, torch.zeros(1, 1, dtype=torch.long))
+    given = {"position_embeddings": rope, "attention_mask": None, "cache": object()}
+    with hw.knock_out(model, [(0, 0, 1)]), pytest.raises(ValueError, match=r"use model\.generate"):
+        attention(x, **given)
+
+
+def test_a_table_of_pages_is_read_without_gathering() -> None:
+    """The fast path of decoding, which transformers takes on GPUs, with its own cache."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.distributed import DistributedHelper
+    from transformers.generation.continuous_batching.requests import RequestState
+
+    from headwise.watching.adapters.implementation import attend
+
+    model = built()
+    model.set_attn_implementation("headwise")
+    options = {
+        "num_blocks": 16,
+        "page_size": 4,
+        "max_batch_tokens": 16,
+        "max_requests_per_batch": 2,
+    }
+    given = transformers.ContinuousBatchingConfig(
+        **options, allow_block_sharing=False, max_blocks_per_request=4, max_memory_percent=0.5
+    )
+    given.use_cuda_graph = (False, False)
+    cache = PagedAttentionCache(
+        model.config, given, torch.device("cpu"), DistributedHelper(None, 1), torch.float32
+    )
+    module, past = model.model.layers[1].self_attn, {"a": 6, "b": 3}
+    q, k, v = (torch.randn(1, heads, 11, 8) for heads in (4, 2, 2))
+    states = {name: RequestState(request_id=name, initial_tokens=[1]) for name in past}
+    for name, state in states.items():
+        assert cache.can_store_request_tokens(state, past[name] + 1)
+
+    def ends(*counts: int) -> Tensor:
+        return torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32)
+
+    def step(first: int, last: int, **index: Any) -> Tensor:
+        part = (x[:, :, first:last] for x in (q, k, v))
+        return attend(module, *part, None, scaling=0.5, cache=cache, **index)[0]
+
+    read: list[list[int]] = [[]]
+    write: list[list[int]] = [[]]
+    for name, length in past.items():
+        cache.extend_read_and_write_indices(name, 0, length, read, write)
+    prompt = step(
+        0, 9, cu_seq_lens_q=ends(6, 3), cu_seq_lens_k={"full_attention": ends(6, 3)},
+        max_length_q=6, max_length_k={"full_attention": 6}, block_table=None,
+        read_index=[torch.tensor([], dtype=torch.long)], write_index=[torch.tensor(write[0])],
+    )  # fmt: skip
+    table = torch.full((1, 2, 4), -1, dtype=torch.int32)
+    for row, (name, length) in enumerate(past.items()):
+        cache.fill_block_table(name, length, 1, table[:, row])
+    decoded = step(
+        9, 11, cu_seq_lens_q=ends(1, 1), cu_seq_lens_k={"full_attention": ends(7, 4)},
+        max_length_q=1, max_length_k={"full_attention": 1}, block_table=table,
+        read_index=[torch.empty(0)], write_index=[torch.empty(0)],
+    )  # fmt: skip
+    both = torch.cat((prompt, decoded), 1)[0]
+    for rows in ([0, 1, 2, 3, 4, 5, 9], [6, 7, 8, 10]):
+        part = (x[:, :, rows] for x in (q, k, v))
+        right = hw.attention(*part, score=hw.Dot(0.5), mask=hw.mask.causal())
+        torch.testing.assert_close(both[rows], right[0].transpose(0, 1))
