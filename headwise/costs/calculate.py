@@ -131,16 +131,27 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def read(what: Any, context: int | None = None, inputs: Any = None) -> Architecture:
     """The architecture of anything that `cost` takes."""
-    if isinstance(what, LayeredModel | TracedModel):
-        return what
+    if isinstance(what, nn.Module):
+        return _read_module(unwrapped(what), context, inputs)
+    found = what if isinstance(what, LayeredModel | TracedModel) else _described(what)
+    if inputs is not None:
+        if not isinstance(found, TracedModel):
+            raise ValueError(
+                f"inputs= are for models that are traced; the cost of {found.name} follows from "
+                "batch= and queries="
+            )
+        found.give(_given(inputs))
+    return found
+
+
+def _described(what: Any) -> Architecture:
+    """The architecture of a configuration or a name."""
     if isinstance(what, Config):
         return read_config(what)
     if isinstance(what, Mapping):
         return read_fields(what)
     if isinstance(what, str | Path):
         return read_name(str(what))
-    if isinstance(what, nn.Module):
-        return _read_module(unwrapped(what), context, inputs)
     if is_configuration(what):
         return read_configuration(what)
     raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,22 +16,8 @@ from tests.costs.families import CONFIGS
 
 transformers = pytest.importorskip("transformers")
 
-NOT_SIZES = ("architectures", "id2label", "label2id", "transformers_version", "dtype")
 FAST = ("OPT", "Cohere", "Llama", "Gemma 2", "gpt-oss", "Qwen3-Next")
 ONE_CHANGE = random.Random(0)
-
-
-def changes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each field alone: flags turned around, numbers doubled and halved, empty ones filled."""
-    for name, value in fields.items():
-        if name in NOT_SIZES:
-            continue
-        if isinstance(value, bool):
-            yield {name: not value}
-        elif isinstance(value, int) and value > 0:
-            yield from ({name: 2 * value}, {name: max(1, value // 2)})
-        elif value is None:
-            yield from ({name: True}, {name: 64})
 
 
 def every_family() -> list[Any]:
@@ -44,7 +29,7 @@ def test_a_field_that_is_changed_is_counted_as_pytorch_counts_it_or_refused(name
     """Parameters of the model that is built, and FLOPs of PyTorch's counter, of fuzzed fields."""
     kind, fields = CONFIGS[name]
     usual = transformers.AutoConfig.for_model(kind, **fields)
-    all_of_them = [{}, *changes(usual.to_dict())]
+    all_of_them = [{}, *cost_families.fields_changed(usual.to_dict())]
     drawn = all_of_them if name not in FAST else [{}, *ONE_CHANGE.sample(all_of_them, 4)]
     compared = 0
     for change in drawn:
@@ -60,13 +45,14 @@ def test_a_field_that_is_changed_is_counted_as_pytorch_counts_it_or_refused(name
 
 @pytest.mark.parametrize("kind", [*cost_families.SAMPLE])
 def test_a_family_of_the_drawn_sample_is_equal(kind: str) -> None:
-    found = cost_families.compare(cost_families.small(kind), tokens=12)
+    found = cost_families.in_time(kind)
     assert found.verdict == "equal", found
 
 
 @pytest.mark.slow
 def test_no_family_is_counted_otherwise_than_by_pytorch() -> None:
-    wrong = [row for row in cost_families.rows() if row.verdict == "different"]
+    found = cost_families.rows(cost_families.kinds(), changes=2)
+    wrong = [row for row in found if row.verdict == "different"]
     assert not wrong, wrong
 
 
@@ -154,7 +140,7 @@ def test_absurd_sizes_are_counted_or_refused_at_once(name: str, size: int) -> No
     fields = {"model_type": kind, **fields}
     usual = transformers.AutoConfig.for_model(**fields).to_dict()
     for field, value in usual.items():
-        if type(value) is int and field not in NOT_SIZES:
+        if type(value) is int and field not in cost_families.NOT_SIZES:
             try:
                 asked = {} if name == "ViT" else {"queries": 8}
                 found = hw.cost({**fields, field: size}, **asked)

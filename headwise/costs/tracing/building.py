@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headwise.costs.tracing import kernels
 from headwise.messages import say
 
-LARGEST = (1 << 63) - 1
+LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def build(config: Any) -> nn.Module:
@@ -64,8 +64,10 @@ def traceable(model: nn.Module) -> nn.Module:
             config._attn_implementation = kernels.NAME
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = kernels.NAME
-        if isinstance(getattr(module, "layerdrop", None), float):
-            setattr(module, "layerdrop", 0.0)  # noqa: B010, whether a layer is passed over is a matter of chance
+        for holder in (module, config):
+            for name in LAYERDROP:  # whether a layer is passed over is a matter of chance
+                if isinstance(getattr(holder, name, None), float):
+                    setattr(holder, name, 0.0)
     return model
 
 

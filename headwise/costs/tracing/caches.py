@@ -12,8 +12,12 @@ from headwise.costs.formula import Formula, formula
 from headwise.costs.tape import Tape
 from headwise.costs.tracing.layers import LayerList
 from headwise.costs.tracing.naming import SizeNames, checked
+from headwise.costs.tracing.recorder import storage_id
 
-NAMES = ("past_key_values", "cache_params")
+NAMES = ("past_key_values", "cache_params", "state")
+GROWING = ("indexer_keys",)
+"""What layers keep of each token beside keys and values; all else is a state."""
+
 HALVES = ("self_attention_cache", "cross_attention_cache")
 
 
@@ -34,8 +38,11 @@ def count_cache(tape: Tape, names: SizeNames, cache: Any, ran: LayerList) -> Non
             with tape.inside(kind.call.part):
                 _count(tape, names, cache, {kind.index})
             repeated |= set(kind.members)
-    count = max((len(half) for half in halves(cache)), default=0)
-    _count(tape, names, cache, set(range(count)) - repeated)
+    lengths = [len(half) for half in halves(cache)]
+    _count(tape, names, cache, set(range(max(lengths, default=0))) - repeated)
+    kept = sum(x.numel() * x.element_size() for x in tensors_of(cache))
+    if kept:
+        tape.state("state", formula(kept))
 
 
 def _count(tape: Tape, names: SizeNames, cache: Any, numbers: set[int]) -> None:
@@ -50,7 +57,11 @@ def _count(tape: Tape, names: SizeNames, cache: Any, numbers: set[int]) -> None:
                 if layout.page is not None:
                     table = pair[0].shape[0] * layout.table(pair[0].shape[2])
                     found["page table", formula(table)] += 1
-            kept += sum(x.numel() * x.element_size() for x in states(half[number]))
+            for name, x in others(half[number]):
+                if name in GROWING:
+                    found[name.replace("_", " "), formula(x.numel() * x.element_size())] += 1
+                else:
+                    kept += x.numel() * x.element_size()
     for (label, size), times in found.items():
         tape.cached(label, size, times)
     if kept:
@@ -61,7 +72,8 @@ def stored(names: SizeNames, tape: Tape, keys: Tensor, values: Tensor) -> Formul
     """The bytes of a layer's keys and values (B, G, T, D)."""
     layout, tokens = tape.work.cache, names.tokens
     entries, heads, length, width = keys.shape
-    vectors = layout.vector(width) + layout.vector(values.shape[3])
+    shared = storage_id(keys) == storage_id(values)  # one vector serves as both
+    vectors = layout.vector(width) + (0 if shared else layout.vector(values.shape[3]))
     count = int(entries * layout.room(length) * heads * vectors)
     if layout.room(length) != tokens.keys or layout.scale_bits:
         return formula(count)
@@ -69,10 +81,10 @@ def stored(names: SizeNames, tape: Tape, keys: Tensor, values: Tensor) -> Formul
     whole = names.width(heads * width) if heads * width == h else (
         names.width(heads) * names.width(width))  # fmt: skip
     alike = values.shape[3] == width
-    each = layout.vector(1)
     if not alike:
         whole = names.width(heads) * (names.width(width) + names.width(values.shape[3]))
-    return checked(tokens.b * tokens.t * whole * ((2 if alike else 1) * each), count)
+    copies = 2 if alike and not shared else 1
+    return checked(tokens.b * tokens.t * whole * (copies * layout.vector(1)), count)
 
 
 def halves(cache: Any) -> Iterator[list[Any]]:
@@ -93,18 +105,23 @@ def keys_and_values(layer: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def states(layer: Any) -> Iterator[Tensor]:
-    """States of recurrences and convolutions in a layer of a cache."""
-    for name in ("conv_states", "recurrent_states"):
-        found = getattr(layer, name, None)
+def tensors_of(cache: Any) -> Iterator[Tensor]:
+    """Every tensor of numbers with fractions in a cache, but for those in its layers."""
+    if isinstance(cache, Tensor):
+        yield from (cache,) if cache.is_floating_point() else ()
+    elif isinstance(cache, list | tuple | dict) or hasattr(cache, "__dict__"):
+        inside = cache if isinstance(cache, list | tuple | dict) else vars(cache)
+        if isinstance(inside, dict):
+            inside = [each for name, each in inside.items() if name not in ("layers", *HALVES)]
+        for each in inside:
+            yield from tensors_of(each)
+
+
+def others(layer: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a layer of a cache keeps beside keys and values, by name, without its counters."""
+    for name, found in vars(layer).items():
+        if name in ("keys", "values") and keys_and_values(layer) is not None:
+            continue
         for x in found.values() if isinstance(found, dict) else [found]:
-            if isinstance(x, Tensor):
-                yield x
-
-
-def extend(cache: Any, tokens: int) -> None:
-    """Let every layer of a cache take so many more tokens, as its own class does."""
-    for layer in next(halves(cache), []) if tokens > 0 else ():
-        pair = keys_and_values(layer)
-        if pair is not None:
-            layer.update(*(x.new_empty(*x.shape[:2], tokens, x.shape[3]) for x in pair))
+            if isinstance(x, Tensor) and x.is_floating_point():
+                yield name, x

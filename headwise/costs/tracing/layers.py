@@ -22,6 +22,9 @@ from headwise.costs.tracing.recorder import Home, LayerCall, Recorder, storage_i
 INDEX = {"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "block_idx", "index"}
 """Names of a layer's own number, which does not change what it computes."""
 
+WITHOUT = {*nn.Module().__dict__, "forward", "config"} - {"training"}
+"""Attributes of a layer that its structure has by other means, or that are the model's."""
+
 CACHES = ("DynamicCache", "EncoderDecoderCache")
 """Caches whose layers are apart from each other."""
 
@@ -41,6 +44,11 @@ class Kind:
     saved_outputs: set[int]
     cached: bool  # one of its arguments is a cache
     members: list[int] = field(default_factory=list)  # numbers of its layers
+    closed: bool = False  # it ran more than once, and no other layer is taken for it
+
+
+class RunsAgainError(Exception):
+    """A layer that stands for others ran once more, so what it did can't be multiplied."""
 
 
 class LayerList:
@@ -50,6 +58,7 @@ class LayerList:
         self.recorder = recorder
         self.kinds: dict[Any, Kind] = {}
         self.repeats: set[str] = set()  # paths of layers that stand for an earlier one
+        self.ran: dict[str, Kind] = {}
 
     def run(
         self,
@@ -63,12 +72,24 @@ class LayerList:
     ) -> Any:
         """The output of a layer: of its own forward, or like that of an equal one."""
         leaves, _ = tree_flatten((args, kwargs))
-        key = (path.rpartition(".")[0], structure, described(leaves, self.recorder))
+        key: Structure = (path.rpartition(".")[0], structure, described(leaves, self.recorder))
         known = self.kinds.get(key)
+        if known is not None and known.closed:
+            key, known = (*key, path), None
         if known is not None and known.call.parent is self._parent():
             self.repeats.add(path)
+            self.ran[path] = known
             return self._repeat(known, module, leaves)
-        return self._first(key, module, part(), forward, args, kwargs, leaves)
+        out = self._first(key, module, part(), forward, args, kwargs, leaves)
+        self.ran[path] = self.kinds[key]
+        return out
+
+    def again(self, path: str) -> None:
+        """A layer that ran runs once more, which is counted into its part."""
+        known = self.ran[path]
+        if known.call.part.copies > 1:
+            raise RunsAgainError
+        known.closed = True
 
     def _parent(self) -> LayerCall | None:
         calls = self.recorder.calls
@@ -190,9 +211,9 @@ def described(leaves: list[Any], recorder: Recorder) -> tuple[Any, ...]:
 def structure_of(module: nn.Module, owned: set[int]) -> Structure:
     """What makes layers equal; `owned` are the parameters that belong to earlier modules."""
     flags = tuple(
-        (name, value)
+        (name, plain(value))
         for name, value in sorted(module.__dict__.items())
-        if name not in INDEX and (value is None or isinstance(value, bool | int | float | str))
+        if name not in INDEX and name not in WITHOUT
     )
     parameters = tuple(
         (name, tuple(weight.shape), weight.requires_grad, id(weight) in owned)
@@ -200,6 +221,23 @@ def structure_of(module: nn.Module, owned: set[int]) -> Structure:
     )
     children = tuple((name, structure_of(child, owned)) for name, child in module.named_children())
     return (type(module), flags, parameters, children)
+
+
+def plain(value: Any) -> Any:
+    """A flag, a size, several of them or a function, so that equal ones are equal; else its class.
+
+    >>> plain({"stride": [2, 2]}), plain(torch.zeros(3)) == plain(torch.ones(3))
+    ((('stride', (2, 2)),), True)
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(plain(each) for each in value)
+    if isinstance(value, dict):
+        return tuple((str(name), plain(each)) for name, each in value.items())
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return getattr(value, "__qualname__", type(value))
 
 
 def number_of(module: nn.Module) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from headwise.costs.letters import Tokens
 from headwise.costs.tape import Tape
 from headwise.costs.tracing import inputs, kernels
 from headwise.costs.tracing.building import weights_of
-from headwise.costs.tracing.caches import cache_of, count_cache, extend
-from headwise.costs.tracing.layers import LayerList, Structure, structure_of
+from headwise.costs.tracing.caches import cache_of, count_cache
+from headwise.costs.tracing.layers import LayerList, RunsAgainError, Structure, structure_of
 from headwise.costs.tracing.naming import SizeNames, field_of, text_config, widths_of
 from headwise.costs.tracing.part_tree import PartTree
 from headwise.costs.tracing.recorder import Recorder, storage_id
@@ -40,7 +41,6 @@ class Pass:
         self.recorder = Recorder(tape, names, weights_of(model.model))
         self.layers = LayerList(self.recorder)
         self.parts = PartTree(model.modules, tape.root)
-        self.ran: set[str] = set()
 
 
 class TracedModel:
@@ -56,7 +56,7 @@ class TracedModel:
         self.config: Any = getattr(model, "config", None)
         self.pair = inputs.is_pair(model)
         self._pass: Pass | None = None
-        self._extras: inputs.Extras | None = None  # what it needs, once that is known
+        self.extras: inputs.Extras | None = None  # what it needs, once that is known
         self._known: dict[Workload, Cost] = {}
         self._ranks: dict[int, TracedModel] = {}
         self._structures: dict[str, Structure] = {}
@@ -76,6 +76,12 @@ class TracedModel:
             return self._call(path, module, forward, args, kwargs)
 
         module.forward = traced
+
+    def give(self, given: Given) -> None:
+        """Take these arguments from now on."""
+        self.given = given
+        self._known.clear()
+        self._ranks.clear()
 
     @property
     def own_length(self) -> bool:
@@ -116,13 +122,17 @@ class TracedModel:
         tokens = self._tokens(work)
         self.model.to(DTYPES[work.dtype]).train()
         reasons: list[ValueError] = []
-        for extras in [self._extras] if self._extras else inputs.EXTRAS:
+        tried = inputs.EXTRAS if self.given is None else inputs.EXTRAS[:1]
+        for extras in [self.extras] if self.extras else tried:
             try:
                 found = self._traced(work, tokens, extras)
+            except RunsAgainError:
+                self._structures.clear()  # every layer is counted for itself
+                return self._counted(work)
             except ValueError as error:
                 reasons.append(error)
             else:
-                self._extras = extras
+                self.extras = extras
                 return found
         raise reasons[0]
 
@@ -153,6 +163,8 @@ class TracedModel:
         """The model's outputs; ValueError with the reason if it can't be traced."""
         try:
             return self.model(*args, **kwargs)
+        except RunsAgainError:
+            raise
         except Exception as error:
             message = " ".join(str(error).split())[:300] or type(error).__name__
             raise ValueError(
@@ -205,18 +217,18 @@ class TracedModel:
             torch.no_grad(),
             first.recorder,
         ):
-            out = self._run((), {**take(1, 1), **options})
+            before = tokens.keys - tokens.queries
+            out = self._run((), {**take(before, before), **options})
             cached, source = cache_of(out), getattr(out, "encoder_last_hidden_state", None)
             if cached is None or (self.pair and source is None):
                 raise ValueError(
                     say("{name} keeps no cache; leave out keys, or make them the queries",
                         name=self.name)
                 )  # fmt: skip
-            extend(cached[1], tokens.keys - tokens.queries - 1)
         given = {**take(tokens.queries, tokens.keys), cached[0]: cached[1], **options}
         if self.pair:  # the encoder has run before
             del given[inputs.main_name(self.model)]
-            given["encoder_outputs"] = (source,)
+            given["encoder_outputs"] = encoded(source)
         return (), given
 
     @contextmanager
@@ -240,13 +252,20 @@ class TracedModel:
             if isinstance(x, Tensor) and x.ndim == 4 and storage_id(x) in recorder.masks
         ]
         with recorder.under(masks):
-            if path in self._structures and path not in made.ran:
-                made.ran.add(path)
+            if path in made.layers.ran:
+                made.layers.again(path)
+            elif path in self._structures:
                 part = functools.partial(made.parts.at, path)
                 structure = self._structures[path]
                 return made.layers.run(path, module, structure, part, forward, args, kwargs)
             with recorder.tape.inside(made.parts.at(path)):
                 return forward(*args, **kwargs)
+
+
+def encoded(source: Any) -> Any:
+    """The output of an encoder, as a decoder takes it."""
+    outputs: Any = import_module("transformers.modeling_outputs")
+    return outputs.BaseModelOutput(last_hidden_state=source)
 
 
 def in_dtype(given: Any, dtype: torch.dtype) -> Any:
