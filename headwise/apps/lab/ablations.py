@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from headwise import __version__
 from headwise.apps.lab import design, session_list
 from headwise.apps.lab.charts import Cell, Listing
 from headwise.apps.lab.claim import both
-from headwise.apps.lab.estimates import Difference, difference, holm, over_sentences
+from headwise.apps.lab.estimates import Difference, difference, holm, joined, over_sentences
 from headwise.apps.lab.fingerprint import fingerprint
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.record import Result
@@ -120,7 +119,6 @@ def collect(lab: Lab, out: Path) -> int:
         "rows": table.rows,
         "twins": table.twins,
         "rates": table.rates,
-        "sentences": {name: list(gap[:3]) for name, gap in table.resampled().items()},
         "by_length": table.bleu_by_length(),
         "lengths": table.lengths,
         "runs": table.runs,
@@ -172,7 +170,6 @@ class Translators:
     twins: Mapping[str, str] = field(default_factory=dict)  # of the variants that have one
     rates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lengths: str = ""  # of the test sentences, in tokens
-    sentences: Mapping[str, Sequence[float]] = field(default_factory=dict)
     by_length: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
@@ -180,30 +177,11 @@ class Translators:
         """The time of all sessions."""
         return sum(float(session["seconds"]) for session in self.sessions)
 
-    @cached_property
-    def counts(self) -> dict[str, list[list[list[int]]]]:
-        """For each variant and run, what BLEU counts in each sentence."""
-        found: dict[str, list[list[list[int]]]] = {}
-        for run in self.runs:
-            if not run["diverged"] and "statistics" in run:
-                counts = [with_totals(each) for each in unpacked(run["statistics"], COUNTS)]
-                found.setdefault(run["variant"], []).append(counts)
-        return found
-
-    def resampled(self) -> dict[str, Difference]:
-        """Each variant's BLEU minus the base model's, with an interval over test sentences."""
-        base = self.counts.get("base", [])
-        return {
-            name: over_sentences(mine, base, bleu_of)
-            for name, mine in self.counts.items()
-            if name != "base" and base
-        }
-
     def bleu_by_length(self) -> dict[str, list[float]]:
         """The BLEU of each variant, a mean of its runs, by the length of the source."""
         sizes = [size for (size,) in unpacked(self.lengths, 1)] if self.lengths else []
         found: dict[str, list[float]] = {}
-        for name, runs in self.counts.items():
+        for name, runs in counted(self.runs).items():
             for least, most in zip((0, *LONGEST), LONGEST, strict=False):
                 there = [place for place, size in enumerate(sizes) if least < size <= most]
                 each = (
@@ -223,7 +201,7 @@ def recorded(folders: Sequence[Path], results: Iterable[Result | None]) -> Trans
     for folder in folders:
         if (folder / FILE).exists():
             table = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            names = ("sessions", "rows", "twins", "rates", "lengths", "sentences", "by_length")
+            names = ("sessions", "rows", "twins", "rates", "lengths", "by_length")
             return Translators(table["runs"], **{x: table[x] for x in names if x in table})
     found: dict[tuple[str, int], Run] = {}
     for result in results:
@@ -242,10 +220,33 @@ def scores(runs: Sequence[Run], name: str = "bleu") -> dict[str, list[float]]:
     return found
 
 
-def against_base(groups: Mapping[str, Sequence[float]]) -> dict[str, tuple[Difference, float]]:
+def counted(runs: Sequence[Run]) -> dict[str, list[list[list[int]]]]:
+    """What BLEU counts in each sentence, of all finished runs that kept it, by variant."""
+    found: dict[str, list[list[list[int]]]] = {}
+    for run in runs:
+        if not run["diverged"] and "statistics" in run:
+            counts = [with_totals(each) for each in unpacked(run["statistics"], COUNTS)]
+            found.setdefault(run["variant"], []).append(counts)
+    return found
+
+
+def gain(runs: Sequence[Run], one: str, other: str) -> Difference:
+    """The BLEU of one variant minus that of the other: the one interval of this comparison.
+
+    It is over seeds and, if the runs kept their counts, over test sentences too.
+    """
+    pair = [run for run in runs if run["variant"] in (one, other)]
+    gap, counts = difference(scores(pair), one, other), counted(pair)
+    if not {one, other} <= set(counts):
+        return gap
+    return joined(gap, over_sentences(counts[one], counts[other], bleu_of))
+
+
+def against_base(runs: Sequence[Run]) -> dict[str, tuple[Difference, float]]:
     """Each variant's BLEU minus the base model's, and its p-value, corrected by Holm for all."""
+    groups = scores(runs)
     others = [variant for variant in groups if variant != "base"] if "base" in groups else []
-    gaps = [difference(groups, variant, "base") for variant in others]
+    gaps = [gain(runs, variant, "base") for variant in others]
     chances = holm([gap.probability() for gap in gaps])
     return dict(zip(others, zip(gaps, chances, strict=True), strict=True))
 
@@ -254,7 +255,7 @@ def against_twins(table: Translators) -> dict[str, tuple[Difference, float]]:
     """Each variant's BLEU minus its twin's, and its p-value, corrected by Holm for all."""
     groups = scores(table.runs)
     pairs = [(row, twin) for row, twin in table.twins.items() if {row, twin} <= set(groups)]
-    gaps = [difference(groups, row, twin) for row, twin in pairs]
+    gaps = [gain(table.runs, row, twin) for row, twin in pairs]
     chances = holm([gap.probability() for gap in gaps])
     found = zip(pairs, gaps, chances, strict=True)
     return {row: (gap, chance) for (row, _), gap, chance in found}
@@ -263,7 +264,7 @@ def against_twins(table: Translators) -> dict[str, tuple[Difference, float]]:
 def table(translators: Translators) -> Listing:
     """Every row: its size, rate, time, BLEU, and its difference from the base model."""
     groups = scores(translators.runs)
-    against = against_base(groups)
+    against = against_base(translators.runs)
     rows: list[tuple[Cell | Sentence, ...]] = []
     for variant in order(translators):
         mine = [run for run in translators.runs if run["variant"] == variant]
@@ -271,7 +272,6 @@ def table(translators: Translators) -> Listing:
         about = translators.rows.get(variant, {})
         done = groups.get(variant, [])
         known = gap is not None and gap.known
-        among = translators.sentences.get(variant)
         rows.append(
             (
                 named(translators, variant),
@@ -282,7 +282,6 @@ def table(translators: Translators) -> Listing:
                 f"{_mean(done):.2f}" if done else both("diverged", "发散"),
                 None if gap is None else gap.brief,
                 f"{chance:.3f}" if known else None,
-                None if among is None else span(*among),
                 f"{_mean(scores(mine, 'test_loss')[variant]):.3f}" if done else None,
             )
         )
@@ -295,15 +294,9 @@ def table(translators: Translators) -> Listing:
         both("BLEU", "BLEU"),
         both("against the base model, BLEU (95 % interval)", "与基准模型相差，BLEU（95% 区间）"),
         both("p, corrected (Holm)", "p，校正后（Holm）"),
-        both("interval over sentences", "按句子重抽样的区间"),
         both("test loss", "测试损失"),
     )
     return Listing(both("Translators", "翻译模型"), headings, tuple(rows))
-
-
-def span(mean: float, low: float, high: float) -> Sentence:
-    """An interval."""
-    return both("{low:+.2f} to {high:+.2f}", "{low:+.2f} 至 {high:+.2f}", low=low, high=high)
 
 
 def sizes(translators: Translators) -> Listing:

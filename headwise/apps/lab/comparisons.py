@@ -61,7 +61,7 @@ NOTES: Sequence[tuple[str, Sentence, bool]] = (
 
 def beside_the_paper(runs: Sequence[Run]) -> Listing:
     """Rows A and B of table 3, against its base model and against ours: the direction, and why."""
-    against = against_base(scores(runs))
+    against = against_base(runs)
     rows: list[tuple[Cell | Sentence, ...]] = []
     for letter, number, variant, what, (alike, otherwise) in PAPER:
         theirs = float(TABLE_3[letter][number]["bleu"]) - BASE["bleu"]
@@ -94,7 +94,7 @@ def beside_the_paper(runs: Sequence[Run]) -> Listing:
 def beside_the_notes(runs: Sequence[Run]) -> Listing:
     """The notes' sentences about BLEU, and the gain of the base model: its sign and its size."""
     groups = scores(runs)
-    against = against_base(groups)
+    against = against_base(runs)
     rows: list[tuple[Cell | Sentence, ...]] = []
     for variant, said, sized in NOTES:
         if variant not in against:

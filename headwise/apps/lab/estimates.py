@@ -158,39 +158,52 @@ def difference(groups: Mapping[str, Sequence[float]], one: str, other: str) -> D
     return Difference(gap, gap - half, gap + half, error, freedom)
 
 
-DRAWS = 1000
-"""Samples of sentences."""
+DRAWS = 400
+"""Samples of sentences, which give the standard error to 4 %."""
 
 
 def over_sentences(
     one: Sequence[Sequence[Sequence[int]]],
     other: Sequence[Sequence[Sequence[int]]],
     score: Callable[[Sequence[float]], float],
-) -> Difference:
-    """The mean score of runs minus that of others, with an interval over test sentences.
+) -> float:
+    """The standard error, over test sentences, of the mean score of runs minus that of others.
 
     Each run is a list of sentences, each a list of counts; `score` takes their sums. A paired
     bootstrap: sentences are drawn with replacement, the same ones for all runs, so that the runs
-    stay and the interval says what other sentences would have shown.
+    stay and the error says what other sentences would have shown.
 
     >>> runs = [[[1], [3]]], [[[1], [2]]]
-    >>> over_sentences(*runs, lambda sums: sums[0])[:3]
-    (1.0, 0.0, 2.0)
+    >>> round(over_sentences(*runs, lambda sums: sums[0]), 1)  # gaps of 0, 1, 1, 2
+    0.7
     """
     import numpy as np
 
-    draws = np.random.default_rng(0)
     size = len(other[0])
-    times = draws.multinomial(size, np.full(size, 1 / size), size=DRAWS)  # of each sentence
-    means = []
-    for runs in (one, other):
-        # (runs, draws + 1, counts): the sentences as they are first
-        every = np.concatenate((np.ones((1, size), dtype=times.dtype), times))
-        sums = [(every @ np.asarray(run)).tolist() for run in runs]
-        means.append(np.mean([[score(each) for each in mine] for mine in sums], 0))
-    gaps = means[0] - means[1]
-    low, high = np.quantile(gaps[1:], (LEVEL / 2, 1 - LEVEL / 2))
-    return Difference(float(gaps[0]), float(low), float(high))
+    draws = np.random.default_rng(0).multinomial(size, np.full(size, 1 / size), size=DRAWS)
+
+    def means(runs: Sequence[Sequence[Sequence[int]]]) -> Any:
+        return np.mean(
+            [[score(sums) for sums in (draws @ np.asarray(x)).tolist()] for x in runs], 0
+        )
+
+    return float(np.std(means(one) - means(other), ddof=1))
+
+
+def joined(gap: Difference, error: float) -> Difference:
+    """A difference of runs with another, independent source of error.
+
+    The variances add up. The degrees of freedom stay those of the runs, which are the fewest, so
+    that the interval is never narrower than it was.
+
+    >>> print(joined(Difference(1.0, -1.27, 3.27, 0.816, 4.0), 0.5))
+    +1.00 (-1.66 to +3.66)
+    """
+    if not gap.known or error == 0:
+        return gap
+    whole = math.hypot(gap.error, error)
+    half = float(_student().t.ppf(1 - LEVEL / 2, gap.freedom)) * whole
+    return Difference(gap.mean, gap.mean - half, gap.mean + half, whole, gap.freedom)
 
 
 def _variance(values: Sequence[float]) -> float:

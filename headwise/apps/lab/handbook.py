@@ -360,7 +360,7 @@ def by_topic(results: Results, table: ablations.Translators) -> tuple[Shown, ...
 
 def beside_base(results: Results, table: ablations.Translators) -> tuple[Shown, ...]:
     """Each translator's BLEU against the base model's, with its interval, as a forest plot."""
-    against = ablations.against_base(ablations.scores(table.runs))
+    against = ablations.against_base(table.runs)
     near = {
         name: against[name][0]
         for name in ablations.order(table)

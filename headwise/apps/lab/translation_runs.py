@@ -256,7 +256,7 @@ def translated(lab: Lab, variant: str) -> list[dict[str, Any]]:
 def seeds_of(lab: Lab, variant: str) -> int:
     """The trainings of a variant, side by side."""
     few = variant.startswith(TWIN) and lab.form == "full"
-    return TWINS if few else lab.pick("seeds", tiny=1, quick=2, full=5)
+    return TWINS if few else lab.pick("seeds", tiny=1, quick=3, full=5)
 
 
 def train(lab: Lab, folder: Path | None, variant: str, seeds: int) -> dict[str, Any]:

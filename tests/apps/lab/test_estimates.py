@@ -15,7 +15,9 @@ from headwise.apps.lab.estimates import (
     NoStatisticsError,
     difference,
     holm,
+    joined,
     measured,
+    over_sentences,
 )
 
 stats = pytest.importorskip("scipy.stats")
@@ -66,6 +68,23 @@ def test_power_is_the_share_of_repetitions_that_show_the_effect() -> None:
     a, b = torch.randn(4000, 6) + 1.5, torch.randn(4000, 6)
     found = stats.ttest_ind(a.numpy(), b.numpy(), axis=1).pvalue < 0.05
     assert gap.power(1.5) == pytest.approx(found.mean(), abs=0.03)
+
+
+def test_an_interval_over_sentences_too_covers_what_other_sentences_show() -> None:
+    """Two systems that don't differ, on 100 sentences of which some happen to suit one of them."""
+    torch.manual_seed(0)
+    by_seeds, by_both = 0, 0
+    for _ in range(60):
+        suits = torch.randn(2, 1, 100) + 0.1 * torch.randn(2, 4, 100)  # systems, runs, sentences
+        systems = [[[[x] for x in run] for run in runs] for runs in suits.tolist()]
+        seeds = dict(zip("ab", suits.sum(-1).tolist(), strict=True))
+        gap = difference(seeds, "a", "b")
+        whole = joined(gap, over_sentences(*systems, lambda sums: sums[0]))
+        assert whole.mean == gap.mean
+        by_seeds += gap.low < 0 < gap.high
+        by_both += whole.low < 0 < whole.high
+    assert by_seeds < 20  # seeds alone tell nothing of other sentences
+    assert by_both >= 54
 
 
 def test_an_undecided_verdict_says_its_power() -> None:

@@ -125,7 +125,6 @@ def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:
     assert found.seconds == 12.0
     assert [run["variant"] for run in found.runs] == ["base", "heads-1"]
     assert all(run["curve"] and "without_head" not in run for run in found.runs)
-    assert {x: list(gap[:3]) for x, gap in found.resampled().items()} == written["sentences"]
     assert found.bleu_by_length() == written["by_length"]
     elsewhere = Lab("tiny", folder=tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
@@ -193,7 +192,7 @@ def test_a_claim_that_lacks_a_piece_is_left_for_later(tmp_path: Path) -> None:
 def test_the_commands_take_the_next_pieces_and_resume(tmp_path: Path) -> None:
     place = ["--form", "tiny", "--device", "cpu", "--out", str(tmp_path), "--workers", "2"]
     done = CliRunner().invoke(app, ["lab", "table", "--minutes", "5", *place])
-    assert "4 of 4 translators are trained" in done.output, done.output
+    assert "4 of 4 rows are trained" in done.output, done.output
     again = CliRunner().invoke(app, ["lab", "table", "--minutes", "5", *place])
     assert "translate-" not in again.output  # nothing was left to train
     chosen = ["heads-parameters", "rivals-long-range", "dot-cost"]

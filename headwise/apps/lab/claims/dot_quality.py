@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headwise import Dot
+from headwise.apps.lab.ablations import gain
 from headwise.apps.lab.charts import Chart, Listing, Series
 from headwise.apps.lab.claim import (
     Claim,
@@ -20,7 +21,7 @@ from headwise.apps.lab.claim import (
     holds_when,
     undecided,
 )
-from headwise.apps.lab.claims.translation_quality import MATTERS, gain, runs
+from headwise.apps.lab.claims.translation_quality import MATTERS, runs
 from headwise.apps.lab.estimates import (
     BLEU_POINTS,
     LEVEL,
@@ -100,7 +101,7 @@ def gap(figures: Figures, d: int, one: str, other: str) -> Difference:
 
 def judge_quality(figures: Figures) -> Verdict:
     """Better on translation, and at the widths of recall, beyond chance."""
-    bleu = gain(figures, "base", "additive")
+    bleu = gain(figures["runs"], "base", "additive")
     gaps = {d: gap(figures, d, "scaled", "additive") for d in widths_of(figures)}
     ahead = [d for d, found in gaps.items() if found.low > 0]
     behind = [d for d, found in gaps.items() if found.high < 0]

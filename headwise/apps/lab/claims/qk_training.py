@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.apps.lab.ablations import gain
 from headwise.apps.lab.charts import Listing
 from headwise.apps.lab.claim import (
     Claim,
@@ -20,7 +21,7 @@ from headwise.apps.lab.claim import (
     holds_when,
     undecided,
 )
-from headwise.apps.lab.claims.translation_quality import MATTERS, gain, runs
+from headwise.apps.lab.claims.translation_quality import MATTERS, runs
 from headwise.apps.lab.estimates import BLEU_POINTS, difference, measured
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import SEEDS
@@ -86,7 +87,7 @@ def judge_none(figures: Figures) -> Verdict:
     found = {
         (kind, task): of(figures, kind, task) for kind in KINDS for task in ("recall", "relation")
     }
-    loss = gain(figures, "base", "unprojected")
+    loss = gain(figures["runs"], "base", "unprojected")
     because = both(
         "without projections the worst layer finds its own key in {recall:.0%} of cases, and "
         "the best one the next key in {relation:.0%}; with separate matrices the worst finds "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.apps.lab.ablations import gain
 from headwise.apps.lab.charts import Chart, Listing, Series
 from headwise.apps.lab.claim import (
     Claim,
@@ -22,7 +23,7 @@ from headwise.apps.lab.claim import (
     holds_when,
     undecided,
 )
-from headwise.apps.lab.claims.translation_quality import MATTERS, gain, runs
+from headwise.apps.lab.claims.translation_quality import MATTERS, runs
 from headwise.apps.lab.counting import parameters
 from headwise.apps.lab.estimates import BLEU_POINTS, measured
 from headwise.apps.lab.laboratory import Lab, Piece
@@ -92,7 +93,7 @@ def of(figures: Figures, kind: str, name: str) -> list[float | None]:
 def judge_content(figures: Figures) -> Verdict:
     """On recall QKV must succeed and fixed weights fail; on translation, they must be worse."""
     qkv, fixed = ([x or 0.0 for x in of(figures, kind, "x1")] for kind in ("qkv", "fixed"))
-    more = gain(figures, "base", "fixed")
+    more = gain(figures["runs"], "base", "fixed")
     because = both(
         "with {pairs} new keys in every sequence, the worst layer with Q, K and V recalls "
         "{qkv:.0%} of the values, the best one with fixed weights {fixed:.0%}; chance is "

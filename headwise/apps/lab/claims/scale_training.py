@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headwise import Dot
+from headwise.apps.lab.ablations import scores
 from headwise.apps.lab.charts import Chart, Listing
 from headwise.apps.lab.claim import (
     Claim,
@@ -22,7 +23,7 @@ from headwise.apps.lab.claim import (
     holds_when,
     undecided,
 )
-from headwise.apps.lab.claims.translation_quality import NATS, grouped, runs, show_curves
+from headwise.apps.lab.claims.translation_quality import NATS, runs, show_curves
 from headwise.apps.lab.estimates import POINTS, Difference, difference, measured
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import Move
@@ -179,8 +180,8 @@ def judge_scaling(figures: Figures) -> Verdict:
         wild=spikes["unscaled"],
         tame=spikes["scaled"],
         failed=failed,
-        nats=difference(grouped(figures, "test_loss"), "unscaled", "base").said(NATS),
-        kept=difference(grouped(figures, "test_loss"), "unscaled-narrow", "base").said(NATS),
+        nats=difference(scores(figures["runs"], "test_loss"), "unscaled", "base").said(NATS),
+        kept=difference(scores(figures["runs"], "test_loss"), "unscaled-narrow", "base").said(NATS),
     )
     hurt = worse.low > 0 or slower.low > 0
     verdict = undecided(because)

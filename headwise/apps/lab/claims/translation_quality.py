@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headwise.apps.lab.ablations import gain, scores
 from headwise.apps.lab.charts import Chart, Listing, Series
 from headwise.apps.lab.claim import (
     Claim,
@@ -30,26 +31,8 @@ CLAIMED = (
 
 
 def runs(lab: Lab, *variants: str) -> list[dict[str, Any]]:
-    """The runs of these variants, all seeds, without the counts of each sentence."""
-    return [
-        {name: value for name, value in run.items() if name != "statistics"}
-        for variant in variants
-        for run in translated(lab, variant)
-    ]
-
-
-def grouped(figures: Figures, name: str) -> dict[str, list[float]]:
-    """A figure of all finished runs, by variant."""
-    found: dict[str, list[float]] = {}
-    for run in figures["runs"]:
-        if not run["diverged"]:
-            found.setdefault(run["variant"], []).append(run[name])
-    return found
-
-
-def gain(figures: Figures, one: str, other: str) -> Difference:
-    """The BLEU of one variant minus that of the other, in points."""
-    return difference(grouped(figures, "bleu"), one, other)
+    """The runs of these variants, all seeds."""
+    return [run for variant in variants for run in translated(lab, variant)]
 
 
 ABOUT = (0.5, 2.5)
@@ -134,8 +117,8 @@ def heads(lab: Lab) -> Figures:
 
 def judge_quality(figures: Figures) -> Verdict:
     """The gain over one head, in points and in percent, with its interval."""
-    more = gain(figures, "base", "heads-1")
-    means = {name: sum(x) / len(x) for name, x in grouped(figures, "bleu").items()}
+    more = gain(figures["runs"], "base", "heads-1")
+    means = {name: sum(x) / len(x) for name, x in scores(figures["runs"], "bleu").items()}
     because = both(
         "the base model's heads gain {gain} over one head: {base:.2f} "
         "against {one:.2f}; sixteen heads have {most:.2f}; each at the rate that suits it best",
@@ -161,7 +144,7 @@ def judge_robust(figures: Figures) -> Verdict:
             harm.setdefault(run["variant"], []).append(sum(harmed) / len(harmed))
     gap = difference(gaps, "base", "heads-1")
     mean = {name: sum(x) / len(x) for name, x in harm.items()}
-    tested = {name: sum(x) / len(x) for name, x in grouped(figures, "test_loss").items()}
+    tested = {name: sum(x) / len(x) for name, x in scores(figures["runs"], "test_loss").items()}
     because = both(
         "the gap between test and training loss of the base model exceeds that of one head by "
         "{gap}, while its test loss is {test:.2f} against {single:.2f}; removing one head costs "
@@ -194,9 +177,12 @@ def sharing(lab: Lab) -> Figures:
 
 def judge_shared(figures: Figures) -> Verdict:
     """The loss of BLEU with its interval, and what of it a model of the same size loses."""
-    more, half = gain(figures, "base", "shared"), gain(figures, "keys-half", "shared")
-    twin = gain(figures, "twin-keys-half", "shared")
-    mean = sum(grouped(figures, "bleu")["shared"]) / len(grouped(figures, "bleu")["shared"])
+    more, half, twin = (
+        gain(figures["runs"], each, "shared") for each in ("base", "keys-half", "twin-keys-half")
+    )
+    mean = sum(scores(figures["runs"], "bleu")["shared"]) / len(
+        scores(figures["runs"], "bleu")["shared"]
+    )
     because = both(
         "separate matrices gain {gain} over a shared one; of models with as many parameters as the "
         "shared one, separate matrices half as wide gain {half}, and separate ones beside narrower "
