@@ -83,7 +83,8 @@ class StackedTraining:
         wide = self.stack.flat.dtype
         self.peaks = torch.tensor(rates, device=self.device, dtype=wide) / recipe.learning_rate
         self.rates = self.peaks.clone()
-        self.optimizer = self._optimizer()
+        self.models = self._by_model(self.stack.flat.detach())
+        self.optimizer = recipe.optimizer_of(self.models, self.rates)
         self.step = 0
         self.losses, self.norms = (
             torch.zeros(recipe.steps, self.runs, device=self.device, dtype=wide) for _ in range(2)
@@ -97,25 +98,6 @@ class StackedTraining:
         self.visits: Counter[int] = Counter()
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def _optimizer(self) -> torch.optim.AdamW:
-        """AdamW with a rate for each model, which it reads from the device."""
-        self.slices: list[list[Tensor]] = [[] for _ in range(self.runs)]
-        for part in self.stack.parts(self.stack.flat.detach()):
-            for mine, each in zip(self.slices, part, strict=True):
-                mine.append(each)
-        cuda = self.device.type == "cuda"
-        groups: list[dict[str, Any]] = []
-        for mine, rate in zip(self.slices, self.rates, strict=True):
-            for decayed in (True, False):
-                chosen = [
-                    x for x, matrix in zip(mine, self.stack.decayed, strict=True)
-                    if matrix == decayed
-                ]  # fmt: skip
-                decay = self.recipe.weight_decay if decayed else 0.0
-                groups.append({"params": chosen, "weight_decay": decay, "lr": rate})
-        betas = self.recipe.betas
-        return torch.optim.AdamW(groups, betas=betas, fused=cuda, capturable=cuda)
 
     def update(self) -> None:
         """Take one step of every model."""
@@ -146,15 +128,17 @@ class StackedTraining:
             smoothing = self.recipe.label_smoothing
             nats = token_loss(logits.flatten(0, 1), said.flatten(), shares.flatten(), smoothing)
             (gradient,) = torch.autograd.grad(nats.sum(), self.stack.flat)
-        for number, part in enumerate(self.stack.parts(gradient)):
-            for mine, each in zip(self.slices, part, strict=True):
-                mine[number].grad = each
-        norms = [nn.utils.clip_grad_norm_(mine, self.recipe.clip) for mine in self.slices]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameters, gradients in zip(self.models, self._by_model(gradient), strict=True):
+            for parameter, each in zip(parameters, gradients, strict=True):
+                parameter.grad = each
+        norms = self.recipe.update(self.optimizer, self.models)
         self.losses.index_copy_(0, self.at, nats.detach().view(self.runs, -1).sum(1)[None])
         self.norms.index_copy_(0, self.at, torch.stack(norms)[None])
         self.at += 1
+
+    def _by_model(self, flat: Tensor) -> list[tuple[Tensor, ...]]:
+        """The parts of a vector like the stack's, by model."""
+        return list(zip(*self.stack.parts(flat), strict=True))
 
     def _capture(self, shape: int) -> None:
         """Record the update of a shape and run it; without a graph if it can't be recorded."""

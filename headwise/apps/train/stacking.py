@@ -329,10 +329,9 @@ class Stack:
     ) -> None:
         self.runs, self.dtype = len(models), dtype
         joined = stacked(models).to(device)
-        # Matrices before vectors: weight decay is for the first.
+        # Matrices before vectors, as in recorded results: a norm's rounding depends on the order.
         order = sorted(joined.named_parameters(), key=lambda each: each[1].ndim == 2)
         self.shapes = {name: parameter.shape for name, parameter in order}
-        self.decayed = [len(shape) > 2 for shape in self.shapes.values()]
         self.flat = torch.cat([x.detach().flatten() for _, x in order]).requires_grad_()
         self.module = joined.to(dtype)
 

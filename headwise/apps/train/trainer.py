@@ -217,9 +217,7 @@ class Trainer(Generic[Batch]):
                 loss = self.task.loss(model, batch, self.recipe.label_smoothing) / share
             loss.backward()
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        (norm,) = self.recipe.update(optimizer, [model.parameters()])
         return total, self.ranks.whole(norm), count
 
     def evaluated(self, model: nn.Module) -> dict[str, Any]:

@@ -78,9 +78,7 @@ def test_a_stack_learns_what_each_of_its_models_learns(variant: str) -> None:
                 label_smoothing=0.1,
             )
             loss.backward()  # type: ignore[no-untyped-call]
-            norm = nn.utils.clip_grad_norm_(model.parameters(), stack.recipe.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            (norm,) = stack.recipe.update(optimizer, [model.parameters()])
         assert float(norm) == pytest.approx(float(stack.norms[-1, number]))
         torch.testing.assert_close(stack.stack.state(number), dict(model.named_parameters()))
 
