@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise import __version__
-from headwise.apps.lab import design, session_list
+from headwise.apps.lab import design, record
 from headwise.apps.lab.charts import Cell, Listing
 from headwise.apps.lab.claim import both
 from headwise.apps.lab.estimates import Difference, difference, holm, joined, over_sentences
@@ -102,7 +102,7 @@ def collect(lab: Lab, out: Path) -> int:
         ]
     table = Translators(
         runs,
-        session_list.sessions(lab.folder, COMMAND),
+        record.sessions(lab.folder, COMMAND),
         rows,
         {row: twin for row, twin in twins(lab).items() if twin in rows},
         rates,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headwise import __version__
+import torch
+
+from headwise import __version__, devices
 from headwise.apps.lab import design
 from headwise.apps.lab.charts import cells
 from headwise.apps.lab.claim import VERDICTS, Claim, Figures
@@ -34,12 +37,12 @@ TYPES: dict[str, tuple[type, ...]] = {
     "commit": (str, Sentence, type(None)),
     "settings": (dict,),
 }
+"""The types that the fields of a result have in its file."""
 LATER: dict[str, Any] = {
     **dict.fromkeys(("interval", "power", "design_hash", "commit")),
     "settings": {},
 }
 """What the results of before designs were registered do not have."""
-"""The types that the fields of a result have in its file."""
 
 
 @dataclass(frozen=True)
@@ -162,3 +165,31 @@ def described(claim: Claim, result: Result | None) -> dict[str, Any]:
         if claim.kind == "read":  # a quotation needs no machine
             entry["machine"] = None
     return with_chinese(entry)
+
+
+SESSIONS = "sessions.jsonl"
+"""The list of a folder's sessions of long work: when, where, for how long, what was finished."""
+
+
+def note_session(
+    folder: Path, what: str, device: torch.device, seconds: float, done: Sequence[str]
+) -> None:
+    """Add a session to the folder's list."""
+    line = {
+        "what": what,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": devices.machine(device),
+        "seconds": round(seconds, 1),
+        "done": list(done),
+    }
+    with (folder / SESSIONS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def sessions(folder: Path, what: str) -> list[dict[str, object]]:
+    """The sessions of a kind that a folder lists."""
+    file = folder / SESSIONS
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["what"] == what]

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headwise.apps.cli.main import app
-from headwise.apps.lab import ablations, session_list
+from headwise.apps.lab import ablations, record
 from headwise.apps.lab.claims import (
     CLAIMS,
     dot_quality,
@@ -116,7 +116,7 @@ def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:
     lab = Lab("tiny", folder=tmp_path)
     for piece in pieces.translators(lab)[:2]:
         piece.make(lab)
-    session_list.note(tmp_path, ablations.COMMAND, lab.device, 12.0, ["translate-base"])
+    record.note_session(tmp_path, ablations.COMMAND, lab.device, 12.0, ["translate-base"])
     assert ablations.collect(lab, tmp_path / ablations.FILE) == 2
     written = json.loads((tmp_path / ablations.FILE).read_text())
     assert written["planned"] == 4

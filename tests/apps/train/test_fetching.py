@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.apps.train.data import corpora, packages, parallel_help
+from headwise.apps.train.data import corpora, packages
 from headwise.apps.train.data import download_cache as cache
 from headwise.apps.train.data.download_cache import Corpus, File
 from headwise.apps.train.data.packages import (
@@ -212,7 +212,7 @@ def test_help_pages_are_joined_by_their_ids(tmp_path: Path) -> None:
         {"a.html": '<p id="par_2">Eins\n und zwei</p><h1 id="hd_1">Tabelle</h1>'
          '<p id="par_3">Calc</p>'},
     )  # fmt: skip
-    joined = parallel_help.join(english, german).decode()
+    joined = corpora.joined_help(english, german).decode()
     assert joined == "Table\tTabelle\nOne & two\tEins und zwei\n"
 
 

