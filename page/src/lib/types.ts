@@ -14,7 +14,8 @@ export interface State {
   device: string;
   /** Of a file: the heads whose maps are inside. */
   static?: { heads: RecordedHead[]; reasons?: number[] };
-  pages: Record<'heads' | 'sparse' | 'cost' | 'lab' | 'why' | 'watch', boolean>;
+  /** Which pages something answers for. */
+  pages: Record<string, boolean>;
   model: Model | null;
   inputs: Input[] | null;
   statistics: Statistic[];

@@ -1,6 +1,7 @@
 import { dictionary } from '../lib/language.svelte';
 
 const en = {
+  page: 'Compare',
   uneven: (first: string, second: string) =>
     `The inputs have ${first} and ${second} tokens: entropy, effective keys, distance and lse grow with the length.`,
   relative: 'relative difference',
@@ -37,6 +38,7 @@ const en = {
 };
 
 const zh: typeof en = {
+  page: '对比',
   uneven: (first, second) =>
     `两段输入分别有 ${first} 和 ${second} 个词元：熵、有效键数、距离和 lse 都随长度增大。`,
   relative: '相对差',

@@ -3,6 +3,7 @@ import { dictionary } from '../lib/language.svelte';
 type Words = Record<string, string>;
 
 const en = {
+  page: 'Cost',
   keys: [['← →', 'move the focused slider']] as [string, string][],
   title: 'Figures',
   value: 'value',
@@ -76,6 +77,7 @@ const en = {
 };
 
 const zh: typeof en = {
+  page: '开销',
   keys: [['← →', '移动当前滑块']],
   title: '数值',
   value: '值',

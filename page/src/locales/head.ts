@@ -1,6 +1,7 @@
 import { dictionary } from '../lib/language.svelte';
 
 const en = {
+  page: 'One head',
   title: (layer: number, head: number) => `Layer ${layer} · head ${head}`,
   previous: 'Previous head',
   next: 'Next head',
@@ -127,6 +128,7 @@ const en = {
 };
 
 const zh: typeof en = {
+  page: '单个头',
   title: (layer, head) => `第 ${layer} 层 · 第 ${head} 头`,
   previous: '上一个头',
   next: '下一个头',

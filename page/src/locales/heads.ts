@@ -1,6 +1,7 @@
 import { dictionary } from '../lib/language.svelte';
 
 const en = {
+  page: 'All heads',
   loading: 'Drawing the heads',
   problem: 'The heads could not be shown',
   groups: { self: 'Self', encoder: 'Encoder', decoder: 'Decoder', cross: 'Cross' },
@@ -52,6 +53,7 @@ const en = {
 };
 
 const zh: typeof en = {
+  page: '所有注意力头',
   loading: '正在绘制各个头',
   problem: '无法显示注意力头',
   groups: { self: '自注意力', encoder: '编码器', decoder: '解码器', cross: '交叉' },

@@ -1,6 +1,7 @@
 import { dictionary } from '../lib/language.svelte';
 
 const en = {
+  page: 'Lab',
   keys: [
     ['↑ ↓', 'move through the claims'],
     ['Home End', 'the first claim, the last one'],
@@ -74,6 +75,7 @@ const en = {
 };
 
 const zh: typeof en = {
+  page: '实验室',
   keys: [
     ['↑ ↓', '在说法之间移动'],
     ['Home End', '第一条、最后一条'],

@@ -1,6 +1,7 @@
 import { dictionary } from '../lib/language.svelte';
 
 const en = {
+  page: 'Reasons',
   keys: [
     ['← →', 'the prediction at the token before, or after'],
     ['Esc', 'show all hidden edges and heads again'],
@@ -49,6 +50,7 @@ const en = {
 };
 
 const zh: typeof en = {
+  page: '依据',
   keys: [
     ['← →', '前一个或后一个词元处的预测'],
     ['Esc', '恢复所有隐藏的边和头'],

@@ -1,15 +1,6 @@
 import { dictionary } from '../lib/language.svelte';
 
 const en = {
-  heads: 'All heads',
-  head: 'One head',
-  reasons: 'Reasons',
-  compare: 'Compare',
-  sparse: 'Sparse',
-  cost: 'Cost',
-  lab: 'Lab',
-  why: 'Why',
-  watch: 'Watch',
   notices: 'Notices',
   pages: 'Pages',
   input: 'Input',
@@ -88,15 +79,6 @@ const en = {
 };
 
 const zh: typeof en = {
-  heads: '所有注意力头',
-  head: '单个头',
-  reasons: '依据',
-  compare: '对比',
-  sparse: '稀疏',
-  cost: '开销',
-  lab: '实验室',
-  why: '为什么',
-  watch: '训练监控',
   notices: '提示',
   pages: '页面',
   input: '输入',

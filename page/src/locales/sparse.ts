@@ -3,6 +3,7 @@ import { dictionary } from '../lib/language.svelte';
 type Words = Record<string, string>;
 
 const en = {
+  page: 'Sparse',
   keys: [] as [string, string][],
   loading: 'Reading the report',
   broken: 'The report could not be shown',
@@ -51,6 +52,7 @@ const en = {
 };
 
 const zh: typeof en = {
+  page: '稀疏',
   keys: [],
   loading: '正在读取报告',
   broken: '无法显示报告',

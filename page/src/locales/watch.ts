@@ -11,6 +11,7 @@ function training(word: string, { loss, mfu }: Training): string {
 }
 
 const en = {
+  page: 'Watch',
   keys: [
     ['P', 'play the run'],
     ['[ ]', 'one step back, one step forward'],
@@ -79,6 +80,7 @@ const en = {
 };
 
 const zh: typeof en = {
+  page: '训练监控',
   keys: [
     ['P', '播放训练过程'],
     ['[ ]', '后退一步，前进一步'],

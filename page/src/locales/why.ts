@@ -4,6 +4,7 @@ import type { ExperimentId } from '../views/why/answers';
 type Words = Record<string, string>;
 
 const en = {
+  page: 'Why',
   keys: [
     ['1 – 4', 'the experiment'],
     ['R', 'draw other random numbers'],
@@ -153,6 +154,7 @@ const en = {
 };
 
 const zh: typeof en = {
+  page: '为什么',
   keys: [
     ['1 – 4', '选择实验'],
     ['R', '换一组随机数'],

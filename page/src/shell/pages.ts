@@ -21,17 +21,15 @@ import Sparse from '../views/Sparse.svelte';
 import Watch from '../views/Watch.svelte';
 import Why from '../views/Why.svelte';
 
-export type PageId =
-  'heads' | 'head' | 'reasons' | 'compare' | 'sparse' | 'cost' | 'lab' | 'why' | 'watch';
-
 export interface Page {
-  id: PageId;
+  id: string;
   view: Component;
-  /** Its view's words: the keys it listens to are among them. */
-  words: () => { keys: [string, string][] };
+  /** Its view's words: its name and the keys it listens to are among them. */
+  words: () => { page: string; keys: [string, string][] };
   /** It shows what the model did with an input, so it needs one. */
   ofInput: boolean;
-  offered(state: State): boolean;
+  /** By default, where something answers at /api/ID. */
+  offered?(state: State): boolean;
 }
 
 /** A model that is loading or broken has its page too; a run, a report and a file without a model have none. */
@@ -39,7 +37,7 @@ const ofHeads = (state: State) =>
   state.pages.heads ||
   !(state.pages.watch || state.pages.sparse || (state.static && state.pages.lab));
 
-export const PAGES: readonly Page[] = [
+const PAGES: readonly Page[] = [
   { id: 'heads', view: Heads, words: heads, ofInput: true, offered: ofHeads },
   { id: 'head', view: Head, words: head, ofInput: true, offered: ofHeads },
   {
@@ -52,15 +50,13 @@ export const PAGES: readonly Page[] = [
       (state.inputs ?? []).some((input) => input.groups.some((group) => group.predicts)),
   },
   { id: 'compare', view: Compare, words: compare, ofInput: true, offered: ofHeads },
-  { id: 'watch', view: Watch, words: watch, ofInput: false, offered: (state) => state.pages.watch },
-  {
-    id: 'sparse',
-    view: Sparse,
-    words: sparse,
-    ofInput: false,
-    offered: (state) => state.pages.sparse,
-  },
-  { id: 'cost', view: Cost, words: cost, ofInput: false, offered: (state) => state.pages.cost },
-  { id: 'lab', view: Lab, words: lab, ofInput: false, offered: (state) => state.pages.lab },
-  { id: 'why', view: Why, words: why, ofInput: false, offered: (state) => state.pages.why },
+  { id: 'watch', view: Watch, words: watch, ofInput: false },
+  { id: 'sparse', view: Sparse, words: sparse, ofInput: false },
+  { id: 'cost', view: Cost, words: cost, ofInput: false },
+  { id: 'lab', view: Lab, words: lab, ofInput: false },
+  { id: 'why', view: Why, words: why, ofInput: false },
 ];
+
+/** The pages that the server, or the file, offers; none before its state is known. */
+export const offeredPages = (state: State | null | undefined): Page[] =>
+  PAGES.filter((each) => state && (each.offered?.(state) ?? state.pages[each.id]));
