@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,38 @@ DIRECTIVES = (
 
 
 def template(chapter: str, chinese: bool) -> str:
-    """The text of a chapter before it is filled in."""
-    file = CHAPTERS / name_of(chapter, chinese)
-    return file.read_text(encoding="utf-8")
+    """The text of a chapter before it is filled in.
+
+    A claim that no text names yet stands before the exercises of its topic's chapter.
+    """
+    text = written(chapter, chinese)
+    more = "".join(f"{{{{claim {claim.id}}}}}\n\n" for claim in unnamed().get(chapter, ()))
+    exercises = "## 练习" if chinese else "## Exercises"
+    return text.replace(exercises, more + exercises, 1)
+
+
+@cache
+def written(chapter: str, chinese: bool) -> str:
+    """The text of a chapter's file."""
+    return (CHAPTERS / name_of(chapter, chinese)).read_text(encoding="utf-8")
+
+
+@cache
+def unnamed() -> dict[str, list[Claim]]:
+    """The claims that no chapter names, by the chapter that names most of their topic."""
+    named = {
+        arguments.strip(): chapter
+        for chapter in ORDER
+        for name, arguments in DIRECTIVE.findall(written(chapter, False))
+        if name == "claim"
+    }
+    homes = Counter((id.partition("-")[0], chapter) for id, chapter in named.items())
+    found: dict[str, list[Claim]] = {}
+    for claim in CLAIMS:
+        if claim.id not in named:
+            home = max(ORDER, key=lambda chapter: homes[claim.topic, chapter])
+            found.setdefault(home, []).append(claim)
+    return found
 
 
 def name_of(chapter: str, chinese: bool) -> str:
@@ -190,9 +220,13 @@ class ChapterWriter:
         return sentence.zh if self.chinese else str(sentence)
 
     def claim(self, id: str) -> str:
-        """A claim as a quotation: its sentence, verdict, figures, proof and origin."""
+        """A claim as a quotation, with a place for links."""
+        return f'<a id="{id}"></a>\n\n{self.quotation(id)}'
+
+    def quotation(self, id: str) -> str:
+        """The sentence of a claim, its verdict, figures, proof and origin."""
         claim, result = self.result(id)
-        lines = [f'<a id="{id}"></a>', "", f"> **{self.say(claim.sentence)}**", ">"]
+        lines = [f"> **{self.say(claim.sentence)}**", ">"]
         if result is None:
             lines += [f"> {self.say(both('Not measured yet.', '尚未测量。'))}", ">"]
         else:

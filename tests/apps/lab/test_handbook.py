@@ -55,6 +55,17 @@ def test_a_chapter_has_at_least_two_pictures_and_a_verdict_to_overturn(
     assert word in text.rpartition("\n## ")[2]
 
 
+def test_a_new_claim_stands_in_the_chapter_of_its_topic(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = replace(CLAIMS[0], id="mask-new")
+    monkeypatch.setattr(handbook, "CLAIMS", (*CLAIMS, new))
+    handbook.unnamed.cache_clear()
+    try:
+        assert handbook.claims_of("masks")[-1] == "mask-new"
+        assert "{{claim mask-new}}\n\n## 练习" in handbook.template("masks", chinese=True)
+    finally:
+        handbook.unnamed.cache_clear()
+
+
 def test_a_changed_result_changes_its_page(tmp_path: Path, pages: dict[str, str]) -> None:
     (claim,) = [each for each in CLAIMS if each.id == "scale-sigma"]
     result = record.best(claim, [record.RECORDED])
