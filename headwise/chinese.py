@@ -42,7 +42,7 @@ CHINESE: dict[str, str] = {
     "use a shorter text or a smaller image": "请换较短的文本或较小的图片",
     "a body of type {media!r} can't be read": "无法读取 {media!r} 类型的内容",
     "the body has no text": "内容里没有文本",
-    'send {{"text": "…"}} as application/json': '请以 application/json 发送 {{"text": "…"}}',
+    'send an object with "text" as application/json': '请以 application/json 发送带 "text" 的对象',
     # the story of a run
     "logit growth": "logit 过大",
     "entropy collapse": "熵坍缩",

@@ -1,7 +1,9 @@
 """Messages in English that carry their 中文 translation for the page.
 
-The English sentence is the key of the translation table, `headwise.chinese`. Errors, logs and the
-terminal show the English text; the answers of the page's server and the folders of runs hold both.
+Every sentence is made by `both`. `say` finds the translation in a table, `headwise.chinese`, where
+translators have all messages of the code together; a text such as a claim of the lab has its two
+languages side by side. Errors, logs and the terminal show the English text; the answers of the
+page's server and the folders of runs hold both.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from headwise.chinese import CHINESE
 
-__all__ = ["Sentence", "from_json", "halves", "printable", "said_by", "say", "with_chinese"]
+__all__ = ["Sentence", "both", "from_json", "halves", "printable", "said_by", "say", "with_chinese"]
 
 SIGNS: dict[int, str | int] = {**{code: 0x2400 + code for code in range(32)}, 10: "⏎", 127: "␡"}
 """Visible signs for control characters."""
@@ -40,16 +42,28 @@ class Sentence(str):
         return Sentence, (str(self), self.zh)
 
 
+def both(english: str, chinese: str | None = None, **values: object) -> Sentence:
+    """A sentence in both languages, filled in with the same values as by `str.format`.
+
+    >>> both("{count} of {all} rows", "{all} 行中的 {count} 行", count=3, all=4).zh
+    '4 行中的 3 行'
+    """
+    chinese = english if chinese is None else chinese
+    if not values:
+        return Sentence(english, chinese)
+    theirs = {name: x.zh if isinstance(x, Sentence) else x for name, x in values.items()}
+    return Sentence(english.format(**values), chinese.format(**theirs))
+
+
 def say(english: str, **values: object) -> Sentence:
-    """A sentence of the table, filled in with values as by `str.format`.
+    """A sentence of the table, as `both` fills it in.
 
     >>> say("there is no input {id}", id="7")
     'there is no input 7'
     >>> say("there is no input {id}", id="7").zh
     '没有输入 7'
     """
-    theirs = {name: x.zh if isinstance(x, Sentence) else x for name, x in values.items()}
-    return Sentence(english.format(**values), CHINESE.get(english, english).format(**theirs))
+    return both(english, CHINESE.get(english), **values)
 
 
 def said_by(error: BaseException) -> Sentence:

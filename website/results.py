@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headwise.apps.lab import drawing, record
-from headwise.apps.lab.claim import TOPICS, Claim
+from headwise.apps.lab import ablations, drawing, record
+from headwise.apps.lab.claim import TOPICS
 from headwise.apps.lab.claims import CLAIMS
-from headwise.messages import Sentence
+from headwise.apps.lab.handbook import ChapterWriter
 from website.contents import ROOT, Language
 
 TITLES = {
@@ -26,15 +26,6 @@ TITLES = {
 
 SPANS = ("64 keys", "a quarter", "all keys")
 """The spans of bench.spans, by the keys that they hold."""
-
-VERDICTS = {
-    "holds": "成立",
-    "holds when": "在一定条件下成立",
-    "does not hold": "不成立",
-    "right": "属实",
-    "wrong": "不属实",
-    "undecided": "未定",
-}
 
 
 def benchmarks() -> str:
@@ -87,34 +78,19 @@ def lab(language: Language, folder: Path) -> str:
               "recorded figures into the verdict; [Lab](../lab.md) says how to run them again."]
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
+    results = {claim.id: record.best(claim, [record.RECORDED]) for claim in CLAIMS}
+    translators = ablations.recorded([record.RECORDED], results.values())
+    writer = ChapterWriter(results, translators, chinese)
     for topic, title in TOPICS.items():
-        claims = [claim for claim in CLAIMS if claim.topic == topic]
-        if claims:
-            parts.append(f"## {_in(title, chinese)}")
-            parts += [_claim(claim, chinese, folder) for claim in claims]
+        parts.append(f"## {writer.say(title)}")
+        for claim in CLAIMS:
+            if claim.topic == topic:
+                parts += [f"### {claim.id}", writer.quotation(claim.id)]
+                result = results[claim.id]
+                shown = () if result is None else claim.shows(result.figures)
+                if drawn := drawing.draw(shown, folder / f"{claim.id}.svg"):
+                    parts.append(f"![{claim.id}](lab/{drawn[chinese].name})")
     return "\n\n".join(parts) + "\n"
-
-
-def _claim(claim: Claim, chinese: bool, folder: Path) -> str:
-    """One claim: the sentence, the verdict and its reason, and the picture of its figures."""
-    lines = [f"### {claim.id}", f"> {_in(claim.sentence, chinese)}"]
-    result = record.best(claim, [record.RECORDED])
-    if result is None:
-        return "\n\n".join([*lines, "没有记录的结果。" if chinese else "No result is recorded."])
-    verdict = claim.rule(result.figures)
-    named = VERDICTS[verdict.verdict] if chinese else verdict.verdict
-    condition = "" if verdict.condition is None else f" {_in(verdict.condition, chinese)}"
-    lines.append(f"**{named}{condition}** — {_in(verdict.because, chinese)}")
-    drawn = drawing.draw(claim.shows(result.figures), folder / f"{claim.id}.svg")
-    if drawn:
-        lines.append(f"![{claim.id}](lab/{drawn[chinese].name})")
-    lines.append(f"`headwise lab run {claim.id}` · {result.machine} · {result.date}")
-    return "\n\n".join(lines)
-
-
-def _in(sentence: str, chinese: bool) -> str:
-    text = sentence.zh if chinese and isinstance(sentence, Sentence) else str(sentence)
-    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
 
 
 def _machine(machine: Any) -> str:

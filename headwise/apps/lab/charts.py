@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.messages import Sentence
+from headwise.messages import Sentence, both
 
+YES, NO = both("yes", "是"), both("no", "否")
 Cell = str | int | float | bool | None  # a Sentence is a str
 
 
@@ -118,7 +119,7 @@ def text(value: Cell | Sentence, chinese: bool = False) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
-        return ("是" if value else "否") if chinese else ("yes" if value else "no")
+        value = YES if value else NO
     if isinstance(value, Sentence):
         return value.zh if chinese else str(value)
     if isinstance(value, int):

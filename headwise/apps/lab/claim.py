@@ -11,6 +11,7 @@ from headwise.apps.lab.fingerprint import OWN
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.moves import Move
 from headwise.messages import Sentence
+from headwise.messages import both as both  # for claims, those of users too
 
 Figures = Mapping[str, Any]
 """The measurements of an experiment by name: numbers, texts, and lists and mappings of them."""
@@ -119,19 +120,6 @@ class Claim:
     def topic(self) -> str:
         """The first word of the id, a key of `TOPICS`."""
         return self.id.partition("-")[0]
-
-
-def both(english: str, chinese: str | None = None, **values: object) -> Sentence:
-    """A sentence in both languages, filled in with the same values; in your own claims, in one.
-
-    >>> both("{count} of {all} rows", "{all} 行中的 {count} 行", count=3, all=4).zh
-    '4 行中的 3 行'
-    """
-    chinese = english if chinese is None else chinese
-    if not values:
-        return Sentence(english, chinese)
-    theirs = {name: x.zh if isinstance(x, Sentence) else x for name, x in values.items()}
-    return Sentence(english.format(**values), chinese.format(**theirs))
 
 
 def holds(because: Sentence) -> Verdict:

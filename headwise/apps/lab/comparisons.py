@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 
 from headwise.apps.lab.ablations import Run, against_base, scores
-from headwise.apps.lab.charts import Cell, Listing
+from headwise.apps.lab.charts import NO, YES, Cell, Listing
 from headwise.apps.lab.claim import both
 from headwise.apps.lab.claims.paper import BASE, TABLE_3
 from headwise.apps.lab.claims.translation_quality import ABOUT, MATTERS
 from headwise.apps.lab.estimates import LEVEL
 from headwise.messages import Sentence
 
-YES, NO = both("yes", "是"), both("no", "否")
 UNCERTAIN = both("not certain", "不确定")
 CHANCE = both("chance may explain it", "可能出于偶然")
 FEW = both("too few runs", "次数太少")

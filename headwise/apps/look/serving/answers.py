@@ -56,7 +56,7 @@ def answer_post(session: Session, path: str, what: str | bytes | None) -> Answer
         if path == "/api/tokens" and isinstance(what, str):
             return as_json(session.count(what))
         if what is None or path == "/api/tokens":
-            hint = say('send {{"text": "…"}} as application/json')
+            hint = say('send an object with "text" as application/json')
             raise Refusal(400, say("the body has no text"), hint)
         return as_json({"id": session.add(what)}, 202)
     except BusyError as busy:

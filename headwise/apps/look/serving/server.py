@@ -125,7 +125,7 @@ def _sent(media: str, body: bytes) -> str | bytes | None:
     if media in IMAGES:
         return body
     if media != "application/json":
-        hint = say('send {{"text": "…"}} as application/json')
+        hint = say('send an object with "text" as application/json')
         raise Refusal(415, say("a body of type {media!r} can't be read", media=media[:60]), hint)
     try:
         text = json.loads(body)["text"]
