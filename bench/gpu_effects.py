@@ -10,7 +10,6 @@ with all rows of all heads pooled.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 import headwise as hw
 from bench import described
+from bench.pairs import shortest
 
 RESULTS = Path(__file__).parent / "results" / "gpu_effects.json"
 ROUNDS = 5
@@ -54,7 +54,12 @@ def largest(n: int, width: int) -> dict[str, Any]:
     run()
     torch.cuda.synchronize()
     beyond = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return {"n": n, "d": width, "ms": round(shortest(run), 2), "MiB": round(beyond, 1)}
+    return {
+        "n": n,
+        "d": width,
+        "ms": round(shortest({"ms": run}, ROUNDS)["ms"], 2),
+        "MiB": round(beyond, 1),
+    }
 
 
 def watched(n: int) -> dict[str, Any]:
@@ -79,28 +84,16 @@ def watched(n: int) -> dict[str, Any]:
         return run
 
     few = {"stats": ("lse",), "rows": 64}  # the cost of statistics is another question
-    ms = {
-        "blind": shortest(step),
-        "watched": shortest(looking(False, **few)),
-        "with effects": shortest(looking(False, effects=True, **few)),
-        "pooled": shortest(looking(True, effects=True, **few)),
+    runs = {
+        "blind": step,
+        "watched": looking(False, **few),
+        "with effects": looking(False, effects=True, **few),
+        "pooled": looking(True, effects=True, **few),
     }
+    ms = shortest(runs, ROUNDS)
     times = {f"{name} ms": round(x, 2) for name, x in ms.items()}
     ratios = {f"{name} ×": round(x / ms["blind"], 3) for name, x in ms.items() if name != "blind"}
     return {"n": n, **times, **ratios}
-
-
-def shortest(run: Callable[[], object]) -> float:
-    """The shortest time of several runs, in milliseconds."""
-    best = float("inf")
-    run()
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return best * 1e3
 
 
 if __name__ == "__main__":

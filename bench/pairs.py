@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,14 +33,22 @@ class Figure:
 def ratio(ours: Callable[[], object], peer: Callable[[], object], pairs: int = 30) -> float:
     """The median of ours / peer over interleaved pairs, after one warm-up of each."""
     ours(), peer()
-    found = [_seconds(ours) / _seconds(peer) for _ in range(pairs)]
+    found = [seconds(ours) / seconds(peer) for _ in range(pairs)]
     return statistics.median(found)
 
 
 def median_seconds(work: Callable[[], object], times: int = 30) -> float:
     """The median time of a piece of work, after a warm-up."""
     work()
-    return statistics.median(_seconds(work) for _ in range(times))
+    return statistics.median(seconds(work) for _ in range(times))
+
+
+def shortest(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The shortest time of each run in milliseconds, after a warm-up, taken in turns."""
+    for run in runs.values():
+        run()
+    turns = [{name: seconds(run) for name, run in runs.items()} for _ in range(rounds)]
+    return {name: 1000 * min(turn[name] for turn in turns) for name in runs}
 
 
 def at_most(name: str, value: float, target: float, unit: str = "×", detail: str = "") -> Figure:
@@ -84,7 +92,16 @@ def machine() -> dict[str, object]:
     }
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def seconds(work: Callable[[], object]) -> float:
+    """The time of a piece of work, with that of a GPU's if there is one."""
+    synchronize()
     start = time.perf_counter()
     work()
+    synchronize()
     return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

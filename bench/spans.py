@@ -9,7 +9,6 @@ share of the keys. The figures are the shortest of several runs taken in turns.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 
 import headwise as hw
 from bench import described
+from bench.pairs import shortest
 from headwise.devices import cpu_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -66,7 +66,7 @@ def observed() -> dict[str, float]:
         return lambda: hw.observe(q, k, v, mask=hw.mask.causal(), **options)
 
     runs = {"plain": run()}
-    return shortest(runs | {name: run(spans={"a": span}) for name, span in SPANS.items()})
+    return shortest(runs | {name: run(spans={"a": span}) for name, span in SPANS.items()}, ROUNDS)
 
 
 def watched() -> dict[str, float]:
@@ -84,20 +84,7 @@ def watched() -> dict[str, float]:
         return forward
 
     runs = {"plain": run()}
-    return shortest(runs | {name: run(spans={"a": span}) for name, span in SPANS.items()})
-
-
-def shortest(runs: dict[str, Run]) -> dict[str, float]:
-    """The shortest time of each run in milliseconds, taken in turns."""
-    found = dict.fromkeys(runs, float("inf"))
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            begun = time.perf_counter()
-            run()
-            if CUDA:
-                torch.cuda.synchronize()
-            found[name] = min(found[name], 1000 * (time.perf_counter() - begun))
-    return found
+    return shortest(runs | {name: run(spans={"a": span}) for name, span in SPANS.items()}, ROUNDS)
 
 
 if __name__ == "__main__":

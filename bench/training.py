@@ -16,7 +16,6 @@ datasheet's dense bf16 rate, 989 TFLOP/s for an H100 or H200.
 import argparse
 import json
 import statistics
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.pairs import seconds
 from headwise.apps.train.presets import preset
 from headwise.apps.train.trainer import autocast
 from headwise.models import GPT, GPTConfig
@@ -46,23 +46,6 @@ def flops_per_token(model: GPT) -> int:
     config = model.config
     parameters = sum(each.numel() for each in model.parameters() if each.ndim >= 2)
     return 6 * parameters + 6 * config.layers * config.context * config.d_model
-
-
-def seconds(step: Any, device: torch.device, repeat: int) -> float:
-    """The median time of a step."""
-    times = []
-    for _ in range(repeat):
-        synchronize(device)
-        begun = time.perf_counter()
-        step()
-        synchronize(device)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def make_step(model: nn.Module, tokens: Tensor, device: torch.device) -> Any:
@@ -110,7 +93,7 @@ def measure(
     for _ in range(rounds):
         for way, patch in ways.items():
             with patch():
-                found[way].append(seconds(steps[way], device, repeat))
+                found[way].append(statistics.median(seconds(steps[way]) for _ in range(repeat)))
     flops, count = flops_per_token(model), size * config.context
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
