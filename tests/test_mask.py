@@ -218,6 +218,13 @@ def test_a_query_before_the_first_key_belongs_to_no_document() -> None:
     assert rows_of(hw.mask.documents(torch.tensor([[0, 0]])), 3, 2) == ["..", "##", "##"]
 
 
+def test_a_query_behind_the_last_key_belongs_to_no_document() -> None:
+    for ids in ([0], [0, 0, 1]):
+        mask = hw.mask.documents(torch.tensor(ids))
+        dense = shown(mask, Place(1, 1, 2, len(ids), offset=len(ids) - 1))
+        assert dense[0, 0].tolist() == [[x == ids[-1] for x in ids], [False] * len(ids)]
+
+
 def test_padding_on_the_left_is_an_interval_too() -> None:
     first = torch.tensor([2, 0]).reshape(2, 1, 1)
     mask = hw.mask.causal() & hw.mask.between(first, torch.tensor(4))

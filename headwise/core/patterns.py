@@ -276,7 +276,7 @@ class Documents(Mask):
             return ((nothing, nothing),)
         starts, ends = bounds[0, 0, :, 0], bounds[0, 1, :, 0]
         stands = (place.rows() + place.offset).long()
-        position = stands.clamp(0, max(0, starts.shape[-1] - 1))
+        position = stands.clamp(0, starts.shape[-1] - 1)
         last = ends[..., position].masked_fill(stands != position, 0)  # outside of all documents
         return (_three_axes(starts[..., position][:, None], last[:, None]),)
 
