@@ -148,17 +148,13 @@ class _ToRows(torch.autograd.Function):
 
 def _spread(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Send each rank its heads of these positions, and join all positions of this rank's."""
-    own = ranks.own
-    moved = list(zip(tensors, axes, strict=True))
-    shapes = [
-        [
-            ((x.shape[0], _count(a.heads[own]), size(a.held[rank]), x.shape[3]), x.dtype)
-            for x, a in moved
-        ]
-        for rank in range(ranks.count)
-    ]
+    own, moved = ranks.own, list(zip(tensors, axes, strict=True))
     parts = {peer: [x[:, slice(*a.heads[peer])] for x, a in moved] for peer in range(ranks.count)}
-    arrived = _exchanged(ranks, parts, shapes)
+    arrived = _exchanged(
+        ranks,
+        parts,
+        lambda rank: [_like(x, _count(a.heads[own]), size(a.held[rank])) for x, a in moved],
+    )
     found = []
     for number, a in enumerate(axes):
         order = torch.cat([positions(ranges) for ranges in a.held])
@@ -169,19 +165,15 @@ def _spread(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -
 
 def _collected(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Send each rank its positions of these heads, and add up all heads of this rank's."""
-    own = ranks.own
-    moved = list(zip(tensors, axes, strict=True))
-    shapes = [
-        [
-            ((x.shape[0], _count(a.heads[rank]), size(a.held[own]), x.shape[3]), x.dtype)
-            for x, a in moved
-        ]
-        for rank in range(ranks.count)
-    ]
+    own, moved = ranks.own, list(zip(tensors, axes, strict=True))
     parts = {
         peer: [take_ranges(x, 2, a.held[peer]) for x, a in moved] for peer in range(ranks.count)
     }
-    arrived = _exchanged(ranks, parts, shapes)
+    arrived = _exchanged(
+        ranks,
+        parts,
+        lambda rank: [_like(x, _count(a.heads[rank]), size(a.held[own])) for x, a in moved],
+    )
     found = []
     for number, (x, a) in enumerate(moved):
         heads = max(last for _, last in a.heads)
@@ -195,9 +187,10 @@ def _collected(ranks: RankGroup, axes: Sequence[Axes], tensors: Sequence[Tensor]
 def _exchanged(
     ranks: RankGroup,
     parts: dict[int, list[Tensor]],
-    shapes: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
+    sent_by: Callable[[int], list[tuple[tuple[int, ...], torch.dtype]]],
 ) -> list[list[Tensor]]:
     """Send each rank its tensors, and return what each rank has sent here, in these shapes."""
+    shapes = [sent_by(rank) for rank in range(ranks.count)]
     sends = {peer: packed(*parts[peer]) for peer in ranks.others}
     sizes = {peer: sum(_bytes(*each) for each in shapes[peer]) for peer in ranks.others}
     device = parts[ranks.own][0].device
@@ -207,6 +200,10 @@ def _exchanged(
         parts[rank] if rank == ranks.own else unpacked(arrived.get(rank, nothing), *shapes[rank])
         for rank in range(ranks.count)
     ]
+
+
+def _like(x: Tensor, heads: int, rows: int) -> tuple[tuple[int, ...], torch.dtype]:
+    return (x.shape[0], heads, rows, x.shape[3]), x.dtype
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,19 @@ from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.changed_call import ChangedCall
 from headwise.watching.recorder.held_call import DROPPED, Output
 from headwise.watching.recorder.seen_call import Kind
+
+
+class Arguments(NamedTuple):
+    """The arguments of nn.MultiheadAttention's forward."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = True
+    attn_mask: Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
 
 
 @dataclass(eq=False)
@@ -92,26 +105,20 @@ class _Run:
 
 
 def _output(
-    module: nn.MultiheadAttention,
-    changed: ChangedCall,
-    axes: int,
-    need_weights: bool,
-    average_attn_weights: bool,
+    module: nn.MultiheadAttention, changed: ChangedCall, given: Arguments
 ) -> tuple[Tensor, Tensor | None]:
-    """The module's results for a call that experiments have changed, computed by headwise.
-
-    `axes` is the number of axes of its inputs.
-    """
+    """The module's results for a call that experiments have changed, computed by headwise."""
+    axes = given.query.ndim
     heads = changed.dropping(module.dropout if module.training else 0.0).attend()
     out: Tensor = module.out_proj(heads.transpose(1, 2).flatten(2))  # (B, N, width)
     if axes == 2:
         out = out[0]
     elif not module.batch_first:
         out = out.transpose(0, 1)
-    if not need_weights:
+    if not given.need_weights:
         return out, None
     weights = changed.weights()
-    weights = weights.mean(1) if average_attn_weights else weights
+    weights = weights.mean(1) if given.average_attn_weights else weights
     return out, weights[0] if axes == 2 else weights
 
 
@@ -125,7 +132,9 @@ def _traced(
     if isinstance(module, nn.MultiheadAttention):
         with traced.uncounted():
             out = original(module, *given, **options)
-        read = traced.read_or_count(module, lambda: _read(module, *given, **options), out[0])
+        read = traced.read_or_count(
+            module, lambda: _read(module, Arguments(*given, **options)), out[0]
+        )
         if read is not None:
             call, kind, padding = read
             traced.beside(module, call, kind == "cross", padding)
@@ -150,7 +159,8 @@ def _traced_layer(
     """Record the attention of a layer that took its fast path."""
     x = src.detach()
     x = layer.norm1(x) if layer.norm_first else x
-    call, kind, padding = _read(layer.self_attn, x, x, x, src_key_padding_mask, True, src_mask)
+    arguments = Arguments(x, x, x, src_key_padding_mask, True, src_mask)
+    call, kind, padding = _read(layer.self_attn, arguments)
     traced.beside(layer.self_attn, call, kind == "cross", padding)
 
 
@@ -158,36 +168,29 @@ def _attention(
     modules: TorchModules,
     module: nn.MultiheadAttention,
     run: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
+    *positional: Any,
+    **options: Any,
 ) -> Any:
     """An attention that is called, on its fast path or not."""
-    name = modules.names[id(module)]
+    given, name = Arguments(*positional, **options), modules.names[id(module)]
     modules.listener.refuse_other_threads(name)
-    masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
     with modules.listener.off(), unheard():
         changed = None
         if modules.recorder.interventions.wants(name):
-            if attn_mask is not None and attn_mask.requires_grad:
+            if given.attn_mask is not None and given.attn_mask.requires_grad:
                 raise ValueError(
                     "attention can't be changed where attn_mask has a gradient; detach it"
                 )
-            call, kind, _ = _read(module, query, key, value, *masks, learning=True)
+            call, kind, _ = _read(module, given, learning=True)
             changed = modules.recorder.interventions.change(name, call, kind)
         if changed is None:
             out = run()
         else:
-            out = _output(module, changed, query.ndim, need_weights, average_attn_weights)
+            out = _output(module, changed, given)
     modules.seen.add(id(module))
     if modules.recorder.wants(name):
         with modules.recorder.unread.reading(name):
-            _look(modules, module, query, key, value, *masks, changed=changed, out=out[0])
+            _look(modules, module, given, changed, out[0])
     return out
 
 
@@ -216,7 +219,7 @@ def _encoder_layer(
             x = x.to_padded_tensor(0.0)
             src_key_padding_mask = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
         x = layer.norm1(x) if layer.norm_first else x
-        _look(modules, attention, x, x, x, src_key_padding_mask, True, src_mask)
+        _look(modules, attention, Arguments(x, x, x, src_key_padding_mask, True, src_mask))
     return out
 
 
@@ -243,14 +246,14 @@ _REPLACED: tuple[Replacement[TorchModules], ...] = (
 def _look(
     modules: TorchModules,
     module: nn.MultiheadAttention,
-    *given: Any,
+    given: Arguments,
     changed: ChangedCall | None = None,
     out: Tensor | None = None,
 ) -> None:
     """Show the call to the recorder: its projections are computed once more."""
     with unheard():
         name, recorder = modules.names[id(module)], modules.recorder
-        call, kind, padding = _read(module, *given)
+        call, kind, padding = _read(module, given)
         output: Output | str | None = None
         if module.training and module.dropout:
             output = DROPPED
@@ -271,17 +274,7 @@ def _before_projection(module: nn.MultiheadAttention, grad: Tensor) -> Tensor:
 
 
 def _read(
-    module: nn.MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    *,
-    learning: bool = False,
+    module: nn.MultiheadAttention, given: Arguments, learning: bool = False
 ) -> tuple[Call, Kind, Tensor | None]:
     """The call that a module's forward makes, its kind, and the rows that are padding.
 
@@ -292,6 +285,7 @@ def _read(
         raise ValueError(
             f"it uses {option}: it has more keys than tokens, and their positions are not known"
         )
+    query, key, value = given[:3]
     if query.ndim == 3 and module.batch_first:
         query, key, value = _turned(query, key, value)
     weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -302,8 +296,8 @@ def _read(
         weights,
         module.in_proj_bias,
         module.num_heads,
-        (attn_mask, key_padding_mask),
-        {"is_causal": is_causal, "need_weights": need_weights},
+        (given.attn_mask, given.key_padding_mask),
+        {"is_causal": given.is_causal, "need_weights": given.need_weights},
         learning,
     )
 
