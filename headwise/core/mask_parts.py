@@ -1,4 +1,4 @@
-"""A mask for some of a call's batch entries, heads or rows, where it was made for all of them."""
+"""A mask for some of a call's batch entries, heads, rows or keys, where it was made for all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import overload
 
 from torch import Tensor
 
-from headwise.core.intervals import FURTHEST, Interval, Mask
+from headwise.core.intervals import FURTHEST, Both, Interval, Mask
 from headwise.core.patterns import Stretch
 from headwise.core.place import Place
 
@@ -128,6 +128,32 @@ class RowsOfMask(WithinMask):
     def _whole(self, place: Place) -> Place:
         first = self.first + place.first_query
         return replace(place, first_query=first, offset=self.offset, whole=False)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LaterKeys(Both):
+    """A mask for keys `first` and later that knows where the sequence began, before them.
+
+    Only `sink_mass` depends on that, so `plain` is the same mask for a call without statistics: it
+    has a description, by which the next call is recognised.
+    """
+
+    whole: Mask | None = None  # the mask of the whole sequence
+    first: int = 0
+
+    @property
+    def plain(self) -> Mask:
+        """The same keys, without the beginning."""
+        return Both(self.a, self.b)
+
+    def shows_all(self, place: Place) -> bool:
+        return False  # a mask that hides nothing is left out, and the beginning with it
+
+    def start(self, place: Place) -> int | Tensor:
+        if self.whole is None:
+            return -self.first
+        first_key, offset = place.first_key + self.first, place.offset + self.first
+        return self.whole.start(replace(place, first_key=first_key, offset=offset)) - self.first
 
 
 def rows_of(mask: Mask | None, place: Place, rows: slice) -> Mask:

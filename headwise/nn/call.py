@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from headwise.api import attention
 from headwise.bias import Bias
 from headwise.core.intervals import Mask
+from headwise.core.mask_parts import LaterKeys
 from headwise.core.options import PLAIN, Options
 from headwise.core.problem import autocasting, describe
 from headwise.dropout import Dropout
 from headwise.handover import held_positions, reached, split_calls
 from headwise.nn.caches.cache import Cache, Memory, check_cache
-from headwise.nn.caches.cache_masks import LaterKeys
 from headwise.nn.layer_options import Widths
 from headwise.nn.positions import PositionModule
 from headwise.score import Dot, Score

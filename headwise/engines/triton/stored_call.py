@@ -7,9 +7,8 @@ from torch import Tensor
 
 from headwise.core.options import Options
 from headwise.core.patterns import Causal
-from headwise.core.stored import Stored
 from headwise.engines import calls, failures
-from headwise.engines.decoding import FEW_QUERIES, MOST_ROWS
+from headwise.engines.decoding import FEW_QUERIES, MOST_ROWS, Stored
 from headwise.engines.failures import KernelError
 from headwise.engines.triton.engine import TRITON
 from headwise.engines.triton.limits import fits_grid

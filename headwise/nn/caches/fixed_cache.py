@@ -10,10 +10,10 @@ from torch import Tensor
 from headwise import mask as masks
 from headwise.checks import check_count, check_size, check_tensor
 from headwise.core.intervals import Mask
+from headwise.core.mask_parts import LaterKeys
 from headwise.core.place import from_key, padded
 from headwise.engines.operators import define
 from headwise.nn.caches.cache import Cache, needs_grad, write_tokens
-from headwise.nn.caches.cache_masks import LaterKeys
 
 
 class FixedCache(Cache):

@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.api import attention
 from headwise.core.intervals import Mask
 from headwise.core.options import Options
-from headwise.core.stored import Stored
+from headwise.engines.decoding import Stored
 from headwise.engines.triton.stored_call import attend_stored
 from headwise.nn.caches.cache import Cache, needs_grad, write_tokens
 from headwise.score import Score

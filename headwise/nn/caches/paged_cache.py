@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.checks import check_count, check_kind, check_sizes
 from headwise.core.problem import describe
-from headwise.core.stored import Stored
+from headwise.engines.decoding import Stored
 from headwise.nn.caches.packed_cache import Packed, emptied
 
 

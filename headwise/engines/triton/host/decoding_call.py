@@ -11,8 +11,7 @@ from torch import Tensor
 from headwise.core.intervals import FURTHEST
 from headwise.core.problem import Problem, Terms
 from headwise.core.row_sums import FLAGS, RowParts, RowResults
-from headwise.core.stored import Stored
-from headwise.engines.decoding import MANY_KEYS, MOST_ROWS, is_decoding
+from headwise.engines.decoding import MANY_KEYS, MOST_ROWS, Stored, is_decoding
 from headwise.engines.triton.host.cards import Card, card
 from headwise.engines.triton.host.launches import Launches
 from headwise.engines.triton.host.operands import (
