@@ -211,6 +211,57 @@ def _variance(values: Sequence[float]) -> float:
     return sum((x - mean) ** 2 for x in values) / (len(values) - 1)
 
 
+class Share(NamedTuple):
+    """How many of several hold, with Wilson's 95 % interval of their share."""
+
+    holds: int
+    of: int
+    low: float
+    high: float
+
+    @property
+    def said(self) -> Sentence:
+        """The share in a sentence about settings."""
+        return both(
+            "{holds} of {of} settings ({mean:.0f} %, 95 % interval {low:.0f} to {high:.0f})",
+            " {of} 个设置中的 {holds} 个（{mean:.0f}%，95% 区间 {low:.0f} 至 {high:.0f}）",
+            **(self._asdict() | self.interval),
+        )
+
+    @property
+    def interval(self) -> dict[str, Any]:
+        """The share in percent, as a verdict carries it."""
+        shares = {"mean": self.holds / self.of, "low": self.low, "high": self.high}
+        return {name: 100 * x for name, x in shares.items()} | {"unit": "% of settings"}
+
+    def power(self, true: float) -> float:
+        """How often so many show that a true share of this size is more than half."""
+        enough = next(
+            x for x in range(self.of + 2) if x > self.of or proportion(x, self.of).low > 0.5
+        )
+        return float(_student().binom.sf(enough - 1, self.of, true))
+
+
+def proportion(holds: int, of: int) -> Share:
+    """So many of several, with Wilson's interval of the share.
+
+    >>> proportion(71, 80).said
+    '71 of 80 settings (89 %, 95 % interval 80 to 94)'
+    """
+    found = _student().binomtest(holds, of).proportion_ci(method="wilson")
+    return Share(holds, of, float(found.low), float(found.high))
+
+
+def unlike(holds: int, of: int, others: int, of_others: int) -> float:
+    """Fisher's exact p-value: how often two equal shares would differ by as much.
+
+    >>> round(unlike(1, 9, 11, 12), 4)
+    0.0003
+    """
+    table = [[holds, of - holds], [others, of_others - others]]
+    return float(_student().fisher_exact(table).pvalue)
+
+
 def holm(probabilities: Sequence[float]) -> list[float]:
     """The p-values of several comparisons, corrected by Holm for there being several.
 

@@ -27,6 +27,7 @@ from headwise.apps.lab.claims import (
     scale_overflow,
     scale_softmax,
     scale_variance,
+    settings,
 )
 from headwise.apps.lab.laboratory import Lab, plain
 from headwise.apps.lab.runner import find
@@ -288,6 +289,20 @@ def by_width(scaled: float, gain: float = 0.0) -> Edit:
     return edit
 
 
+def everywhere(side: str, behind: float, only: str = "") -> Edit:
+    """Fifty settings in which a side's mean loss is higher by so much, perhaps of one task only."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        figures["rows"] = [
+            each
+            | {f"{name}_{what}": 1.0 for name in settings.SIDES for what in ("loss", "right")}
+            | {f"{side}_loss": 1.0 + (behind if only in each["task"] else 0.0)}
+            for each in settings.drawn(50)
+        ]
+
+    return edit
+
+
 def examples_of(gap: float, relation: float) -> Edit:
     """Additive readers with this gap between seen and new, and this accuracy on the relation."""
 
@@ -459,6 +474,15 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("example-cat", change("causal.before", 0.5), "holds"),
     ("example-self", heads_of_both, "does not hold"),
     ("example-self", a_tendency, "holds when"),
+    ("scale-settings", everywhere("unscaled", 0.5), "holds"),
+    ("scale-settings", everywhere("unscaled", 0.5, only="recall"), "holds when"),
+    ("scale-settings", everywhere("unscaled", 0.05), "does not hold"),
+    ("heads-settings", everywhere("heads", -0.5), "holds"),
+    ("heads-settings", everywhere("heads", 0.5), "does not hold"),
+    ("qk-settings", everywhere("shared", 0.5, only="relation"), "holds when"),
+    ("qk-settings", everywhere("shared", 0.0), "does not hold"),
+    ("dot-settings", everywhere("additive", 0.5), "holds"),
+    ("dot-settings", everywhere("additive", -0.5), "does not hold"),
     ("scale-training", learnt(unscaled=0.3, narrow=0.3), "holds"),
     ("scale-training", learnt(unscaled=0.3, narrow=0.9), "holds when"),
     ("scale-training", learnt(unscaled=0.9, narrow=0.9, later=0), "does not hold"),

@@ -28,6 +28,7 @@ from headwise.apps.lab.claims import (
     scale_softmax,
     scale_training,
     scale_variance,
+    settings,
     translation_quality,
 )
 
@@ -37,7 +38,7 @@ FAMILIES = (
     *(positions, masking),
     *(qk_symmetry, qk_training, dot_cost, dot_quality, qkv_counted, recalling),
     *(rivals_reach, rivals_time, rivals_scan, rivals_sharing),
-    *(cost_layer, paper, examples),
+    *(settings, cost_layer, paper, examples),
 )
 
 CLAIMS: tuple[Claim, ...] = tuple(

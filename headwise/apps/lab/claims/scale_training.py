@@ -27,7 +27,7 @@ from headwise.apps.lab.claims.translation_quality import NATS, runs, show_curves
 from headwise.apps.lab.estimates import POINTS, Difference, difference, measured
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import Move
-from headwise.apps.lab.recall import Recall, RecallModel, accuracy, cross_entropy
+from headwise.apps.lab.recall import Recall, RecallModel, Task, accuracy, cross_entropy
 from headwise.nn import MultiHeadAttention
 
 STARTS = {
@@ -94,11 +94,21 @@ def cell(
 
 
 def trained(
-    model: RecallModel, task: Recall, steps: int, rate: float, warm: float, seed: int
+    model: RecallModel,
+    task: Task,
+    steps: int,
+    rate: float,
+    warm: float,
+    seed: int,
+    **optimiser: Any,
 ) -> tuple[list[float], list[float]]:
-    """Train with Adam and a warm-up of this share of the steps; the losses and gradient norms."""
+    """Train with Adam and a warm-up of this share of the steps; the losses and gradient norms.
+
+    `optimiser` are options of AdamW, which is Adam as long as nothing decays.
+    """
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    options = {"weight_decay": 0.0} | optimiser
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, **options)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps + 1, pct_start=warm)
     losses, norms = [], []
     for _ in range(steps):

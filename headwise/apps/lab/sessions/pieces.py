@@ -13,6 +13,7 @@ from headwise.apps.lab.claims.examples import chinese_runs
 from headwise.apps.lab.claims.qk_training import on_tasks, watched_trainings
 from headwise.apps.lab.claims.recalling import by_content, by_place, over_distances
 from headwise.apps.lab.claims.scale_training import cells
+from headwise.apps.lab.claims.settings import in_settings
 from headwise.apps.lab.claims.translation_quality import CLAIMED
 from headwise.apps.lab.fingerprint import covered
 from headwise.apps.lab.laboratory import Lab
@@ -28,6 +29,7 @@ READERS = (
     by_content,
     by_place,
     cells,
+    in_settings,
     watched_trainings,
 )
 """Trainings of small readers, the longest first; the last pieces of each are the largest."""
